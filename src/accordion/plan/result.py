@@ -100,8 +100,7 @@ class Plan:
         return unsettled(self.chosen, self.cluster) if self.chosen.is_open(self.cluster) else "does not fit"
 
     def mfu(self, c: Candidate, rate: str = "middle") -> float:
-        """Return model FLOPs (without recomputation) per second, as a share of the GPU's bf16 peak. `rate`: a key of
-        `c.steps`."""
+        """Return model FLOPs (not recomputed ones) per second as a share of the GPU's bf16 peak. `rate`: a key of `c.steps`."""
         assert c.steps is not None
         return c.steps[rate].flops / c.steps[rate].seconds / (self.cluster.gpu.tflops * 1e12)
 

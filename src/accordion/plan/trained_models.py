@@ -152,8 +152,7 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
 
 
 def language_subject(config: Any, label: str, micro_batch: int, seq: int, kernels: Kernels) -> Subject:
-    """Return the training to trace of a language model: its loss on a batch of `micro_batch` sequences of `seq` random tokens.
-    `label`: name of the model in errors."""
+    """Return the training to trace: a language model's loss on `micro_batch` random sequences. `label`: its name in errors."""
     make = partial(trained_model, config, label, kernels)
     vocab = int(config.get_text_config().vocab_size)
     loss = partial(_run, label, partial(_token_loss, kernels.loss))

@@ -235,8 +235,7 @@ class Evaluator:
         candidate.steps = {rate: self._step(log, choice, rate, drawn=rate == "middle") for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the fastest candidate that fits by its own trace, or None. Traces the fastest ones, and updates them in
-        place."""
+        """Return the fastest candidate that fits by its own trace, or None. Traces candidates, and updates them in place."""
         seen: list[Candidate] = []
         while (best := self.fastest(candidates)) is not None and all(c is not best for c in seen):
             if not best.is_traced:

@@ -96,8 +96,7 @@ def _with_more_gpus(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
 
 
 def _further_offloads(space: Space) -> Sequence[Offload]:
-    """Return the `OFFLOADS` that leave less on the GPU or the host than the fixed one; none without a fixed one, or for
-    FSDP2."""
+    """Return the `OFFLOADS` that leave less on GPU or host than the fixed one; none without a fixed one, or for FSDP2."""
     fixed = space.search.offloads[0]
     if len(space.search.offloads) > 1 or space.engine != "accordion" or fixed not in OFFLOADS:
         return []

@@ -25,13 +25,12 @@ from accordion.shard.activations import checkpoint_forward
 from accordion.sharding import Sharding
 from accordion.units import choose_units
 
-STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # names of FSDP2's streams, in the order in which it creates them
+STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # of FSDP2, in the order in which it creates them
 FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # fields of `Sharding` that FSDP2 supports
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Apply FSDP2 to `model` in place, create its optimizer, and return what a trace needs to run steps. Raises `UsageError`
-    for a setting that FSDP2 does not have."""
+    """Apply FSDP2 to `model` in place, and create its optimizer. Raises `UsageError` for a setting that FSDP2 does not have."""
     chosen = choose_units(model, run.units)
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
     for i, (_, module) in enumerate(chosen):
@@ -140,8 +139,7 @@ def _track_unit(module: nn.Module, unit: int, tracker: Tracker) -> None:
 
 
 def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return storage key -> index of the unit, for the storages of the parameters of `modules` and of their optimizer
-    states."""
+    """Return storage key -> index of the unit, for the storages of parameters of `modules` and of their optimizer states."""
     owners: dict[int, int] = {}
     for unit, module in enumerate(modules):  # the root first, so that inner units overwrite its entries
         for parameter in module.parameters():

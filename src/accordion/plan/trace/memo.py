@@ -37,8 +37,7 @@ class Memo:
             _KNOWN.clear()
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the result of `func(*args, **kwargs)`: from the cache if it ran on inputs of equal metadata, otherwise
-        computed."""
+        """Return `func(*args, **kwargs)`, created from the cache if it ran on inputs of equal metadata, otherwise computed."""
         if func.namespace != "aten":
             return func(*args, **kwargs)
         if getattr(func, "is_view", False):
@@ -60,8 +59,7 @@ class Memo:
 
 
 def _described(value: Any) -> Any:
-    """Return a hashable form of `value`, with metadata in place of tensors. Raises `TypeError` if that does not describe a
-    tensor."""
+    """Return `value` in hashable form, with metadata in place of tensors. Raises `TypeError` if metadata is not enough."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_described, value))
     if isinstance(value, torch.Tensor):

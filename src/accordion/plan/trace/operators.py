@@ -49,8 +49,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _with_all_heads(func: Any, args: Any) -> Any:
-    """Return `args` of an attention operator with key and value expanded to all heads of the query, as torch 2.11's counter
-    needs."""
+    """Return `args` of attention with key and value expanded to all heads of the query, as torch 2.11's counter needs them."""
     at = {argument.name: i for i, argument in enumerate(func._schema.arguments[: len(args)])}
     heads, args = args[at["query"]].shape[1], list(args)  # (batch, head, token, number of a head)
     for name in ("key", "value"):
@@ -130,8 +129,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements, but at most those of its storage, so that elements of an expanded tensor count
-    once."""
+    """Return the bytes of a tensor's elements; of an expanded tensor, those of its storage."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
@@ -179,8 +177,7 @@ def _copy_in(args: Any, out: Any) -> int:
 
 
 def _flash_backward(args: Any) -> int:
-    """Return the workspace bytes: the query's gradient in float32, and key and value gradients of each query head if there are
-    fewer key heads."""
+    """Return the workspace bytes: the query's gradient in float32; with fewer key heads, gradients of all heads too."""
     query, key = args[1], args[2]
     rounded = -(-query.shape[2] // 128) * 128
     sums = query.shape[0] * query.shape[1] * rounded * (query.shape[3] + 1) * 4
@@ -198,8 +195,7 @@ _twice, _four_times = partial(_times, 2), partial(_times, 4)
 
 
 def _convolution(args: Any, kwargs: Any, out: Any) -> int:
-    """Return the most workspace bytes: the unfolded input (im2col), and copies of input, weight and output in another
-    layout."""
+    """Return the most workspace bytes: the unfolded input (im2col), and input, weight and output in another layout."""
     x, weight = args[0], args[1]
     result = tensors_of(out)[0]
     unfolded = x.shape[0] * prod(weight.shape[1:]) * prod(result.shape[2:]) * x.itemsize

@@ -55,8 +55,7 @@ CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.G
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Shard `model` in place as `accordion.shard` does, but log collectives in place of sending; create its optimizer, and
-    return what a trace needs to run steps."""
+    """Shard `model` in place as `accordion.shard` does, with communicators that log and send nothing; create its optimizer."""
     meshes: MeshChoice | None = None
     if run.expert_parallel > 1:
         with tracker.paused():
@@ -93,8 +92,7 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
 
 
 class AtOnce:
-    """An executor whose `submit` runs the work at once in the caller's thread, inside the context manager that `wrapper`
-    returns."""
+    """An executor whose `submit` runs work at once in the caller's thread, in the context manager that `wrapper` returns."""
 
     # In place of offload's worker threads: dispatch modes see one thread, and fake tensors do not work in a second one.
 
@@ -234,8 +232,7 @@ class StepTrace(Observer):
 
 
 class _Traced(Transfer):
-    """A transfer that logs its work on the side stream `name`, and waits for its end. `number`: number in its `Launch`
-    event."""
+    """A transfer that logs its work on the side stream `name`, and waits for its end. `number`: identifies it in events."""
 
     __slots__ = ("name", "number", "tracker")
     name: str

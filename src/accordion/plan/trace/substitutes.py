@@ -22,7 +22,7 @@ class Substitutes:
     """Replaces CPU operators by those that CUDA would run. Attributes: `substituted`, name -> replacement, and `unmodelled`,
     name -> how an operator without a replacement is traced.
 
-    The replacements are registered in torch's dispatcher. So they apply by whatever name a module calls an operator, and
+    The replacements are registered in torch's dispatcher. So they apply under whatever name a module calls an operator, and
     also while a backward recomputes, when a function mode would be off.
     """
 
@@ -69,8 +69,8 @@ class Substitutes:
         return plain
 
     def _bias(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return the bias that a kernel adds to the scores: `mask`, in the query's dtype if it was boolean, expanded to all
-        heads."""
+        """Return `mask` as the kernel adds it to scores: expanded to all heads, in the query's dtype if boolean. Values are
+        wrong."""
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, float("-inf"))
         return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -97,8 +97,7 @@ class Substitutes:
 
 
 class _Norm(torch.autograd.Function):
-    """Stands for a fused norm: saves its input, and `num_stats` float32 numbers for each row of `num_dims` dims. Values are
-    wrong."""
+    """Stands for a fused norm: saves its input, and `num_stats` float32 numbers for each row. Its values are wrong."""
 
     @staticmethod
     def forward(

@@ -64,8 +64,7 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
 
 
 ENGINES: Mapping[str, Any] = {"accordion": own_engine, "fsdp2": fsdp2}
-"""Name of an engine -> module with `silenced`, a context in which collectives send nothing, and `build`, which returns a
-`Rig`."""
+"""Name -> module with `silenced`, a context in which collectives send nothing, and `build`, which returns a `Rig`."""
 
 
 def _steps(
@@ -124,8 +123,7 @@ def _scalar(loss: object) -> torch.Tensor:
 
 @contextmanager
 def _fake_mesh(run: TrainingSetup) -> Iterator[DeviceMesh]:
-    """Context manager that yields a mesh of `run.ranks` CPU ranks. In it, this process is rank 0 of a fake default process
-    group."""
+    """Context manager that yields a mesh of `run.ranks` CPU ranks, over a fake process group whose rank 0 is this process."""
     dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=run.ranks)
     shape: tuple[int, ...]
     names: tuple[str, ...]
@@ -158,8 +156,7 @@ def _one_sequence_a_row() -> Iterator[None]:
 
 
 def _as_fakes(model: nn.Module) -> None:
-    """Replace, in place, parameters by meta tensors, which take no memory before they are sharded, and buffers by fake CPU
-    tensors."""
+    """Replace in place parameters by meta tensors, which take no memory before sharding, and buffers by fake CPU tensors."""
     fakes: dict[int, nn.Parameter] = {}  # by id of the parameter; tied parameters stay tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -174,8 +171,7 @@ def _as_fakes(model: nn.Module) -> None:
 
 
 def _value_error(error: BaseException) -> str:
-    """Return the message for `error`, raised because the model needs a tensor's values; names the operator and the model's
-    line."""
+    """Return the message for `error`: the operator and the line of the model that need the values of a tensor."""
     place = place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
     reason = str(error).splitlines()[0] or type(error).__name__
     return (

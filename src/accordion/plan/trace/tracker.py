@@ -206,7 +206,6 @@ class Tracker(StorageWatch):
 
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
-    """Return the storages of all strided tensors in nested `tree` that are not on the meta device; of DTensors, the local
-    tensors'."""
+    """Return the storages of all strided tensors in a nested `tree`, but those on meta; of a DTensor its local tensor's."""
     local = [_torch.local_of(t) if isinstance(t, DTensor) else t for t in tensors_of(tree)]
     return [t.untyped_storage() for t in local if t.device.type != "meta" and t.layout is torch.strided]
