@@ -52,8 +52,7 @@ def space(folder: Path) -> Finding:
 
 
 def measured(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """Return (bytes written per second, bytes read per second), measured with a temporary file of at most `num_bytes` in
-    `folder`. Raises `OSError` if that cannot be written."""
+    """Return (written, read) bytes/s of a temporary file of `num_bytes` in `folder`. Raises `OSError` if that fails."""
     block = os.urandom(BLOCK_BYTES)  # random, since some disks compress zeros
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         handle = file.fileno()

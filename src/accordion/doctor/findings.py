@@ -21,8 +21,7 @@ class Finding:
 
     `check`: its name, such as `disk.space`. `severity`: `problem` if a training fails or is wrong, `warning` if it is slow or
     may fail later, `note` if it concerns only some users. `found`: text on the result; `data` has its figures as numbers.
-    `means`: the effect on a training. `do`: the remedy, which only `ok` lacks. `where`: name of the host, if ranks of a
-    launcher run there.
+    `means`: the effect on a training. `do`: the remedy, which only `ok` lacks. `where`: the host, or "" for this one.
     """
 
     check: str

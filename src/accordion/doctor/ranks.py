@@ -49,9 +49,8 @@ class RankExam:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
 
     def gathers(self) -> Answer:
-        """Test and time an all-gather, and time a copy in memory. Collective: all ranks must call it. Returns `host`, `torch`
-        (version), `device_name`, `right` (the values were), `num_bytes` received, `gather_s` and `copy_bytes_per_s`; or `error`
-        alone."""
+        """Test and time an all-gather, and time a copy. Collective. Returns a dict with host, torch (version), device_name,
+        right (the values were), num_bytes (received), gather_s and copy_bytes_per_s; after an exception, with error only."""
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks
@@ -165,8 +164,7 @@ def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Findin
 
 
 def usual_rate(device_type: str, device_name: str, num_hosts: int, copy_rate: float) -> tuple[float, str]:
-    """Return (least usual bytes per second of an all-gather, reason as text). `copy_rate`: bytes per second of a memory
-    copy."""
+    """Return (least usual bytes/s of an all-gather, the reason as text). `copy_rate`: measured bytes/s of a memory copy."""
     if device_type == "cpu" and num_hosts > 1:
         return 0.1 * GB, "a network of one gigabit"
     if device_type == "cpu":

@@ -40,7 +40,7 @@ def plan(
     weights and no other rank. If nothing fits, the plan has the configuration that is closest to fitting.
 
     Args:
-        subject: the workload, or the name of a model.
+        subject: the workload; or the name of a language model, a folder with a config.json, or that file.
         cluster: the GPUs, or a description of them: "h100,network_gbps=25" is a node of eight H100.
         sharding: the arguments of `accordion.shard`. A `Sharding` fixes all of them. A mapping fixes the fields it names; the
             search chooses the others, and the precision is bf16 unless named. None: the search chooses all of them.

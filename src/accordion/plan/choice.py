@@ -209,8 +209,8 @@ class Search:
             check_offload(offload)
 
     def narrowed(self, sharding: Sharding, fixed: Collection[str]) -> Search:
-        """Return a copy that tries only `sharding`'s value for each field in `fixed`. Raises `UsageError` if values
-        conflict."""
+        """Return a copy that tries only the value in `sharding` for fields in `fixed`. Raises `UsageError` on
+        contradictions."""
         narrow: dict[str, Any] = {}
         if "strategy" in fixed:
             narrow |= {"strategies": [sharding.strategy], "copies": False}

@@ -28,7 +28,7 @@ def loss_of_logits(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """Stands for a fused loss: forward reads the logits once, backward reads them and writes a gradient. Values are wrong."""
+    """Stand-in for a fused loss: forward reads the logits once, backward reads them and writes a gradient. Values are wrong."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ class ChunkedHead(nn.Linear):
 
 
 class _Chunked(torch.autograd.Function):
-    """Stands for a chunked loss: forward computes loss and gradients, in chunks of rows whose logits take about as much memory
-    as all hidden states. Memory and kernels are right, values are wrong."""
+    """Stand-in for a chunked loss: forward computes loss and gradients, in chunks of rows whose logits take about as much
+    memory as all hidden states. Memory and kernels are right, values are wrong."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def _needed(plan: Plan) -> str:
 
 
 def _range(values: Sequence[float], unit: str) -> str:
-    """Return text such as "1.2 to 1.5 s": the least and the largest of `values`, with 3 digits."""
+    """Return text such as "1.2 to 1.5 s": the least and the largest of `values`, rounded to about 3 digits."""
     low, high = min(values), max(values)
     return f"{_digits(low)} to {_digits(high)} {unit}".rstrip()
 

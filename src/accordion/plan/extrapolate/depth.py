@@ -26,7 +26,7 @@ def num_traced(num_blocks: int, period: int, later: int = 0) -> int:
 
 
 class _Origin(NamedTuple):
-    """Position of the event that creates an allocation or a transfer, which identifies these in the traced and the deep log."""
+    """Position of the event that creates an allocation or transfer; identifies it in the traced log and in the deep model's."""
 
     phase: StepPhase
     block: int | None  # index of the equal block; None outside of them
@@ -211,8 +211,8 @@ class _Extension:
         return self._numbers.setdefault(name, len(self._numbers))
 
     def _references(self, event: Free | Land | Wait, segment: _Segment, block: int | None) -> Sequence[int]:
-        """Return the numbers in the deep log that `event` refers to. `block`: of its segment there. Raises `KeyError` for a
-        later one."""
+        """Return the numbers in the deep log that `event` refers to. `block`: of its segment there. Raises `KeyError` for new
+        ones."""
         origin = self._origins.get(_key(event))
         if origin is None or origin.block is None:
             return [self._number(origin or _key(event))]

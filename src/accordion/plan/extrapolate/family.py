@@ -14,8 +14,7 @@ class UnlikeError(Exception):
 
 
 class Family:
-    """Extrapolates two logs of a step, each (micro-batch, log), to other micro-batches. Raises `UnlikeError` if events
-    differ."""
+    """Extrapolates a step's logs, each (micro-batch, log), to other micro-batches. Raises `UnlikeError` if events differ."""
 
     def __init__(self, base: tuple[int, Log], more: tuple[int, Log]) -> None:
         self._base, self._more = base, more

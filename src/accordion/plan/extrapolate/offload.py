@@ -34,8 +34,7 @@ COPIED = 2  # a copy reads and writes
 
 
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
-    """Return the log of a step with parameters and states offloaded as in `offload`, derived from `log`, that of the step
-    without.
+    """Return the log of a step with offloaded parameters and states, derived from `log`, that of the step without them.
 
     It has the memory and the work of the device only; `replay.host_work` adds the time of copies, host and disk. Offload of
     activations must be in `log` already. Do not use this for a single rank, whose offload has to be traced.
@@ -153,8 +152,8 @@ def inputs_of(log: Log) -> list[int]:
 
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
     """Return the bytes of host memory that offload takes on one machine, for all its ranks: float32 masters, shards in the
-    compute dtype if it differs, gradients, a buffer for those that arrive, optimizer states, and inputs of recomputed units.
-    States or inputs on a disk take only staging buffers. `log`: of the step without offloaded states."""
+    compute dtype if it differs, gradients, a buffer for gradients that arrive, optimizer states, and inputs of recomputed
+    units. States or inputs on a disk take only staging buffers. `log`: of the step without offloaded states."""
     ranks, offload = min(choice.gpus, cluster.node), choice.offload
     inputs = inputs_of(log) if offload.activations != DEVICE else []
     staged = NUM_STAGES * max(inputs, default=0)

@@ -22,8 +22,7 @@ BITS = 48  # of an address
 
 @dataclass(slots=True)
 class _Pool:
-    """The small or the large free blocks of one stream. Blocks are integers, not objects: a search reads them millions of
-    times."""
+    """The small or the large free blocks of one stream. Blocks are integers, since a search reads them millions of times."""
 
     small: bool
     by_size: list[int] = field(default_factory=list)  # `size << BITS | start` of each block, sorted

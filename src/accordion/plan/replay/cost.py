@@ -94,8 +94,7 @@ class Costs:
         return (seconds + latency_s) * self.drag
 
     def _all_to_all(self, each_bytes: float, axis: MeshAxis) -> float:
-        """Return the seconds in which a rank sends `each_bytes` to each other rank: to its node and to other nodes in
-        parallel."""
+        """Return the seconds in which a rank sends `each_bytes` to each other rank; sends within and between nodes overlap."""
         inside = each_bytes * (axis.on_node - 1) / (self.cluster.gpu.link_gbps * GB * self.rates.link)
         outside = each_bytes * (axis.ranks - axis.on_node) / (self.cluster.network_gbps * GB * self.rates.network)
         return max(inside, outside)

@@ -78,8 +78,7 @@ def _step_bytes(log: Log) -> tuple[int, int]:
 
 
 def _gathered_units(log: Log) -> list[int]:
-    """Return the units (indices) that the last micro-batch gathers, in order; on one rank, those of each forward and
-    backward."""
+    """Return the unit indices that the last micro-batch gathers, in order; on one rank, those of each forward and backward."""
     visits: list[list[int]] = []  # [unit, 1 if a gather ends in this part of the step]
     streams: dict[int, str] = {}
     for event in log.events:
@@ -94,8 +93,7 @@ def _gathered_units(log: Log) -> list[int]:
 
 
 def with_host_work(step: Step, work: Mapping[str, float], choice: Choice, num_units: int, costs: Costs) -> Step:
-    """Return a copy of `step`, the step of the device alone, with its waits for `work`, stream -> bytes, added. `num_units`:
-    units of the model.
+    """Return a copy of `step`, the time of the device alone, with its waits for `work` (stream -> bytes) of offload added.
 
     The previous step's optimizer runs during the forward, unit by unit. Nothing hides the steps of the first two units, the
     first copy to the device in a backward, the last two copies to the host, and the caller's own work on gradients. All other

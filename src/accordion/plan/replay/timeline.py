@@ -63,7 +63,7 @@ def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
     """Return the time of the step in `log`, whose streams run in parallel. `drawn`: with bars for a chart, `stretches`.
 
     As in the engine, a transfer starts after the compute stream's work so far, runs in order on its stream, and the compute
-    stream waits for it at its `Land` event. The host takes `caller_s` of the rates for each kernel.
+    stream waits for it at its `Land` event. The host takes `costs.rates.caller_s` for each kernel.
     """
     clock = _Clock(log, costs, drawn)
     for event in log.events:

@@ -68,8 +68,7 @@ class Candidate:
 
 
 class Evaluator:
-    """Evaluates choices of a search, and stores their traces and bounds. `say`: called with a line of text before each trace.
-    `known`: logs from an earlier search, by the choices that were traced."""
+    """Evaluates choices of a search; stores their traces and bounds. `known`: logs of an earlier search, by traced choice."""
 
     def __init__(self, space: Space, say: Say, known: Mapping[Choice, Log] | None = None) -> None:
         self._space, self._cluster = space, space.cluster
@@ -204,8 +203,8 @@ class Evaluator:
     # -- figures
 
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
-        """Set all figures of a candidate from `log`, the log of its step without offloaded states, and return it. `traced`: log
-        of its step with offload, to take the memory from; None: the memory is derived from `log`."""
+        """Compute a candidate's figures from `log`, that of its step without offloaded states, and return the candidate.
+        `traced`: log of its step with offload, for the memory; None: the memory is derived from `log`."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         candidate.is_traced = self.traces.is_own(log) and (traced is not None or not choice.offload.is_any)
         candidate.memory = memory_of(traced or self._offloaded(choice, log), self._most)

@@ -23,7 +23,7 @@ ALL_AXES = "dp"  # the two axes flattened into one
 Exchange = Callable[[Tensor], Tensor]
 """An all-to-all over the ranks that share experts: sends an equal number of rows to each rank and returns the received rows."""
 
-ROUTED = 3  # arguments of the experts' forward: tokens, (n, width); chosen experts and their weights, each (n, k)
+ROUTED = 3  # least number of arguments of a forward of experts: tokens, (n, width); chosen experts and weights, (n, k)
 EVENLY = (
     "experts over {} ranks: every expert is assumed to get equally many tokens, none dropped and none padded; the rank with the "
     "most tokens sets the pace of all, and its time and memory grow with its tokens"

@@ -218,7 +218,7 @@ class _Event:
 
 
 class _Stream:
-    """Stands for a device stream: it only has the name under which `tracker` logs work on it."""
+    """Stand-in for a device stream: it only has the name under which `tracker` logs work on it."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name, self._tracker = name, tracker

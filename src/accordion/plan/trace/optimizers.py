@@ -21,7 +21,7 @@ class OptimizerKind:
 
 
 class NarrowAdamW(torch.optim.Optimizer):
-    """Stands for AdamW of bitsandbytes and torchao, with moments of `bits` bits; below 16, each `block` elements share a scale.
+    """Stand-in for AdamW of bitsandbytes and torchao, with moments of `bits` bits; below 16, `block` elements share a scale.
 
     It allocates, reads and writes the same bytes as the real optimizer, and computes nothing useful.
     """

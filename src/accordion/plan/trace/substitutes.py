@@ -69,8 +69,7 @@ class Substitutes:
         return plain
 
     def _bias(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return `mask` as the kernel adds it to scores: expanded to all heads, in the query's dtype if boolean. Values are
-        wrong."""
+        """Return `mask` in the form that the kernel adds to scores: expanded to all heads, and not boolean."""
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, float("-inf"))
         return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -97,7 +96,7 @@ class Substitutes:
 
 
 class _Norm(torch.autograd.Function):
-    """Stands for a fused norm: saves its input, and `num_stats` float32 numbers for each row. Its values are wrong."""
+    """Stand-in for a fused norm: saves its input, and `num_stats` float32 numbers for each row. Its values are wrong."""
 
     @staticmethod
     def forward(
