@@ -29,7 +29,7 @@ class AdaptedLinear(nn.Module):
 
 
 class FourBitLinear(nn.Module):
-    """A frozen linear layer with 4-bit weights, for memory and time: forward and backward widen them, but values are wrong."""
+    """Stand-in for a frozen linear layer with 4-bit weights, which forward and backward widen. Its values are wrong."""
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()

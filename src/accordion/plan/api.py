@@ -74,7 +74,8 @@ def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Col
 
 
 def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: Workload) -> Search:
-    """Return `search` without values that the fields of `base` in `fixed` exclude, or that the workload does not support."""
+    """Return a copy of `search` that tries only the values of `base` for its fields named in `fixed`, and no values that the
+    workload does not support."""
     search = search.narrowed(base, fixed)
     if not isinstance(workload.model, str):
         search = replace(search, micro_batches=[1])

@@ -209,8 +209,8 @@ class Search:
             check_offload(offload)
 
     def narrowed(self, sharding: Sharding, fixed: Collection[str]) -> Search:
-        """Return a copy that tries only the value in `sharding` for fields in `fixed`. Raises `UsageError` on
-        contradictions."""
+        """Return a copy that tries only the values of `sharding` for its fields named in `fixed`. Raises `UsageError` if fixed
+        values contradict others."""
         narrow: dict[str, Any] = {}
         if "strategy" in fixed:
             narrow |= {"strategies": [sharding.strategy], "copies": False}

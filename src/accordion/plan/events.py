@@ -59,7 +59,7 @@ class Alloc:
     num_bytes: int
     category: Category
     stream: str  # the stream whose pool the allocator takes it from
-    operator: str  # that allocates
+    operator: str  # the operator that allocates it
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Op:
 
 @dataclass(slots=True)
 class Collective:
-    """A collective runs."""
+    """A collective runs on `stream`."""
 
     kind: str  # gather, exchange, scatter_sum, sum, ALL_TO_ALL
     num_bytes: int  # of the full tensors; of an all-to-all: what one rank sends and keeps
@@ -138,9 +138,9 @@ class Log:
 
     held: list[tuple[Alloc, int | None]]  # live before the step, with the index of the unit (None: of no unit)
     events: list[Event]
-    units: list[str]  # names
-    substituted: dict[str, str] = field(default_factory=dict)  # operators replaced by those of the device, by name
-    unmodelled: dict[str, str] = field(default_factory=dict)  # why memory or time of an operator is not known, by name
+    units: list[str]  # names of units, by index
+    substituted: dict[str, str] = field(default_factory=dict)  # CPU operator -> the CUDA operator in its place
+    unmodelled: dict[str, str] = field(default_factory=dict)  # operator -> why its memory or time is not known
     host_bytes: int = 0  # the most live host memory; its allocations are not in `held` and `events`
 
 

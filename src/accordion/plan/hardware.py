@@ -298,7 +298,7 @@ CLUSTER_WORDS = ("network_gbps", "host_memory_gib", "disk_gbps", "price")
 
 def cluster_of(text: str, **more: Any) -> Cluster:
     """Return the cluster that `text` describes, such as `h100,memory_gib=94,price=2.5`. `more`: other fields of `Cluster`.
-    Raises `UsageError` if `text` cannot be parsed."""
+    Raises `UsageError` if `text` cannot be parsed, names an unknown GPU, or has a value out of range."""
     name, *words = (word.strip() for word in text.split(","))
     values: dict[str, float] = {}
     for word in words:
@@ -315,7 +315,7 @@ def cluster_of(text: str, **more: Any) -> Cluster:
 
 
 def cluster_words(cluster: Cluster) -> str:
-    """Return the text from which `cluster_of` makes this cluster, except for its numbers of GPUs."""
+    """Return text that describes `cluster` for `cluster_of`, without its numbers of GPUs."""
     gpu, known, plain = cluster.gpu, GPUS.get(cluster.gpu.name), Cluster(gpu=cluster.gpu)
     words = {key: getattr(gpu, key) for key in CARD_WORDS if known is None or getattr(gpu, key) != getattr(known, key)}
     words |= {key: value for key in CLUSTER_WORDS if (value := getattr(cluster, key)) != getattr(plain, key)}

@@ -43,7 +43,8 @@ class _Fused(torch.autograd.Function):
 
 
 class ChunkedHead(nn.Linear):
-    """The head of a language model, changed to return the loss. Append the labels of a call to `labels` before it."""
+    """The head of a language model, changed to return the loss. Before a call, append its labels to `labels`; it removes
+    them."""
 
     labels: list[Tensor]  # each (batch, seq); a call takes the last one
 

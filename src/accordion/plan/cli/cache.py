@@ -34,7 +34,7 @@ def cache_folder() -> Path:
 
 
 def place_of(o: Options) -> Path | None:
-    """Return the path of the cache file for `o`; None for a task, or for a model without JSON configuration."""
+    """Return the path of the cache file for `o`; None for a task, or if the model is no preset and has no JSON file."""
     folder = Path(o.model)
     config = _text(folder / "config.json" if folder.is_dir() else folder)
     if o.task is not None or (o.model not in PUBLISHED and not config.lstrip().startswith("{")):

@@ -36,7 +36,7 @@ COPIED = 2  # a copy reads and writes
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
     """Return the log of a step with offloaded parameters and states, derived from `log`, that of the step without them.
 
-    It has the memory and the work of the device only; `replay.host_work` adds the time of copies, host and disk. Offload of
+    The result has the memory and work of the device only; `replay.host_work` adds the time of copies, host and disk. Offload of
     activations must be in `log` already. Do not use this for a single rank, whose offload has to be traced.
     `compute_bytes`: bytes per element of the compute dtype.
     """
@@ -102,7 +102,7 @@ class UnitState:
 
 @lru_cache(4)
 def state_by_unit(log: Log) -> Mapping[int, UnitState]:
-    """Return index of a unit -> parameters and optimizer states that the traced rank keeps of it between steps."""
+    """Return unit index -> memory that the traced rank keeps for the unit between steps."""
     states: dict[int, UnitState] = {}
     for alloc, unit in log.held:
         if unit is None:
@@ -117,7 +117,7 @@ def state_by_unit(log: Log) -> Mapping[int, UnitState]:
 
 @lru_cache(4)
 def offloaded_gradients(log: Log) -> Mapping[int, int]:
-    """Return number of the allocation -> bytes for sharded gradients: those that are live at the end of a backward, and those
+    """Return allocation number -> bytes of sharded gradients: those that are live at the end of a backward, and those
     that other micro-batches allocate at the same point of their forward or backward."""
     live: set[int] = set()
     live_at_end: set[int] = set()

@@ -42,7 +42,8 @@ class _Pool:
         del self.by_end[start + size]
 
     def take_fitting(self, size: int) -> tuple[int, int] | None:
-        """Remove the smallest block that is large enough, the block at the top last, and return its (start, size); or None."""
+        """Remove the smallest block that is large enough, the pool's last one only if need be. Return (start, size), or
+        None."""
         i, last = bisect_left(self.by_size, size << BITS), len(self.by_size) - 1
         if i > last:
             return None
@@ -55,7 +56,7 @@ class _Pool:
 
 
 class Allocator:
-    """A model of the allocator: call `take` for each allocation and `give` for each free, then read `reserved_bytes`."""
+    """A model of torch's allocator: call `take` for each allocation and `give` for each free, then read `reserved_bytes`."""
 
     def __init__(self, *, expandable: bool) -> None:
         self._expandable = expandable

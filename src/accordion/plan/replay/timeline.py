@@ -192,7 +192,7 @@ _HANDLERS: Mapping[type, Callable[[_Clock, Any], None]] = {
 
 
 def kind_of(event: Op | Collective) -> str:
-    """Return the kind of work by which seconds are summed: kind of collective or kernel, or a side stream."""
+    """Return the kind of work of `event`, by which seconds are summed: kind of collective or kernel, or a side stream."""
     if isinstance(event, Collective):
         if event.stream != COMPUTE:
             return event.kind

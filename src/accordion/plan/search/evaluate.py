@@ -136,7 +136,7 @@ class Evaluator:
         return [self.candidate(choice) for choice in more[:NUM_VARIED]]
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """If nothing fits, return new candidates: those that need least memory, with inputs of recomputed units offloaded."""
+        """Return new candidates if nothing fits: those that need least memory, with inputs of recomputed units offloaded."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
         if any(c.fits for c in on_all):
             return []

@@ -31,7 +31,7 @@ EVENLY = (
 
 
 def experts_in(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Return name -> module for modules with `num_experts`, whose parameters all have one entry for each expert."""
+    """Return name -> module for modules that hold experts: with `num_experts`, and in each parameter one matrix per expert."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
 

@@ -30,7 +30,8 @@ FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # fields 
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Apply FSDP2 to `model` in place, and create its optimizer. Raises `UsageError` for a setting that FSDP2 does not have."""
+    """Apply FSDP2 to `model` in place, create its optimizer, and return what a trace needs to run steps. Raises `UsageError`
+    for a setting that FSDP2 does not have."""
     chosen = choose_units(model, run.units)
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
     for i, (_, module) in enumerate(chosen):

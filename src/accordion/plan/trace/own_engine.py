@@ -55,7 +55,8 @@ CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.G
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Shard `model` in place as `accordion.shard` does, with communicators that log and send nothing; create its optimizer."""
+    """Shard `model` in place as `accordion.shard` does, with communicators that log and send nothing. Create its optimizer,
+    and return what a trace needs to run steps."""
     meshes: MeshChoice | None = None
     if run.expert_parallel > 1:
         with tracker.paused():
@@ -232,7 +233,7 @@ class StepTrace(Observer):
 
 
 class _Traced(Transfer):
-    """A transfer that logs its work on the side stream `name`, and waits for its end. `number`: identifies it in events."""
+    """A transfer that logs its work on the side stream `name`, and each wait for its end. `number`: identifies it in events."""
 
     __slots__ = ("name", "number", "tracker")
     name: str
