@@ -43,8 +43,7 @@ class _Fused(torch.autograd.Function):
 
 
 class ChunkedHead(nn.Linear):
-    """The head of a language model, changed to return the loss. Before a call, append its labels to `labels`; it removes
-    them."""
+    """A language model's head, changed to return the loss. Before a call, append its labels to `labels`, which it pops."""
 
     labels: list[Tensor]  # each (batch, seq); a call takes the last one
 

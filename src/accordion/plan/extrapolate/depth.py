@@ -211,8 +211,7 @@ class _Extension:
         return self._numbers.setdefault(name, len(self._numbers))
 
     def _references(self, event: Free | Land | Wait, segment: _Segment, block: int | None) -> Sequence[int]:
-        """Return the numbers in the deep log that `event` refers to. `block`: of its segment there. Raises `KeyError` if
-        missing."""
+        """Return the numbers in the deep log to which `event` refers. `block`: of its segment there. May raise `KeyError`."""
         origin = self._origins.get(_key(event))
         if origin is None or origin.block is None:
             return [self._number(origin or _key(event))]

@@ -42,7 +42,7 @@ class _Pool:
         del self.by_end[start + size]
 
     def take_fitting(self, size: int) -> tuple[int, int] | None:
-        """Remove the smallest block that is large enough, the pool's last one only if need be. Return (start, size), or
+        """Remove the smallest block that is large enough, the pool's last one only if need be. Returns (start, size) or
         None."""
         i, last = bisect_left(self.by_size, size << BITS), len(self.by_size) - 1
         if i > last:
