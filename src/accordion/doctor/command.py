@@ -26,7 +26,7 @@ from accordion.train.launch import RankPlace
 from accordion.workers.ranks import BenchError, WorkerTeam, World
 
 PROG = "accordion doctor"
-RANKS = 2  # on a CPU: the fewest that communicate
+RANKS = 2  # number of ranks on a CPU: the fewest that communicate
 START = start  # creates the `RankExam` in each rank; a function of a module, since other processes import it by name
 TIMEOUT_S = 120  # for ranks that do not answer
 
@@ -47,7 +47,8 @@ class DoctorOptions:
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run the subcommand with the arguments `words`. Return the exit code: 1 if there is a problem."""
+    """Run `accordion doctor` with the arguments `words`, and print findings. Returns the exit code: 1 if there is a problem. In
+    a rank of torchrun or srun (by `environ`), returns 0; rank 0 raises `SystemExit(1)` if there is a problem."""
     options = flags.read(DoctorOptions, words, PROG, (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
@@ -73,7 +74,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[Finding]:
-    """Return the findings about software, devices and disk, which need no ranks. `num_local`: ranks on this machine."""
+    """Return the findings about software, devices and disk of this machine, which will have `num_local` ranks."""
     return [*versions(), *devices_findings(devices, num_local), *disk(Path(options.dir))]
 
 

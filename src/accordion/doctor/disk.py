@@ -13,8 +13,8 @@ from accordion.doctor.findings import Finding
 MIB = 2**20
 BLOCK_BYTES = 4 * MIB
 MEASURED_BYTES = 256 * MIB
-SYNC_BYTES = 32 * MIB  # between two calls of fsync, so that a slow disk does not exceed `BUDGET_S` by much
-BUDGET_S = 5.0  # for one measurement; a slow disk is measured with fewer bytes
+SYNC_BYTES = 32 * MIB  # bytes between two calls of fsync, so that a slow disk does not exceed `BUDGET_S` by much
+BUDGET_S = 5.0  # seconds after which a measurement ends; a slow disk is measured with fewer bytes
 SLOW = 100e6  # bytes a second; one spinning disk or a gigabit network is faster
 USUAL = "a network disk gives 200 to 1,000 MB/s, one NVMe 1,000 and more"
 OF_A_BILLION = 12e9  # bytes in a checkpoint of 10^9 parameters with AdamW's states, in float32
@@ -52,7 +52,7 @@ def space(folder: Path) -> Finding:
 
 
 def measured(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """Return (bytes written, bytes read) a second. Raises `OSError` if no file of `num_bytes` can be written to `folder`."""
+    """Return (written, read) bytes/s of a temporary file of `num_bytes` in `folder`. Raises `OSError` if that fails."""
     block = os.urandom(BLOCK_BYTES)  # random, since some disks compress zeros
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         handle = file.fileno()
@@ -64,7 +64,8 @@ def measured(folder: Path, num_bytes: int) -> tuple[float, float]:
 
 
 def _rate(block: Callable[[int], int], num_bytes: int, settle: Callable[[], None]) -> tuple[int, float]:
-    """Return (bytes transferred, bytes a second). `block(offset)` transfers one block and returns its bytes; `settle`: fsync."""
+    """Call `block` until `num_bytes` or 5 s are reached; return (bytes transferred, bytes per second). `block(offset)`
+    transfers one block and returns its bytes. `settle` waits until they are on disk."""
     done, began = 0, time.perf_counter()
     while done < num_bytes and time.perf_counter() - began < BUDGET_S:
         count = block(done)

@@ -17,10 +17,11 @@ WIDTH = 110
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check. `check`: its name, such as `disk.space`. `found`: text with figures, which `data` has as numbers.
+    """The result of one check.
 
-    `severity`: `problem` if a training fails or is wrong, `warning` if it is slow or may fail later, `note` if it concerns only
-    some users. `means`: the effect on a training. `do`: the remedy, or "" with `ok`. `where`: the host, if there are several.
+    `check`: its name, such as `disk.space`. `severity`: `problem` if a training fails or is wrong, `warning` if it is slow or
+    may fail later, `note` if it concerns only some users. `found`: text on the result; `data` has its figures as numbers.
+    `means`: the effect on a training. `do`: the remedy, which only `ok` lacks. `where`: the host, or "" for this one.
     """
 
     check: str
@@ -37,7 +38,7 @@ class Finding:
 
 
 def report(findings: Sequence[Finding], *, about: str, as_json: bool) -> int:
-    """Print all findings and return the exit code: 1 if one is a problem."""
+    """Print all findings and return the exit code: 1 if one is a problem, otherwise 0. `about`: text on what was examined."""
     counts = {severity: sum(f.severity == severity for f in findings) for severity in SEVERITIES}
     if as_json:
         entries = [asdict(finding) for finding in findings]

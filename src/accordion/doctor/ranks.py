@@ -20,8 +20,8 @@ from accordion.shard.topology import communicator_over
 from accordion.workers.ranks import Seat
 
 REPEATS, WARMUPS = 5, 2
-MESSAGE_BYTES = 2**26  # of the gathered tensor
-SLOW = 0.5  # of the lower end of the usual rates
+MESSAGE_BYTES = 2**26  # size of the gathered tensor
+SLOW = 0.5  # a rate below this fraction of the least usual rate is a warning
 # Usual rate of gloo on one machine, as a fraction of a memory copy on the same rank. Two and three ranks on a busy machine with
 # 2 cores reached 0.09 to 0.16 (`accordion doctor --device cpu`).
 OF_A_COPY = 0.08
@@ -34,22 +34,23 @@ REMEDIES = {  # for a slow all-gather
     "device": "check how the devices are linked (nvidia-smi topo -m), that PCIe access control (ACS) is off, and links are up.",
 }
 Answer = Mapping[str, Any]
-"""JSON data that a rank returns from `RankExam.gathers`; it has only the key `error` if the rank failed."""
+"""The result of one rank, from `RankExam.gathers`, as JSON data; only the key `error` if the rank failed."""
 
 
 def start(seat: Seat) -> RankExam:
-    """Return the `RankExam` of one rank of a `WorkerTeam`."""
+    """Create the `RankExam` in a rank that `WorkerTeam` started."""
     return RankExam(seat.rank, seat.num_ranks, seat.device)
 
 
 class RankExam:
-    """The checks that one rank takes part in."""
+    """The part of one rank in the checks that all ranks run together."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
 
     def gathers(self) -> Answer:
-        """Test and time an all-gather, and time a copy. Return host, version, correctness and times, or the error. Collective."""
+        """Test and time an all-gather, and time a copy. Collective. Returns a dict with host, torch (version), device_name,
+        right (the values were), num_bytes (received), gather_s and copy_bytes_per_s; after an exception, with error only."""
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks
@@ -71,7 +72,7 @@ class RankExam:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
     def _fastest(self, call: Callable[[], object]) -> float:
-        """Return the seconds of the fastest of several runs of `call`, since other processes may slow down some. Collective."""
+        """Return the seconds of the fastest of several runs of `call`. Collective: all ranks start each run together."""
         times_s = []
         for _ in range(WARMUPS + REPEATS):
             self._synchronize()
@@ -113,7 +114,7 @@ def no_group(error: str) -> Finding:
 
 
 def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
-    """Return the findings from `answers`, those of all ranks in rank order: process group, values and rate."""
+    """Return the findings from `answers`, one for each rank in rank order: on the process group, the values and the rate."""
     errors = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         return [no_group(f"{_ranks(errors)} failed: {answers[errors[0]]['error']}")]
@@ -163,7 +164,7 @@ def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Findin
 
 
 def usual_rate(device_type: str, device_name: str, num_hosts: int, copy_rate: float) -> tuple[float, str]:
-    """Return (least usual bytes a second of an all-gather, the reason as text). `copy_rate`: bytes a second of a memory copy."""
+    """Return (least usual bytes/s of an all-gather, the reason as text). `copy_rate`: measured bytes/s of a memory copy."""
     if device_type == "cpu" and num_hosts > 1:
         return 0.1 * GB, "a network of one gigabit"
     if device_type == "cpu":

@@ -16,7 +16,7 @@ from accordion.devices import Devices, devices_here, name_of, num_cores
 from accordion.doctor.findings import Finding
 from accordion.version import VERSION
 
-NAME = "accordion-fsdp"  # of the distribution
+NAME = "accordion-fsdp"  # of this package for pip
 CARDS = ("nvidia[0-9]*", "kfd", "accel/accel[0-9]*")  # below /dev, where a driver shows accelerators
 HELD = 0.1  # fraction of a device's memory that other processes may use without a warning
 GIB = 2**30
@@ -27,7 +27,7 @@ COMPARES = {
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """A required package. `bounds`: pairs like (">=", "2.11")."""
+    """A required package and its supported versions. `bounds`: pairs like (">=", "2.11"), which all must be true."""
 
     package: str
     bounds: tuple[tuple[str, str], ...]
@@ -44,7 +44,7 @@ class Requirement:
 
 
 def requirement_of(text: str) -> Requirement:
-    """Parse a line of a package's metadata without a marker, such as `torch<2.16,>=2.11`."""
+    """Parse a requirement in a package's metadata, such as `torch<2.16,>=2.11`."""
     named = re.match(r"\s*([\w.-]+)(.*)", text)
     assert named is not None, f"no requirement: {text!r}"
     return Requirement(named[1], tuple(re.findall(r"(>=|<=|==|!=|<|>)\s*([\w.]+)", named[2])))
@@ -104,7 +104,7 @@ def _core(need: Requirement) -> Finding:
 
 
 def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[Finding]:
-    """Return the findings about accelerators, memory of `chosen` ones, and CPU cores for `num_ranks`. `dev`: device files."""
+    """Return the findings about accelerators, free memory of the ranks' devices `chosen`, and cores. `dev`: the folder /dev."""
     cores = num_cores()
     crowded = chosen.is_cpu and num_ranks > cores
     cores_finding = Finding(

@@ -15,7 +15,7 @@ NF4_BLOCK = 64  # elements that share a scale of 8 bits
 
 
 class AdaptedLinear(nn.Module):
-    """LoRA: a frozen linear layer, to whose output that of two trained low-rank layers is added."""
+    """LoRA: a frozen linear layer `inner`, plus the output of two trained layers of low rank, `down` and `up`."""
 
     def __init__(self, inner: nn.Module, width: int, out: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class AdaptedLinear(nn.Module):
 
 
 class FourBitLinear(nn.Module):
-    """A frozen linear layer with weights of four bits, which forward and backward convert to the dtype of the input."""
+    """Stand-in for a frozen linear layer with 4-bit weights, which forward and backward widen. Its values are wrong."""
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
@@ -57,14 +57,21 @@ class _FourBit(torch.autograd.Function):
 
 
 def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert `weight` (out, width / 2), two weights in a byte, to (out, width) in `dtype` with one kernel."""
+    """Return weights (out, width) in `dtype`, made with one kernel from `weight` (out, width / 2) with two in a byte."""
     both = weight.unsqueeze(-1).expand(*weight.shape, 2)
     return (both + torch.zeros((), dtype=dtype, device=weight.device)).flatten(1)
 
 
 def with_adapters(model: nn.Module, label: str, rank: int, targets: str, four_bits: bool) -> nn.Module:
-    """Freeze `model` in place and add adapters of `rank` to linear layers, whose weights get four bits if `four_bits`. `targets`:
-    "all" for all but the head, or last names of layers separated by commas. Raises `UsageError` for unknown names."""
+    """Freeze all parameters of `model`, add trained LoRA adapters to its linear layers, both in place, and return `model`.
+
+    Args:
+        label: name of the model in errors.
+        targets: layers that get adapters: last names separated by commas, or "all" for all but the head.
+        four_bits: store the weights of all linear layers but the head in four bits.
+
+    Raises `UsageError` if there are no linear layers, or none of a name in `targets`.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
     known = sorted({name.rpartition(".")[2] for name in linear})

@@ -36,17 +36,19 @@ def plan(
     *,
     say: Say = lambda text: None,
 ) -> Plan:
-    """Predict memory and time of a training step, and choose a configuration. Needs no GPU, no weights and no other rank.
+    """Return a plan: the fastest configuration that fits, with predicted memory and time of a training step. Needs no GPU, no
+    weights and no other rank. If nothing fits, the plan has the configuration that is closest to fitting.
 
     Args:
-        subject: the workload, or the name of a model.
-        cluster: the GPUs, or a description of them: "h100,network_gbps=25" is eight H100.
+        subject: the workload; or the name of a language model, a folder with a config.json, or that file.
+        cluster: the GPUs, or a description of them: "h100,network_gbps=25" is a node of eight H100.
         sharding: the arguments of `accordion.shard`. A `Sharding` fixes all of them. A mapping fixes the fields it names; the
             search chooses the others, and the precision is bf16 unless named. None: the search chooses all of them.
         search: the values to try for fields that `sharding` does not fix.
-        say: called with a line of text for each trace.
+        say: called with a line of text before each trace.
 
-    Call it in a process without a process group. Raises `UsageError`, which names the line if a model needs tensor values.
+    Raises `UsageError` if arguments contradict each other, if this process has a process group, or if a line of the model,
+    which the message names, needs the values of a tensor.
     """
     workload = Workload(subject) if isinstance(subject, str) else subject
     cluster = cluster_of(cluster) if isinstance(cluster, str) else cluster
@@ -64,7 +66,7 @@ def plan(
 
 
 def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Collection[str]]:
-    """Return (sharding that all configurations share, names of the fields of it that are not searched)."""
+    """Return (`sharding` with defaults for the fields that it lacks, names of the fields that it fixes)."""
     if isinstance(sharding, Sharding):
         return sharding, [f.name for f in fields(Sharding)]
     words = dict(sharding or {})
@@ -72,7 +74,8 @@ def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Col
 
 
 def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: Workload) -> Search:
-    """Return the search without the fields in `fixed`, and without values that the workload does not support."""
+    """Return a copy of `search` that tries only the values of `base` for its fields named in `fixed`, and no values that the
+    workload does not support."""
     search = search.narrowed(base, fixed)
     if not isinstance(workload.model, str):
         search = replace(search, micro_batches=[1])
@@ -89,7 +92,7 @@ def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: 
 
 
 def _check(workload: Workload, cluster: Cluster, base: Sharding, search: Search) -> None:
-    """Raise `UsageError` for values that contradict each other."""
+    """Raise `UsageError` if values contradict each other, or cannot be planned."""
     tokens = workload.seq * min(search.micro_batches)
     if isinstance(workload.model, str) and tokens > LARGEST_TOKENS:
         raise UsageError(
@@ -147,7 +150,7 @@ def _space(workload: Workload, cluster: Cluster, base: Sharding, search: Search,
 
 
 def log_of_choice(result: SearchResult, choice: Choice, space: Space) -> Log | None:
-    """Return the log of a traced choice, including its offload; None if the choice was not traced."""
+    """Return the event log of a step of `choice`, with its offload, from the logs in `result`; None if it was not traced."""
     if moved_as(choice) in result.logs:
         return result.logs[moved_as(choice)]
     log = result.logs.get(traced_as(choice))

@@ -29,7 +29,7 @@ from accordion.plan.trace.setup import TrainingSetup
 from accordion.sharding import Sharding, offload_named, offload_words, unit_words
 from accordion.units import UnitChoice
 
-ON_DISK = f"{DISK}FOLDER"  # as a plan prints it: its reader chooses the folder
+ON_DISK = f"{DISK}FOLDER"  # a disk in a folder that is not chosen yet; a plan prints it like this
 STRATEGIES = (FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_OPTIM, SHARD_OPTIM, NO_SHARD)
 CHECKPOINTING = ("none", "selective", "every:2", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -62,7 +62,7 @@ class Choice:
     no_sync: bool = False
     expert_parallel: int = 1
 
-    def __hash__(self) -> int:  # a sharding may hold mappings
+    def __hash__(self) -> int:  # a sharding may hold mappings, which have no hash
         return hash((self.strategy.name, self.checkpointing, self.micro_batch, self.gpus, self.replicas))
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class Choice:
 
     @property
     def num_traced(self) -> int:
-        """Number of micro-batches to trace: the first, the second for all like it, and the last if it alone reduces."""
+        """Number of micro-batches that a trace runs: the first, one for all that follow, and the last if it alone reduces."""
         each_reduces = self.strategy.grads is Place.SHARD and not self.no_sync
         return min(self.accumulate, 2 if each_reduces else 3)
 
@@ -107,19 +107,20 @@ class Choice:
         return self.gpus // self.replicas
 
     def but(self, **fields: Any) -> Choice:
-        """Return this choice with other values for fields of its sharding."""
+        """Return a copy of this choice in which `fields` of its sharding have new values, for example `strategy=FULL_SHARD`."""
         return replace(self, sharding=replace(self.sharding, **fields))
 
     def keeping(self, ranks: int) -> Choice:
-        """Return this choice with secondary shards over `ranks` neighbouring ranks, or without them if they gain nothing."""
+        """Return a copy with `secondary` set to `ranks`: so many neighbouring ranks keep one copy of a unit between them from
+        its forward to its backward. It is set to None if this saves no messages, or if `ranks` does not divide the shards."""
         s = self.strategy
         has_copies = s.params is Place.REPLICATE or s.keep_until_backward or s.optim_over_replicas
         gains = not has_copies and 1 < ranks < self.shards and self.shards % ranks == 0
         return self.but(secondary=ranks if gains else None)
 
     def setup(self, node: int = 8, optimizer: str = "adamw", engine: str = "accordion") -> TrainingSetup:
-        """Return the setup that traces this choice, with `num_traced` micro-batches, and the host in place of a disk. `node`:
-        ranks of one machine. `optimizer`: a name in `OPTIMIZERS`. `engine`: "accordion" or "fsdp2"."""
+        """Return the setup of a trace of this choice. It has `num_traced` micro-batches, and offloads to the host in place of a
+        disk. `node`: ranks of one machine. `optimizer`: a name in `OPTIMIZERS`. `engine`: "accordion" or "fsdp2"."""
         return TrainingSetup(
             engine=engine,
             ranks=self.gpus,
@@ -134,7 +135,7 @@ class Choice:
 
 
 def in_memory(offload: Offload) -> Offload:
-    """Return `offload` with states and activations on the host in place of a disk, since a trace has no files."""
+    """Return a copy of `offload` in which states and activations on a disk are on the host, since a trace has no files."""
     return replace(offload, optimizer=_in_memory(offload.optimizer), activations=_in_memory(offload.activations))
 
 
@@ -143,32 +144,32 @@ def _in_memory(place: str) -> str:
 
 
 def traced_as(choice: Choice) -> Choice:
-    """Return a choice that similar choices share, to trace in place of `choice`: with `num_traced` micro-batches, and without
-    offload but that of the inputs of recomputed units, to the host."""
+    """Return the choice to trace for the log of `choice` without offloaded states. Similar choices share it. It has
+    `num_traced` micro-batches, and offloads only the inputs of recomputed units: to the host, also in place of a disk."""
     inputs = Offload(activations=in_memory(choice.offload).activations)
     return replace(choice.but(offload=inputs), accumulate=choice.num_traced)
 
 
 def moved_as(choice: Choice) -> Choice:
-    """Return the choice to trace in place of `choice`: with `num_traced` micro-batches, and the host in place of a disk, which
-    makes no difference to the device."""
+    """Return the choice to trace for the log of `choice` with its offload. It has `num_traced` micro-batches, and the host in
+    place of a disk, which makes no difference to the device."""
     return replace(choice.but(offload=in_memory(choice.offload)), accumulate=choice.num_traced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """The values that a plan tries. Fields that a sharding fixes are not tried.
+    """The values that a plan tries. If the caller fixes a field of the sharding, only that value is tried.
 
     Args:
         strategies: strategies, or their names.
-        checkpointing: values of `checkpoint_activations`.
+        checkpointing: values of `Sharding.checkpoint_activations`.
         micro_batches: samples of one rank in one forward.
         offloads: placements of parameters and states; each is tried if the one before it does not fit.
         activations: placements of the inputs of recomputed units; all but the first are tried only if nothing fits.
-        replicas: copies of the model under a hybrid strategy. None: shards over one, two and four nodes.
-        copies: also try the fastest configurations with secondary shards over the ranks of a node.
+        replicas: copies of the model under a hybrid strategy. None: as many as shard each copy over one, two or four nodes.
+        copies: also try the fastest configurations with `Sharding.secondary` set to the ranks of a node.
         accumulate: micro-batches per step.
-        global_batch: samples per step over all GPUs; sets `accumulate`.
+        global_batch: samples per step over all GPUs; replaces `accumulate`.
         no_sync: reduce gradients in the last micro-batch of a step only.
         expert_parallel: number of neighbouring ranks that share the experts of a mixture; each expert gets equally many tokens.
     """
@@ -208,7 +209,8 @@ class Search:
             check_offload(offload)
 
     def narrowed(self, sharding: Sharding, fixed: Collection[str]) -> Search:
-        """Return this search with the fields of `sharding` named in `fixed` set. Raises `UsageError` if they contradict."""
+        """Return a copy that tries only the values of `sharding` for its fields named in `fixed`. Raises `UsageError` if fixed
+        values contradict others."""
         narrow: dict[str, Any] = {}
         if "strategy" in fixed:
             narrow |= {"strategies": [sharding.strategy], "copies": False}
@@ -249,7 +251,7 @@ class Search:
 
 
 def check_offload(offload: Offload) -> None:
-    """Raise `UsageError` for placements that cannot be planned."""
+    """Raise `UsageError` if `offload` has a placement that cannot be planned."""
     planned = Offload(params=offload.params, optimizer=offload.optimizer, activations=offload.activations)
     if offload != planned or folder_of(offload.params) or (offload.params != DEVICE and offload.optimizer == DEVICE):
         raise UsageError(

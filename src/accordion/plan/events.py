@@ -1,4 +1,4 @@
-"""The event log of one rank's training step, in the order of the host's calls: plain data without tensors."""
+"""The event log of one rank's training step, in the order in which the host issues the work: plain data without tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import NamedTuple
 COMPUTE = "compute"  # the stream of forward and backward
 FETCH, STORE = "fetch", "store"  # the streams of copies to the device and to the host, with offload
 REPLICATE = "replicate"  # the stream of a hybrid strategy's reduces over replicas
-NEAR = "near"  # the axis of ranks of a node over which shards are kept for the backward
-EXPERTS = "experts"  # the axis of neighbours that share the experts of a mixture
+NEAR = "near"  # the axis of neighbouring ranks that keep one copy of a unit for its backward
+EXPERTS = "experts"  # the axis of neighbouring ranks that share a model's experts
 EXPERT_DATA = "expert data"  # the axis of ranks that have the same experts
 ALL_TO_ALL = "all_to_all"  # kind of the collective that sends tokens to their experts, on the compute stream
 HOST = "host"  # host memory; as a stream: the caller's thread, which starts the work on all other streams
@@ -18,9 +18,9 @@ STEPPER, DISK_STREAM = "host step", "disk"  # the thread that steps offloaded pa
 
 
 class Category(Enum):
-    """The purpose of memory, by which a plan breaks it down."""
+    """The purpose of an allocation; a plan shows the bytes of each."""
 
-    PARAMETERS = "parameters"  # shards and masters, and the model's buffers
+    PARAMETERS = "parameters"  # shards, float32 masters, and the model's buffers
     GRADIENTS = "gradients"  # full gradients until they are reduced, buffers of a reduce, sharded gradients
     OPTIMIZER = "optimizer"
     GATHERED = "gathered"  # full parameters, and buffers of a gather
@@ -30,7 +30,7 @@ class Category(Enum):
 
 
 class StepPhase(Enum):
-    """A phase of a training step. `STEP`: clipping, the optimizer's step and clearing of gradients."""
+    """A phase of a trace. `BUILD`: sharding of the model. `STEP`: clipping, the optimizer's step, clearing of gradients."""
 
     BUILD = "build"
     FORWARD = "forward"
@@ -40,31 +40,31 @@ class StepPhase(Enum):
 
 
 class StepPart(NamedTuple):
-    """A part of a step that repeats from block to block: the forward or backward of one unit."""
+    """One phase of one unit, such as its forward. `unit`: index of the unit; -1: outside of all units."""
 
     phase: StepPhase
     unit: int
 
 
 def begins(place: StepPart) -> bool:
-    """Return True if a micro-batch begins at `place`."""
+    """Return True if `place` is the start of a micro-batch: the forward before the first unit."""
     return place == StepPart(StepPhase.FORWARD, -1)
 
 
 @dataclass(slots=True)
 class Alloc:
-    """Memory is allocated."""
+    """Memory is allocated. `number`: identifies the allocation, for `Free`."""
 
-    number: int  # identifies the allocation
+    number: int
     num_bytes: int
     category: Category
     stream: str  # the stream whose pool the allocator takes it from
-    operator: str
+    operator: str  # the operator that allocates it
 
 
 @dataclass(slots=True)
 class Free:
-    number: int
+    number: int  # of an `Alloc`
 
 
 @dataclass(slots=True)
@@ -74,15 +74,15 @@ class Op:
     name: str
     flops: float
     num_bytes: int  # read and written
-    dtype: str  # of the first floating point tensor
+    dtype: str  # of its first floating point tensor
     stream: str
-    again: bool = False  # it belongs to a recomputation
-    unsure: int = 0  # upper bound of its workspace bytes, if they are not known
+    again: bool = False  # True in the recomputation of a forward
+    unsure: int = 0  # upper bound of the bytes that its kernel allocates inside, if they are not known
 
 
 @dataclass(slots=True)
 class Collective:
-    """A collective runs."""
+    """A collective runs on `stream`."""
 
     kind: str  # gather, exchange, scatter_sum, sum, ALL_TO_ALL
     num_bytes: int  # of the full tensors; of an all-to-all: what one rank sends and keeps
@@ -92,7 +92,8 @@ class Collective:
 
 @dataclass(slots=True)
 class Launch:
-    """A transfer starts on its stream, after all work that is on the compute stream so far."""
+    """A transfer, such as the gather of a unit, starts on `stream` after all work that is on the compute stream so far. The
+    operators and collectives of the transfer follow. `transfer`: number that identifies it."""
 
     transfer: int
     stream: str
@@ -100,14 +101,14 @@ class Launch:
 
 @dataclass(slots=True)
 class Land:
-    """The compute stream waits for the end of a transfer."""
+    """The compute stream waits for the end of the transfer that `Launch` numbered `transfer`."""
 
     transfer: int
 
 
 @dataclass(slots=True)
 class Mark:
-    """A device event is recorded on a stream; it ends with the work on the stream so far. `transfer`: its number."""
+    """A device event is recorded on `stream`, after the work there so far. `transfer`: number that identifies the event."""
 
     transfer: int
     stream: str
@@ -115,7 +116,7 @@ class Mark:
 
 @dataclass(slots=True)
 class Wait:
-    """Later work on `stream` waits for the end of `transfer`, the number of a transfer or of a `Mark`."""
+    """Later work on `stream` waits for `transfer`, the number of a `Launch` or of a `Mark`."""
 
     transfer: int
     stream: str
@@ -123,7 +124,7 @@ class Wait:
 
 @dataclass(slots=True)
 class Enter:
-    """The events that follow belong to `place`."""
+    """The events up to the next `Enter` belong to `place`."""
 
     place: StepPart
 
@@ -133,18 +134,19 @@ Event = Alloc | Free | Op | Collective | Launch | Land | Mark | Wait | Enter
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Log:
-    """The log of a step in steady state. It is never changed, so results computed from it may be cached."""
+    """The log of a step after the optimizer's states exist. It is never changed, so results computed from it may be cached."""
 
-    held: list[tuple[Alloc, int | None]]  # memory before the step, each with the index of its unit (None: of no unit)
+    held: list[tuple[Alloc, int | None]]  # live before the step, with the index of the unit (None: of no unit)
     events: list[Event]
-    units: list[str]  # names
-    substituted: dict[str, str] = field(default_factory=dict)  # operators replaced by those of the device, by name
-    unmodelled: dict[str, str] = field(default_factory=dict)  # why memory or time of an operator is not known, by name
-    host_bytes: int = 0  # the most host memory at once; it is not in `held` and `events`
+    units: list[str]  # names of units, by index
+    substituted: dict[str, str] = field(default_factory=dict)  # CPU operator -> the CUDA operator in its place
+    unmodelled: dict[str, str] = field(default_factory=dict)  # operator -> why its memory or time is not known
+    host_bytes: int = 0  # the most live host memory; its allocations are not in `held` and `events`
 
 
 def without_host(log: Log) -> Log:
-    """Return the log with its events in host memory replaced by `host_bytes`."""
+    """Return a copy of `log` without the allocations and operators on the host; `host_bytes` is the most that is live at once.
+    If no host memory is live before the step, return `log` itself."""
     live = {alloc.number: alloc.num_bytes for alloc, _ in log.held if alloc.stream == HOST}
     if not live:
         return log

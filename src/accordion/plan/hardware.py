@@ -1,4 +1,4 @@
-"""GPUs, links and machines: the figures of their makers, and the share of them that training is assumed to reach."""
+"""GPUs, links and machines: their peaks, from data sheets, and the shares of the peaks that training is assumed to reach."""
 
 from __future__ import annotations
 
@@ -53,16 +53,20 @@ class Gpu:
     """A GPU model: the peaks of its data sheet, and the shares of them that training reaches.
 
     Args:
-        tflops, fp32_tflops: peak arithmetic, dense bf16; and float32 without TF32, torch's default.
-        bandwidth_gbps, link_gbps: peak GB/s of its memory; and of what one GPU sends to the others in its node.
-        host_gbps: peak GB/s to the host, and from the host at the same time.
-        products, attention, elementwise: share reached of the peak arithmetic in matrix products and in the forward of
-            attention, and of the memory bandwidth in element-wise kernels.
-        slow, fast: nine in ten steps are between these multiples of the speed that follows from the shares.
-        rows, kind: number of published steps that the shares were fitted to, and on which kind of GPU; 0 and "": guessed.
-        latency_s: of one collective in a node, on top of the time for its bytes.
-        half: 16-bit dtype that it computes with.
-        host_gib: memory of a usual machine, per GPU.
+        tflops: peak TFLOP/s of dense bf16.
+        fp32_tflops: peak TFLOP/s of float32 without TF32, which is torch's default.
+        bandwidth_gbps: peak GB/s of its memory.
+        link, link_gbps: the link between the GPUs of a node, and the peak GB/s that one GPU sends over it.
+        source: where the peaks are from.
+        host_gbps: peak GB/s to the host, and as much from the host at the same time.
+        products, attention: share of `tflops` that matrix products and the forward of attention reach.
+        elementwise: share of `bandwidth_gbps` that element-wise kernels reach.
+        slow, fast: the speed of nine in ten steps is between these multiples of the predicted speed.
+        rows: number of published steps to which the shares were fitted; 0: the shares are guessed.
+        kind: kind of GPU whose shares are used, a key of `BY_KIND`; "": guessed.
+        latency_s: seconds of one collective in a node, on top of the time for its bytes.
+        half: 16-bit dtype that it computes with: bf16 or fp16.
+        host_gib: host memory of a usual machine, per GPU.
     """
 
     name: str
@@ -87,7 +91,7 @@ class Gpu:
 
     @property
     def efficiency_is(self) -> str:
-        """Describe the source of the shares of the peaks."""
+        """Text on where the shares of the peaks are from."""
         if self.rows:
             return f"of {self.rows} published steps on such GPUs ({_FITTED['made']})"
         return "guessed: no published step on such a GPU was fitted"
@@ -97,12 +101,12 @@ PEAKS = ("memory_gib", "tflops", "fp32_tflops", "bandwidth_gbps", "link", "link_
 
 
 def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
-    """Return a GPU of the table.
+    """Return a row of the table of GPUs.
 
     Args:
         peaks: values of the fields in `PEAKS`, in this order.
-        like: kind of GPU whose efficiency is used.
-        more: values of other fields.
+        like: kind of GPU whose shares of the peaks are used, a key of `BY_KIND`.
+        more: values of other fields of `Gpu`, by name.
     """
     kind = BY_KIND.get(like, GUESSED)
     ranges = kind if name in kind.cards else GUESSED
@@ -112,7 +116,7 @@ def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
 
 
 def with_attention(gpu: Gpu, kernel: str) -> Gpu:
-    """Return `gpu` with the share of the peak that attention reaches with `kernel`."""
+    """Return a copy of `gpu` whose `attention` is for `kernel`, a key of `Efficiency.attention`."""
     known = BY_KIND.get(gpu.kind, GUESSED).attention
     return replace(gpu, attention=gpu.attention * known[kernel] / known[ATTENTION])
 
@@ -169,13 +173,14 @@ NETWORK_GBPS = 50.0  # GB/s per GPU between nodes: InfiniBand NDR, 400 Gbit/s pe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Low, middle or high assumption of what training reaches.
+    """A low, middle or high assumption of the speed that training reaches.
 
     Args:
         end: speed of kernels: -1 for the GPU's `slow`, 1 for its `fast`, 0 for the middle.
-        link, network: share reached of the link in a node; and of all links between nodes that an axis of the mesh has.
-        host: multiple of the guessed rates of a machine's memory and disk.
-        caller_s: seconds of Python and torch on the host per kernel. The device waits for them if its queue is empty.
+        link: share that collectives reach of the peak of the link in a node.
+        network: share that they reach of the network links which a node's ranks of the mesh axis have together.
+        host: factor on the rates of a machine's memory and disk, which are guesses.
+        caller_s: seconds that Python and torch take on the host for each kernel. The device waits if its queue is empty.
     """
 
     end: int
@@ -208,8 +213,8 @@ class Cluster:
     """Equal machines with equal GPUs.
 
     Args:
-        gpu: a GPU of the table by its name, or a description.
-        gpus: total number of GPUs; of several numbers, the largest is planned for and the others are tried too.
+        gpu: a `Gpu`, or the name of one in the table.
+        gpus: total number of GPUs. If there are several numbers, the plan is for the largest, and tries the others too.
         node: GPUs per machine.
         network_gbps: GB/s that one GPU sends to other machines.
         host_memory_gib: memory of one machine. None: that of a usual machine with such GPUs.
@@ -243,17 +248,17 @@ class Cluster:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs to plan for."""
+        """Total number of GPUs to plan for: the largest of `gpus`."""
         return max(self.gpus)
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of one machine."""
+        """Bytes of host memory of one machine."""
         return int((self.host_memory_gib or self.gpu.host_gib * self.node) * GIB)
 
     @property
     def host_is(self) -> str:
-        """Describe the memory of one machine, and the source of the number."""
+        """Text on the host memory of one machine, and on the source of the number."""
         gib = self.host_bytes / GIB
         size = f"{gib / 1024:.3g} TiB" if gib >= 1024 else f"{gib:,.0f} GiB"
         source = "as given" if self.host_memory_gib else "the usual one; host_memory_gib changes it"
@@ -265,10 +270,10 @@ class Cluster:
 
 
 def gpu_named(name: str, **rates: float) -> Gpu:
-    """Return the GPU called `name`, corrected by `rates`. Raises `UsageError` for unknown names.
+    """Return the GPU called `name`, with `rates` in place of the table's figures. Raises `UsageError` for unknown names.
 
     Args:
-        rates: memory_gib, tflops, bandwidth_gbps and link_gbps; all four describe a GPU that is not in the table.
+        rates: any of memory_gib, tflops, bandwidth_gbps and link_gbps. A GPU that is not in the table needs all four.
     """
     for key, value in rates.items():
         check_rate(key, value)
@@ -292,8 +297,8 @@ CLUSTER_WORDS = ("network_gbps", "host_memory_gib", "disk_gbps", "price")
 
 
 def cluster_of(text: str, **more: Any) -> Cluster:
-    """Return the cluster that `text` describes, such as `h100,memory_gib=94,price=2.5`; `more` sets other fields. Raises
-    `UsageError`."""
+    """Return the cluster that `text` describes, such as `h100,memory_gib=94,price=2.5`. `more`: other fields of `Cluster`.
+    Raises `UsageError` if `text` cannot be parsed, names an unknown GPU, or has a value out of range."""
     name, *words = (word.strip() for word in text.split(","))
     values: dict[str, float] = {}
     for word in words:
@@ -310,7 +315,7 @@ def cluster_of(text: str, **more: Any) -> Cluster:
 
 
 def cluster_words(cluster: Cluster) -> str:
-    """Return text for `cluster_of` that describes this cluster, without its number of GPUs."""
+    """Return text that describes `cluster` for `cluster_of`, without its numbers of GPUs."""
     gpu, known, plain = cluster.gpu, GPUS.get(cluster.gpu.name), Cluster(gpu=cluster.gpu)
     words = {key: getattr(gpu, key) for key in CARD_WORDS if known is None or getattr(gpu, key) != getattr(known, key)}
     words |= {key: value for key in CLUSTER_WORDS if (value := getattr(cluster, key)) != getattr(plain, key)}
@@ -318,6 +323,6 @@ def cluster_words(cluster: Cluster) -> str:
 
 
 def check_rate(name: str, value: float, most: float = 1e6) -> None:
-    """Raise `UsageError` unless `value` is between 0 and `most`, both excluded."""
+    """Raise `UsageError` that names `name` unless `value` is between 0 and `most`, both excluded."""
     if not 0 < value < most:
         raise UsageError(f"{name} is {value:g}; it takes a positive number.")

@@ -18,7 +18,8 @@ LOSSES = {
 
 
 def loss_of_logits(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss summed over tokens (0-d). `logits`: (micro_batch, seq, vocab), or the loss that `ChunkedHead` returned."""
+    """Return the loss summed over tokens, 0-d. `kind`: a key of `LOSSES`; only "plain" has the right value. `logits`:
+    (micro_batch, seq, vocab), or with "chunked" the loss that `ChunkedHead` returned. `labels`: (micro_batch, seq)."""
     if kind == "chunked":
         return logits
     if kind == "fused":
@@ -27,7 +28,7 @@ def loss_of_logits(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _Fused(torch.autograd.Function):
-    """Takes the memory and traffic of a fused loss: forward reads the logits once, backward reads them and writes a gradient."""
+    """Stand-in for a fused loss: forward reads the logits once, backward reads them and writes a gradient. Values are wrong."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -42,17 +43,18 @@ class _Fused(torch.autograd.Function):
 
 
 class ChunkedHead(nn.Linear):
-    """A head that returns the loss of hidden states in place of logits."""
+    """A language model's head, changed to return the loss. Before a call, append its labels to `labels`, which it pops."""
 
-    labels: list[Tensor]  # of the next calls, each (batch, seq)
+    labels: list[Tensor]  # each (batch, seq); a call takes the last one
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the loss (0-d). `hidden`: (batch, seq, width)."""
+        """Return the loss, 0-d. `hidden`: (batch, seq, width)."""
         return _Chunked.apply(hidden, self.weight, self.labels.pop())  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Chunked(torch.autograd.Function):
-    """Computes loss and gradients in the forward, in chunks of rows whose logits take about as much as all hidden states."""
+    """Stand-in for a chunked loss: forward computes loss and gradients, in chunks of rows whose logits take about as much
+    memory as all hidden states. Memory and kernels are right, values are wrong."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -81,13 +83,14 @@ class _Chunked(torch.autograd.Function):
 
 
 def rows_at_a_time(rows: int, vocab: int, width: int) -> int:
-    """Return the rows of one chunk, chosen as Liger's kernel does: a power of two, about rows * width / vocab."""
+    """Return the number of rows in a chunk, of `rows` in total: a power of two, about rows * width / vocab (as Liger)."""
     parts = -(-vocab // width)
     return int(min(rows, 1 << (max(1, -(-rows // parts)) - 1).bit_length()))
 
 
 def with_chunked_head(model: nn.Module, label: str) -> nn.Module:
-    """Change the head of `model` in place to return the loss. Raises `UsageError` if the head is not linear without bias."""
+    """Make the head of `model` a `ChunkedHead` in place, and return `model`. `label`: its name in errors. Raises `UsageError`
+    if the head is not an `nn.Linear` without bias."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     is_plain = type(head) is nn.Linear and head.bias is None
     if not is_plain:
@@ -98,5 +101,5 @@ def with_chunked_head(model: nn.Module, label: str) -> nn.Module:
 
 
 def expect_labels(model: Any, labels: Tensor) -> None:
-    """Pass the labels of the next forward to a model with a chunked head."""
+    """Pass the labels of the next forward to `model`, whose head is a `ChunkedHead`."""
     model.get_output_embeddings().labels.append(labels)

@@ -36,7 +36,7 @@ FIGURES = (
     *("peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes"),
     *("step_s", "exposed_comm_s", "tokens_per_s_per_gpu", "mfu"),
 )
-PLACE = ("phase", "unit", "operator")  # of the peak
+PLACE = ("phase", "unit", "operator")  # fields of `MemoryPeak`
 UNCALIBRATED = "uncalibrated: rates are assumed, no step was measured"
 NOT_KNOWN = (
     "not in these figures: GPU memory that other libraries take, fragmentation beyond the allocator's own, a slow link or node, "
@@ -49,9 +49,10 @@ class Plan:
     """The result of `accordion.plan`.
 
     Args:
-        task: the workload's model.
-        found: every candidate that was evaluated, and the best.
-        log: events of a step of the chosen configuration, if it was traced.
+        task: the workload's model on the meta device, and how it is trained.
+        space: the workload, the GPUs, and the values that were searched.
+        found: all candidates (configurations with their memory and time), and the best of them.
+        log: events of a step of the chosen configuration; None if it was not traced.
     """
 
     task: Trained
@@ -76,13 +77,13 @@ class Plan:
 
     @property
     def is_tight(self) -> bool:
-        """True if it fits, but with so little memory left that published runs lost time to the allocator."""
+        """True if the chosen configuration fits, but leaves so little memory that published runs lost time to the allocator."""
         memory = self.chosen.memory
         return self.fits and memory is not None and self.cluster.card_bytes - memory.needed_bytes < TIGHT_BYTES
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest candidate that fits, or the one that comes closest to fitting."""
+        """The fastest candidate that fits; if none fits, the one that needs least memory."""
         if self.found.best is not None:
             return self.found.best
         return closest(self.found.candidates, self.space)
@@ -93,18 +94,18 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """ "fits", "does not fit", or the reason why that is not known."""
+        """Text: "fits", "does not fit", or the reason why it is not known whether the chosen configuration fits."""
         if self.fits:
             return "fits"
         return unsettled(self.chosen, self.cluster) if self.chosen.is_open(self.cluster) else "does not fit"
 
     def mfu(self, c: Candidate, rate: str = "middle") -> float:
-        """Return the model FLOPs (without recomputation) per second as a share of the GPU's bf16 peak."""
+        """Return model FLOPs (not recomputed ones) per second as a share of the GPU's bf16 peak. `rate`: a key of `c.steps`."""
         assert c.steps is not None
         return c.steps[rate].flops / c.steps[rate].seconds / (self.cluster.gpu.tflops * 1e12)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the data of `--json`: the chosen configuration, and the others under `candidates`."""
+        """Return the data that `--json` prints: figures of the chosen configuration, and the other ones under `candidates`."""
         chosen = self.chosen
         others = [{**self._entry(c), "why": c.why} for c in self.found.candidates if c is not chosen]
         fewest = None if self.found.fewest is None else self._config(self.found.fewest)
@@ -131,7 +132,7 @@ class Plan:
 
     @property
     def planned_for(self) -> str:
-        """Text on the sequence length, loss, precision and nodes that the figures are for."""
+        """Text that names the sequence length, loss, precision and nodes for which the figures hold."""
         precision, node = self.space.precision, min(self.chosen.choice.gpus, self.cluster.node)
         num_nodes = self.chosen.choice.gpus // node
         parts = [f"sequence length {self.seq:,}", f"loss {self.workload.kernels.loss}"] if self.seq else []
@@ -142,7 +143,7 @@ class Plan:
         )
 
     def inputs(self) -> dict[str, Any]:
-        """Return everything that the plan was made from, including versions."""
+        """Return the inputs of the plan as plain data: model, hardware, options and versions of packages."""
         space, cluster, kernels = self.space, self.cluster, self.workload.kernels
         return {
             "model": self.task.name,
@@ -172,8 +173,8 @@ class Plan:
 
     @property
     def run_cost(self) -> dict[str, tuple[float, ...]] | None:
-        """Hours, GPU-hours and dollars, each (lowest, highest), of a run over the workload's `tokens`; dollars only with a price.
-        None without `tokens` or times."""
+        """Cost of a run over the workload's `tokens`: "hours", "gpu_hours" and, if the cluster has a price, "dollars", each ->
+        (lowest, highest). None if `tokens` is not set, or if the chosen configuration has no times."""
         c, tokens, price = self.chosen, self.workload.tokens, self.cluster.price
         if tokens is None or c.steps is None:
             return None
@@ -201,7 +202,7 @@ class Plan:
         }
 
     def _config(self, c: Candidate) -> dict[str, Any]:
-        """Return a configuration as plain data, with the fields of its sharding as text."""
+        """Return the configuration of `c` as plain data; values of its sharding are text."""
         choice = c.choice
         words = {name: PRINTERS.get(name, lambda value: value)(getattr(choice.sharding, name)) for name in FIELDS}
         return {
@@ -232,7 +233,7 @@ class Plan:
         }
 
     def assumptions(self) -> dict[str, Any]:
-        """Return the assumptions behind the figures."""
+        """Return the assumptions behind the figures as plain data: rates, margins, and what was not modelled."""
         gpu = self.cluster.gpu
         return {
             "torch": torch.__version__,
@@ -262,7 +263,7 @@ def _name_of(dtype: object) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that a plan depends on."""
+    """Return name -> version of the packages that a plan depends on, and of Python."""
     names = {"accordion": VERSION, "torch": torch.__version__, "python": platform.python_version()}
     return {**names, "transformers": version("transformers")} if find_spec("transformers") is not None else names
 

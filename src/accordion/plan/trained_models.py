@@ -27,7 +27,8 @@ from accordion.units import UnitChoice, choose_units
 
 
 def configuration(model: str, seq: int) -> Any:
-    """Return the transformers configuration for a preset, a folder with a config.json, or that file. Raises `UsageError`."""
+    """Return the transformers configuration of `model`: a preset, a folder with a config.json, or that file. Raises
+    `UsageError` if it cannot be read or planned, or if it has fewer than `seq` positions."""
     if find_spec("transformers") is None:
         raise UsageError("a model by name or configuration needs transformers; pip install 'accordion-fsdp[plan]'.")
     if model in PUBLISHED:
@@ -64,14 +65,14 @@ def configuration(model: str, seq: int) -> Any:
 
 
 LOOPS = re.compile("Mamba.*Mixer|GatedDelta|RgLru|xLSTM|mLSTM|Rwkv.*Attention")
-"""Classes of transformers that loop over tokens or chunks of them if their fused kernels are not installed."""
-ATTENTIONS = {  # by option, the kernel in `Efficiency.attention`
+"""Matches names of transformers' modules that loop over tokens, or chunks of them, if their fused kernels are not installed."""
+ATTENTIONS = {  # option -> the key of `Efficiency.attention` whose speed is assumed
     "auto": "fa2", "eager": "fa2", "fa1": "fa1", "fa2": "fa2", "fa3": "fa3", "cudnn": "cudnn", "flex": "flex",
 }  # fmt: skip
 
 
 def _check_config(config: Any, model: str) -> None:
-    """Raise `UsageError` for configurations that can be built, but cannot be planned as they are trained."""
+    """Raise `UsageError` if `config` has no layers, has an encoder and a decoder, or has quantized weights other than 4-bit."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise UsageError(f"model {model!r} has {layers} layers (num_hidden_layers); it takes 1 or more.")
@@ -99,7 +100,7 @@ def _is_four_bits(config: Any) -> bool:
 
 
 def remarks_on(config: Any, model: nn.Module) -> list[str]:
-    """Return remarks for the user on how a model from a configuration is planned."""
+    """Return remarks for the user on how `model`, built from the transformers configuration `config`, is planned."""
     remarks = []
     if is_encoder(config):
         remarks.append(
@@ -121,8 +122,8 @@ class Kernels:
     loss: str = "plain"  # a key of `LOSSES`
     attention: str = "auto"  # a key of `ATTENTIONS`
     pure: bool = False  # parameters in bf16
-    lora_rank: int = 0  # of adapters, with all other parameters frozen; 0: all parameters are trained
-    lora_targets: str = ALL  # the layers with adapters
+    lora_rank: int = 0  # rank of LoRA adapters; all other parameters are frozen. 0: no adapters
+    lora_targets: str = ALL  # layers with adapters: names separated by commas, or "all" but the head
     four_bits: bool = False  # frozen weights are stored in four bits
 
     def __post_init__(self) -> None:
@@ -134,7 +135,8 @@ class Kernels:
 
 
 def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
-    """Build the language model of a transformers configuration, changed as `kernels` ask. Raises `UsageError`."""
+    """Return the language model of `config` on the meta device, with dtype, adapters and head as `kernels` say. `label`: its
+    name in errors. Raises `UsageError` if it cannot be built."""
     attention = "eager" if kernels.attention == "eager" else None
     model = (masked_model if is_encoder(config) else language_model)(config, label, attention)
     four_bits = kernels.four_bits or _is_four_bits(config)
@@ -150,7 +152,7 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
 
 
 def language_subject(config: Any, label: str, micro_batch: int, seq: int, kernels: Kernels) -> Subject:
-    """Return the training of a language model on text, as in `accordion train` unless `kernels` differ; without a KV cache."""
+    """Return the training to trace: a language model's loss on `micro_batch` random sequences. `label`: its name in errors."""
     make = partial(trained_model, config, label, kernels)
     vocab = int(config.get_text_config().vocab_size)
     loss = partial(_run, label, partial(_token_loss, kernels.loss))
@@ -158,7 +160,7 @@ def language_subject(config: Any, label: str, micro_batch: int, seq: int, kernel
 
 
 def _tokens(micro_batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and labels, each (micro_batch, seq)."""
+    """Return random (tokens, labels), each of shape (micro_batch, seq)."""
     both = torch.randint(vocab, (2, micro_batch, seq))
     return both[0], both[1]
 
@@ -171,7 +173,8 @@ def _token_loss(loss: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Te
 
 
 def _run(label: str, loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
-    """Return `loss(model, batch)`. Raises `UsageError` if the forward fails, for example because sizes do not match."""
+    """Return `loss(model, batch)`. Raises `UsageError` if the model's code fails, for example because sizes do not match.
+    Errors of this package, and errors because a fake tensor has no values, pass unchanged."""
     try:
         return loss(model, batch)
     except Exception as error:  # torch and transformers raise many types of errors for sizes that do not match
@@ -187,16 +190,16 @@ def _run(label: str, loss: Callable[[nn.Module, Any], Tensor], model: nn.Module,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualBlocks:
-    """Equal blocks that fill one container."""
+    """A container (`nn.ModuleList` or `nn.Sequential`) all of whose modules are equal units, such as a transformer's blocks."""
 
-    container: str  # name
-    count: int
-    first_unit: int  # index of the first block's unit
-    each: int = 1  # units of one block: itself and the units inside it
+    container: str  # name of the module
+    count: int  # number of blocks
+    first_unit: int  # index of the first block among the units of the model
+    each: int = 1  # number of units in one block: itself and the units inside it
 
 
 def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
-    """Return the longest `nn.ModuleList` or `nn.Sequential` that equal units fill, two or more; None if there is none."""
+    """Return the longest `nn.ModuleList` or `nn.Sequential` of two or more equal units, chosen by `units`; None without one."""
     names = [name for name, _ in choose_units(model, units)]
     runs: list[EqualBlocks] = []
     for container, holder in model.named_modules():

@@ -38,11 +38,11 @@ class Workload:
     """The model that is trained, its loss and its batches.
 
     Args:
-        model: any module; or the name of a preset, a transformers folder or a config.json.
+        model: any module; or a language model: the name of a preset, a folder with a config.json, or that file.
         loss: for a module: function of the module and a batch that returns a 0-d tensor.
         batch: for a module: an example batch of one rank; its size is the micro-batch.
-        seq: tokens per sample of a named model.
-        kernels: loss, attention and adapters of a named model.
+        seq: tokens per sample, if `model` is a name.
+        kernels: loss, attention and adapters, if `model` is a name.
         optimizer: adamw, adamw_foreach, sgd, adamw_bf16, adamw_8bit or adamw_4bit.
         engine: "accordion", or "fsdp2" for PyTorch's own `fully_shard`.
         tokens: tokens of a whole run, to compute its hours and price.
@@ -77,8 +77,8 @@ class Trained:
         name: name of the model.
         model: the model on the meta device.
         subject_for: function of a micro-batch size that returns the training to trace.
-        counted: "tokens" or "batches", the unit of its speed.
-        remarks: notes for the user on how the model is planned.
+        counted: "tokens" or "batches": what the speed in a plan counts per second.
+        remarks: notes on how the model is planned, which a plan shows.
         vocab: size of the vocabulary; 0 if the model has none.
     """
 
@@ -91,7 +91,7 @@ class Trained:
 
 
 def trained(workload: Workload) -> Trained:
-    """Build the model of a workload on the meta device, and return it with its training. Raises `UsageError`."""
+    """Return a workload's model on the meta device, with its loss and batches. Raises `UsageError` if it cannot be planned."""
     if not isinstance(workload.model, str):
         assert workload.loss is not None
         return _of_module(workload.model, workload.loss, workload.batch)
@@ -109,7 +109,7 @@ def trained(workload: Workload) -> Trained:
 
 
 def _of_module(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Trained:
-    """Return any module as `Trained`; its only micro-batch size is that of `batch`. Raises `UsageError`."""
+    """Return `Trained` for any module; the micro-batch is always `batch`. Raises `UsageError` if a parameter is a DTensor."""
     plain = _torch.without_compile(model)
     compiled = plain is not model or _torch.is_compiled(plain)
     distributed = next((name for name, p in plain.named_parameters() if isinstance(p, DTensor)), None)
@@ -129,13 +129,13 @@ def _of_module(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch
 
 
 def subject_of(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Subject:
-    """Return the training of `model` with `loss` on a batch of the sizes and dtypes of `batch`."""
+    """Return what to trace: a copy of `model` on the meta device, `loss`, and empty CPU tensors shaped like `batch`."""
     batch_like = partial(tree_map_only, Tensor, partial(torch.empty_like, device="cpu"), batch)
     return Subject(make=partial(on_meta, model), batch=batch_like, loss=loss)
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of a module on the meta device, with the same classes, names, shapes and ties."""
+    """Return a copy of `model` whose parameters and buffers are on the meta device; tied parameters stay tied."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)

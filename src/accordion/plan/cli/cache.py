@@ -21,7 +21,7 @@ from accordion.version import VERSION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedAnswer:
-    """The output of `accordion plan`. `data`: for JSON. `page`: for the screen."""
+    """The output of `accordion plan`: `data` for JSON, `page` for the screen. `fits`: False if no configuration fits."""
 
     fits: bool
     data: dict[str, Any]
@@ -34,7 +34,7 @@ def cache_folder() -> Path:
 
 
 def place_of(o: Options) -> Path | None:
-    """Return the cache file for the plan of a named model; None for a model of the user's code, which may change."""
+    """Return the path of the cache file for `o`; None for a task, or if the model is no preset and has no JSON file."""
     folder = Path(o.model)
     config = _text(folder / "config.json" if folder.is_dir() else folder)
     if o.task is not None or (o.model not in PUBLISHED and not config.lstrip().startswith("{")):
@@ -59,7 +59,7 @@ def _text(file: Path) -> str:
 
 
 def read(place: Path | None) -> SavedAnswer | None:
-    """Return the answer in the file `place`; None if it is missing or broken."""
+    """Return the answer in the file `place`; None if `place` is None, or if the file is missing or broken."""
     if place is None:
         return None
     try:
@@ -71,7 +71,7 @@ def read(place: Path | None) -> SavedAnswer | None:
 
 
 def write(place: Path | None, answer: SavedAnswer) -> None:
-    """Save an answer atomically; do nothing if the folder cannot be written."""
+    """Write an answer to the file `place` atomically; do nothing if `place` is None or cannot be written."""
     if place is None:
         return
     with suppress(OSError):

@@ -15,7 +15,7 @@ NOT_FOUND = 1  # exit code if nothing fits
 
 
 def run(words: list[str]) -> int:
-    """Run the subcommand with the options in `words`. Returns the exit code: 1 if nothing fits."""
+    """Run `accordion plan` with the arguments `words` and print the plan. Returns the exit code: 0, or 1 if nothing fits."""
     task_words: list[str] = []
     if any(word.startswith("--task") for word in words):
         from accordion.tasks.loaded import split_task

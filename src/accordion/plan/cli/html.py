@@ -18,7 +18,7 @@ from accordion.plan.replay.peak import curve_of, name_of
 from accordion.plan.replay.timeline import Stretch
 from accordion.plan.result import Plan, gib
 
-STREAMS = (  # bottom to top; the first line is of offload; "all-reduce" and "copy in" are FSDP2's
+STREAMS = (  # of the chart, bottom to top; the first five are used by offload, "all-reduce" and "copy in" by FSDP2
     *(DISK_STREAM, STEPPER, HOST, STORE, FETCH),
     *("all-reduce", "reduce", "gather", "copy in", "compute"),
 )
@@ -35,7 +35,7 @@ def write(plan: Plan, path: Path) -> None:
 
 
 def as_html(plan: Plan) -> str:
-    """Return the plan's HTML page, with plotly's script included once."""
+    """Return the plan's HTML page, with plotly's script inside; charts only if the plan was traced."""
     page = of_plan(plan)
     charts = [memory_chart(plan), streams_chart(plan)] if plan.log is not None else []
     verdict, *tables = map(html_table, page.tables)
@@ -45,7 +45,7 @@ def as_html(plan: Plan) -> str:
 
 
 def peak_label(plan: Plan) -> str:
-    """Return the peak's size, place and operator, each on lines short enough for a phone."""
+    """Return HTML text of the peak's size, phase, unit and operator, on lines short enough for a phone."""
     memory = plan.chosen.memory
     assert memory is not None
     peak = memory.peak
@@ -82,7 +82,7 @@ def memory_chart(plan: Plan) -> go.Figure:
 
 
 def streams_chart(plan: Plan) -> go.Figure:
-    """Return the chart of the work of each stream over the time of a step, at the middle of the assumed rates."""
+    """Return the chart of the work of each stream over the time of a step, at middle rates."""
     steps = plan.chosen.steps
     assert steps is not None
     stretches = steps["middle"].stretches

@@ -15,7 +15,7 @@ SHOWN = 24  # number of candidates in the table; JSON has all
 
 
 def of_table() -> Page:
-    """Return the table of GPUs for `--gpu table`."""
+    """Return the page for `--gpu table`: all GPUs that the planner knows."""
     rows = [
         [g.name, f"{g.memory_gib:g}", f"{g.tflops:g}", f"{g.bandwidth_gbps:g}", f"{g.link}, {g.link_gbps:g}",
          f"{g.host_gbps:g}", g.source]
@@ -26,7 +26,7 @@ def of_table() -> Page:
 
 
 def of_plan(plan: Plan, change: str = "") -> Page:
-    """Return a plan's page. `change`: the smallest change that fits, if nothing does."""
+    """Return a plan's page. `change`: if nothing fits, text on the smallest change that does."""
     tables = [_verdict(plan)]
     if plan.chosen.memory is not None:
         tables += [*_time(plan), _bytes(plan), _live(plan)]
@@ -69,7 +69,7 @@ def _verdict(plan: Plan) -> Table:
 
 
 def _time(plan: Plan) -> list[Table]:
-    """Return the tables of the step's time at middle rates; none if the step was not traced."""
+    """Return the tables of the step's time at middle rates, by kind and by unit; none if the step was not traced."""
     steps = plan.chosen.steps
     if steps is None or plan.log is None:
         return []
@@ -99,7 +99,7 @@ def _needed(plan: Plan) -> str:
 
 
 def _range(values: Sequence[float], unit: str) -> str:
-    """Return "low to high unit", rounded to the digits that are known."""
+    """Return text such as "1.2 to 1.5 s": the least and the largest of `values`, rounded to about 3 digits."""
     low, high = min(values), max(values)
     return f"{_digits(low)} to {_digits(high)} {unit}".rstrip()
 
@@ -122,7 +122,7 @@ def _bytes(plan: Plan) -> Table:
 
 
 def _part(whole: int, num_bytes: int) -> str:
-    """Return `num_bytes` in GiB, with more digits if the whole that it is part of is small."""
+    """Return `num_bytes` in GiB as text, with more digits if `whole`, the sum of all rows, is below 10 GiB."""
     return gib(num_bytes) if whole >= 10 * GIB else f"{num_bytes / GIB:.3f}"
 
 

@@ -25,13 +25,14 @@ from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import example_of, mean_loss, model_of, read_task
 
 PURE = "bf16-pure"
-TASK_BATCH = 8
+TASK_BATCH = 8  # samples in a micro-batch of a task, without --micro-batch
 FIXED = ("strategy", "units", "offload", "checkpoint_activations")
-"""Flags that set fields of the sharding."""
+"""Options that set the field of `Sharding` of the same name."""
 
 
 def planned(o: Options, task_words: list[str]) -> SavedAnswer:
-    """Make the plan, and its HTML page for `--html`. `task_words`: options of the task. Raises `UsageError`, `TaskError`."""
+    """Return the plan that `o` describes; write its HTML page for `--html`; print progress to stderr. `task_words`: arguments
+    of the task. Raises `UsageError`, or `TaskError` if the task's code fails."""
     say = partial(print, file=sys.stderr)
     cluster, sharding, search = cluster_in(o), sharding_of(o), search_of(o)
     workload = workload_of(o, task_words)
@@ -53,7 +54,7 @@ def planned(o: Options, task_words: list[str]) -> SavedAnswer:
 
 
 def workload_of(o: Options, task_words: list[str]) -> Workload:
-    """Return the named language model, or the task with its options `task_words`. Raises `UsageError`, `TaskError`."""
+    """Return a workload: a language model, or a task with arguments `task_words`. Raises `UsageError`, `TaskError`."""
     model: Any = o.model
     loss = batch = None
     if o.task is not None:
@@ -82,7 +83,7 @@ def workload_of(o: Options, task_words: list[str]) -> Workload:
 
 
 def _task(o: Options, task_words: list[str]) -> tuple[Any, Any, Any]:
-    """Return the model, loss and batch of the task."""
+    """Return (model, loss function, example batch) of the task."""
     size = o.micro_batch or TASK_BATCH
     task = read_task(str(o.task), task_words, "accordion plan")
     with of_the_task("model()"):
@@ -121,7 +122,7 @@ def search_of(o: Options) -> Search:
 
 
 def adapters_of(text: str) -> tuple[int, str, str]:
-    """Return (rank, comma-separated layers, base) from "16,targets=q_proj+v_proj,base=nf4". Raises `UsageError`."""
+    """Return (rank, comma-separated layers, "nf4" or "") from "16,targets=q_proj+v_proj,base=nf4". Raises `UsageError`."""
     rank, *words = text.split(",")
     more = dict(word.partition("=")[::2] for word in words)
     targets, base = more.pop("targets", "all").replace("+", ","), more.pop("base", "")
@@ -133,7 +134,7 @@ def adapters_of(text: str) -> tuple[int, str, str]:
 
 
 def precision_of(text: str) -> Precision:
-    """Return the precision called `text`; for bf16-pure, parameters and states are in bf16 too. Raises `UsageError`."""
+    """Return the precision that `--precision` describes; bf16-pure keeps no float32 masters. Raises `UsageError`."""
     name, _, more = text.partition(",")
     key, _, dtype = more.partition("=")
     known = (*COMPUTE_DTYPES, PURE)

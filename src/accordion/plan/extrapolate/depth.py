@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from accordion.plan.events import Alloc, Enter, Event, Free, Land, Launch, Log, Mark, Op, StepPart, StepPhase, Wait
 
-HEAD, TAIL = 1, 2  # first and last blocks, which may differ from the others; a reduce ends one block after its start
+HEAD, TAIL = 1, 2  # numbers of first and last blocks that may differ; a reduce ends one block after its start
 PERIODS = 3  # periods in the middle: the second one is repeated if the first and the third are equal to it
 
 
@@ -18,21 +18,21 @@ def num_traced(num_blocks: int, period: int, later: int = 0) -> int:
     """Return the number of blocks to trace of a model with `num_blocks` equal blocks.
 
     Args:
-        period: blocks at this distance have equal events; 2 if every second block is recomputed.
-        later: in the backward, the end of a block's last transfer is waited for `1 + later` blocks later.
+        period: distance of blocks with equal events; 2 if every second block is recomputed.
+        later: in the backward, the device waits for a block's last transfer `1 + later` blocks after it.
     """
     least = HEAD + PERIODS * period + TAIL + later
     return num_blocks if num_blocks <= least else least + (num_blocks - least) % period
 
 
 class _Origin(NamedTuple):
-    """Position of the event that creates an allocation or a transfer. It names them in both logs."""
+    """Position of the event that creates an allocation or transfer; identifies it in the traced log and in the deep model's."""
 
     phase: StepPhase
     block: int | None  # index of the equal block; None outside of them
     part: int  # index of the unit within its block; outside of blocks, of the unit
-    visit: int  # how often this phase of this unit was entered before, with gradient accumulation
-    at: int  # index in the segment
+    visit: int  # how often this phase of this unit was entered before in the step (accumulation)
+    at: int  # index of the event in its `_Segment`
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _Segment:
     events: list[Event]
 
     def origin(self, at: int, block: int | None) -> _Origin:
-        """Return the origin of what event `at` creates in the copy of this segment for `block`."""
+        """Return the origin of the allocation or transfer of event number `at`, in the copy of this segment for `block`."""
         return _Origin(self.place.phase, block, self.part, self.visit, at)
 
 
@@ -56,15 +56,15 @@ class IrregularError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortened:
-    """How a deep model was shortened for a trace. `period`, `later`: the arguments of `num_traced`."""
+    """How a deep model was shortened for a trace."""
 
     first_unit: int  # index of the first block's first unit
     traced: int  # blocks that were traced
     total: int  # blocks of the deep model
-    period: int
+    period: int  # distance of blocks with equal events
     optimizer_scale: float  # elements that the optimizer steps: the deep model's, relative to the shortened model's
     each: int = 1  # units of one block
-    later: int = 0
+    later: int = 0  # in the backward, a block's last transfer is waited for `1 + later` blocks after it
 
 
 def extend(log: Log, short: Shortened) -> Log:
@@ -73,8 +73,8 @@ def extend(log: Log, short: Shortened) -> Log:
 
 
 def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> int:
-    """Return the number of allocations live after a step, minus those live before (`allocs`). Raises `IrregularError` if the step
-    frees memory that was not allocated."""
+    """Return by how many more allocations are live after the step in `events` than before it (`allocs`). Raises
+    `IrregularError` if the step frees memory that was not allocated."""
     live = {alloc.number for alloc, _ in allocs}
     for event in events:
         if isinstance(event, Alloc):
@@ -87,7 +87,7 @@ def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> 
 
 
 class _Extension:
-    """Builds the deep model's log. Allocations and transfers get new numbers, by their origins in the deep model."""
+    """Builds the deep model's log. Allocations and transfers get new numbers, one for each origin in the deep model."""
 
     def __init__(self, log: Log, short: Shortened) -> None:
         self._log, self._first, self._each = log, short.first_unit, short.each
@@ -159,7 +159,7 @@ class _Extension:
                 raise IrregularError
 
     def _shape(self, event: Event, block: int) -> object:
-        """Return the properties of an event that must repeat: numbers are replaced by origins relative to `block`."""
+        """Return `event` of `block` in a form that is equal for equal blocks: relative origins in place of numbers."""
         if isinstance(event, Alloc):
             return (Alloc, event.num_bytes, event.stream)
         if isinstance(event, (Launch, Mark)):
@@ -172,7 +172,7 @@ class _Extension:
         return event
 
     def _order(self) -> Iterator[tuple[_Segment, int | None]]:
-        """Yield (segment, its block in the deep model) in the order of the deep model."""
+        """Yield (segment, index of its block in the deep model or None), in the order of events in the deep model."""
         runs = groupby(self._segments, lambda segment: self._is_repeated(segment.block))
         for is_repeated, run in runs:
             segments = list(run)
@@ -184,14 +184,14 @@ class _Extension:
                 yield from ((s, s.block + more) for s in segments if s.block is not None)
 
     def _deep_block(self, block: int) -> int:
-        """Return the index of a block in the deep model; of a repeated block, that of its last copy."""
+        """Return the index in the deep model of a traced block; of a repeated block, that of its last copy."""
         return block if block < self._start else block + self._added
 
     # -- events
 
     def _deep_events(self, event: Event, at: int, segment: _Segment, block: int | None) -> Iterator[Event]:
-        """Yield the deep model's events for event number `at` of `segment`: one per block that a free, wait or transfer's end
-        refers to, or else one. `block`: of this copy of the segment in the deep model; None outside of blocks."""
+        """Yield the deep model's events for event number `at` of `segment`: of a free or a wait, one for each block that it
+        refers to, otherwise one. `block`: index in the deep model of this copy of the segment; None outside of blocks."""
         if isinstance(event, Alloc):
             number = self._number(segment.origin(at, block))
             yield Alloc(number, event.num_bytes, event.category, event.stream, event.operator)
@@ -211,7 +211,7 @@ class _Extension:
         return self._numbers.setdefault(name, len(self._numbers))
 
     def _references(self, event: Free | Land | Wait, segment: _Segment, block: int | None) -> Sequence[int]:
-        """Return the numbers in the deep model that an event refers to. `block`: of its segment there. Raises `KeyError`."""
+        """Return the numbers in the deep log to which `event` refers. `block`: of its segment there. May raise `KeyError`."""
         origin = self._origins.get(_key(event))
         if origin is None or origin.block is None:
             return [self._number(origin or _key(event))]
@@ -230,7 +230,7 @@ class _Extension:
         return [self._numbers[origin._replace(block=b)] for b in blocks]
 
     def _refers_to_one_block(self, segment: _Segment, origin: _Origin) -> bool:
-        """Return True if `segment`, outside of the blocks, refers to the block of `origin` alone, not to each equal block."""
+        """Return True if `segment`, outside of blocks, refers to the block of `origin` only, not to all equal blocks."""
         # A backward ends before the transfers of blocks 0 to `later` have ended, so these are waited for after it, block by
         # block. If the same event of a later block is referred to as well, then the segment refers to each block.
         assert origin.block is not None
@@ -269,5 +269,5 @@ class _Extension:
 
 
 def _key(event: Alloc | Free | Launch | Land | Mark | Wait) -> tuple[str, int]:
-    """Return the identity in one log of the allocation or transfer that `event` creates or refers to."""
+    """Return a key of the allocation or transfer that `event` creates or refers to, unique in one log."""
     return ("memory", event.number) if isinstance(event, (Alloc, Free)) else ("transfer", event.transfer)

@@ -10,11 +10,11 @@ from accordion.plan.events import Alloc, Collective, Event, Log, Op
 
 
 class UnlikeError(Exception):
-    """Raised if logs that should differ in sizes alone differ in their events."""
+    """Raised if logs of two micro-batches differ in their events, not only in sizes."""
 
 
 class Family:
-    """Extrapolates the log of a step to other micro-batches. `base`, `more`: (micro-batch, log). Raises `UnlikeError`."""
+    """Extrapolates a step's logs, each (micro-batch, log), to other micro-batches. Raises `UnlikeError` if events differ."""
 
     def __init__(self, base: tuple[int, Log], more: tuple[int, Log]) -> None:
         self._base, self._more = base, more
@@ -54,7 +54,7 @@ def _between(a: Any, b: Any, along: float) -> Alloc | Op | Collective:
 
 
 def _shape(log: Log) -> Sequence[object]:
-    """Return the events of a log without their sizes; equal for all logs of one family."""
+    """Return the events of a log without their sizes, to compare logs of two micro-batches."""
     shape: list[object] = [alloc.number for alloc, _ in log.held]
     for event in log.events:
         if isinstance(event, Alloc):

@@ -34,10 +34,10 @@ COPIED = 2  # a copy reads and writes
 
 
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
-    """Return the log of a step with `offload`, derived from `log`, the log of the step without it: the memory and the work of
-    the device. `replay.host_work` adds the time of copies, host and disk.
+    """Return the log of a step with offloaded parameters and states, derived from `log`, that of the step without them.
 
-    Offload of activations is not added: `log` must have it already. Not for a single rank, whose offload has to be traced.
+    The result has the memory and work of the device only; `replay.host_work` adds the time of copies, host and disk. Offload of
+    activations must be in `log` already. Do not use this for a single rank, whose offload has to be traced.
     `compute_bytes`: bytes per element of the compute dtype.
     """
     return _without_states(log, offload.params == HOST, compute_bytes) if offload.is_any else log
@@ -59,8 +59,8 @@ def _without_states(log: Log, has_params_on_host: bool, compute_bytes: int) -> L
 
 
 def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
-    """Yield the events of `log` without the optimizer's step and without frees of `moved` allocations. Gradients are freed when
-    the next reduce ends, because the engine waits for their copy to the host then."""
+    """Yield the events of `log` without operators of the optimizer's step, and without frees of the allocations numbered in
+    `moved`. Gradients are freed when the next reduce ends, because the engine waits for their copy to the host then."""
     gradients = offloaded_gradients(log)
     launches = [event for event in log.events if isinstance(event, Launch)]
     last = REPLICATE if any(event.stream == REPLICATE for event in launches) else "reduce"
@@ -94,7 +94,7 @@ def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
 
 @dataclass(slots=True)
 class UnitState:
-    """The state of one unit on one rank between steps: number of its parameters' elements, and bytes of optimizer states."""
+    """Memory of one unit on one rank between steps: number of parameter elements, and bytes of optimizer states."""
 
     elements: int = 0
     state_bytes: int = 0
@@ -102,7 +102,7 @@ class UnitState:
 
 @lru_cache(4)
 def state_by_unit(log: Log) -> Mapping[int, UnitState]:
-    """Return the state that the traced rank keeps of each unit, by unit index."""
+    """Return unit index -> memory that the traced rank keeps for the unit between steps."""
     states: dict[int, UnitState] = {}
     for alloc, unit in log.held:
         if unit is None:
@@ -117,9 +117,8 @@ def state_by_unit(log: Log) -> Mapping[int, UnitState]:
 
 @lru_cache(4)
 def offloaded_gradients(log: Log) -> Mapping[int, int]:
-    """Return number -> bytes of the allocations of sharded gradients: those that are live at the end of a backward, and those
-    that other micro-batches allocate at equal points of the step.
-    """
+    """Return allocation number -> bytes of sharded gradients: those that are live at the end of a backward, and those
+    that other micro-batches allocate at the same point of their forward or backward."""
     live: set[int] = set()
     live_at_end: set[int] = set()
     points: dict[int, tuple[StepPart, int]] = {}  # by number: (part of the step, gradients allocated in it before)
@@ -141,7 +140,7 @@ def offloaded_gradients(log: Log) -> Mapping[int, int]:
 
 
 def inputs_of(log: Log) -> list[int]:
-    """Return the bytes of each offloaded input of a micro-batch, rounded up to whole pages; of several, the largest one's."""
+    """Return the bytes, in whole pages, of each offloaded input of the micro-batch that offloads most."""
     batches: list[list[int]] = [[]]
     for event in log.events:
         if isinstance(event, Enter) and begins(event.place):
@@ -152,9 +151,9 @@ def inputs_of(log: Log) -> list[int]:
 
 
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
-    """Return the bytes of host memory that offload takes on one machine, over all its ranks: masters, shards in the compute dtype
-    if it differs, gradients, a landing buffer, states, and inputs of recomputed units; with a disk, staging buffers instead.
-    """
+    """Return the bytes of host memory that offload takes on one machine, for all its ranks: float32 masters, shards in the
+    compute dtype if it differs, gradients, a buffer for gradients that arrive, optimizer states, and inputs of recomputed
+    units. States or inputs on a disk take only staging buffers. `log`: of the step without offloaded states."""
     ranks, offload = min(choice.gpus, cluster.node), choice.offload
     inputs = inputs_of(log) if offload.activations != DEVICE else []
     staged = NUM_STAGES * max(inputs, default=0)
@@ -172,7 +171,7 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
 
 
 def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
-    """Return the bytes of states and of inputs of recomputed units that all ranks of one machine have on disk."""
+    """Return the bytes that all ranks of one machine store on disk: optimizer states, and inputs of recomputed units."""
     states = sum(s.state_bytes for s in state_by_unit(log).values()) if folder_of(choice.offload.optimizer) else 0
     inputs = sum(inputs_of(log)) if folder_of(choice.offload.activations) else 0
     return (states + inputs) * min(choice.gpus, cluster.node)

@@ -1,1 +1,1 @@
-"""Predict what the step of a log takes: memory in torch's allocator, and time on the streams of a card."""
+"""Replay a log: predict the memory of a step in torch's allocator, and its time on the streams of a GPU."""

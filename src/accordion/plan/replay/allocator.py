@@ -22,7 +22,7 @@ BITS = 48  # of an address
 
 @dataclass(slots=True)
 class _Pool:
-    """The small or the large free blocks of one stream: integers, not objects, since a search reads them many million times."""
+    """The small or the large free blocks of one stream. Blocks are integers, since a search reads them millions of times."""
 
     small: bool
     by_size: list[int] = field(default_factory=list)  # `size << BITS | start` of each block, sorted
@@ -42,7 +42,8 @@ class _Pool:
         del self.by_end[start + size]
 
     def take_fitting(self, size: int) -> tuple[int, int] | None:
-        """Remove and return (start, size) of the smallest block that is large enough; the block at the top comes last."""
+        """Remove the smallest block that is large enough, the pool's last one only if need be. Returns (start, size) or
+        None."""
         i, last = bisect_left(self.by_size, size << BITS), len(self.by_size) - 1
         if i > last:
             return None
@@ -55,7 +56,7 @@ class _Pool:
 
 
 class Allocator:
-    """The allocator's pools, and the bytes that they have reserved."""
+    """A model of torch's allocator: call `take` for each allocation and `give` for each free, then read `reserved_bytes`."""
 
     def __init__(self, *, expandable: bool) -> None:
         self._expandable = expandable
@@ -86,7 +87,7 @@ class Allocator:
         pool.add(start, size)
 
     def _grown(self, pool: _Pool, size: int) -> tuple[int, int]:
-        """Reserve memory; return (start, size) of a free block of at least `size`. An expandable pool extends its last block."""
+        """Reserve memory, and return (start, size) of a block of at least `size` bytes, which is in no list of free blocks."""
         start = pool.top
         if self._expandable:
             start = pool.by_end.get(pool.top, start)
@@ -108,7 +109,7 @@ def _up(size: int, step: int) -> int:
 
 
 def reserved_bytes(log: Log, *, expandable: bool) -> int:
-    """Return the bytes that the allocator has reserved after two steps; the second one reuses blocks of the first."""
+    """Return the bytes that torch has reserved after two steps as in `log`, with or without expandable segments."""
     allocator = Allocator(expandable=expandable)
     for alloc, _ in log.held:
         allocator.take(alloc.number, alloc.num_bytes, alloc.stream)

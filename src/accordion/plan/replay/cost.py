@@ -35,10 +35,10 @@ from accordion.plan.hardware import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    """The size of an axis of the mesh."""
+    """The numbers of ranks of one axis of the mesh."""
 
-    ranks: int
-    on_node: int  # ranks of the axis on one node; each has its own link to other nodes
+    ranks: int  # of the axis
+    on_node: int  # those of them on one node; each has its own link to other nodes
 
     @property
     def far(self) -> bool:
@@ -52,15 +52,15 @@ class Costs:
 
     cluster: Cluster
     rates: Rates
-    axes: Mapping[str, MeshAxis]  # of the mesh, by name
+    axes: Mapping[str, MeshAxis]  # by name, as in `Collective.axis`
     on_machine: int = 1  # ranks of one machine, which share its memory and disk
-    drag: float = 1.0  # how much longer all ranks take together than one of them alone
+    drag: float = 1.0  # factor on the time of device work with many ranks, since all wait for the slowest
 
     def seconds_of(self, event: Op | Collective) -> float:
         return self.of_collective(event) if isinstance(event, Collective) else self.of(event)
 
     def of(self, op: Op) -> float:
-        """Return the seconds of a kernel on the device, of a copy between host and device, or of work on the host or its disk."""
+        """Return the seconds of a kernel on the device, of a copy between host and device, or of work on the host or a disk."""
         if op.stream in (FETCH, STORE):  # a copy reads and writes each byte, and sends it over the link once
             return op.num_bytes / 2 / (self.cluster.gpu.host_gbps * GB * self.rates.link) + LATENCY_S["node"]
         if op.stream in (HOST, STEPPER, DISK_STREAM):
@@ -80,8 +80,8 @@ class Costs:
         return max(op.flops / (peak * gpu.products * speed), by_memory, LAUNCH_S)
 
     def of_collective(self, c: Collective) -> float:
-        """Return the seconds of one collective of n ranks: (n - 1) / n of the bytes over the slowest link, twice that for a sum.
-        All-to-alls are computed by `_all_to_all`."""
+        """Return the seconds of one collective of n ranks: its latency, and (n - 1) / n of its bytes over the slowest link,
+        twice that for a sum; of an all-to-all, the slower of its messages inside the node and to other nodes."""
         axis = self.axes[c.axis]
         if axis.ranks == 1:
             return 0.0
@@ -94,13 +94,13 @@ class Costs:
         return (seconds + latency_s) * self.drag
 
     def _all_to_all(self, each_bytes: float, axis: MeshAxis) -> float:
-        """Return the seconds in which a rank sends `each_bytes` to each other rank: inside its node and to others in parallel."""
+        """Return the seconds in which a rank sends `each_bytes` to each other rank; sends within and between nodes overlap."""
         inside = each_bytes * (axis.on_node - 1) / (self.cluster.gpu.link_gbps * GB * self.rates.link)
         outside = each_bytes * (axis.ranks - axis.on_node) / (self.cluster.network_gbps * GB * self.rates.network)
         return max(inside, outside)
 
     def gbps(self, axis: MeshAxis) -> float:
-        """Return the GB/s that one rank of an axis sends. A ring over nodes uses the network links of all its ranks in a node."""
+        """Return the GB/s that one rank of a ring over `axis` sends. Between nodes, the links of a node's ranks add up."""
         inside = self.cluster.gpu.link_gbps * self.rates.link
         if not axis.far:
             return inside
@@ -111,13 +111,14 @@ class Costs:
 def costs_of(
     cluster: Cluster, rate: str, ranks: int, *, shards: int | None = None, near: int = 0, experts: int = 1
 ) -> Costs:
-    """Return the costs of one of `ranks` ranks.
+    """Return `Costs`, which computes the seconds of events on one rank.
 
     Args:
+        ranks: number of all ranks.
         rate: name of the assumed rates, a key of `REACHED`.
         shards: ranks over which a hybrid strategy shards; None: the strategy is not hybrid.
-        near: number of ranks of a node over which shards are kept for the backward; 0: none are kept.
-        experts: neighbouring ranks that share the experts of a mixture.
+        near: number of neighbouring ranks that keep one copy of a unit for its backward; 0: none is kept.
+        experts: number of neighbouring ranks that share the experts of the model; 1: experts are not shared.
     """
     machine, inside, near = min(ranks, cluster.node), shards or ranks, max(1, near)
     across = ranks // inside if shards else ranks

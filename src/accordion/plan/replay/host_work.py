@@ -38,8 +38,9 @@ NORM, SCALE = "_foreach_norm", "_foreach_mul_"  # kernels of clipping; later ker
 
 
 def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
-    """Return stream -> bytes that one rank reads and writes there in a step of `choice`: copies to and from the device, the
-    optimizer's step, clipping and sums of gradients on the host, and files. `log`: of the step without offloaded states."""
+    """Return stream -> bytes that one rank reads and writes in a step of `choice`. Streams are `FETCH` and `STORE` (copies from
+    and to the host), `STEPPER` (the optimizer), `HOST` (clipping, sums of gradients) and `DISK_STREAM`; those without work are
+    left out. `log`: of the step without offloaded states. `compute_bytes`: bytes per element of the compute dtype."""
     offload, states, work = choice.offload, state_by_unit(log), dict[str, float]()
     if folder_of(offload.activations):  # the last inputs are still in the staging buffers
         inputs = inputs_of(log)
@@ -63,7 +64,7 @@ def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
 
 
 def _step_bytes(log: Log) -> tuple[int, int]:
-    """Return the bytes that (clipping, the optimizer) reads and writes."""
+    """Return (bytes that clipping reads and writes, bytes that the optimizer reads and writes) in the step of `log`."""
     place, is_clipped, clipped, stepped = StepPart(StepPhase.FORWARD, -1), False, 0, 0
     for event in log.events:
         if isinstance(event, Enter):
@@ -77,7 +78,7 @@ def _step_bytes(log: Log) -> tuple[int, int]:
 
 
 def _gathered_units(log: Log) -> list[int]:
-    """Return the units that the last micro-batch gathers, in order; on a single rank, the unit of each forward and backward."""
+    """Return the unit indices that the last micro-batch gathers, in order; on one rank, those of each forward and backward."""
     visits: list[list[int]] = []  # [unit, 1 if a gather ends in this part of the step]
     streams: dict[int, str] = {}
     for event in log.events:
@@ -92,7 +93,7 @@ def _gathered_units(log: Log) -> list[int]:
 
 
 def with_host_work(step: Step, work: Mapping[str, float], choice: Choice, num_units: int, costs: Costs) -> Step:
-    """Return the device's `step` with the time for which it waits for `work` (bytes by stream, see `host_work`).
+    """Return a copy of `step`, the time of the device alone, with its waits for `work` (stream -> bytes) of offload added.
 
     The previous step's optimizer runs during the forward, unit by unit. Nothing hides the steps of the first two units, the
     first copy to the device in a backward, the last two copies to the host, and the caller's own work on gradients. All other

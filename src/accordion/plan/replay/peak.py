@@ -1,4 +1,4 @@
-"""Find the peak of live memory in a log, its breakdown, and live memory over time."""
+"""Find the peak of allocated memory in a log, its breakdown by category, and allocated memory over time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, StepPar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """Memory that is live at the peak, summed by operator and category."""
+    """The `count` allocations of one operator and one category that are live at the peak."""
 
     operator: str
     category: str
@@ -29,7 +29,7 @@ class MemoryPeak:
     phase: str  # of the step at the peak, as are `unit` and `operator`
     unit: str
     operator: str
-    live: tuple[Holding, ...]
+    live: tuple[Holding, ...]  # the 12 largest, at the peak
     held_bytes: int  # bytes between steps
     highest: dict[str, int]  # by category, the most bytes at any time
     unsure_bytes: int = 0  # how much higher the peak may be, because of the workspace of `unsure_operator`
@@ -38,7 +38,7 @@ class MemoryPeak:
 
 @lru_cache(4)
 def peak_of(log: Log) -> MemoryPeak:
-    """Return the peak of allocated bytes in a step."""
+    """Return the peak of allocated bytes in the step of `log`."""
     total = held_bytes = sum(a.num_bytes for a, _ in log.held)
     live = {a.number: a for a, _ in log.held}
     current = {c: sum(a.num_bytes for a in live.values() if a.category is c) for c in Category}
@@ -67,7 +67,7 @@ def peak_of(log: Log) -> MemoryPeak:
 
 
 def _peak_at(log: Log, num_bytes: int, at: int, held_bytes: int, highest: dict[str, int]) -> MemoryPeak:
-    """Return the peak, `num_bytes`, which is after event `at` of the log; -1: before the step."""
+    """Return the peak of `num_bytes` that is reached after event number `at` of the log; -1: before the step."""
     live = {a.number: a for a, _ in log.held}
     place = StepPart(StepPhase.FORWARD, -1)
     for event in log.events[: at + 1]:
@@ -106,7 +106,7 @@ def _largest(allocs: Sequence[Alloc]) -> tuple[Holding, ...]:
 
 
 def curve_of(log: Log, points: int = 1500) -> list[tuple[StepPart, dict[str, int]]]:
-    """Return about `points` pairs (part of the step, category -> live bytes); each is the maximum of its interval."""
+    """Return about `points` pairs (phase and unit, category -> live bytes) along a step, each the maximum of its interval."""
     sizes = {a.number: a for a, _ in log.held}
     live = {c.value: sum(a.num_bytes for a in sizes.values() if a.category is c) for c in Category}
     changes = sum(isinstance(event, (Alloc, Free)) for event in log.events)

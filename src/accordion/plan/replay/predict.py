@@ -26,10 +26,10 @@ from accordion.plan.trained_models import longest_run, shortened
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """The memory of the card that a step needs."""
+    """The memory of one GPU that a step needs."""
 
     peak: MemoryPeak
-    reserved_bytes: dict[str, int]  # by allocator setting: expandable_segments, classic
+    reserved_bytes: dict[str, int]  # by allocator setting, expandable_segments and classic; or a lower bound, at_least
 
     @property
     def largest_reserved(self) -> int:
@@ -37,25 +37,25 @@ class MemoryNeed:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of the card: the largest reserved bytes with a margin, plus memory outside of torch."""
+        """Bytes of the GPU: the largest reserved bytes with a margin, plus memory outside of torch."""
         return int(self.largest_reserved * MARGIN) + OUTSIDE_BYTES
 
     @property
     def possible_bytes(self) -> int:
-        """Bytes of the card if operators with an unknown workspace take the most that they may."""
+        """`needed_bytes` if operators with an unknown workspace allocate the most that they may."""
         return int((self.largest_reserved + self.peak.unsure_bytes) * MARGIN) + OUTSIDE_BYTES
 
     def fits(self, cluster: Cluster) -> bool:
         return self.possible_bytes < cluster.card_bytes
 
     def is_open(self, cluster: Cluster) -> bool:
-        """Return True if the step may fit or not, depending on an operator's unknown workspace."""
+        """Return True if it depends on the unknown workspace of an operator whether the step fits."""
         return self.needed_bytes < cluster.card_bytes <= self.possible_bytes
 
 
 def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple[Log, str]:
-    """Trace a step. Returns (its log, "all blocks" or "6 of 32 equal blocks"). `quick`: trace only some of the equal blocks, and
-    repeat their events in the log, if that is exact."""
+    """Trace a step. Returns (its log, text on what was traced: "all blocks" or "6 of 32 equal blocks"). `quick`: trace only
+    some of the equal blocks and repeat their events; if these turn out not to repeat, all blocks are traced."""
     model = subject.make()
     blocks = longest_run(model, run.units)
     if not quick or blocks is None or run.optimizer == "adamw_foreach":
@@ -86,7 +86,7 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
 
 
 def _num_stepped(model: nn.Module, run: TrainingSetup) -> int:
-    """Return a number that is proportional to the elements that a rank steps."""
+    """Return a number that is proportional to the parameter elements that the optimizer of one rank steps."""
     num = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if run.strategy.optim is Place.REPLICATE and run.expert_parallel > 1:
         experts = [p for module in experts_in(model).values() for p in module.parameters() if p.requires_grad]
@@ -101,7 +101,7 @@ def _later(run: TrainingSetup) -> int:
 
 @lru_cache(4)
 def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
-    """Return the memory that a step needs. If the peak exceeds `enough_bytes`, the allocator is not replayed."""
+    """Return the memory that a step needs. If its peak exceeds `enough_bytes`, reserved bytes are a lower bound: the peak."""
     peak = peak_of(log)
     if enough_bytes is not None and peak.num_bytes > enough_bytes:
         return MemoryNeed(peak=peak, reserved_bytes={"at_least": peak.num_bytes})
@@ -113,7 +113,7 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
 
 
 def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle", *, drawn: bool = False) -> Step:
-    """Return the time of the step in `log` at the rates named `rate`. `drawn`: with `stretches`, for a chart."""
+    """Return the time of the step in `log` at the assumed `rate`: "low", "middle" or "high". `drawn`: with bars for a chart."""
     return simulate(log, costs_for(run, cluster, rate), drawn=drawn)
 
 
@@ -128,7 +128,8 @@ def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
 def step_of_choice(
     log: Log, run: TrainingSetup, choice: Choice, cluster: Cluster, rate: str, *, drawn: bool = False
 ) -> Step:
-    """Return the time of a choice's step with all its micro-batches, of which `log` has the first few, with offload added."""
+    """Return the time of a step of `choice` with all its micro-batches. `log`: with only `run.accumulate` of them. `rate`:
+    "low", "middle" or "high". `drawn`: with bars for a chart, of the micro-batches in `log`."""
     step = step_of(log, run, cluster, rate, drawn=drawn)
     between = choice.accumulate - run.accumulate
     if between <= 0:
@@ -138,7 +139,7 @@ def step_of_choice(
     first, second = (step_of(replace(log, events=log.events[:end]), run, cluster, rate) for end in marks[1:3])
 
     def more(values: Callable[[Step], Mapping[Any, float]]) -> dict[Any, float]:
-        """Return key -> the step's seconds with the micro-batches between, at least 0."""
+        """Return key -> seconds in the step with all micro-batches; `values` returns them for a simulated step."""
         total, one, two = map(values, (step, first, second))
         added = {key: between * (two.get(key, 0.0) - one.get(key, 0.0)) for key in {**total, **two}}
         return {key: max(0.0, total.get(key, 0.0) + seconds) for key, seconds in added.items()}

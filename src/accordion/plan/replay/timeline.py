@@ -1,4 +1,4 @@
-"""Simulate the streams of one rank event by event, to find the seconds of a step by kind of work and by place."""
+"""Simulate the streams of one rank event by event, to find the seconds of a step by kind of work, phase and unit."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import name_of
 
 KERNELS_OF = " stream's kernels"
-IN_LINE = "messages in line"  # collectives on the compute stream itself, such as the sum of norms
+IN_LINE = "messages in line"  # kind of collectives on the compute stream itself, such as the sum of norms
 OF_TOKENS = "all-to-all of tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A bar of the chart: work of one stream that begins at `start_s` and takes `seconds`."""
+    """A bar of the chart of streams: work with the same `label` on one stream."""
 
     stream: str
     label: str
@@ -53,17 +53,17 @@ class Step:
     seconds: float
     exposed_s: float  # how long the compute stream waited for other streams
     flops: float  # of products and attention, without recomputation
-    by_kind: Mapping[str, float]  # seconds of all streams, by kind of work
-    waits: Mapping[str, float]  # the parts of `exposed_s`, by the stream that was waited for
+    by_kind: Mapping[str, float]  # kind of work -> seconds, on all streams
+    waits: Mapping[str, float]  # stream -> the part of `exposed_s` in which it was waited for
     by_place: Mapping[StepPart, tuple[float, float]]  # (seconds, waits among them) of the compute stream
-    stretches: tuple[Stretch, ...] = ()
+    stretches: tuple[Stretch, ...] = ()  # bars of the chart, if it was asked for
 
 
 def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
-    """Return the time of the step in `log`, whose streams run in parallel. `drawn`: with `stretches`, for a chart.
+    """Return the time of the step in `log`, whose streams run in parallel. `drawn`: with bars for a chart, `stretches`.
 
     As in the engine, a transfer starts after the compute stream's work so far, runs in order on its stream, and the compute
-    stream waits for it at its `Land` event. The caller only takes time to launch kernels, if the rates have such a time.
+    stream waits for it at its `Land` event. The host takes `costs.rates.caller_s` for each kernel.
     """
     clock = _Clock(log, costs, drawn)
     for event in log.events:
@@ -162,7 +162,7 @@ class _Clock:
         self._wait(stream, waited, self._streams.get(transfer, ""))
 
     def step(self) -> Step:
-        """Return the time of the log up to now; the step ends when its last stream ends."""
+        """Return the simulated time. Call once, at the end: waits for the streams that are still busy."""
         busy = self._busy
         total = max(busy.values(), default=0.0)
         self._in_place[0] += total - self._entered
@@ -192,7 +192,7 @@ _HANDLERS: Mapping[type, Callable[[_Clock, Any], None]] = {
 
 
 def kind_of(event: Op | Collective) -> str:
-    """Return the name under which the time of `event` is summed: kind of collective or kernel, or the stream of the work."""
+    """Return the kind of work of `event`, by which seconds are summed: kind of collective or kernel, or a side stream."""
     if isinstance(event, Collective):
         if event.stream != COMPUTE:
             return event.kind
@@ -227,7 +227,7 @@ OTHER_STREAMS = {  # kind of work -> its name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimePart:
-    """Seconds of one kind of work or one unit. `waited`: waits among them. `hidden`: on another stream, not in the sum."""
+    """Seconds of one kind of work or one unit. `waited`: waits among them. `hidden`: work on a side stream, in parallel."""
 
     name: str
     seconds: float
@@ -236,7 +236,7 @@ class TimePart:
 
 
 def by_kind(step: Step) -> list[TimePart]:
-    """Return the compute stream's time by kind, longest first (the sum is the step), then the work on other streams."""
+    """Return the compute stream's time by kind, longest first, which adds up to the step; then the work on side streams."""
     waits: dict[str, float] = {}
     for stream, seconds in step.waits.items():
         name = WAITED_FOR.get(stream, "waiting for others")
@@ -254,7 +254,7 @@ def by_kind(step: Step) -> list[TimePart]:
 
 
 def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
-    """Return the compute stream's time by phase and unit, in the order of a step; repeated blocks are one entry."""
+    """Return the compute stream's time by phase and unit, in the order of a step; numbered blocks are summed."""
     totals: dict[str, list[float]] = {}
     counts: dict[str, set[str]] = {}
     for place, (seconds, waited) in step.by_place.items():

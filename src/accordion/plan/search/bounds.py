@@ -14,14 +14,14 @@ from accordion.plan.replay.timeline import Step
 from accordion.plan.search.space import Space
 
 SCATTERS = ("scatter_sum", "exchange")
-ROUNDING = 0.99  # margin on the sizes of messages, which another number of ranks pads differently
+ROUNDING = 0.99  # factor on bounds by messages, since the padding of their sizes depends on the number of ranks
 # Least share of a block's forward that is recomputed: torch stops at the last tensor that the backward needs, and so leaves out
 # a block's last product.
 RECOMPUTED = 0.7
 
 
 def least_bytes(choice: Choice, space: Space) -> int:
-    """Return a lower bound of a rank's GPU memory: its shards and optimizer states, and full parameters if they are kept."""
+    """Return a lower bound, in bytes, of a rank's GPU memory: its shards, its states, and full parameters if it keeps them."""
     strategy = choice.strategy
     over = choice.gpus if strategy.optim_over_replicas else choice.shards
     if strategy.optim is Place.REPLICATE:
@@ -34,7 +34,7 @@ def least_bytes(choice: Choice, space: Space) -> int:
 
 
 def least_host_bytes(choice: Choice, space: Space) -> int:
-    """Return a lower bound of the host memory that a choice with offload takes on one machine, in bytes."""
+    """Return a lower bound, in bytes, of the host memory that the offloaded states of `choice` take on one machine."""
     over = choice.gpus if choice.strategy.optim_over_replicas else choice.shards
     wide = space.compute_bytes if space.compute_bytes != MASTER_BYTES else 0
     each = (MASTER_BYTES + GRADIENT_BYTES + wide) * space.master_share
@@ -44,12 +44,14 @@ def least_host_bytes(choice: Choice, space: Space) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Allocated bytes and seconds (without waits) of a FULL_SHARD step: lower bounds for every other strategy.
+    """The memory and time of a FULL_SHARD step: lower bounds for every other strategy.
 
     Args:
+        num_bytes: the most allocated bytes.
+        seconds: time of the step without waits for other streams.
         gathered, reduced: bytes of each all-gather of one forward, and of each reduction of one backward. Every strategy has
-            to send as much over its own axes.
-        far: these messages leave the node.
+            to send as much over its own axes of the mesh.
+        far: True if these messages are sent between nodes.
         blocks_s: seconds of the repeated blocks' forwards, over all micro-batches.
         light_s: the part of `blocks_s` that is neither a matrix product nor attention.
     """
@@ -63,13 +65,13 @@ class Floor:
     light_s: float = 0.0
 
     def recomputing(self, how: ActivationCheckpointing) -> Floor:
-        """Return the floor if blocks are recomputed by `how`. Its bytes are 0, since recomputation takes less memory."""
+        """Return a copy with the time of recomputation added, and with `num_bytes` 0, since recomputation takes less memory."""
         again_s = self.light_s if how.selective else self.blocks_s / how.every
         return replace(self, num_bytes=0, seconds=self.seconds + RECOMPUTED * again_s)
 
 
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
-    """Return the floor by the FULL_SHARD step in `log`. `num_bytes`: its allocated peak. `step`: its time at middle rates."""
+    """Return the floor from the FULL_SHARD step of `choice`: its `log`, its peak of allocated bytes, and its time in `step`."""
     starts = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
     last = starts[-1] if starts else 0
     gathered: list[int] = []
@@ -105,7 +107,8 @@ def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Clus
 
 
 def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
-    """Return a lower bound of a step: seconds of its gathers in forwards or of its reductions, whichever is longer."""
+    """Return a lower bound of the seconds of a step of `choice`: those of its gathers in forwards or of its reductions,
+    whichever are longer. `floor`: that of the FULL_SHARD choice which bounds `choice`."""
     strategy, cluster = choice.strategy, space.cluster
     costs = costs_of(cluster, "middle", choice.gpus, shards=choice.shards if strategy.hybrid else None)
 
@@ -128,6 +131,6 @@ def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
 
 
 def as_full_shard(choice: Choice) -> Choice:
-    """Return the FULL_SHARD choice whose floor bounds `choice`."""
+    """Return the choice whose floor bounds `choice`: FULL_SHARD, without replicas, secondary shards and offloaded states."""
     inputs = replace(NO_OFFLOAD, activations=choice.offload.activations)
     return replace(choice.but(strategy=FULL_SHARD, offload=inputs), replicas=1).keeping(0)

@@ -1,4 +1,4 @@
-"""Evaluate the choices of a search: bytes and seconds from a trace, from other choices' traces, or a bound."""
+"""Evaluate the choices of a search: compute memory and time from traces, or rule a choice out by a bound."""
 
 from __future__ import annotations
 
@@ -21,17 +21,25 @@ from accordion.plan.search.traces import Traces
 AS_FAST = (
     0.02  # choices within this share of the fastest count as equally fast; the one that needs least memory is taken
 )
-NUM_VARIED = 3  # number of the fastest choices that are tried with shards kept in each node
+NUM_VARIED = 3  # number of choices that `with_copies` and `with_activations` try
 HOST_MARGIN = 1.1  # factor on the bytes that ranks keep on the host, for Python, torch and data
 Say = Callable[[str], None]
 
 
 @dataclass(slots=True, kw_only=True)
 class Candidate:
-    """A choice and its predicted memory and time. `steps`: by name of the rates, "middle", and for the best choice also "low" and
-    "high". `memory`, `steps`: None if a bound ruled the choice out. `bound`: that reason. `why`: reason why it was not chosen.
-    `least_bytes`: lower bound of its GPU memory. `host_bytes`, `disk_bytes`: of one machine. `is_traced`: the figures are from
-    its own trace."""
+    """A choice and its predicted memory and time.
+
+    Args:
+        fits: True if it fits into the memory of the GPU and of the host.
+        least_bytes: lower bound of its GPU memory.
+        host_bytes, disk_bytes: bytes that its offload takes on one machine.
+        memory: None if the choice was ruled out by `least_bytes` or by `bound`.
+        steps: times by name of the assumed rates: "middle", and for the best choice also "low" and "high". None as `memory`.
+        is_traced: True if memory and time are from the choice's own trace, not from other traces.
+        bound: reason why the choice was ruled out before it was traced, or "".
+        why: reason why the choice was not chosen, or "".
+    """
 
     choice: Choice
     fits: bool
@@ -45,7 +53,7 @@ class Candidate:
     why: str = ""
 
     def is_open(self, cluster: Cluster) -> bool:
-        """Return True if the choice may fit or not, depending on an operator's unknown workspace."""
+        """Return True if it depends on the unknown workspace of an operator whether the choice fits into the GPU."""
         return self.memory is not None and self.memory.is_open(cluster)
 
     @property
@@ -53,14 +61,14 @@ class Candidate:
         return self.memory.needed_bytes if self.memory is not None else self.least_bytes
 
     def tokens_per_s(self, tokens: int, rate: str = "middle") -> float:
-        """Return the trained tokens per second of one GPU. `tokens`: trained tokens per sample."""
+        """Return the tokens that one GPU trains per second. `tokens`: tokens per sample. `rate`: a key of `steps`."""
         assert self.steps is not None
         each = self.choice.micro_batch * tokens * self.choice.accumulate
         return each / self.steps[rate].seconds
 
 
 class Evaluator:
-    """Evaluates choices of a search, and stores their traces and bounds. `known`: logs from an earlier search."""
+    """Evaluates choices of a search; stores their traces and bounds. `known`: logs of an earlier search, by traced choice."""
 
     def __init__(self, space: Space, say: Say, known: Mapping[Choice, Log] | None = None) -> None:
         self._space, self._cluster = space, space.cluster
@@ -74,7 +82,7 @@ class Evaluator:
         return [c for choice in chosen for c in self._offloads(choice)]
 
     def _offloads(self, choice: Choice) -> Iterator[Candidate]:
-        """Yield the choice with each offload in turn until it fits; if none can fit, only the one that comes closest."""
+        """Yield candidates with one offload after the other until one fits; if the last cannot fit, only the first and last."""
         choices = [_with_states(choice, offload) for offload in self._space.offloads_of(choice)]
         first = self.candidate(choices[0])
         yield first
@@ -94,6 +102,7 @@ class Evaluator:
                 return
 
     def candidate(self, choice: Choice) -> Candidate:
+        """Return `choice` with its memory and time, or without them if a bound rules it out."""
         candidate = Candidate(choice=choice, fits=False, least_bytes=least_bytes(choice, self._space))
         if candidate.least_bytes > self._most:
             return candidate
@@ -119,7 +128,7 @@ class Evaluator:
         return sorted((c for c in on_all if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))
 
     def with_copies(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Evaluate shards kept in each node for the backward, with the fastest candidates that gather from other nodes."""
+        """Return new candidates: the fastest ones that gather from other nodes, with `secondary` set to the ranks of a node."""
         if not self._space.search.copies:
             return []
         fastest = [c.choice for c in self._fastest_first(candidates)]
@@ -127,7 +136,7 @@ class Evaluator:
         return [self.candidate(choice) for choice in more[:NUM_VARIED]]
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """If nothing fits: evaluate the closest candidates with inputs of recomputed units offloaded, until one fits."""
+        """Return new candidates if nothing fits: those that need least memory, with inputs of recomputed units offloaded."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
         if any(c.fits for c in on_all):
             return []
@@ -144,12 +153,12 @@ class Evaluator:
     # -- bounds
 
     def promising(self, chosen: Sequence[Choice]) -> list[Choice]:
-        """Return all of `chosen`, sorted by the speed that bounds allow, fastest first, so that slow ones are ruled out."""
+        """Return all of `chosen`, sorted by the speed that bounds allow: fastest first, so that they rule out slower ones."""
         return sorted(chosen, key=lambda c: self._least_s(c) / (c.micro_batch * c.accumulate))
 
     def _floor(self, choice: Choice) -> Floor | None:
-        """Return the floor for a choice; None if it is not known. If FULL_SHARD was not traced with this recomputation, the floor
-        is derived from the step without recomputation."""
+        """Return the floor for a choice; None if no FULL_SHARD choice that bounds it was evaluated. If none was with the same
+        recomputation, the floor is derived from the step without recomputation."""
         full = as_full_shard(choice)
         how = choice.sharding.checkpointing
         if full in self._floors or not how.every:
@@ -158,12 +167,12 @@ class Evaluator:
         return None if plain is None else plain.recomputing(how)
 
     def _least_s(self, choice: Choice) -> float:
-        """Return a lower bound on a choice's step in seconds; 0 if none is known."""
+        """Return a lower bound of the seconds of a choice's step; 0 if none is known."""
         floor = self._floor(choice)
         return 0.0 if floor is None else max(floor.seconds, messages_s(choice, floor, self._space))
 
     def _bound_of(self, choice: Choice) -> str:
-        """Return the reason why a choice cannot be the best: it needs too much memory or time. Empty if it can."""
+        """Return the reason why a choice cannot be the best: it needs too much memory or time. Empty if it may be the best."""
         floor = self._floor(choice)
         if choice.offload.is_any or floor is None:
             return ""
@@ -180,7 +189,7 @@ class Evaluator:
         return f"even {case}, {gain}"
 
     def _bound(self, candidate: Candidate) -> None:
-        """Record the floor and the speed of an evaluated candidate, which bound others."""
+        """Store the floor and the speed of an evaluated candidate, which later rule out other choices."""
         choice = candidate.choice
         assert candidate.memory is not None
         assert candidate.steps is not None
@@ -194,8 +203,8 @@ class Evaluator:
     # -- figures
 
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
-        """Evaluate a candidate by `log`, its step without offload, and return it. `traced`: log of its step with offload, for the
-        GPU memory; None: derive that from `log`."""
+        """Compute a candidate's figures from `log`, that of its step without offloaded states, and return the candidate.
+        `traced`: log of its step with offload, for the memory; None: the memory is derived from `log`."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         candidate.is_traced = self.traces.is_own(log) and (traced is not None or not choice.offload.is_any)
         candidate.memory = memory_of(traced or self._offloaded(choice, log), self._most)
@@ -208,7 +217,7 @@ class Evaluator:
         return candidate
 
     def _offloaded(self, choice: Choice, log: Log) -> Log:
-        """Return the log of a choice's step. `log`: of its step without offloaded states."""
+        """Return the log of the step of `choice`, derived from `log`, that of the step without offloaded states."""
         return offloaded(log, choice.offload, self._space.compute_bytes)
 
     def _step(self, log: Log, choice: Choice, rate: str, *, drawn: bool = False) -> Step:
@@ -218,13 +227,14 @@ class Evaluator:
         return with_host_work(step, work, choice, num_units, costs_for(run, self._cluster, rate))
 
     def at_all_rates(self, candidate: Candidate) -> None:
+        """Set `candidate.steps` to the times at low, middle and high rates; do nothing if it was ruled out."""
         if candidate.steps is None:
             return
         log, choice = self.traces.of(candidate.choice), candidate.choice
         candidate.steps = {rate: self._step(log, choice, rate, drawn=rate == "middle") for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the fastest candidate that fits, after confirming it by a trace of its own."""
+        """Return the fastest candidate that fits by its own trace, or None. Traces candidates, and updates them in place."""
         seen: list[Candidate] = []
         while (best := self.fastest(candidates)) is not None and all(c is not best for c in seen):
             if not best.is_traced:
@@ -234,6 +244,7 @@ class Evaluator:
         return best
 
     def fastest(self, candidates: Sequence[Candidate]) -> Candidate | None:
+        """Return the candidate that fits and needs least memory among those about as fast as the fastest; None if none fits."""
         fitting = [c for c in candidates if c.fits]
         if not fitting:
             return None
@@ -244,5 +255,5 @@ class Evaluator:
 
 
 def _with_states(choice: Choice, offload: Offload) -> Choice:
-    """Return `choice` with the states placed as in `offload`, and the inputs of recomputed units as before."""
+    """Return a copy of `choice` with parameters and states offloaded as in `offload`; `activations` stays the same."""
     return choice.but(offload=replace(offload, activations=choice.offload.activations))

@@ -19,8 +19,10 @@ class SearchResult:
 
     Args:
         best: the fastest candidate that fits on all requested GPUs, or None.
-        fewest: the fastest candidate on the smallest number of GPUs that fits; None if other numbers were not tried.
-        logs: the logs that were traced.
+        fewest: the fastest candidate on the smallest number of GPUs that fits; None if nothing fits, or if only one number of
+            GPUs was tried.
+        candidates: all configurations of the search, with the reason why each was not chosen.
+        logs: all traced logs, by the choice that was traced.
     """
 
     best: Candidate | None
@@ -30,8 +32,8 @@ class SearchResult:
 
 
 def search_in(space: Space, say: Say = lambda text: None, known: Mapping[Choice, Log] | None = None) -> SearchResult:
-    """Evaluate every choice of `space` and choose the best. `known`: logs from an earlier search of the same model and step.
-    Raises `UsageError` if the space is empty."""
+    """Evaluate every choice of `space` and choose the best. `say`: called with a line of text before each trace. `known`:
+    `logs` from an earlier search of the same workload. Raises `UsageError` if the space is empty."""
     every = space.choices()
     evaluator = Evaluator(space, say, known)
     # FULL_SHARD takes least memory, and other strategies can only wait less, so it bounds them.
@@ -53,17 +55,18 @@ def search_in(space: Space, say: Say = lambda text: None, known: Mapping[Choice,
 
 
 def _key(choice: Choice) -> tuple[object, ...]:
-    """Return a key that is equal for a choice of the space and its variants in offload and secondary shards."""
+    """Return a key of the fields in which choices of a space differ, without offload and `secondary`."""
     return choice.strategy.name, choice.checkpointing, choice.micro_batch, choice.gpus, choice.replicas
 
 
 def closest(candidates: Sequence[Candidate], space: Space) -> Candidate:
-    """Return the candidate on all requested GPUs that needs least memory, preferring candidates that were evaluated."""
+    """Return the candidate on all requested GPUs that needs least memory, if possible one that was not ruled out by a bound."""
     on_all = [c for c in candidates if c.choice.gpus == space.cluster.num_gpus]
     return min([c for c in on_all if c.memory is not None] or on_all, key=lambda c: c.needed_bytes)
 
 
 def why_not(candidate: Candidate, best: Candidate | None, space: Space) -> str:
+    """Return the reason why `candidate` was not chosen: it does not fit, or it is slower than `best`."""
     cluster = space.cluster
     card = cluster.card_bytes / GIB
     if candidate.bound:
@@ -91,7 +94,7 @@ def why_not(candidate: Candidate, best: Candidate | None, space: Space) -> str:
 
 
 def unsettled(candidate: Candidate, cluster: Cluster) -> str:
-    """Return why it is not known whether `candidate` fits, and how to find out."""
+    """Return text that says why it is not known whether `candidate` fits, and how to find out."""
     assert candidate.memory is not None
     memory = candidate.memory
     left = (cluster.card_bytes - memory.needed_bytes) / GIB

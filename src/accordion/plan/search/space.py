@@ -22,12 +22,12 @@ class Space:
         subject_for: function of a micro-batch size that returns the training to trace.
         num_params: number of trained elements.
         cluster: the GPUs.
-        sharding: fields that all configurations share, unless the search sets them.
+        sharding: values of all fields that `search` does not try.
         search: the values to try.
-        tokens: trained tokens per sample.
-        optimizer: a name in OPTIMIZERS.
+        tokens: tokens per sample; 1 counts samples.
+        optimizer: a key of `OPTIMIZERS`.
         engine: "accordion" or "fsdp2".
-        pure: parameters, and so the optimizer's states, are in 16 bits.
+        pure: True if the optimizer steps parameters of 16 bits, so that its states have 16 bits too.
     """
 
     subject_for: Callable[[int], Subject]
@@ -55,27 +55,27 @@ class Space:
 
     @property
     def master_share(self) -> float:
-        """Size of the dtype that the optimizer steps, as a share of float32's."""
+        """Bytes per element of the parameters that the optimizer steps, as a share of float32's 4."""
         return 0.5 if self.pure else 1.0
 
     @property
     def state_bytes(self) -> float:
-        """Least bytes per element of the optimizer's states, in the dtype that it steps."""
+        """Least bytes of the optimizer's states per element of the parameters."""
         return OPTIMIZERS[self.optimizer].state_bytes * self.master_share
 
     @property
     def divided_gpus(self) -> Sequence[int]:
-        """The numbers of GPUs that are multiples of `expert_parallel`."""
+        """The numbers of GPUs to try: those of the cluster that are multiples of `expert_parallel`."""
         return [n for n in self.cluster.gpus if n % self.search.expert_parallel == 0]
 
     def offloads_of(self, choice: Choice) -> Sequence[Offload]:
-        """Return the offloads to try for a choice; only one for strategies that keep full parameters or gradients."""
+        """Return the offloads to try for `choice`; only the first if its strategy keeps full parameters or full gradients."""
         offloads = self.search.offloads
         searched = choice.strategy.grads is Place.SHARD and not choice.strategy.keep_until_backward
         return offloads if searched or len(offloads) == 1 else offloads[:1]
 
     def choices(self) -> list[Choice]:
-        """Return every choice of the space, without offloaded states. Raises `UsageError` if there is none."""
+        """Return every choice of the space, with parameters and states on the device. Raises `UsageError` if there is none."""
         if choices := list(self._choices()):
             return choices
         search = self.search
@@ -119,7 +119,7 @@ class Space:
                 yield choice.keeping(self.sharding.kept_over)
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
-        """Return the numbers of replicas to try: by default those that shard over one, two and four nodes."""
+        """Return numbers of replicas to try: by default those that shard over one, two and four nodes. [1] unless `hybrid`."""
         asked, node = self.search.replicas, self.cluster.node
         if not hybrid:
             return [1]
@@ -128,7 +128,7 @@ class Space:
         return [gpus // size for size in (node, 2 * node, 4 * node) if size < gpus and gpus % size == 0]
 
     def _accumulate(self, micro_batch: int, ranks: int) -> int:
-        """Return the micro-batches per step; 0 if the global batch is no multiple of `ranks * micro_batch`."""
+        """Return the number of micro-batches per step; 0 if the global batch is no multiple of `ranks * micro_batch`."""
         batch = self.search.global_batch
         if batch is None:
             return self.search.accumulate

@@ -22,8 +22,8 @@ ON_HOST = OFFLOADS[2]  # parameters, gradients and states
 
 
 def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
-    """Return text on the first of `attempts` that fits; if none does, on the GPU memory that a rank needs. `known`: logs of the
-    search of `space`."""
+    """Search with one of `attempts` after the other, and return text on the first that fits, such as "--micro-batch 1 needs
+    70.0 of 79.1 GiB"; if none does, on the GPU memory that a rank needs. `known`: `logs` of the search of `space`."""
     smallest: Candidate | None = None
     for flags, attempt in attempts(space):
         result = search_in(attempt, say, known=known)
@@ -41,7 +41,7 @@ def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
 
 
 def attempts(space: Space) -> Iterator[tuple[str, Space]]:
-    """Yield (flags, space with these flags) of larger and larger changes; most include the changes before them."""
+    """Yield (flags, the space with these flags), from the smallest change to the largest; most include those before them."""
     flags, search = "", space.search
     narrow: dict[str, Any] = {"activations": search.activations[:1], "micro_batches": [1]}
     if min(search.micro_batches) > 1:
@@ -71,7 +71,7 @@ def _searching(space: Space, **changes: Any) -> Space:
 
 
 def _with_more_memory(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
-    """Yield spaces on machines with two and four times the memory, up to `MOST_HOST_GIB`."""
+    """Yield (flags, space) with offload to the host, on machines with two and four times the memory, up to `MOST_HOST_GIB`."""
     cluster = space.cluster
     if list(space.search.offloads) == [NO_OFFLOAD]:
         flags, space = f"{flags} --offload {offload_words(ON_HOST)}", _searching(space, offloads=[ON_HOST])
@@ -96,7 +96,7 @@ def _with_more_gpus(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
 
 
 def _further_offloads(space: Space) -> Sequence[Offload]:
-    """Return the offloads that leave less on the GPU or the host than the fixed one; none for FSDP2."""
+    """Return the `OFFLOADS` that leave less on GPU or host than the fixed one; none without a fixed one, or for FSDP2."""
     fixed = space.search.offloads[0]
     if len(space.search.offloads) > 1 or space.engine != "accordion" or fixed not in OFFLOADS:
         return []

@@ -1,4 +1,4 @@
-"""Logs of many choices from few traces: two micro-batches are traced, and the sizes of all others are linear."""
+"""Logs of many choices from few traces: two sizes of the micro-batch are traced, and all others are extrapolated from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from accordion.plan.search.space import Space
 
 
 class Traces:
-    """Returns logs of choices, traced or derived from traces of others. `traced`: `traced_as` or `moved_as` choice -> log."""
+    """Returns logs of choices: traced, or extrapolated from traces of other micro-batches. Attribute `traced`: all traced logs,
+    by the choice that was traced; `known` are its first entries."""
 
     def __init__(self, space: Space, say: Callable[[str], None], known: Mapping[Choice, Log]) -> None:
         self._space, self._say = space, say
@@ -23,7 +24,7 @@ class Traces:
         self._last: tuple[Choice, Log] | None = None
 
     def of(self, choice: Choice) -> Log:
-        """Return the log of the choice's step without offloaded states."""
+        """Return the log of a step of `choice` without offloaded states, traced or extrapolated."""
         choice = traced_as(choice)
         if choice in self.traced:
             return self.traced[choice]
@@ -35,7 +36,8 @@ class Traces:
         return self._last[1]
 
     def trace(self, choice: Choice) -> Log:
-        """Return the traced log of a choice, with its offload: work on the host takes no time in it."""
+        """Return the log of a step of `choice` with its offload, traced now if it was not before. Work on the host is not in
+        it."""
         choice = moved_as(choice)
         if choice not in self.traced:
             self._say(f"tracing {choice}")
@@ -46,11 +48,11 @@ class Traces:
         return self.traced[choice]
 
     def is_own(self, log: Log) -> bool:
-        """Return True if `log` was traced, and not derived from others."""
+        """Return True if `log` was traced, not extrapolated."""
         return any(log is other for other in self.traced.values())
 
     def _family(self, choice: Choice) -> Family | None:
-        """Return the family from which the log of `choice` is derived; None if the choice has to be traced."""
+        """Return the `Family` from which the log of `choice` can be extrapolated; None if the choice has to be traced."""
         key, batches = replace(choice, micro_batch=0), sorted(self._space.search.micro_batches)
         if len(batches) < 2:
             return None

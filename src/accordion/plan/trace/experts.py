@@ -17,13 +17,13 @@ from accordion.plan.events import ALL_TO_ALL, EXPERTS
 from accordion.plan.trace.tracker import Tracker
 from accordion.sharding import MeshChoice
 
-EXPERT_DATA_AXIS, EXPERTS_AXIS = "edp", "ep"  # axes of the mesh: ranks with the same experts, neighbours that share all
+EXPERT_DATA_AXIS, EXPERTS_AXIS = "edp", "ep"  # axes: ranks with the same experts, neighbours that share all experts
 ALL_AXES = "dp"  # the two axes flattened into one
 
 Exchange = Callable[[Tensor], Tensor]
-"""An all-to-all over the ranks that share experts: sends equal numbers of rows to all ranks and returns the received rows."""
+"""An all-to-all over the ranks that share experts: sends an equal number of rows to each rank and returns the received rows."""
 
-ROUTED = 3  # arguments of the experts' forward: tokens, (n, width); chosen experts and their weights, each (n, k)
+ROUTED = 3  # least number of arguments of a forward of experts: tokens, (n, width); chosen experts and weights, (n, k)
 EVENLY = (
     "experts over {} ranks: every expert is assumed to get equally many tokens, none dropped and none padded; the rank with the "
     "most tokens sets the pace of all, and its time and memory grow with its tokens"
@@ -31,7 +31,7 @@ EVENLY = (
 
 
 def experts_in(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Return name -> module for modules with `num_experts` and, in each parameter, one matrix for each expert."""
+    """Return name -> module for modules that hold experts: with `num_experts`, and in each parameter one matrix per expert."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
 
@@ -61,9 +61,9 @@ def check_experts(model: nn.Module, name: str, ranks: int) -> None:
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> MeshChoice:
-    """Shard the experts of `model` over an axis of the 2-D `mesh`, and exchange tokens in their forward.
-
-    Returns the argument `meshes` for `accordion.shard`.
+    """Shard the experts of `model` in place over the axis "ep" of the 2-D `mesh`, and replace their forward by one that sends
+    tokens to the ranks of their experts with `exchange`. Returns the argument `meshes` of `accordion.shard`: name of each
+    module with experts -> mesh of the ranks that have the same experts.
     """
     modules, axis = experts_in(model), mesh[EXPERTS_AXIS]
     for module in modules.values():
@@ -76,7 +76,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> Me
 
 
 def silent_exchange(tracker: Tracker) -> Exchange:
-    """Return an exchange that sends nothing, logs an all-to-all and returns empty rows."""
+    """Return an exchange that sends nothing, logs an all-to-all and returns uninitialized rows."""
 
     def exchange(rows: Tensor) -> Tensor:
         tracker.collective(ALL_TO_ALL, rows.nbytes, EXPERTS)
@@ -86,9 +86,8 @@ def silent_exchange(tracker: Tracker) -> Exchange:
 
 
 def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Forward of the experts of one rank: send tokens to their experts, compute, and return the weighted sums, (n, width).
-
-    `hidden`: (n, width); `chosen`, `weights`: (n, k). Each expert receives an equal number of tokens.
+    """Forward of a module with experts: send tokens to the `ranks` ranks of their experts, compute, and return weighted sums
+    (n, width). `hidden`: (n, width). `chosen`: indices of k experts for each token, (n, k); `weights`: theirs, (n, k).
     """
     num, k = module.num_experts // ranks, chosen.shape[-1]
     by_expert = torch.argsort(chosen.flatten())
@@ -104,7 +103,7 @@ def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen
 
 
 def _local_module(module: nn.Module, num_experts: int) -> nn.Module:
-    """Return a copy of the module with this rank's experts alone, whose parameters are plain local tensors."""
+    """Return a copy of `module` with this rank's `num_experts` experts only; its parameters are local tensors, not DTensors."""
     twin: Any = object.__new__(type(module))  # a module of a unit refuses `copy.copy`
     tensors = {name: getattr(module, name).to_local() for name, p in module._parameters.items() if p is not None}
     vars(twin).update({**vars(module), **tensors, "num_experts": num_experts})
@@ -112,7 +111,7 @@ def _local_module(module: nn.Module, num_experts: int) -> nn.Module:
 
 
 def _moved(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Return the rows that `exchange` receives in return for `rows`; the backward exchanges their gradients."""
+    """Return the result of `exchange(rows)`; the backward sends its gradient through `exchange` too."""
     moved: Tensor = _Moved.apply(rows, exchange)  # type: ignore[no-untyped-call]
     return moved
 

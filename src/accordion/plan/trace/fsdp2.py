@@ -25,12 +25,13 @@ from accordion.shard.activations import checkpoint_forward
 from accordion.sharding import Sharding
 from accordion.units import choose_units
 
-STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # in the order in which FSDP2 makes them
+STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # of FSDP2, in the order in which it creates them
 FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # fields of `Sharding` that FSDP2 supports
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Apply FSDP2 to each unit of `model`, then to the root. Raises `UsageError` for a setting that FSDP2 does not have."""
+    """Apply FSDP2 to `model` in place, create its optimizer, and return what a trace needs to run steps. Raises `UsageError`
+    for a setting that FSDP2 does not have."""
     chosen = choose_units(model, run.units)
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
     for i, (_, module) in enumerate(chosen):
@@ -54,10 +55,9 @@ def apply(
     reshard_root: bool | None = None,
     reshard_last: bool = True,
 ) -> None:
-    """Apply FSDP2 to `model` with the units, strategy, precision and checkpointing of `sharding`; for plans and tests.
-
-    `reshard_root`, `reshard_last`: as in `TrainingSetup`.
-    """
+    """Apply FSDP2 to `model` in place with the units, strategy, precision and checkpointing of `sharding`; for plans and tests.
+    `reshard_root`, `reshard_last`: `reshard_after_forward` of the root (None: FSDP2's default) and of the last unit. Raises
+    `UsageError` for fields of `sharding` that FSDP2 does not support."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     check_sharding(sharding)
@@ -83,7 +83,7 @@ def has(strategy: Strategy) -> bool:
 
 
 def check_sharding(sharding: Sharding) -> None:
-    """Raise `UsageError` if `sharding` sets a field, or has a strategy, that FSDP2 does not support."""
+    """Raise `UsageError` if FSDP2 does not support a field that `sharding` sets, or its strategy."""
     config = sharding.as_config()
     if others := [f"{name}={value}" for name, value in config.items() if name not in FIELDS]:
         raise UsageError(
@@ -119,7 +119,7 @@ def _no_sync(model: Any) -> Iterator[None]:
 
 
 def _track_unit(module: nn.Module, unit: int, tracker: Tracker) -> None:
-    """Register hooks that log the start of a unit's forward and backward before FSDP2 gathers the unit."""
+    """Register hooks on `module`, the unit with index `unit`, that log the start of its forward and backward."""
 
     def backward(grad: Tensor) -> None:
         place = (StepPhase.BACKWARD, unit)
@@ -140,7 +140,7 @@ def _track_unit(module: nn.Module, unit: int, tracker: Tracker) -> None:
 
 
 def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return key of a storage -> index of its unit, for each storage that persists between steps."""
+    """Return storage key -> index of the unit, for the storages of parameters of `modules` and of their optimizer states."""
     owners: dict[int, int] = {}
     for unit, module in enumerate(modules):  # the root first, so that inner units overwrite its entries
         for parameter in module.parameters():
@@ -154,7 +154,8 @@ def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> d
 
 @contextmanager
 def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
-    """Context manager in which collectives send nothing; for a GPU, CPU streams and events are replaced by logged ones."""
+    """Context manager in which collectives send nothing. If `run` is for CUDA, streams and events of `torch.cpu` are replaced
+    by ones that `tracker` logs, since a trace runs on fake CPU tensors."""
     _torch.fake_collectives()
     with ExitStack() as stack:
         stack.enter_context(_torch.around_propagation(tracker.paused))
@@ -165,7 +166,7 @@ def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
 
 @contextmanager
 def _named_streams(tracker: Tracker) -> Iterator[None]:
-    """Context manager that replaces the streams and events of `torch.cpu`, which do nothing, by ones that are logged."""
+    """Context manager that replaces the streams and events of `torch.cpu`, which do nothing, by ones that `tracker` logs."""
     names = iter(STREAMS)
     streams = {COMPUTE: _Stream(COMPUTE, tracker)}
 
@@ -211,14 +212,14 @@ class _Event:
             self._tracker.events.append(Wait(self.number, self._tracker.stream if stream is None else stream.name))
 
     def synchronize(self) -> None:
-        """Do nothing: a trace has no time in which the host could wait."""
+        """Do nothing, because a trace has no time."""
 
     def query(self) -> bool:
         return True
 
 
 class _Stream:
-    """A device stream: the name that the tracker logs for work on it."""
+    """Stand-in for a device stream: it only has the name under which `tracker` logs work on it."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name, self._tracker = name, tracker

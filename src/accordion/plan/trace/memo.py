@@ -24,8 +24,8 @@ class Memo:
     """Runs operators, and caches their results by the metadata of the inputs.
 
     torch's fake tensor mode has such a cache too, but a look-up there takes 0.5 ms, several times as long as here. Cached are
-    operators that create new tensors, or that write into their arguments and return the first one or nothing. Views run their
-    own kernels. All others are left to the mode.
+    operators that create new tensors, or that write into their arguments and return the first one or nothing. Views are
+    computed each time. All other operators are left to torch's mode.
 
     The cache outlives a trace. Fake tensors of two traces must not be mixed, so it stores shapes, strides and dtypes alone, and
     results are created from an empty tensor of the current trace.
@@ -37,7 +37,7 @@ class Memo:
             _KNOWN.clear()
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the operator's result: created from the cache if inputs with equal metadata are known, otherwise computed."""
+        """Return `func(*args, **kwargs)`, created from the cache if it ran on inputs of equal metadata, otherwise computed."""
         if func.namespace != "aten":
             return func(*args, **kwargs)
         if getattr(func, "is_view", False):
@@ -59,7 +59,7 @@ class Memo:
 
 
 def _described(value: Any) -> Any:
-    """Return `value` with tensors replaced by their metadata. Raises `TypeError` if that does not describe a tensor fully."""
+    """Return `value` in hashable form, with metadata in place of tensors. Raises `TypeError` if metadata is not enough."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_described, value))
     if isinstance(value, torch.Tensor):
@@ -71,7 +71,7 @@ def _described(value: Any) -> Any:
 
 
 def _maker(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Make | None:
-    """Return a function that creates the result again; None if the operator cannot be cached."""
+    """Return a function that creates `out`, the result of a call, once more; None if the operator cannot be cached."""
     schema, inputs = func._schema, tensors_of((args, kwargs))
     writes = any(a.alias_info is not None for a in schema.arguments)
     if writes:
@@ -101,6 +101,6 @@ def _maker(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Make | Non
 
 
 def _empty(shape: Any, strides: Any, dtype: torch.dtype, base: torch.Tensor, args: Any) -> torch.Tensor:
-    """Return a new fake tensor, created by a kernel on the meta device, which is how views are made too."""
+    """Return a new fake tensor in the mode of the fake tensor `base`. `args` is unused."""
     tensor: torch.Tensor = _torch.fake_view(_NEW, (base, shape, strides), {"dtype": dtype})
     return tensor

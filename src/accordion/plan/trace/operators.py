@@ -1,7 +1,7 @@
-"""A table of operators: the arithmetic, the bytes moved, and the workspace that each allocates inside its CUDA kernel.
+"""A table of operators: the arithmetic, the bytes moved, and the workspace (memory that the CUDA kernel allocates and frees).
 
 An operator without a row has the flops of torch's own counter, reads and writes each tensor of its schema once, and allocates
-no workspace of note. A row overrides these.
+no workspace. A row overrides these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accordion import _torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """Properties of an operator, or of a family of operators, that its schema does not show."""
+    """A row of the table: properties of an operator, or of a family of operators, that its schema does not show."""
 
     flops: Callable[[Any], float] | None = None  # (args) -> floating point operations, two for each multiply-add
     moved: Callable[[Any, Any], int] | None = None  # (args, out) -> bytes read and written
@@ -49,7 +49,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _with_all_heads(func: Any, args: Any) -> Any:
-    """Return `args` with key and value expanded to the query's heads, as kernels compute; torch 2.11's counter needs that."""
+    """Return `args` of attention with key and value expanded to all heads of the query, as torch 2.11's counter needs them."""
     at = {argument.name: i for i, argument in enumerate(func._schema.arguments[: len(args)])}
     heads, args = args[at["query"]].shape[1], list(args)  # (batch, head, token, number of a head)
     for name in ("key", "value"):
@@ -60,7 +60,7 @@ def _with_all_heads(func: Any, args: Any) -> Any:
 
 
 def bytes_moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes that one kernel reads and writes: each tensor once, and the memory behind an expanded tensor once."""
+    """Return the bytes that one call reads and writes: each tensor once, of an expanded tensor only its storage."""
     row = row_of(func)
     if row.moved is not None:
         return row.moved(args, out)
@@ -129,7 +129,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements, and at most those of its storage, so that expanded elements count once."""
+    """Return the bytes of a tensor's elements; of an expanded tensor, those of its storage."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
@@ -137,10 +137,9 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def _grouped(args: Any) -> float:
-    """Return the flops of a grouped product, one group for each expert: a 2-D side is split among the groups of the other.
-
-    (rows, k) x (groups, k, n), (groups, m, k) x (k, columns), (m, rows) x (rows, n), (groups, m, k) x (groups, k, n).
-    """
+    """Return the flops of a grouped matrix product of `args[:2]`, with one group for each expert. Their shapes are
+    (rows, k) x (groups, k, n), (groups, m, k) x (k, columns), (m, rows) x (rows, n) or (groups, m, k) x (groups, k, n). Rows or
+    columns of a 2-D side are split among the groups."""
     left, right = args[:2]
     if left.dim() == 3 and right.dim() == 2:
         return float(2 * right.numel() * left.shape[-2])
@@ -178,7 +177,7 @@ def _copy_in(args: Any, out: Any) -> int:
 
 
 def _flash_backward(args: Any) -> int:
-    """Return the bytes of the query's gradient in float32 and, with fewer key heads, of key and value gradients by query head."""
+    """Return the workspace bytes: the query's gradient in float32; with fewer key heads, gradients of all heads too."""
     query, key = args[1], args[2]
     rounded = -(-query.shape[2] // 128) * 128
     sums = query.shape[0] * query.shape[1] * rounded * (query.shape[3] + 1) * 4
@@ -196,7 +195,7 @@ _twice, _four_times = partial(_times, 2), partial(_times, 4)
 
 
 def _convolution(args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes of the unfolded input (im2col), and of copies of input, weight and output in another layout."""
+    """Return the most workspace bytes: the unfolded input (im2col), and input, weight and output in another layout."""
     x, weight = args[0], args[1]
     result = tensors_of(out)[0]
     unfolded = x.shape[0] * prod(weight.shape[1:]) * prod(result.shape[2:]) * x.itemsize
@@ -210,13 +209,13 @@ def _convolution_backward(args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _embedding_backward(args: Any, kwargs: Any, out: Any) -> float:
-    """Return the bytes of sorted and original indices, and of partial sums in float32: 1.1 rows for each index."""
+    """Return the most workspace bytes: sorted and original indices, and 1.1 rows of partial sums in float32 for each index."""
     grad, indices = args[0], args[1]
     return float(indices.numel() * (4 * 8 + 1.1 * grad.shape[-1] * 4))
 
 
 def _attention_backward(args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes of the gradients of query, key and value in float32."""
+    """Return the most workspace bytes: the gradients of query, key and value in float32."""
     return sum(4 * t.numel() for t in args[1:4])
 
 
@@ -256,7 +255,7 @@ OPERATORS: Mapping[str, Operator] = {
     "aten::_foreach_zero_": Operator(overwrites=True),
     "fsdp::all_gather_copy_in": Operator(moved=_copy_in),
 }
-"""Rows by schema name. Workspaces are taken from torch 2.13's sources if these state them; others are the most that is usual."""
+"""Schema name -> row. Workspaces are from torch 2.13's sources if these state them; others are usual upper bounds."""
 
 NAMESPACES = ("aten", "prim", "prims", "c10d", "_c10d_functional", "fsdp", "profiler", "inductor")
 """Namespaces of torch's own operators; operators of other namespaces are custom."""
@@ -278,4 +277,4 @@ FAMILIES: Sequence[tuple[Callable[[str], bool], Operator]] = [
         Operator(bound=_four_times, why="a solver: at most four times its inputs and outputs"),
     ),
 ]
-"""Rows for operators of torch that are not in OPERATORS: the first whose test of the name (without namespace) is true."""
+"""(test of the name without namespace, row) of torch's operators that are not in OPERATORS; the first true test counts."""

@@ -15,15 +15,15 @@ from torch import Tensor
 class OptimizerKind:
     """An optimizer that can be planned."""
 
-    make: Callable[[Any], torch.optim.Optimizer]  # creates it for the given parameters
+    make: Callable[[Any], torch.optim.Optimizer]  # creates the optimizer from its parameters
     state_bytes: float  # least bytes of its states for each element of a float32 parameter
-    elementwise: bool = False  # passed to `wrap_optimizer`
+    elementwise: bool = False  # the argument of `wrap_optimizer`: an element's update depends on that element alone
 
 
 class NarrowAdamW(torch.optim.Optimizer):
-    """Stands for AdamW of bitsandbytes and torchao: moments of `bits` bits, below 16 with a float32 scale for `block` elements.
+    """Stand-in for AdamW of bitsandbytes and torchao, with moments of `bits` bits; below 16, `block` elements share a scale.
 
-    It allocates, reads and writes the same bytes, and computes nothing useful.
+    It allocates, reads and writes the same bytes as the real optimizer, and computes nothing useful.
     """
 
     def __init__(self, params: Any, bits: int, block: int) -> None:

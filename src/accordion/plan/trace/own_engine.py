@@ -55,7 +55,8 @@ CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.G
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Shard `model` as `accordion.shard` does, with logging communicators, and create its optimizer."""
+    """Shard `model` in place as `accordion.shard` does, with communicators that log and send nothing. Create its optimizer,
+    and return what a trace needs to run steps."""
     meshes: MeshChoice | None = None
     if run.expert_parallel > 1:
         with tracker.paused():
@@ -92,7 +93,7 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
 
 
 class AtOnce:
-    """An executor that runs work at once in the caller's thread, inside the context that `wrapper` returns."""
+    """An executor whose `submit` runs work at once in the caller's thread, in the context manager that `wrapper` returns."""
 
     # In place of offload's worker threads: dispatch modes see one thread, and fake tensors do not work in a second one.
 
@@ -107,7 +108,7 @@ class AtOnce:
 
 
 class _Done:
-    """A finished `Work` handle, as of a backend without streams."""
+    """A `torch.distributed.Work` that is finished, as of a backend without streams."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
@@ -117,7 +118,7 @@ class _Done:
 
 
 class SilentCommunicator(Communicator):
-    """A communicator that sends nothing and logs each collective."""
+    """A communicator that logs each collective and sends nothing. `works`: handles of its pending collectives."""
 
     def __init__(self, tracker: Tracker, works: Sequence[Any], group: Any, device: torch.device) -> None:
         super().__init__(group, device)
@@ -151,14 +152,14 @@ class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
 
 
 def silent(tracker: Tracker, run: TrainingSetup) -> CommunicatorMaker:
-    """Return the function that creates silent communicators for the device of `run`."""
+    """Return a function of (group, device) that creates a communicator which sends nothing, for the device of `run`."""
     if run.device == "cuda":
         return partial(SilentCommunicator, tracker, ())
     return partial(SilentGlooCommunicator, tracker, (_Done(),))
 
 
 class TracedArena(Arena):
-    """An arena whose memory is logged as the host's."""
+    """Offload's arena of host memory, whose allocation is logged as host memory."""
 
     def __init__(self, tracker: Tracker, run: TrainingSetup, num_bytes: int, device: torch.device) -> None:
         with tracker.on(_host_stream(run)), warnings.catch_warnings():
@@ -167,12 +168,12 @@ class TracedArena(Arena):
 
 
 def silenced(tracker: Tracker, run: TrainingSetup) -> AbstractContextManager[None]:
-    """Return an empty context, because `build` creates communicators that send nothing."""
+    """Return a context manager that does nothing, because `build` creates communicators that send nothing."""
     return nullcontext()
 
 
 def _host_stream(run: TrainingSetup) -> str:
-    """Return the stream under which host memory is logged: on CPU ranks it is the device's own memory."""
+    """Return the stream under which host memory is logged: `COMPUTE` for CPU ranks, whose device memory is host memory."""
     return HOST if run.device == "cuda" else COMPUTE
 
 
@@ -180,7 +181,7 @@ def _host_stream(run: TrainingSetup) -> str:
 
 
 def watch(engine: Engine, tracker: Tracker) -> None:
-    """Attach `tracker` to `engine`: to its units, its side streams and the communicators of its mesh axes."""
+    """Make `engine` report to `tracker`: its units, its side streams and the mesh axes of its communicators."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
@@ -232,7 +233,7 @@ class StepTrace(Observer):
 
 
 class _Traced(Transfer):
-    """A transfer that logs its end, and its work on the side stream `name`. `number`: that of its `Launch` event."""
+    """A transfer that logs its work on the side stream `name`, and each wait for its end. `number`: identifies it in events."""
 
     __slots__ = ("name", "number", "tracker")
     name: str
@@ -262,6 +263,7 @@ def _launched(
     label: str,
     after: Transfer | None = None,
 ) -> Transfer:
+    # In place of the class `Transfer`: logs the launch first, because creating the transfer starts its work.
     transfer = _Traced.__new__(_Traced)
     transfer.name, transfer.number, transfer.tracker = name, tracker.next_transfer(), tracker
     tracker.events.append(Launch(transfer.number, name))
@@ -270,7 +272,7 @@ def _launched(
 
 
 def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return key of a storage -> index of its unit, for each storage that persists between steps."""
+    """Return storage key -> index of the unit, for the storages of all units and optimizer states that exist between steps."""
     owners: dict[int, int] = {}
     units: dict[int, int] = {}
     for unit in engine.units:
@@ -285,7 +287,7 @@ def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int
 
 
 def _tensors_below(value: Any, depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in lists, mappings and objects of the engine, down to `depth` attributes."""
+    """Yield the tensors in nested lists, mappings and objects of the engine, at most `depth` attributes deep."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple)):

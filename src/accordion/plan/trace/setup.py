@@ -1,4 +1,4 @@
-"""The inputs of a trace: the model with its loss and batches, how it is trained, and the model under an engine."""
+"""The inputs of a trace: a model with its loss and batches, how it is trained, and the sharded model with its optimizer."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class TrainingSetup:
     engine: str = "accordion"  # or "fsdp2"
     ranks: int = 8  # data parallel ranks
     node: int = 8  # ranks of one machine
-    replicas: int = 0  # of a hybrid strategy; 0: one for each machine
+    replicas: int = 0  # copies of the model under a hybrid strategy; 0: one for each machine
     expert_parallel: int = 1  # neighbouring ranks that share the experts of a mixture
-    accumulate: int = 1  # micro-batches
+    accumulate: int = 1  # micro-batches per step
     no_sync: bool = False  # only the last micro-batch reduces gradients
     optimizer: str = "adamw"  # a key of `OPTIMIZERS`
     sharding: Sharding = field(default_factory=Sharding)  # or a mapping of its fields
@@ -49,7 +49,7 @@ class TrainingSetup:
 
     @property
     def units(self) -> UnitChoice:
-        """The choice of units. The default for FSDP2 are the blocks alone, as its programs choose them."""
+        """The choice of units in `sharding`; if it has none and the engine is FSDP2, blocks only, as is usual there."""
         return only_blocks() if self.sharding.units is None and self.engine == "fsdp2" else self.sharding.units
 
     @property
@@ -66,10 +66,10 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rig:
-    """A model under an engine, ready for training steps."""
+    """A sharded model's optimizer and functions, which a trace needs to run training steps."""
 
     optimizer: torch.optim.Optimizer
-    units: list[str]  # names
+    units: list[str]  # names of the units, by index
     clip: Callable[[float], object]  # clips the gradients to a total norm
     no_sync: Callable[[], AbstractContextManager[None]]  # context in which gradients accumulate without communication
     owners: Callable[[], dict[int, int]]  # unit index of each storage that persists between steps, by the storage's key

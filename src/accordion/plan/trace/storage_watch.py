@@ -16,7 +16,8 @@ _Mode: Any = _torch.EagerMode
 class StorageWatch(_Mode):  # type: ignore[misc]
     """A dispatch mode that reports when a watched storage is resized or freed. A subclass chooses the storages with `watch`.
 
-    Operators on DTensors are seen as operators on their local tensors. Memory that a kernel allocates inside is not seen.
+    Operators on DTensors are seen as operators on their local tensors. Memory that a kernel allocates inside is not seen. While
+    the mode is active, `torch.UntypedStorage.resize_` is replaced.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class StorageWatch(_Mode):  # type: ignore[misc]
         raise NotImplementedError
 
     def resized(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Called after a watched storage was resized from Python."""
+        """Called after a watched storage was resized from Python. `key`: its key (`_torch.storage_key`)."""
         raise NotImplementedError
 
     def died(self, key: int) -> None:
@@ -36,7 +37,7 @@ class StorageWatch(_Mode):  # type: ignore[misc]
         raise NotImplementedError
 
     def watch(self, storage: torch.UntypedStorage) -> bool:
-        """Watch `storage` until it is freed. Returns False if it is watched already."""
+        """Watch `storage` until it is freed. Returns True if it was not watched before."""
         key = _torch.storage_key(storage)
         if key in self._deaths:
             return False

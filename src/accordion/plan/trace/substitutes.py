@@ -1,4 +1,4 @@
-"""Operators that save other bytes for the backward on CPU than on CUDA, and the ones that replace them in a trace."""
+"""Replace, in a trace, the CPU operators that save other tensors for the backward than CUDA's operators do."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ ALIGN = 8  # elements: what it pads heads to
 
 
 class Substitutes:
-    """Replaces CPU operators by those that CUDA would run, and notes each replacement and each operator without one.
+    """Replaces CPU operators by those that CUDA would run. Attributes: `substituted`, name -> replacement, and `unmodelled`,
+    name -> how an operator without a replacement is traced.
 
-    The replacements are registered in torch's dispatcher. So they apply by whatever name a module calls an operator, and
+    The replacements are registered in torch's dispatcher. So they apply under whatever name a module calls an operator, and
     also while a backward recomputes, when a function mode would be off.
     """
 
@@ -68,7 +69,7 @@ class Substitutes:
         return plain
 
     def _bias(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return the mask as the kernel adds it to the scores: in the query's dtype if it is boolean, expanded to all heads."""
+        """Return `mask` in the form that the kernel adds to scores: expanded to all heads, and not boolean."""
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, float("-inf"))
         return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
@@ -95,7 +96,7 @@ class Substitutes:
 
 
 class _Norm(torch.autograd.Function):
-    """Reads and saves the tensors of a fused kernel: the input, and `num_stats` float32 numbers for each row."""
+    """Stand-in for a fused norm: saves its input, and `num_stats` float32 numbers for each row. Its values are wrong."""
 
     @staticmethod
     def forward(
@@ -118,4 +119,4 @@ STAND_INS: Mapping[str, Callable[..., Any]] = {
     "layer_norm": Substitutes.layer_norm,
     "dropout": Substitutes.dropout,
 }
-"""Replacements by name in aten. All of these are composite operators, so autograd records the operators that they call."""
+"""Name in aten -> replacement. All are composite operators, so autograd records the operators that the replacement calls."""

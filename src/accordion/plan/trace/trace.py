@@ -30,7 +30,7 @@ CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, forward and
 
 
 def trace(subject: Subject, run: TrainingSetup) -> Log:
-    """Return the log of a step after the optimizer's states exist.
+    """Run two training steps on fake tensors, and return the log of the second, which has optimizer states from its start.
 
     Raises:
         UsageError: this process has a process group already, or the model needs the values of a tensor.
@@ -64,7 +64,7 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
 
 
 ENGINES: Mapping[str, Any] = {"accordion": own_engine, "fsdp2": fsdp2}
-"""Modules with `silenced`, a context in which collectives send nothing, and `build`, which returns a model's `Rig`."""
+"""Name -> module with `silenced`, a context in which collectives send nothing, and `build`, which returns a `Rig`."""
 
 
 def _steps(
@@ -123,7 +123,7 @@ def _scalar(loss: object) -> torch.Tensor:
 
 @contextmanager
 def _fake_mesh(run: TrainingSetup) -> Iterator[DeviceMesh]:
-    """Context manager that yields a mesh of `run.ranks` CPU ranks, over a fake process group in which this process is rank 0."""
+    """Context manager that yields a mesh of `run.ranks` CPU ranks, over a fake process group whose rank 0 is this process."""
     dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=run.ranks)
     shape: tuple[int, ...]
     names: tuple[str, ...]
@@ -156,7 +156,7 @@ def _one_sequence_a_row() -> Iterator[None]:
 
 
 def _as_fakes(model: nn.Module) -> None:
-    """Replace parameters by meta tensors, which take no memory before `shard`, and buffers by fake CPU tensors."""
+    """Replace in place parameters by meta tensors, which take no memory before sharding, and buffers by fake CPU tensors."""
     fakes: dict[int, nn.Parameter] = {}  # by id of the parameter; tied parameters stay tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -171,7 +171,7 @@ def _as_fakes(model: nn.Module) -> None:
 
 
 def _value_error(error: BaseException) -> str:
-    """Return the error message that names the operator and the line of the model that need the values of a tensor."""
+    """Return the message for `error`: the operator and the line of the model that need the values of a tensor."""
     place = place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
     reason = str(error).splitlines()[0] or type(error).__name__
     return (

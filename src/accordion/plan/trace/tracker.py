@@ -36,7 +36,7 @@ ARGUMENT_CATEGORIES = {  # FSDP2's operators whose arguments have a known catego
     "fsdp.chunk_cat_mixed_dtype.default": Category.GRADIENTS,  # torch 2.15
     "c10d._reduce_scatter_base_.default": Category.GRADIENTS,
 }
-BY_PHASE = {
+BY_PHASE = {  # category of new memory, if it is not set
     StepPhase.BUILD: Category.PARAMETERS,
     StepPhase.FORWARD: Category.ACTIVATIONS,
     StepPhase.BACKWARD: Category.OTHER,
@@ -44,7 +44,7 @@ BY_PHASE = {
 
 
 class Tracker(StorageWatch):
-    """Collects the event log; adds the workspaces of operators, which no mode sees, if they are known."""
+    """A dispatch mode that collects the event log of a step in `events`, with the known workspaces of CUDA kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,10 +56,10 @@ class Tracker(StorageWatch):
         self._operator = ""
         self._count = 0
         self._paused = 0
-        self.only_memory = False  # log allocations alone, in a step that is run for the memory that it keeps
+        self.only_memory = False  # log no operators and collectives, in the step before the one that is logged
         self.axes: dict[int, str] = {}  # mesh axis by id of the communicator, if it is not "shard"
         self.with_workspaces = False  # log the workspaces of CUDA kernels
-        self.unknown_workspaces: dict[str, str] = {}  # operators that ran, and why their workspace is not known
+        self.unknown_workspaces: dict[str, str] = {}  # operator that ran -> why its workspace is not known
         self.sum_axis = "shard"  # mesh axis of torch's own all-reduce
         self._transfers = 0
         self._memo = Memo()
@@ -80,7 +80,7 @@ class Tracker(StorageWatch):
 
     @contextmanager
     def new_memory_as(self, category: Category) -> Iterator[None]:
-        """Context manager in which all new memory gets this category."""
+        """Context manager in which all new memory gets `category`."""
         before, self.category = self.category, category
         try:
             yield
@@ -97,7 +97,7 @@ class Tracker(StorageWatch):
             self._paused -= 1
 
     def set_category(self, tensors: Any, category: Category) -> None:
-        """Set the category of the memory of `tensors`, which was logged before."""
+        """Set the category of the allocations of `tensors` (nested), also in events that are logged already."""
         for storage in storages_of(tensors):
             alloc = self.live.get(_torch.storage_key(storage))
             if alloc is not None:
@@ -111,7 +111,7 @@ class Tracker(StorageWatch):
         return self._transfers
 
     def workspace(self, num_bytes: int) -> None:
-        """Log memory that the current operator allocates and frees."""
+        """Log `num_bytes` that the last operator allocated and freed in its kernel; nothing if 0."""
         if num_bytes > 0:
             self._count += 1
             self.events.append(Alloc(self._count, num_bytes, Category.OTHER, self.stream, self._operator))
@@ -206,6 +206,6 @@ class Tracker(StorageWatch):
 
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
-    """Return the storages of the strided tensors in a tree, without those on the meta device; of a DTensor its local one."""
+    """Return the storages of all strided tensors in a nested `tree`, but those on meta; of a DTensor its local tensor's."""
     local = [_torch.local_of(t) if isinstance(t, DTensor) else t for t in tensors_of(tree)]
     return [t.untyped_storage() for t in local if t.device.type != "meta" and t.layout is torch.strided]
