@@ -10,7 +10,7 @@ import torch
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return True if the device multiplies bfloat16 without emulation, and for devices that cannot be asked."""
+    """Return True if the device computes in bfloat16 without emulation, or if torch cannot tell."""
     is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     if is_supported is None:
         return True
@@ -24,7 +24,10 @@ def runtime_version(device_type: str) -> str | None:
 
 
 def blocking_events(module: Any) -> Callable[[], Any]:
-    """Return a factory of events on which a thread sleeps until they occur; its results are None if `module` has none."""
+    """Return a function that makes an event for which a waiting thread sleeps; it returns None if `module` has no such events.
+
+    `module`: `torch.cuda`, for example.
+    """
     try:
         module.Event(blocking=True)
     except TypeError:

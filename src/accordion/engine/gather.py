@@ -89,9 +89,9 @@ class AxisGather:
             _torch.foreach_copy_(self._to, self._source, non_blocking=self.off_device)
 
     def steps(self, check: Callable[[Tensor], None]) -> Steps:
-        """Gather and unpack, as a generator that yields works to wait for before it is resumed.
+        """Gather and unpack, as a generator that yields works to wait for. If shards are off the device, call `load` first.
 
-        `check`: called with the tags (num_ranks, num_flags) that all ranks sent. If shards are off the device, call `load` first.
+        `check`: called with the tags (num_ranks, num_flags) that all ranks sent.
         """
         if self._to and not self.off_device:
             self.load()

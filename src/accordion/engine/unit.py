@@ -146,7 +146,6 @@ class Unit:
         return module is None or "forward" in module.__dict__
 
     def trained_at(self, indices: tuple[int, ...]) -> TrainedParams:
-        """Return the `TrainedParams` of the parameters with these indices in the unit, without a node."""
         params, by_group, start, at = [self.params[i] for i in indices], [], 0, 0
         for group in self.groups:
             inside = tuple(i - start for i in indices if start <= i < start + len(group.params))
