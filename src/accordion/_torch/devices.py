@@ -24,10 +24,7 @@ def runtime_version(device_type: str) -> str | None:
 
 
 def blocking_events(module: Any) -> Callable[[], Any]:
-    """Return a function that makes an event for which a waiting thread sleeps; it returns None if `module` has no such events.
-
-    `module`: `torch.cuda`, for example.
-    """
+    """Return a function that makes an event of `module` (`torch.cuda`) on which waiting threads sleep, or None if it has none."""
     try:
         module.Event(blocking=True)
     except TypeError:

@@ -18,10 +18,7 @@ def is_wrap_policy(policy: object) -> bool:
 
 
 def run_wrap_policy(policy: Any, root: Any, arguments: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Return module -> keyword arguments of its FSDP wrapper, for the modules in `root` that `policy` selects.
-
-    `arguments`: those of the root's wrapper, by default those of all. No public name.
-    """
+    """Return module -> keyword arguments of its wrapper, by default `arguments`, for modules in `root` that `policy` selects."""
     return dict(policy._run_policy(root, set(), arguments))
 
 

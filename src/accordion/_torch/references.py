@@ -51,10 +51,7 @@ def _references(grads: Sequence[Tensor | None], i: int) -> tuple[int, ...]:
 
 @cache
 def _alone() -> list[tuple[int, ...]]:
-    """Return the results of `_references` for a plain gradient and for a view that nothing else refers to.
-
-    Measured by a small backward at the first call, since versions of torch differ.
-    """
+    """Return `_references` of a gradient, and of a view, to which nothing else refers; measured by a small backward."""
     counts: list[tuple[int, ...]] = []
 
     @run_at_once  # as in the callers, since torch's code between autograd and `backward` has references too

@@ -41,10 +41,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors, detached, of which a tensor subclass consists, or `tensor` itself if it is plain.
-
-    Nothing is yielded for a subclass without `__tensor_flatten__`.
-    """
+    """Yield the plain tensors in a tensor subclass, by its `__tensor_flatten__` if any, or a plain `tensor`; all detached."""
     if is_plain(tensor):
         yield tensor.detach()
     elif hasattr(tensor.data, "__tensor_flatten__"):

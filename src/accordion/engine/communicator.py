@@ -115,10 +115,7 @@ class Communicator:
         return self._pending()
 
     def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
-        """All-to-all: fill each 1-D `received`, for (received, sent, received split sizes, sent split sizes) in `sends`.
-
-        Split sizes are elements per rank; empty lists mean equal parts.
-        """
+        """All-to-all of 1-D (output, input, output split sizes, input split sizes) each; empty sizes mean equal parts."""
         if self._async or len(sends) < 2 or not self._coalesces:
             return self._pending(
                 *[self._exchange(out, sent, a, b, self._exchange_options) for out, sent, a, b in sends]
@@ -152,10 +149,7 @@ class Communicator:
 
 
 class Axis:
-    """The ranks of one mesh axis: communicators for gathers and for reduces, and the choice of the reduce algorithm.
-
-    `one_node`: True if all of its ranks are on one machine.
-    """
+    """The ranks of one mesh axis, `one_node` if all are on one machine: communicators for gathers and for reduces."""
 
     def __init__(
         self,

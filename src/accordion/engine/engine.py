@@ -290,10 +290,7 @@ class Engine:
     def as_gradients(
         self, unit: Unit, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool
     ) -> list[DTensor | None]:
-        """Wait for the reduces `parts` and return the sharded gradients; add copies of them off the device to `arriving`.
-
-        `adding` and `decide`: passed to `Unit.as_gradients`, which describes them.
-        """
+        """Return the gradients of `unit.as_gradients(...)`, and add their copies to host or disk to `arriving`."""
         for notify in self.observers.memory_is_for:
             notify(GRADIENTS)
         grads, copies = unit.as_gradients(trained, parts, adding, decide)
@@ -314,10 +311,7 @@ class Engine:
         self.to_add.clear()
 
     def synchronize(self) -> None:
-        """Let the host wait for optimizer steps and copies under way, so that shards, gradients and states are current.
-
-        Raises `UsageError` if the user assigned `p.data`.
-        """
+        """Let the host wait for optimizer steps and copies under way, so that shards, gradients and states are current."""
         self.land_gradients()
         for unit in self.units:
             unit.module_params.check_data()

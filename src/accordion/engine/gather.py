@@ -40,10 +40,7 @@ class AxisGather:
             self._pack(full_buffer.flat.new_empty(msg.row_numel * num), shard_buffer, cast)
 
     def _pack(self, packed: Tensor, shard_buffer: ShardBuffer, cast: bool) -> None:
-        """Make the views that fill and unpack `packed` (num_ranks * row_numel,), the packed message; then free its memory.
-
-        `cast`: True if shards are copied into it, because they have another dtype or are off the device.
-        """
+        """Make views that fill and unpack `packed` (num_ranks * row_numel,), and free its memory. `cast`: copy shards to it."""
         msg, num = self._msg, self._axis.num_ranks
         sizes = [msg.cuts[i].shard_numel for i in msg.packed]
         rows = packed.view(num, -1)

@@ -26,10 +26,7 @@ NUM_TAGS = 120  # tags identify units; int8 counts to 127, bfloat16 to 256
 
 
 def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) -> tuple[Message, Message]:
-    """Return (layout of the message over the `shard` axis, layout of the shard buffer) of tensors gathered in `dtype`.
-
-    They differ only if the strategy also cuts shards over the `replicate` axis (`hybrid_shard_optim`).
-    """
+    """Return (layout of gathers over the `shard` axis, layout of shards), which differ only with `hybrid_shard_optim`."""
     limit = context.shard.gather.pack_limit_bytes
     outer = message(cuts, dtype.itemsize, num_flags=1, pack_limit_bytes=limit)
     if not context.cut_twice:
@@ -161,10 +158,7 @@ class Group(ABC):
         """Free the temporary memory of the gather; called after the compute stream waits for its transfer, or an error."""
 
     def plans(self, chosen: Sequence[int], sent: torch.dtype) -> list[ReducePlan]:
-        """Return the plans to reduce gradients of the parameters `chosen` (indices), sent in dtype `sent`; cached.
-
-        The first is over the `shard` axis; a second, if shards are cut over the `replicate` axis too, is over that.
-        """
+        """Return the plans, one per axis that cuts, to reduce gradients of parameters `chosen` (indices), sent as `sent`."""
         key = tuple(chosen), sent
         plans = self._plans.get(key)
         if plans is None:

@@ -233,10 +233,7 @@ class Hooks:
         return tensor
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        """Forward hook: end the call that `before` began; return a replacement for `out`, or None to keep it.
-
-        torch also calls it after an error, with `out` None. Raises `UsageError` if the forward wrote into a parameter.
-        """
+        """Forward hook, after an error too (`out` None): end the call of `before`; return a replacement for `out` or None."""
         if not self._calls or (entry := self._calls.pop()) is None:
             return None
         call, fulls = entry

@@ -173,10 +173,7 @@ def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], i
 
 
 def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
-    """Split tensors of `numels` elements into pieces of at most `most` elements: lists of (index of tensor, start, stop).
-
-    A tensor that fits into the rest of the last piece joins it whole; any other one begins a new piece.
-    """
+    """Split tensors of `numels` elements into pieces of at most `most`, each a list of (index of tensor, start, stop)."""
     pieces, left = list[list[tuple[int, int, int]]](), 0
     for i, numel in enumerate(numels):
         if pieces and numel <= left:

@@ -61,10 +61,7 @@ class Observer:
         """Called first in each forward of a unit; an exception prevents the forward."""
 
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
-        """Called when the outermost forward begins, not in a backward. `differentiable`: gradients are enabled.
-
-        `reduces`: False under no_sync, where the backward does not reduce gradients.
-        """
+        """Called when an outermost forward begins. `differentiable`: gradients are enabled. `reduces`: False under no_sync."""
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
         """Called before each forward of a unit outside of a backward gathers it. `by_read`: a read of its weight begins it."""
