@@ -154,7 +154,7 @@ class StepHooks:
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Refuse unwrapped optimizers that cannot step sharded parameters; for an LBFGS, return new (args, kwargs) of `step`."""
+        """Refuse an unwrapped optimizer that cannot step sharded parameters; return new (args, kwargs) for an LBFGS."""
         params = (p for group in optimizer.param_groups for p in group["params"])
         if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
             return None
@@ -348,7 +348,10 @@ def clip_norm_of(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale gradients of `parameters`, the same on all ranks, of several models, to one norm; as `clip_grad_norm_` for one."""
+    """Clip the norm of the gradients of `parameters`, of several models, as `clip_grad_norm_` does for one; return the norm.
+
+    All ranks must pass the same parameters.
+    """
     wanted = {id(param): param for param in parameters}
     for engine in engines:
         refuse_in_backward(engine, "clip_grad_norm_")

@@ -53,7 +53,7 @@ def at_least(least: float, default: Any, most: float = LARGEST, **needs: Any) ->
 
 
 def needing(default: Any, **needs: Any) -> Any:
-    """Return a dataclass field that needs others if it is set. `needs`: name of other -> its allowed values, or True for any."""
+    """Return a dataclass field that needs others if it is set. `needs`: name of each -> allowed values, or True for any."""
     return field(default=default, metadata={"needs": needs})
 
 
@@ -94,7 +94,7 @@ def one_of(choices: Sequence[str], default: str | None) -> Any:
 
 
 def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None:
-    """Parse arguments `words` into an instance of the dataclass `kind`; for --help print it, return None. Raises `UsageError`."""
+    """Parse `words` into an instance of the dataclass `kind`; for --help print that and return None. Raises `UsageError`."""
     values = values_of(kind, words, prog, about)
     return None if values is None else made(kind, values)
 

@@ -18,7 +18,7 @@ def is_wrap_policy(policy: object) -> bool:
 
 
 def run_wrap_policy(policy: Any, root: Any, arguments: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Return module -> keyword arguments of its wrapper, by default `arguments`, for modules in `root` that `policy` selects."""
+    """Return module -> arguments of its wrapper (`arguments`, or as the policy has them) for modules that it selects."""
     return dict(policy._run_policy(root, set(), arguments))
 
 
