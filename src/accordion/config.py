@@ -226,7 +226,7 @@ class Offload:
 
     @property
     def streams(self) -> bool:
-        """True if a step copies its state chunk by chunk, from the disk or to the device."""
+        """True if an optimizer step copies its state chunk by chunk, from the disk or to the device."""
         return self.uses_disk or (self.is_any and self.stepped_on == DEVICE)
 
     @property

@@ -1,4 +1,4 @@
-"""The bytes that a sharded model takes on each rank, by unit and kind."""
+"""Report the bytes that a sharded model takes on this rank: parameters, gradients and optimizer state of each unit."""
 
 from __future__ import annotations
 

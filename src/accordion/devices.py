@@ -1,4 +1,4 @@
-"""The devices of this machine, from `torch.accelerator`: no code here or above names a kind of accelerator."""
+"""The devices of this machine, from `torch.accelerator`, for any type of accelerator."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class LocalStep(Optimizer):
         return bool(vars(self).get("_step_supports_amp_scaling", False))
 
     def _wait(self) -> None:
-        """Wait for steps of offloaded parameters, which may be running on another thread."""
+        """Let the host wait for running steps of offloaded parameters, which worker threads execute."""
         for engine in engines_of(self):
             engine.synchronize()
 

@@ -133,7 +133,7 @@ def listed(subcommands: Mapping[str, str], prog: str) -> str:
 
 
 def check_subcommand(name: str, subcommands: Mapping[str, object], prog: str) -> None:
-    """Raise `UsageError` if `name` is not one of `subcommands`."""
+    """Raise `UsageError` if `name` is not a key of `subcommands`. `prog`: the command, for the message."""
     if name not in subcommands:
         raise UsageError(f"{prog} {short(name)!r} is an invalid choice; {nearest(name, subcommands)}")
 

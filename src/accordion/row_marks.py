@@ -28,11 +28,11 @@ MARK = "_accordion_rows"  # attribute of a tensor in an optimizer's state: a `Ma
 MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it was created
 BITS = 20  # for a rank, since one int64 carries three
 Mark: TypeAlias = tuple[int, int, tuple[int, ...], tuple[tuple[str, int, int], ...]]
-"""The rows of a rank: (position on the mesh, number of ranks, local shape, sharding), with one entry in `sharding` for each mesh
-dim that shards: (placement, index of the chunk, number of chunks).
+"""The rows of a rank: (position on the mesh, number of ranks, local shape, sharding). The last has an entry for each mesh dim
+that shards: (placement, index of the chunk, number of chunks).
 """
-# Plain values, so that a mark passes `torch.load(weights_only=True)`. It is an attribute of tensors and not a value next to them,
-# because DCP reshards tensors itself and would give one rank's value to all ranks.
+# Plain values, so that a mark passes `torch.load(weights_only=True)`. It is an attribute of tensors and not a value next to
+# them, because DCP reshards tensors itself and would give one rank's value to all ranks.
 
 
 def mark_rows(optimizer: Optimizer) -> None:
@@ -53,7 +53,7 @@ def mark_rows(optimizer: Optimizer) -> None:
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Raise `UsageError` on every rank if any rank's `state_dict` of `optimizer` has another rank's rows. Collective.
 
-    Plain states without the attribute `MARK` are accepted, because helpers of torch and other libraries shard them for the rank.
+    Plain states without the attribute `MARK` are accepted, because helpers of torch and other libraries shard them correctly.
     """
     if dist.is_initialized():
         marks = _marks_of_others(optimizer, state_dict)

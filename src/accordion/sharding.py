@@ -152,7 +152,7 @@ KINDS: Mapping[str, tuple[type, str]] = {
 
 
 def num_bytes_in(text: str) -> int:
-    """Parse a number of bytes, `1000000` or `16GiB`. Raises `ValueError`."""
+    """Return the number of bytes in a text such as "1000000" or "16GiB". Raises `ValueError`."""
     return int(float(text.removesuffix("GiB")) * 2**30) if text.endswith("GiB") else int(text)
 
 
@@ -165,7 +165,7 @@ OFFLOAD_FIELDS: Mapping[str, Callable[[str], Any]] = {
 
 
 def precision_named(name: str) -> Precision | None:
-    """Return the `Precision` that computes in `name`: "fp32", "bf16" or "fp16"; None for "auto". Raises `UsageError`."""
+    """Return the `Precision` that computes in "fp32", "bf16" or "fp16"; None for "auto". Raises `UsageError` for others."""
     if name == AUTO:
         return None
     if name not in COMPUTE_DTYPES:

@@ -197,9 +197,9 @@ def is_first_rank(engine: Engine) -> bool:
 
 
 def attach_state_dict_hooks(model: nn.Module) -> None:
-    """Make `load_state_dict` accept full tensors as well as sharded ones, of which each rank keeps its rows.
+    """Register hooks on `model`, so that `load_state_dict` accepts full tensors too, of which each rank keeps its rows.
 
-    `load_state_dict` is collective unless it gets this rank's rows of every parameter: ranks first compare names, shapes and
+    It is then collective unless it gets this rank's rows of every parameter: ranks first compare names, shapes and
     checksums, and all raise `DivergenceError`, before anything changes, if these differ. `load_state_dict` and `state_dict` of
     any part of the model wait for optimizer steps in progress.
     """

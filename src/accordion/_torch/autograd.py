@@ -1,4 +1,4 @@
-"""Names of autograd: the running backward, nodes and their order, hooks, and functions without torch's lookups."""
+"""Functions around private names of torch.autograd: the running backward, nodes and their order, hooks, fast calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Function that returns the id of the backward that runs on this thread, -1 (`NO_BACKWARD`) outside of one. No public name."""
 
 NO_BACKWARD = -1
-"""Result of `current_graph_task` outside of a backward."""
+"""The value that `current_graph_task()` returns outside of a backward."""
 
 
 def is_in_backward() -> bool:
@@ -139,7 +139,7 @@ def grads_of(leaves: Sequence[Tensor]) -> tuple[list[Tensor | None], list[bool]]
 
 
 def which_train(leaves: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the indices of the leaves that require gradients."""
+    """Return the indices of those leaves that require gradients."""
     with plain_attributes():
         return tuple(compress(range(len(leaves)), map(_trains, leaves)))
 

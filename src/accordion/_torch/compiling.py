@@ -1,4 +1,4 @@
-"""Names of `torch.compile`."""
+"""Functions around private names of `torch.compile`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of accelerators."""
+"""Functions around private or device-dependent names of torch's accelerator modules."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def blocking_events(module: Any) -> Callable[[], Any]:
 
 
 def sleep_on_device() -> None:
-    """Keep the current stream of an NVIDIA or AMD device busy for about a millisecond; else do nothing. No public name."""
+    """Keep the current stream of a CUDA or ROCm device busy for about a millisecond; do nothing on others. No public name."""
     if torch.cuda.is_available():
         torch.cuda._sleep(2_000_000)

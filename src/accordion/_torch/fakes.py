@@ -1,4 +1,4 @@
-"""Names of fake tensors, on which the planner runs a step."""
+"""Functions around private names of fake tensors (shapes without data), on which the planner runs a training step."""
 
 from __future__ import annotations
 

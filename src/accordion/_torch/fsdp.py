@@ -1,4 +1,4 @@
-"""Names of torch's FSDP1, FSDP2 and DistributedDataParallel."""
+"""Functions around private or version-dependent names of torch's FSDP1, FSDP2 and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DDP_LEAVES_OUT = "_ddp_params_and_buffers_to_ignore"
 """Attribute of a module with names of parameters and buffers that DistributedDataParallel ignores. No public name."""
 
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
-"""Modules whose import takes seconds; none starts threads or looks for a device (all versions)."""
+"""Modules of torch to import early, because each takes seconds; none starts threads or looks for a device (all versions)."""
 
 
 def is_wrap_policy(policy: object) -> bool:
@@ -59,7 +59,7 @@ def reduces_in_own_dtype() -> bool:
 
 
 def is_shard_placement_result(value: object) -> bool:
-    """Return True if `value` is FSDP2's `ShardPlacementResult`, for a parameter with its own mesh. No public name (2.13 on)."""
+    """Return True if `value` is FSDP2's `ShardPlacementResult`, which names a parameter's placement and mesh (2.13 on)."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 
     kind = getattr(_fsdp_common, "ShardPlacementResult", None)
@@ -67,7 +67,7 @@ def is_shard_placement_result(value: object) -> bool:
 
 
 def composed_with(module: Any) -> set[str]:
-    """Return the names of torch's composable functions that were applied to a module, such as "replicate"."""
+    """Return the names of torch's composable functions ("replicate", "fully_shard", ...) that were applied to `module`."""
     from torch.distributed._composable.contract import _get_registry
 
     return set(_get_registry(module) or ())

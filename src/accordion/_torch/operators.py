@@ -1,4 +1,4 @@
-"""Names of dispatch modes and of operators' schemas."""
+"""Functions around private names of torch's dispatch modes and operator schemas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DispatchMode = TorchDispatchMode
-"""Base class of modes that intercept every operator. No public name (all versions)."""
+"""Base class of context managers that intercept every operator inside them. No public name (all versions)."""
 
 
 class EagerMode(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Names of optimizers, schedulers and gradient scalers."""
+"""Functions around private names of optimizers, learning rate schedulers and gradient scalers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _unscale_settled(unscale: Callable[..., Any], operator: Any, args: tuple[Any
 
 
 def hooks_after_any_step() -> list[Any]:
-    """Return the hooks that torch calls after the step of every optimizer. No public name."""
+    """Return the functions that torch calls after each step of any optimizer in this process. No public name."""
     from torch.optim import optimizer
 
     return list(optimizer._global_optimizer_post_hooks.values())

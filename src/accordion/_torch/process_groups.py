@@ -1,4 +1,4 @@
-"""Names of process groups, their backends and stores, and of meshes."""
+"""Functions around private names of process groups, their backends and stores, and device meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that count references to tensors and to their memory."""
+"""Functions that count references to tensors and to their memory, with private names of torch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def holders_of_memory(tensor: Tensor) -> int:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a number that no other live storage has. No public name."""
+    """Return a number that identifies a storage among all live ones. No public name."""
     return int(storage._cdata)
 
 

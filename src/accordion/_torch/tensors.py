@@ -1,4 +1,4 @@
-"""Names of tensors, parameters and DTensors: operators on many at once, local tensors, handlers of operators."""
+"""Functions around private names of tensors, parameters and DTensors: operators on many tensors at once, local tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def asked_grad_dtype(param: Tensor) -> tuple[bool, torch.dtype | None]:
 
 
 def keep_grad_dtype(old: Tensor, new: Tensor) -> None:
-    """Copy `grad_dtype` from leaf `old` to leaf `new`, if it was set."""
+    """Copy the attribute `grad_dtype` from leaf `old` to leaf `new`, if the user has set it on `old`."""
     was_set, dtype = asked_grad_dtype(old)
     if was_set:
         new.grad_dtype = dtype

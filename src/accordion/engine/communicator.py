@@ -20,15 +20,15 @@ LAUNCHES_EACH = ("nccl2", "nccl-lazy")  # these launch each tensor of a coalesce
 CARRIED = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
 )
-"""The dtypes that every backend supports; others are sent as bytes."""
+"""The dtypes that every backend can send; tensors of others are sent as bytes."""
 
 
 def device_type_of_job() -> str:
-    """Return the accelerator's device type if the default group has a backend for it alone, otherwise "cpu".
+    """Return the device type on which the default process group communicates: the accelerator's, such as "cuda", or "cpu".
 
-    The group is asked, because `init_process_group()` without a backend leaves the name "undefined" (torch 2.11 to 2.13). A
-    backend that also serves the CPU (gloo, MPI, fake) does not imply an accelerator; its users pass a mesh.
+    A backend that also serves the CPU (gloo, MPI, fake) counts as "cpu"; its users can pass a mesh.
     """
+    # The group is asked, because `init_process_group()` without a backend leaves the name "undefined" (torch 2.11 to 2.13).
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "cpu"
@@ -38,7 +38,7 @@ def device_type_of_job() -> str:
 
 
 def is_stream_ordered(backend: str, device: torch.device) -> bool:
-    """Return True if collectives of `backend` on `device` run in the order of a stream, as on most accelerators."""
+    """Return True if collectives of `backend` on `device` run in the order of a device stream, without a wait of the host."""
     return device.type != "cpu" and backend not in HOST_ORDERED
 
 
@@ -103,10 +103,8 @@ class Communicator:
         return Pending(self, works if self._waits else ())
 
     def gather(self, fulls: list[Tensor], shards: list[Tensor]) -> Pending:
-        """All-gather: fill each `fulls[i]` (num_ranks * n,) with the `shards[i]` (n,) of all ranks in rank order.
-
-        One launch if the backend is stream-ordered and coalesces; gloo would copy in and out, and has none for CUDA tensors.
-        """
+        """All-gather: fill each `fulls[i]` (num_ranks * n,) with the `shards[i]` (n,) of all ranks in rank order."""
+        # One launch if the backend is stream-ordered and coalesces; gloo would copy in and out, and has none for CUDA tensors.
         if self._async or not self._coalesces:
             gather, options, pairs = self._gather, self._gather_options, zip(fulls, shards, strict=True)
             return self._pending(*[gather(full, shard, options) for full, shard in pairs])

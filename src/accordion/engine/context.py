@@ -51,7 +51,7 @@ class ShardingContext:
 
     @property
     def cut_communicators(self) -> list[Communicator]:
-        """Return the communicators of all axes over which tensors are cut, without those of one rank."""
+        """Return the communicators of the mesh axes over which shards differ, without axes of one rank."""
         return [
             a.gather for a in ((self.shard, self.replicate) if self.cut_twice else (self.shard,)) if a.num_ranks > 1
         ]

@@ -84,7 +84,7 @@ class Engine:
         return [param for unit in self.units for param in unit.params]
 
     def dismantle(self) -> None:
-        """Drop everything after the model was deleted, so that memory is freed without the garbage collector. No wait."""
+        """Drop all state after the model was deleted, so that memory is freed without the garbage collector; nothing waits."""
         for part in [*self.failed_reduces, *[part for parts in self.reduces_under_way for part in parts]]:
             part.abandon()
         for call in [call for calls in self._tasks.values() for call in calls]:

@@ -1,4 +1,4 @@
-"""The memory of a group's full parameters."""
+"""The memory of full parameters, which is freed between uses."""
 
 from __future__ import annotations
 

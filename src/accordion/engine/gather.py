@@ -71,7 +71,7 @@ class AxisGather:
         self._storage.resize_(0)
 
     def open(self) -> None:
-        """Allocate the packed message; call it before `load`."""
+        """Allocate the packed message; called before `load` and `steps`."""
         if self._storage is not None:
             self._storage.resize_(self._num_bytes)
 

@@ -1,6 +1,6 @@
-"""Faster gathers and reduces for gloo on CPU: large tensors go from rank to rank, without copies.
+"""Faster gathers and reduces for gloo on CPU: large tensors are sent point to point, without copies.
 
-Ranks on an accelerator do not use this file. docs/design.md has the measurements.
+docs/design.md has the measurements.
 """
 
 from __future__ import annotations

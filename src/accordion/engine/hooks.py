@@ -82,7 +82,7 @@ class Hooks:
     # -- the node that waits for the reduce
 
     def forget(self) -> None:
-        """Forget all calls under way, after an interrupt for which torch runs no hooks."""
+        """Forget all running calls, after an interrupt for which torch did not call `after`."""
         self._calls.clear()
         self._reserved = None
 
@@ -157,7 +157,7 @@ class Hooks:
         return self._cast_inputs(call, args, kwargs)
 
     def _cast_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """Return (args, kwargs) in the unit's dtype, or None to keep them; record the nodes of inputs with gradients."""
+        """Return (args, kwargs) cast to the unit's dtype, or None to keep them; set `call.inputs` to their autograd nodes."""
         unit = self.unit
         if unit.inputs is None and not unit.views_inputs:
             if torch.is_grad_enabled():
@@ -269,7 +269,7 @@ class Hooks:
         return None if out is result else out
 
     def own_memory(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, or a copy if it is a view of a full parameter (learned positions), which will be freed."""
+        """Return an output `tensor`, or a copy if it is a view of a full parameter (learned positions), which will be freed."""
         return tensor.clone() if self.unit.holds(tensor) else tensor
 
     def _watch_outputs(self, call: Call, fulls: Sequence[Tensor], out: Any, inputs: Any) -> Any:

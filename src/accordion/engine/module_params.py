@@ -35,7 +35,7 @@ class ModuleParams:
         return [module for module in (ref() for ref in refs) if module is not None]
 
     def check_registry(self) -> None:
-        """Raise `UsageError` if a parameter was replaced after `shard`: showing full parameters would overwrite it."""
+        """Raise `UsageError` if code has replaced a parameter of a module after `shard`; nothing while full ones are shown."""
         if self._shown:
             return
         shards = self._shards
@@ -47,7 +47,7 @@ class ModuleParams:
                 )
 
     def check_data(self) -> None:
-        """Raise `UsageError` if `p.data = ...` was assigned for a sharded parameter, whose local tensor does not follow."""
+        """Raise `UsageError` if `p.data = ...` was assigned to a sharded parameter, because this does not change its shard."""
         storages = _torch.storages_of(self._shards)
         if storages == self._storages:
             return

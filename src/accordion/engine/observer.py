@@ -98,7 +98,7 @@ class Observer:
         """Called when all gradients of a backward are written. `reduced`: False if they were only summed on this rank."""
 
     def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
-        """Called before `clip_grad_norm_` reduces the norm of all gradients."""
+        """Called at the start of `clip_grad_norm_`, with its arguments."""
 
     def memory_is_for(self, purpose: Purpose | None) -> None:
         """Called before memory is allocated for `purpose`, and with None when that allocation has ended."""

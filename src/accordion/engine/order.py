@@ -52,7 +52,7 @@ class UnitOrder:
         return None if following == END else following
 
     def sequence(self) -> list[int]:
-        """Return the units in the order of the last forward, as far as it was recorded."""
+        """Return the indices of the units in the order of the last forward, each once, up to the first repetition."""
         sequence: list[int] = []
         following = self.after(FORWARD, START)
         while following is not None and following not in sequence:

@@ -1,4 +1,4 @@
-"""The reduce of one group's gradients under way: from full gradients on this rank to its rows of their sum."""
+"""A running reduce of gradients: from full gradients on this rank to its rows of their sum over ranks."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class LeavingBuffer(FullBuffer):
         super().close()
 
     def drop(self) -> None:
-        """Forget the slice, because the shards may have changed; a gather that reads it keeps its own reference."""
+        """Drop the slice `part`, because the shards may have changed. A running gather keeps its own reference to it."""
         self.part, self.shows, self.left = None, NO_VERSION, NO_VERSION
 
 

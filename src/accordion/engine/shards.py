@@ -55,7 +55,7 @@ class ShardBuffer:
         """Let the host wait for all running steps and copies, so that it may read and write shards."""
 
     def mark_stale(self) -> None:
-        """Record that shards may have been written although their version did not change."""
+        """Make later gathers read the shards again, because they may have been written without a new version."""
 
     def put(
         self,

@@ -47,7 +47,7 @@ def map_tensors(
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors that `map_tensors` would reach in `tree`."""
+    """Return all tensors inside the tuples, lists, mappings and dataclasses of `tree`, in order."""
     tensors: list[Tensor] = []
     _collect(tree, tensors)
     return tensors

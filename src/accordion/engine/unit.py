@@ -1,4 +1,4 @@
-"""A unit: parameters that are gathered and freed together, and the leases that keep them in memory."""
+"""A unit: parameters that are gathered and freed together, and the count of leases (uses) that keep them in memory."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ class Unit:
             self.reshard()
 
     def reshard(self, waits: bool = True) -> None:
-        """Free the full parameters, unless a lease or a policy keeps them, or `waits` is False and a gather is under way."""
+        """Free the full parameters, unless a lease or a policy keeps them. `waits`: False to skip if that needs a wait of the host."""
         if self.leases or self.full_params is RESHARDED or self.context.waiter.broken is not None:
             return
         if self._transfers:
@@ -274,7 +274,7 @@ class Unit:
         self.full_params = RESHARDED
 
     def version(self) -> int:
-        """Return a number that grows with every write to a shard."""
+        """Return a number that grows with every write to a shard, except steps of torch's fused optimizers."""
         return sum([g.version() for g in self._gathered])
 
     def mark_stale(self) -> None:
