@@ -63,7 +63,7 @@ class Engine:
         # Callbacks that write gradients whose reduce over the replicate axis of a hybrid still runs, the oldest first.
         self.delayed_writes: list[Callable[[], object]] = []
         self.undecided = UndecidedGradients()
-        self.arriving: list[Transfer] = []  # copies of gradients to their tier off the device
+        self.arriving: list[Transfer] = []  # copies of gradients to host or disk under way
         self.to_add: list[tuple[Tensor, Tensor]] = []  # (sum, term): terms among them that are added to gradients
         self._tasks: dict[int, list[Any]] = {}  # by backward task, the `Call`s that take part
         self._synced: set[int] = set()  # backward tasks that reduce
@@ -189,7 +189,7 @@ class Engine:
         return True
 
     def drop_kept(self, matches: Callable[[KeptLease], bool] = lambda lease: True) -> None:
-        """Release the leases from `keep` for which `matches` returns True, by default all; freed units are gathered again."""
+        """Release the leases from `keep` for which `matches` returns True; their backward gathers again."""
         # Never called by a destructor, because all ranks must end their leases at the same time.
         for lease in [lease for lease in self.kept_leases if matches(lease)]:
             self.kept_leases.remove(lease)
@@ -290,7 +290,7 @@ class Engine:
     def as_gradients(
         self, unit: Unit, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool
     ) -> list[DTensor | None]:
-        """Return the gradients of `unit.as_gradients(...)`, and add their copies to host or disk to `arriving`."""
+        """Wait for the reduces `parts`; return a sharded gradient per trained parameter, and add their copies to `arriving`."""
         for notify in self.observers.memory_is_for:
             notify(GRADIENTS)
         grads, copies = unit.as_gradients(trained, parts, adding, decide)

@@ -40,7 +40,7 @@ class Cut:
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:
-        """Return the shape of one row: `shape` without `dim`."""
+        """Return `shape` without the dimension `dim`."""
         return self.shape if self.dim is None else (*self.shape[: self.dim], *self.shape[self.dim + 1 :])
 
     @cached_property

@@ -252,7 +252,7 @@ class Unit:
             self.reshard()
 
     def reshard(self, waits: bool = True) -> None:
-        """Free the full parameters, unless a lease or a policy keeps them. `waits`: False to skip if that needs a wait of the host."""
+        """Free the full parameters, unless a lease or a policy keeps them, or the host must wait first and `waits` is False."""
         if self.leases or self.full_params is RESHARDED or self.context.waiter.broken is not None:
             return
         if self._transfers:
