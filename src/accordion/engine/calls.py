@@ -106,7 +106,7 @@ class Call:
         engine.gather_ahead(BACKWARD, unit)
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """Begin the backward of this call as `begin` does, and gather `fulls` also if only a read of a weight needs them."""
+        """Begin the backward of this call, unless it has begun, and gather `fulls`, because one of them is about to be read."""
         self.begin(fulls, None)
         task = _torch.current_graph_task()
         if task not in self.shown:  # an embedding's backward has no lease, but a hook reads its weight

@@ -151,7 +151,7 @@ class Group(ABC):
 
     @abstractmethod
     def gather(self) -> Transfer | None:
-        """Begin to gather; return the transfer under way, or None if nothing is to be gathered. Then call `landed`."""
+        """Begin to gather the full parameters; return the transfer, or None if there is nothing to do. `landed` follows it."""
 
     @abstractmethod
     def landed(self) -> None:
@@ -276,7 +276,7 @@ class CutGroup(Group):
         return transfer
 
     def _check(self, tags: Tensor) -> None:
-        """Raise an error if `tags`, those of all ranks in a gather, differ: ranks then received values of other units."""
+        """Raise an error if `tags`, those of all ranks in a gather, differ: ranks then got values of different units."""
         waiter = self.context.waiter
         if waiter.looks(self.context.device):
             waiter.same_everywhere(tags, self._tag, self._gathers)

@@ -47,7 +47,7 @@ class CallInForward(Protocol):
         """Return True if the backward that runs now has reached this call."""
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """Do as `begin`, because the running backward is about to read one of the full parameters `fulls`."""
+        """Record the backward as `begin` does, and gather the unit, because one of its full parameters `fulls` is read."""
 
 
 class Observer:

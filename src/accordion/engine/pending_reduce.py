@@ -125,7 +125,10 @@ class PendingReduce:
     def finish_in_tier(
         self, adding: Sequence[bool], decide: bool = True
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """Return (rows of `finish` in the memory in which gradients are stored, copy to it or None). `adding`: as for `put`."""
+        """Return (rows of `finish` in the memory in which gradients are stored, copy to that memory under way or None).
+
+        `adding`: True for rows that the caller only adds to a gradient and then drops. `decide`: passed to `finish`.
+        """
         rows, group = self.finish(decide), self._group
         # If the sums are cast to be gradients, the compute stream does that.
         made_by = (self._outer or self._transfer) if group.sums_are_grads else None
