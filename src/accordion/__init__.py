@@ -15,7 +15,7 @@ __version__ = VERSION
 
 
 class _Package(ModuleType):
-    """This package, whose public names are imported at the first use of one: `accordion --help` need not import torch."""
+    """The class of this package's module object: it imports the public names, and with them torch, when one is first used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and name != "__all__":
@@ -32,5 +32,5 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
 
-SHADOWED = ("describe", "plan", "shard")  # names of functions and of submodules, which an import would set here
+SHADOWED = ("describe", "plan", "shard")  # functions; an import of the submodules of these names would replace them
 sys.modules[__name__].__class__ = _Package

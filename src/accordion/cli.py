@@ -19,7 +19,7 @@ from accordion.output import lasting_output
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand. `about`: its help. `module`: has its `run`. `needs`: packages that pip's `extra` installs."""
+    """A subcommand: `accordion.<module>.run(arguments)`, or `run(arguments, environ)`. `needs`: packages in pip's `extra`."""
 
     about: str
     module: str
@@ -60,8 +60,11 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | None = None) -> int:
-    """Run one subcommand and return its exit code: 0 for success, 1 if a rank failed, 2 for bad input, 3 if ranks diverged,
-    75 if a signal ended training after a save, 130 after Ctrl-C, 128 + n if signal n ended a rank."""
+    """Run the subcommand in `argv` (by default that of the process) and return its exit code; errors are printed.
+
+    0 for success, 1 if a rank failed, 2 for bad input, 3 if ranks diverged, 75 if a signal ended training after a save, 130
+    after Ctrl-C, 128 + n if signal n ended a rank. `run`: replaces the subcommands, for tests.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -90,7 +93,7 @@ def _code_of(words: list[str], run: Callable[[list[str]], int]) -> int:
 
 
 def _reports(environ: Mapping[str, str]) -> bool:
-    """Return True if this process reports bad input: without a launcher, or on the first rank, for all ranks read the same."""
+    """Return True if this process should print errors of bad input: without a launcher, or as rank 0 of torchrun or Slurm."""
     started = "RANK" in environ and "WORLD_SIZE" in environ
     rank = environ["RANK"] if started else environ.get("SLURM_PROCID", "0")
     return not (rank.isascii() and rank.isdecimal()) or not rank.strip("0")

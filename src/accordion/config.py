@@ -15,7 +15,7 @@ from accordion.errors import UsageError, nearest
 
 
 class Place(Enum):
-    """Placement of one kind of state over the ranks of one mesh axis."""
+    """Placement of parameters, gradients or optimizer state: each rank keeps a shard, or all keep everything."""
 
     SHARD = "shard"
     REPLICATE = "replicate"
@@ -25,11 +25,12 @@ class Place(Enum):
 class Strategy:
     """How parameters, gradients and optimizer state are placed over ranks.
 
-    `params`, `grads`, `optim`: placement over the ranks of the shard axis. Full parameters live for one lease if `params` is
-    sharded, from forward to the end of backward with `keep_until_backward`, and always if `params` is replicated.
-    `grads=REPLICATE` accumulates micro-batches under `no_sync` as full local sums. `hybrid`: the mesh has two axes,
-    ("replicate", "shard"); `optim_over_replicas` shards the optimizer over both. `reduce`: "auto" uses the exchange
-    (all-to-all and a local sum) inside a node for large messages, and reduce-scatter elsewhere.
+    `params`, `grads`, `optim`: placement over the ranks of the shard axis. If `params` is sharded, full parameters are in
+    memory during a unit's forward and its backward, with `keep_until_backward` also between them; if replicated, always.
+    `hybrid`: the mesh has two dims, ("replicate", "shard"); `optim_over_replicas` shards the optimizer over both. `reduce`: the
+    algorithm of gradient reduces; "exchange" is an all-to-all and a local sum, "auto" uses it inside a node for large messages.
+
+    Raises `UsageError` for an optimizer that is replicated while something is sharded, and for `optim_over_replicas` alone.
     """
 
     name: str
@@ -66,7 +67,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def strategy_named(name: str | Strategy) -> Strategy:
-    """Return the strategy called `name`; a `Strategy` is returned as it is. Raises `UsageError` with the nearest name."""
+    """Return the strategy called `name`, such as "full_shard"; a `Strategy` is returned as it is. Raises `UsageError`."""
     if not isinstance(name, str):
         return name
     if name not in STRATEGIES:
@@ -79,7 +80,7 @@ class Precision:
     """The dtypes of computation, reduction, outputs, sharded parameters and buffers.
 
     Args:
-        params: dtype of the computation; None: that of each parameter. Batch norms keep theirs unless `buffers` is set
+        params: dtype in which parameters are gathered and used; None: their own, also of batch norms unless `buffers` is set
         reduce: dtype in which gradients are summed over ranks; None: that of the gradients
         output: dtype of floating outputs of the root, or of a unit in `overrides`; None: unchanged
         master: dtype of the sharded parameters; wider and frozen ones keep their own. None: all keep their own
@@ -109,7 +110,7 @@ class Precision:
         return self.params if self.params is not None and own.is_floating_point else own
 
     def master_dtype(self, own: torch.dtype, requires_grad: bool) -> torch.dtype:
-        """Return the dtype of the shard of a parameter of dtype `own`."""
+        """Return the dtype of the shard of a parameter of dtype `own`: the wider of it and `master`; frozen ones keep `own`."""
         is_stepped = requires_grad and own.is_floating_point
         return wider(own, self.master) if is_stepped and self.master is not None else own
 
@@ -121,17 +122,17 @@ class Precision:
 
 
 COMPUTE_DTYPES: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Name on the command line -> `Precision(params=)`."""
+"""Name of a precision on the command line -> the dtype for `Precision(params=)`."""
 
 
 def wider(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """Return `wanted`, or `own` if that has more bytes."""
+    """Return the dtype `wanted`, or `own` if its elements have more bytes."""
     return own if own.itemsize > wanted.itemsize else wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
-    """How much is gathered ahead of use: as many whole units as fit into `budget_bytes`; None: one unit of any size."""
+    """How many units (modules) are gathered ahead of use: those that fit into `budget_bytes`; None: one of any size."""
 
     budget_bytes: int | None = None
 
@@ -143,17 +144,17 @@ DEVICE, HOST, DISK = "device", "host", "disk:"
 class Offload:
     """The places in which training state is stored between uses, and in which the optimizer steps.
 
-    A place is "device" (where the model computes), "host" (memory of this machine) or "disk:/path" (an unnamed file in that
+    A place is "device" (on which the model computes), "host" (memory of this machine) or "disk:/path" (an unnamed file in that
     folder, gone with the process). Anything on disk, `step="device"` and `step_in_backward` need `wrap_optimizer`.
 
     Args:
-        params: place of the rows that are gathered, in the gathered dtype; copied to the device for each use
-        grads: place of gradients from their reduce to the step, and of the sharded parameters that are stepped, which are
+        params: place of each rank's shards in the dtype in which they are gathered; copied to the device for each use
+        grads: place of gradients from their reduce to the step, and of the sharded parameters that are stepped; these are
             on disk if `params` is. None: "host" if the step is on the host or `params` is off the device
         optimizer: place of the optimizer's states
         activations: place, until the recomputation, of the inputs of units that `checkpoint_activations` recomputes
-        step: "host" steps where the states are stored, during the next forward; "device" copies them to the device,
-            chunk by chunk. None: "host" if `optimizer` is off the device
+        step: "host" steps on the CPU, during the next forward; "device" copies the states to the device, chunk by
+            chunk. None: "host" if `optimizer` is off the device
         step_in_backward: step each unit when its gradients are reduced; needs one backward a step, no clipping, no scaler
         checksums: compare what is read from the disk with what was written
         device_bytes, host_bytes: bytes of this rank up to which offloaded state stays on the device, or on the host instead
@@ -202,12 +203,12 @@ class Offload:
 
     @property
     def is_any(self) -> bool:
-        """True if parameters, gradients or optimizer states are stored off the device."""
+        """True if parameters, gradients or optimizer states are stored on host or disk."""
         return (self.params, self.rest_of_grads, self.optimizer) != (DEVICE, DEVICE, DEVICE)
 
     @property
     def asks(self) -> bool:
-        """True if anything is stored off the device, or stepped in the backward."""
+        """True if anything is stored on host or disk, activations included, or `step_in_backward` is set."""
         return self.is_any or self.step_in_backward or self.activations != DEVICE
 
     @property
@@ -220,12 +221,12 @@ class Offload:
 
     @property
     def offloads(self) -> bool:
-        """True if gradients, and with them the sharded parameters that are stepped, are stored off the device."""
+        """True if gradients, and with them the sharded parameters that are stepped, are stored on host or disk."""
         return self.rest_of_grads != DEVICE
 
     @property
     def streams(self) -> bool:
-        """True if a step copies its state chunk by chunk, from the disk or to the device."""
+        """True if an optimizer step copies its state chunk by chunk, from the disk or to the device."""
         return self.uses_disk or (self.is_any and self.stepped_on == DEVICE)
 
     @property
@@ -243,20 +244,20 @@ def _is_folder(place: object) -> bool:
 
 
 def folder_of(place: str) -> Path | None:
-    """Return the folder of a place on disk; None for any other place."""
+    """Return the folder in a place "disk:/path"; None for any other place."""
     return Path(place.removeprefix(DISK)) if place.startswith(DISK) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """Recomputation of every `every`-th unit, 0 for none. `selective`: keep attention and every other matrix product."""
+    """Recompute activations of every `every`-th unit, 0: none. `selective`: but not attention and every other matmul."""
 
     every: int = 0
     selective: bool = False
 
 
 def checkpointing_named(text: str) -> ActivationCheckpointing:
-    """Parse "none", "full", "selective" or "every:K". Raises `UsageError` for anything else."""
+    """Return the `ActivationCheckpointing` for "none", "full", "selective" or "every:K". Raises `UsageError`."""
     if not isinstance(text, str):
         raise UsageError(
             f"checkpoint_activations is {text!r}, of type {type(text).__name__}; pass 'none', 'full', 'selective' or 'every:2'."
@@ -278,7 +279,7 @@ DEBUG_MODES = ("streams", "order", "finite")
 
 
 def debug_modes(asked: str | Iterable[str]) -> frozenset[str]:
-    """Return the modes that `shard(debug=...)` names. Raises `UsageError` for an unknown one, with the nearest mode."""
+    """Return the modes in the argument `debug` of `shard`, a name or several. Raises `UsageError` for an unknown one."""
     modes = tuple(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else (asked,)
     for mode in modes:
         if mode not in DEBUG_MODES:
@@ -287,4 +288,4 @@ def debug_modes(asked: str | Iterable[str]) -> frozenset[str]:
 
 
 UnitRule = Callable[[str, nn.Module], bool]
-"""Called with (qualified name, module); True makes the module a unit."""
+"""Function (qualified name, module) -> True if the module becomes a unit, whose parameters are gathered together."""

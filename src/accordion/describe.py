@@ -1,4 +1,4 @@
-"""The bytes that a sharded model takes on each rank, by unit and kind."""
+"""Report the bytes that a sharded model takes on this rank: parameters, gradients and optimizer state of each unit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from accordion.state import sharded_engine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitReport:
-    """One unit of a `Report`; bytes are those of this rank.
+    """One unit of a `Report`: a module whose parameters are gathered together. Bytes are those of this rank.
 
-    `optimizer_bytes`: two states per trainable element, as Adam has. `full_bytes`: full parameters, while the unit is gathered.
-    `inner_shard_bytes`: inner shards of `hybrid_shard_optim`, always. `secondary_bytes`: this rank's part of the copy that
-    several ranks share from the unit's forward to its backward.
+    `kind`: class of the module. `num_params`: elements of all ranks. `optimizer_bytes`: of two states per trainable element, as
+    Adam has. `full_bytes`: of full parameters, while the unit is gathered. `inner_shard_bytes`: of the second shards that
+    `hybrid_shard_optim` always keeps. `secondary_bytes`: of this rank's part of the copy with `secondary=`.
     """
 
     name: str
@@ -32,7 +32,7 @@ class UnitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A sharded model. `unsharded_bytes`: parameters, gradients and two states on one rank without sharding."""
+    """Sizes of a sharded model. `world`: number of ranks. `unsharded_bytes`: of all parameters, gradients and two states."""
 
     strategy: str
     world: int
@@ -42,7 +42,7 @@ class Report:
 
 
 def describe(model: nn.Module) -> Report:
-    """Return a report of the units and bytes that `shard` chose; no communication."""
+    """Return a `Report` on the units of a sharded model and their bytes; no communication. Raises `UsageError` for others."""
     engine = sharded_engine(model, "describe")
     unsharded = 0
     for unit in engine.units:

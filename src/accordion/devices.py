@@ -1,4 +1,4 @@
-"""The devices of this machine, from `torch.accelerator`: no code here or above names a kind of accelerator."""
+"""The devices of this machine, from `torch.accelerator`, for any type of accelerator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """The devices of one kind. `type`: "cpu", "cuda", "xpu", "npu", ...; `count`: of this machine, 0 for the CPU."""
+    """The devices of one type ("cpu", "cuda", "xpu", "npu", ...) on this machine. `count`: 0 for the CPU."""
 
     type: str
     count: int
@@ -27,7 +27,7 @@ class Devices:
         return self.type == CPU
 
     def at(self, index: int) -> torch.device:
-        """Return the device of the rank with local rank `index`; ranks beyond `count` start again at the first device."""
+        """Return the device for local rank `index`; if there are more ranks than devices, they share them in turn."""
         return torch.device(CPU) if self.is_cpu else torch.device(self.type, index % self.count)
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ def devices_here() -> Devices:
 
 
 def devices_named(asked: str, option: str, available: Devices) -> Devices:
-    """Return the devices that `option` asks for: "auto", "cpu", or the type in `available`. Raises `UsageError` for others."""
+    """Return the devices for `asked`: "auto", "cpu" or the type in `available`. Raises `UsageError`, which names `option`."""
     if asked == CPU:
         return Devices(CPU, 0)
     if asked not in ("auto", available.type):
@@ -53,14 +53,14 @@ def devices_named(asked: str, option: str, available: Devices) -> Devices:
 
 
 def backend_of(device_type: str) -> str:
-    """Return the backend argument of `init_process_group`: gloo for the CPU, and for an accelerator its own library too."""
+    """Return the `backend` for `init_process_group`: "gloo" for the CPU; "cpu:gloo,cuda:nccl", for example, for others."""
     if device_type == CPU:
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 def name_of(device_type: str) -> str:
-    """Return the maker's name of the current device, or its type if torch has no name."""
+    """Return the product name of the current device, or `device_type` if torch knows none."""
     if device_type == CPU:
         return CPU
     ask = getattr(torch.get_device_module(device_type), "get_device_name", None)
@@ -73,10 +73,10 @@ def num_cores() -> int:
 
 
 class HostCopy:
-    """Copies of small tensors to the host, during which the device computes: `is_ready` polls, and `read` waits for them."""
+    """Copies of small tensors to the host that run while the device computes. `is_ready`: True if they have ended."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        """Begin to copy `tensors`, all on one device, after all work of its current stream so far."""
+        """Begin to copy `tensors`, which are all on one device, after the work on its current stream so far."""
         device = tensors[0].device
         self._event: torch.Event | None = None
         self._copies = tensors
@@ -91,7 +91,7 @@ class HostCopy:
         return self._event is None or self._event.query()
 
     def read(self) -> list[Any]:
-        """Return the numbers of each tensor. The host waits for the copies, but not for work that the device got later."""
+        """Wait for the copies, but not for later work of the device; return `tolist()` of each tensor."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         return [copy.tolist() for copy in self._copies]

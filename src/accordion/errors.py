@@ -13,7 +13,7 @@ class CheckpointError(AccordionError):
 
 
 class DivergenceError(AccordionError):
-    """Ranks differ in something that must be equal on all of them; raised on every rank, with both values.
+    """Ranks differ in something that must be equal on all of them, or wait for a rank that failed; raised on every rank.
 
     `of_rank`: the rank whose failure or end caused this error; None if there is no such rank.
     """
@@ -30,7 +30,7 @@ class UsageError(AccordionError, ValueError):
 
 
 class AssertedUsageError(UsageError, AssertionError):
-    """A `UsageError` that is an AssertionError too, raised in cases in which torch's FSDP2 raises an AssertionError."""
+    """A `UsageError` that is an AssertionError too, for callers that catch the one of torch's FSDP2."""
 
 
 class NonFiniteError(AccordionError, ArithmeticError):
@@ -48,7 +48,7 @@ WAYS_OUT = (
 
 
 def advise(error: BaseException) -> bool:
-    """Add `WAYS_OUT` as a note to torch's error about mixed tensors; return True if this error had no such note."""
+    """Add the note `WAYS_OUT` to an error of torch about mixed Tensor and DTensor; return True if it was added now."""
     is_new = MIXED in str(error) and WAYS_OUT not in getattr(error, "__notes__", ())
     if is_new:
         error.add_note(WAYS_OUT)
@@ -56,11 +56,11 @@ def advise(error: BaseException) -> bool:
 
 
 def some_of(words: Sequence[str], most: int, between: str = ", ") -> str:
-    """Return the first `most` of the `words`, separated by `between`, and the number of the others."""
+    """Return a text with the first `most` of `words`, joined by `between`, and "and N more" for the others."""
     return between.join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:
-    """Return "valid: " and the `choices`; before it "did you mean ...?" if one of them is similar to `word`."""
+    """Return "valid: ..." with all `choices`, for a message; if one is similar to `word`, "did you mean ...?" before it."""
     close = get_close_matches(word, [choice for choice in choices if choice != word], n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(choices)}."

@@ -21,13 +21,13 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Return the text of a regular UTF-8 file. Raises `OSError` as `open_regular`, or `UnicodeDecodeError`."""
+    """Return the text of a UTF-8 file. Raises `OSError`, also if it is not regular, or `UnicodeDecodeError`."""
     with open_regular(Path(path)) as file:
         return file.read().decode("utf-8")
 
 
 def is_open_at(handle: int, path: str | os.PathLike[str]) -> bool:
-    """Return True if `path` still names the open file `handle`."""
+    """Return True if `path` still names the file that is open as descriptor `handle`; False if it cannot be opened."""
     try:  # opened again, because network file systems look up a name only then
         other = os.open(path, os.O_RDONLY)
     except OSError:

@@ -20,9 +20,9 @@ def without_collections() -> Iterator[None]:
 
 
 def end_with_one_collection() -> None:
-    """Make this process, a command or one of its ranks, run one garbage collection at exit.
+    """Make this process run one garbage collection at exit; Python's own later ones then find nothing, and are fast.
 
-    Python itself runs several, each over all of torch and transformers: they take 1.0 s at a rank's exit, and one 0.33 s.
+    This saves 0.7 s of a rank's exit, because each goes over all of torch and transformers.
     """
     atexit.unregister(_last_collection)
     atexit.register(_last_collection)

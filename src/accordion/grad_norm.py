@@ -1,4 +1,4 @@
-"""The norm of all gradients, with one reduction of one number per set of ranks."""
+"""The norm of all gradients of a sharded model, with one all-reduce of one number per set of ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from accordion.engine.communicator import Communicator, reduced
 
 @dataclass(slots=True)
 class NormPart:
-    """Tensors of which each rank of `communicators` has different rows; without communicators every rank has them whole."""
+    """Tensors that are sharded over the ranks of `communicators`; without any, every rank has the whole tensors."""
 
     communicators: Sequence[Communicator]
     tensors: list[Tensor] = field(default_factory=list)
 
 
 def total_norm(parts: Sequence[NormPart], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm over all elements of `parts` as a 0-d float32 tensor, equal on all ranks.
+    """Return the norm over all elements of all `parts` as a 0-d float32 tensor on `device`, equal on all ranks. A collective.
 
-    All ranks must pass parts with the same communicators in the same order. `device`: of the communication and the result;
-    tensors may be on the host. One number is reduced per part; the norm of DTensors would communicate for each tensor.
+    All ranks must pass parts with the same communicators in the same order. `device`: of the communication; the tensors may be
+    on the host. `norm_type`: as in `torch.nn.utils.clip_grad_norm_`.
     """
     is_max = math.isinf(norm_type)
     powers = []
@@ -52,7 +52,7 @@ def _grouped(tensors: Iterable[Tensor], key: Callable[[Tensor], object]) -> list
 
 
 def scale_to(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Multiply all tensors by max_norm / norm if that is below one; the host does not wait if all are on the device."""
+    """Multiply all tensors in place by max_norm / norm (0-d) if that is below 1; no wait if all are on the norm's device."""
     multiply(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 

@@ -28,7 +28,7 @@ from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import mark_rows, refuse_other_rows, refuse_states_of_others
 
 Opt = TypeVar("Opt", bound=Optimizer)
-OURS = "_accordion_sharded"  # attribute of a sharded parameter
+OURS = "_accordion_sharded"  # attribute that marks a sharded parameter
 ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
@@ -37,10 +37,10 @@ WHOLE = tuple(getattr(torch.optim, name) for name in ("Muon", "SparseAdam") if h
 
 
 class LocalStep(Optimizer):
-    """Mixin that `wrap_optimizer` adds to an optimizer's class: its step runs on local tensors.
+    """Mixin that `wrap_optimizer` adds to an optimizer's class: its step runs on the local tensors of sharded parameters.
 
-    Outside of a step `param_groups` and `state` hold DTensors, as state dicts, schedulers and scalers expect. A step on DTensors,
-    which dispatches each operator, takes 2.6 to 4.5 times as long.
+    Outside of a step `param_groups` and `state` hold DTensors, as state dicts, schedulers and scalers expect. A step on
+    DTensors takes 2.6 to 4.5 times as long.
     """
 
     _kind: type[Optimizer]  # the optimizer's class before it was wrapped
@@ -116,7 +116,7 @@ class LocalStep(Optimizer):
         return bool(vars(self).get("_step_supports_amp_scaling", False))
 
     def _wait(self) -> None:
-        """Wait for steps of offloaded parameters, which may be running on another thread."""
+        """Let the host wait for running steps of offloaded parameters, which worker threads execute."""
         for engine in engines_of(self):
             engine.synchronize()
 
@@ -126,14 +126,14 @@ class LocalStep(Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state dict for the rows of this rank, with states marked as such (see `row_marks`)."""
+        """Return the state dict of this rank's rows, after running steps; a mark on the states tells whose rows they are."""
         self._wait()
         expose(self)
         mark_rows(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this rank's rows. Collective. Raises `UsageError` on all ranks if one got another rank's rows."""
+        """Load a state dict of this rank's rows. Collective: raises `UsageError` on all ranks if one got other rows."""
         refuse_other_rows(self, state_dict)
         self._wait()
         super().load_state_dict(state_dict)
@@ -146,7 +146,7 @@ class LocalStep(Optimizer):
 
 
 class StepHooks:
-    """The hooks that torch calls before and after each step; they ignore optimizers without sharded parameters."""
+    """Hooks that torch calls before and after each step of any optimizer; they check those of sharded parameters."""
 
     # One pair for all models, never removed: removing hooks would change torch's dict while a step may be iterating over it.
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class StepHooks:
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Check an optimizer of sharded parameters that is not wrapped. Return other arguments for the step of an LBFGS."""
+        """Refuse an unwrapped optimizer that cannot step sharded parameters; return new (args, kwargs) for an LBFGS."""
         params = (p for group in optimizer.param_groups for p in group["params"])
         if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
             return None
@@ -177,14 +177,14 @@ class StepHooks:
                 watch.stepped(optimizer)
 
     def add(self, watch: Any) -> None:
-        """Call `watch.stepped(optimizer)` after each step of an optimizer of any model, as long as `watch` lives."""
+        """Call `watch.stepped(optimizer)` after each step of any optimizer, without keeping `watch` alive."""
         # A new list, because a step on another thread may be iterating over the old one.
         self._watches = [*(each for each in self._watches if each() is not None), weakref.ref(watch)]
 
 
 @cache
 def step_hooks() -> StepHooks:
-    """Return the `StepHooks` of this process, which are registered with torch at the first call."""
+    """Return the `StepHooks` of this process; the first call makes them and registers them with torch."""
     hooks = StepHooks()
     register_optimizer_step_pre_hook(hooks.before)
     register_optimizer_step_post_hook(hooks.after)
@@ -192,7 +192,7 @@ def step_hooks() -> StepHooks:
 
 
 def mark_sharded(engine: Engine) -> None:
-    """Mark the parameters of `engine`, so that `StepHooks` check the optimizers that step them."""
+    """Set an attribute on the sharded parameters of `engine`, so that `StepHooks` check the optimizers that step them."""
     for param in engine.params:
         vars(param.sharded)[OURS] = True
     step_hooks()
@@ -224,14 +224,14 @@ def _mesh_of(optimizer: torch.optim.LBFGS) -> DeviceMesh:
 
 
 def _mean_loss(mesh: DeviceMesh, closure: Callable[[], Any]) -> Tensor:
-    """Return the mean over the ranks of `mesh` of the loss that `closure` returns. Collective."""
+    """Call `closure` and return the mean of its loss over the ranks of `mesh`, detached. Collective."""
     loss, device = torch.as_tensor(closure()).detach(), torch.device(mesh.device_type)
     total = loss.to(device, torch.promote_types(loss.dtype, torch.float32), copy=True)
     return reduced(total, [Communicator(group, device) for group in mesh.get_all_groups()]).div_(mesh.size())
 
 
 def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
-    """Give each local tensor in `pairs` (parameter, local tensor) its local gradient; return `state` keyed by local tensors."""
+    """Set `.grad` of each local tensor in `pairs` (parameter, local tensor); return the local `state`, by local tensor."""
     local_states: defaultdict[Any, Any] = defaultdict(dict)
     for p, local in pairs:
         if local is not p:
@@ -246,14 +246,14 @@ def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mappin
 
 
 def inner_of(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that steps: the innermost `optimizer` attribute if this one wraps another, as accelerate's does."""
+    """Return the optimizer in the attribute `optimizer`, to any depth, if this one wraps another (accelerate's), or itself."""
     inner: Any = getattr(optimizer, "optimizer", None)
     is_outer = isinstance(optimizer, Optimizer) and isinstance(inner, Optimizer) and inner is not optimizer
     return inner_of(inner) if is_outer else optimizer
 
 
 def _refuse_stored_step(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if an optimizer that wraps another has stored the inner one's `step`, which is about to change."""
+    """Raise `UsageError` if an optimizer that wraps another stores its bound `step`, which `wrap_optimizer` would change."""
     while inner_of(optimizer) is not optimizer:
         inner: Any = optimizer.optimizer  # type: ignore[attr-defined]
         if any(getattr(v, "__self__", 0) is inner and v.__name__ == "step" for v in vars(optimizer).values()):
@@ -267,13 +267,12 @@ def _refuse_stored_step(optimizer: Optimizer) -> None:
 def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     """Make `optimizer` step on the local tensors of sharded parameters; return the same object, now of a subclass of its class.
 
-    Its interface, `param_groups` and `state` keep their DTensors. Without this an optimizer steps correctly, but more slowly. The
-    update of an element must depend on that element alone, as in most of torch.optim; `elementwise` promises it for others.
-    An LBFGS is returned unchanged: it steps on whole vectors, equal on every rank, with the mean loss of all ranks.
-    If `optimizer` wraps another one (accelerate's), the inner one is changed. In `torch.compile` the step runs uncompiled. The
-    result can be copied, but not pickled. Raises `UsageError` for other optimizers, and for one that was made before `shard`.
-
-    `state_dict` returns the rows of this rank. `load_state_dict` is collective, and raises on all ranks if one gets other rows.
+    Its interface stays, and `param_groups` and `state` keep their DTensors. Without this an optimizer steps correctly, but more
+    slowly. The update of an element must depend on that element alone, as in most of torch.optim; `elementwise=True` promises
+    that for optimizers of others. `state_dict` returns the rows of this rank; `load_state_dict` is collective, and raises
+    `UsageError` on all ranks if one gets other rows. The result can be copied, not pickled. In `torch.compile` the step runs
+    uncompiled. An LBFGS stays unchanged; its steps use the mean loss of all ranks. If `optimizer` wraps another one
+    (accelerate's), the inner one is changed. Raises `UsageError` for other optimizers, or if it was made before `shard`.
     """
     target: object = optimizer
     if not isinstance(target, Optimizer):
@@ -299,7 +298,7 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
 
 
 def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
-    """Raise `UsageError` if `wrap_optimizer` cannot wrap this optimizer, which is neither wrapped nor wraps another one."""
+    """Raise `UsageError` if `wrap_optimizer` does not support this optimizer or it has no sharded parameters."""
     name = type(optimizer).__name__
     if isinstance(optimizer, WHOLE):
         raise UsageError(
@@ -326,9 +325,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of a sharded model so that their norm is at most `max_norm`; return the norm before, 0-d float32.
 
-    The norm is over all elements of all gradients, as on one device, and the same on all ranks: one number is all-reduced.
-    Gradients of parameters that are not sharded must be equal on all ranks. With `error_if_nonfinite`, raises `NonFiniteError` on
-    every rank, before any gradient changes, if the norm is NaN or inf; this synchronizes with the device.
+    The norm is over all elements of all gradients, and the same on all ranks. Collective. Gradients of parameters that are not
+    sharded must be equal on all ranks. With `error_if_nonfinite`, raises `NonFiniteError` on every rank, before any gradient
+    changes, if the norm is NaN or inf; this synchronizes with the device. Raises `UsageError` with `step_in_backward`.
     """
     target: object = model
     if not isinstance(target, nn.Module):
@@ -349,7 +348,10 @@ def clip_norm_of(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip, as `clip_grad_norm_` does, the gradients of `parameters`, the same ones on all ranks, of the models of `engines`."""
+    """Clip the norm of the gradients of `parameters`, of several models, as `clip_grad_norm_` does for one; return the norm.
+
+    All ranks must pass the same parameters.
+    """
     wanted = {id(param): param for param in parameters}
     for engine in engines:
         refuse_in_backward(engine, "clip_grad_norm_")
@@ -380,7 +382,7 @@ def clip_norm_of(
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
-    """Multiply all gradients of a sharded model by `factor`, 0-d and the same on all ranks, also offloaded ones."""
+    """Multiply all gradients of a sharded model, also offloaded ones, in place by `factor` (0-d, equal on all ranks)."""
     engine = engine_of(model)
     assert engine is not None, "a sharded model"
     refuse_in_backward(engine, "scaling of gradients")
@@ -390,7 +392,7 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
 
 
 def _norm_over(param: Param, engine: Engine) -> tuple[Sequence[Communicator], bool]:
-    """Return (communicators over which the norm of a parameter is summed, True if this rank's rows count)."""
+    """Return (communicators over which a gradient's norm is reduced, False if another rank counts this rank's rows)."""
     context, model = param.context, engine.context
     if context is model or param.around is not None:
         cut = list(context.cut_communicators) if param.cut.dim is not None else []

@@ -1,9 +1,9 @@
-"""Parse a command line into a frozen dataclass: one flag a field, and one sentence with the nearest flag for every mistake.
+"""Parse a command line into a frozen dataclass: one flag per field, and for every mistake one sentence with the nearest flag.
 
-The field `max_new_tokens` is `--max-new-tokens`; a bool field that defaults to False takes no value. A field that is a
-dataclass is a group: its `steps` is `--train.steps`, spelled as in a run file. A field made by `place` is positional. The
-help of a flag is the text under its field, or next to its name under `Args:` in the docstring of the dataclass. A dataclass
-with a method `parsers` names the functions that parse its other fields.
+The field `max_new_tokens` becomes `--max-new-tokens`; a bool field that defaults to False takes no value. A field `train` whose
+type is a dataclass is a group: its `steps` becomes `--train.steps`, the key in a run file. A field made by `place` is
+positional. The help of a flag is the text under its field, or next to its name under `Args:` in the docstring of the
+dataclass. A dataclass may have a static method `parsers` that returns field name -> function that parses its text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from accordion.errors import UsageError, nearest
 
 T = TypeVar("T")
 SEVERAL = {tuple[float, float]: 2, tuple[float, float, float]: 3}
-"""Type of several numbers, written with commas between -> how many."""
+"""Tuple type of an option with several numbers, written as 0.9,0.95 -> how many numbers."""
 KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 METAVARS = {int: "NUMBER", float: "NUMBER", str: "TEXT", bool: "true|false"}
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}  # as YAML has them
@@ -43,22 +43,22 @@ def place(default: Any = MISSING) -> Any:
 
 
 def unread(make: Callable[[], Any]) -> Any:
-    """Return a field that no flag sets; its default is `make()`."""
+    """Return a dataclass field that no flag sets; its default is `make()`."""
     return field(default_factory=make, metadata={"unread": True})
 
 
 def at_least(least: float, default: Any, most: float = LARGEST, **needs: Any) -> Any:
-    """Return a field for a number from `least` to `most`, which `check_values` checks. `needs`: see `needing`."""
+    """Return a dataclass field for a number from `least` to `most`, which `check_values` checks. `needs`: as for `needing`."""
     return field(default=default, metadata={"limits": (least, most), "needs": needs})
 
 
 def needing(default: Any, **needs: Any) -> Any:
-    """Return a field that needs other fields: `needs` maps the name of each to its allowed values, or to True for any."""
+    """Return a dataclass field that needs others if it is set. `needs`: name of each -> allowed values, or True for any."""
     return field(default=default, metadata={"needs": needs})
 
 
 def check_values(group: Any, name: str) -> None:
-    """Raise `UsageError` if a field of `group` has a value that it does not allow. `name`: key of the group, for the message."""
+    """Raise `UsageError` if a field of the dataclass instance `group`, called `name` in messages, has a forbidden value."""
     for f in fields(group):
         key, value = f"{name}.{f.name}", getattr(group, f.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -80,7 +80,7 @@ def check_values(group: Any, name: str) -> None:
 
 
 def check_limits(options: Any) -> None:
-    """Raise `UsageError` with the flag if a number is outside of the limits of its field."""
+    """Raise `UsageError`, which names the flag, if a number in the dataclass instance `options` is outside of its limits."""
     for f in fields(options):
         value, (least, most) = getattr(options, f.name), f.metadata.get("limits", (0, 0))
         if "limits" in f.metadata and value is not None and not least <= value <= most:
@@ -89,12 +89,12 @@ def check_limits(options: Any) -> None:
 
 
 def one_of(choices: Sequence[str], default: str | None) -> Any:
-    """Return a field whose `choices` are known only at run time; use `Literal` if they are known before."""
+    """Return a dataclass field for one of `choices`, which are known only at run time; otherwise use `Literal`."""
     return field(default=default, metadata={"choices": tuple(choices)})
 
 
 def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None:
-    """Parse `words` into a `kind`; return None if they ask for help, which is then printed. Raises `UsageError`."""
+    """Parse `words` into an instance of the dataclass `kind`; for --help print that and return None. Raises `UsageError`."""
     values = values_of(kind, words, prog, about)
     return None if values is None else made(kind, values)
 
@@ -102,9 +102,9 @@ def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None
 def values_of(
     kind: type[Any], words: Sequence[str], prog: str, about: str, more: Mapping[str, tuple[str, str]] | None = None
 ) -> dict[str, Any] | None:
-    """Parse `words` into key -> value, without defaults; return None if they ask for help, which is then printed.
+    """Parse `words` into key ("steps" or "train.steps") -> value of the flags that are given; for --help print it, return None.
 
-    `more`: flags that the caller reads itself, listed in the help: flag -> (name of its value, help). Raises `UsageError`.
+    `more`: flags that the caller has read and removed, for the help: flag -> (name of its value, help). Raises `UsageError`.
     """
     options = options_of(kind)
     helps = {"-h", "--help"} & set(words)
@@ -128,12 +128,12 @@ def values_of(
 
 
 def listed(subcommands: Mapping[str, str], prog: str) -> str:
-    """Return the help text of `subcommands` (name -> what it does): a line for each, with its command line."""
+    """Return a line of help for each of `subcommands` (name -> what it does)."""
     return "\n".join(f"  {prog} {name:<12}{does}" for name, does in subcommands.items())
 
 
 def check_subcommand(name: str, subcommands: Mapping[str, object], prog: str) -> None:
-    """Raise `UsageError` if `name` is not one of `subcommands`."""
+    """Raise `UsageError` if `name` is not a key of `subcommands`. `prog`: the command, for the message."""
     if name not in subcommands:
         raise UsageError(f"{prog} {short(name)!r} is an invalid choice; {nearest(name, subcommands)}")
 
@@ -144,7 +144,7 @@ def hint_of(flag: str, flags: Sequence[str], prog: str) -> str:
 
 
 def made(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return a `kind` from key -> value, with defaults for keys that are missing; a key of a group is `group.key`."""
+    """Return an instance of the dataclass `kind` from field name (or "group.field") -> value; others have their defaults."""
     hints = get_type_hints(kind)
     arguments = {key: value for key, value in values.items() if "." not in key}
     for name, group in hints.items():
@@ -158,10 +158,10 @@ def made(kind: type[T], values: Mapping[str, Any]) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A field as an option.
+    """A dataclass field as an option of the command line.
 
-    `key`: its name in a run file. `owner`: the dataclass of the field. `group`: the first line of the group's docstring; ""
-    if in no group. `parse`: parser of its value, if not by type.
+    `key`: its name in a run file, such as "train.steps". `owner`: the dataclass of the field. `hint`: its type. `group`: title
+    of its group in the help; "" if in no group. `is_place`: True if positional. `parse`: parser of its text; None: by type.
     """
 
     key: str
@@ -181,7 +181,7 @@ class Option:
 
     @property
     def kind(self) -> Any:
-        """The type without None."""
+        """The type of the value without `| None`."""
         return next(t for t in get_args(self.hint) if t is not NoneType) if self.is_optional else self.hint
 
     @property
@@ -189,7 +189,7 @@ class Option:
         return isinstance(self.hint, UnionType)
 
     def converted(self, value: Any, name: str) -> Any:
-        """Return `value`, text or parsed YAML, in the type of the field. `name`: used in the message. Raises `UsageError`."""
+        """Return `value`, text or parsed YAML, as the field's type. Raises `UsageError`, which begins with `name`."""
         if value is None and self.default is not None:
             raise UsageError(f"{name} is null; leave it out for its default.")
         if value is None or (value == "null" and self.is_optional):
@@ -220,7 +220,7 @@ class Option:
 
 
 def _several(value: Any, count: int, name: str) -> tuple[float, ...]:
-    """Return the numbers in text, "0.9,0.95", or in a YAML list. Raises `UsageError`."""
+    """Return the `count` numbers in a text ("0.9,0.95") or list. Raises `UsageError`, which begins with `name`."""
     parts = value.split(",") if isinstance(value, str) else value
     try:
         if not isinstance(parts, list | tuple) or len(parts) != count or any(isinstance(p, bool) for p in parts):
@@ -233,7 +233,7 @@ def _several(value: Any, count: int, name: str) -> tuple[float, ...]:
 
 
 def options_of(kind: type[Any]) -> list[Option]:
-    """Return an option for each field of the dataclass `kind`, and for a field that is a dataclass, a group, its options."""
+    """Return an `Option` for each field of the dataclass `kind`, and for each field of fields that are dataclasses."""
     return list(_options_of(kind, "", ""))
 
 
@@ -259,7 +259,7 @@ def _options_of(kind: type[Any], prefix: str, group: str) -> Iterator[Option]:
 
 
 def _texts(kind: type[Any]) -> Mapping[str, str]:
-    """Return field -> help text of a dataclass: the text under the field, or next to its name under `Args:`."""
+    """Return field name -> help text of a dataclass: the string below the field, or its text under `Args:`."""
     texts: dict[str, str] = {}
     for owner in reversed(kind.__mro__[:-1]):
         args = (owner.__doc__ or "").partition("Args:")[2]
@@ -283,7 +283,7 @@ def short(value: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that raises `UsageError` instead of ending the process."""
+    """Argument parser that raises `UsageError` for wrong arguments instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL)
@@ -296,7 +296,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Set(argparse.Action):
-    """Action that stores `option.converted(value)`, so that mistakes are reported in one sentence."""
+    """Action that stores `option.converted(value)`, whose errors are one sentence."""
 
     def __init__(self, option: Option, **more: Any) -> None:
         super().__init__(**more)
@@ -313,7 +313,7 @@ def _parser(
     about: str,
     more: Mapping[str, tuple[str, str]],
 ) -> _Parser:
-    """Return the parser of `options`. `texts`: dataclass -> field -> help; empty if no help is asked for."""
+    """Return a parser of `options` and `more` (flag -> (name of its value, help)). `texts`: dataclass -> field name -> help."""
     described = about if "\n" in about else textwrap.fill(about, HELP_WIDTH)
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser(

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 
 class _Dropping(io.FileIO):
-    """A file over an existing descriptor, which it leaves open; drops data that cannot be written."""
+    """A file that silently drops data which cannot be written, because the reader is gone or the disk is full."""
 
     def write(self, data: Any) -> int:
         try:
@@ -21,7 +21,7 @@ class _Dropping(io.FileIO):
 
 
 def lasting_stream(stream: TextIO) -> TextIO:
-    """Return a stream to the file of `stream` that never raises; `stream` itself if it has no file, as in a notebook."""
+    """Return a new stream to the file of `stream` whose writes never raise; `stream` itself if it has no file (notebooks)."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     try:
@@ -35,7 +35,7 @@ def lasting_stream(stream: TextIO) -> TextIO:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Context manager in which prints to `sys.stdout` and `sys.stderr` never raise; closed ones are replaced by `os.devnull`."""
+    """Context manager in which writes to `sys.stdout` and `sys.stderr` never raise; opens `os.devnull` for closed ones."""
     for handle in range(3):
         try:
             os.fstat(handle)

@@ -1,7 +1,7 @@
-"""Refuse tensors from a file that hold the rows of another rank.
+"""Refuse tensors from a file that have another rank's rows of a sharded parameter.
 
-A DTensor's mesh keeps its coordinate when it is pickled. Plain tensors in an optimizer's state get a mark, which pickles and
-copies of them keep, and DCP does not.
+For a DTensor, the mesh keeps the coordinate of the rank that pickled it. Plain tensors in an optimizer's state get an attribute
+that names their rows; pickles and copies keep it, torch's distributed checkpoint (DCP) does not.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from accordion import _torch
 from accordion.engine.communicator import Communicator, reduced
 from accordion.errors import UsageError
 
-MARK = "_accordion_rows"  # attribute of a state
+MARK = "_accordion_rows"  # attribute of a tensor in an optimizer's state: a `Mark`
 MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it was created
 BITS = 20  # for a rank, since one int64 carries three
 Mark: TypeAlias = tuple[int, int, tuple[int, ...], tuple[tuple[str, int, int], ...]]
-"""(position on the mesh, number of ranks, local shape, (placement, index, number of chunks) of each axis that shards).
-Plain values, so that a mark passes `torch.load(weights_only=True)`. It is an attribute of tensors and not a value next to them,
-because DCP reshards tensors itself and would give one rank's value to all ranks.
+"""The rows of a rank: (position on the mesh, number of ranks, local shape, sharding). The last has an entry for each mesh dim
+that shards: (placement, index of the chunk, number of chunks).
 """
+# Plain values, so that a mark passes `torch.load(weights_only=True)`. It is an attribute of tensors and not a value next to
+# them, because DCP reshards tensors itself and would give one rank's value to all ranks.
 
 
 def mark_rows(optimizer: Optimizer) -> None:
-    """Set `MARK` on the states of sharded parameters, except 0-d tensors and tensors that several parameters share."""
+    """Set the attribute `MARK`, which names this rank's rows, on the state tensors of sharded parameters.
+
+    0-d tensors and tensors that several parameters share are left out.
+    """
     states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor)]
     count = Counter(id(value) for state in states for value in state.values())
     for p in _params(optimizer):
@@ -47,9 +51,9 @@ def mark_rows(optimizer: Optimizer) -> None:
 
 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise `UsageError` on every rank if `state_dict` has states of another rank's rows on any of them. Collective.
+    """Raise `UsageError` on every rank if any rank's `state_dict` of `optimizer` has another rank's rows. Collective.
 
-    States without a mark are accepted, because helpers of torch and other libraries shard them for the calling rank.
+    Plain states without the attribute `MARK` are accepted, because helpers of torch and other libraries shard them correctly.
     """
     if dist.is_initialized():
         marks = _marks_of_others(optimizer, state_dict)
@@ -57,21 +61,19 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
 
 
 def mark_meshes(params: Iterable[Tensor]) -> None:
-    """Set `MADE` on the mesh of each sharded parameter, by which a copy of a mesh from a file is recognized.
-
-    Identity is not enough: the result of a DTensor operator may have another, equal mesh, the first that DTensor saw.
-    """
+    """Set the attribute `MADE` on the mesh of each sharded parameter, so that copies of it from files can be recognized."""
+    # Identity is not enough: the result of a DTensor operator may have another, equal mesh, the first that DTensor saw.
     for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
         vars(mesh)[MADE] = os.getpid(), id(mesh)
 
 
 def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
-    """Raise `UsageError` on every rank if one of them was given rows of another rank, as in a file that `torch.save` wrote.
+    """Raise `UsageError` on every rank if one of them loaded another rank's rows, as from a file that `torch.save` wrote.
 
-    Collective if there are tensors from a file; tensors of this process are compared on this rank alone.
+    Collective if any DTensor is from a file; other pairs are compared on this rank alone.
 
     Args:
-        pairs: (loaded value, tensor of this model for which it is meant).
+        pairs: (loaded value, sharded tensor of this model that it replaces); pairs without two DTensors are ignored.
         what: name of the loaded tensors, for the message.
     """
     sharded = [(a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor)]
@@ -81,19 +83,19 @@ def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> 
 
 
 def refuse_states_of_others(optimizer: Optimizer) -> None:
-    """Raise `UsageError` on every rank if an unwrapped `optimizer` has states of another rank's rows on any of them."""
+    """Raise `UsageError` on every rank if any rank's `optimizer`, not wrapped, has loaded states of another rank's rows."""
     states = ((value, p) for p in _params(optimizer) for value in optimizer.state.get(p, {}).values())
     refuse_rows_of_others(states, "the optimizer's states")
 
 
 def _is_copy(mesh: DeviceMesh) -> bool:
-    """Return True if `mesh` is a copy from a file of a mesh that `mark_meshes` has marked."""
+    """Return True if `mesh` was unpickled from a mesh that `mark_meshes` has marked, here or in another process."""
     this = os.getpid(), id(mesh)
     return bool(vars(mesh).get(MADE, this) != this)
 
 
 def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
-    """Return True if the rows of `loaded` are those of a rank with another coordinate on its mesh than this rank."""
+    """Return True if `loaded`, from a file, has other rows of `target` than this rank, by the meshes of both."""
     mesh, coordinate = loaded.device_mesh, loaded.device_mesh.get_coordinate()
     axes = [axis for axis, how in enumerate(loaded.placements) if not how.is_replicate() and mesh.size(axis) > 1]
     if mesh == target.device_mesh:
@@ -113,7 +115,10 @@ def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
 
 
 def _refuse_on_all(other: Mark | None, tensors: Iterable[Tensor], what: str) -> None:
-    """Raise `UsageError` on all ranks of the meshes of `tensors` if one passes `other`, a mark of other rows. Collective."""
+    """Raise `UsageError` on all ranks of the meshes of `tensors` if any rank passes `other`, not None. Collective.
+
+    `other`: mark of the wrong rows that this rank was given. `what`: name of the loaded tensors, for the message.
+    """
     # All-reduces the maximum of a number that packs this rank (counted from 1), the rank of the mark and its number of ranks.
     rank, source, num_ranks = (0, 0, 0) if other is None else (dist.get_rank() + 1, *other[:2])
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
@@ -146,7 +151,7 @@ def _mark(p: DTensor) -> Mark:
 
 
 def _marks_of_others(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[Mark]:
-    """Iterate over the marks in `state_dict` that differ from this rank's rows of the parameter."""
+    """Yield the mark of each state in `state_dict` that is not of this rank's rows of its parameter."""
     try:
         indices = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         states = state_dict["state"]

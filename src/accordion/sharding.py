@@ -25,7 +25,7 @@ from accordion.errors import UsageError, nearest
 from accordion.units import AUTO, UnitChoice, units_named
 
 MeshChoice = Mapping[type[nn.Module] | str, DeviceMesh]
-"""Class of modules, or pattern of names of modules or parameters -> the mesh of the parameters in them."""
+"""Class of modules, or shell pattern of names of modules or parameters -> the mesh over which their parameters are sharded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +88,14 @@ class Sharding:
 
     @property
     def kept_over(self) -> int:
-        """The number of neighbouring ranks that keep one copy from the forward to the backward; 0 if they keep none."""
+        """`secondary`, the number of ranks that keep one copy from the forward to the backward; 0 if it is None."""
         return self.secondary or 0
 
     def check_secondary(self, num_ranks: int, group: str = "") -> None:
-        """Raise `UsageError` if `secondary` does not fit the strategy or `num_ranks`. `group`: prefix of the key: "shard."."""
+        """Raise `UsageError` if the strategy or the number of ranks on the shard axis does not allow `secondary`.
+
+        `group`: prefix of the field's name in the message, such as "shard.".
+        """
         if self.secondary is None:
             return
         s, asked = self.strategy, f"{group}secondary is {self.secondary!r}"
@@ -109,7 +112,7 @@ class Sharding:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Sharding:
-        """Return the `Sharding` with the fields in `config`: name -> value or its text. Raises `UsageError` for other names."""
+        """Return a `Sharding` from field name -> value, which may be text ("bf16"). Raises `UsageError` for wrong entries."""
         known = [f.name for f in fields(cls)]
         for key in config:
             if key not in known:
@@ -117,16 +120,16 @@ class Sharding:
         return cls(**config)
 
     def as_config(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults, as text if possible; `from_config` reads it.
+        """Return name -> value of the fields that differ from their defaults, for `from_config`.
 
-        Values without a text form (functions, overrides, meshes) are returned as they are.
+        Values are text if they have a text form; others (functions, overrides, meshes) are returned as they are.
         """
         default = type(self)()
         changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
         return {name: self._printed(name) for name in changed}
 
     def words(self) -> dict[str, Any]:
-        """Return the fields that a command line sets, as text; `parsers` reads it."""
+        """Return name -> value, as text if possible, of all fields that the command line can set."""
         return {f.name: self._printed(f.name) for f in fields(self) if "unread" not in f.metadata}
 
     def _printed(self, name: str) -> Any:
@@ -135,7 +138,7 @@ class Sharding:
 
     @staticmethod
     def parsers() -> Mapping[str, Callable[[str], Any]]:
-        """Return the parser of each field that has a text form."""
+        """Return name -> function that parses its text, for fields with a text form."""
         return PARSERS
 
 
@@ -145,11 +148,11 @@ KINDS: Mapping[str, tuple[type, str]] = {
     "prefetch": (Prefetch, "accordion.Prefetch(budget_bytes=...)"),
     "offload": (Offload, "accordion.Offload(optimizer='host'), or 'optimizer=host', for example"),
 }
-"""Field -> its type, and an example of a value for messages."""
+"""Name of a field -> (its type, examples of values, for messages)."""
 
 
 def num_bytes_in(text: str) -> int:
-    """Parse a number of bytes, `1000000` or `16GiB`. Raises `ValueError`."""
+    """Return the number of bytes in a text such as "1000000" or "16GiB". Raises `ValueError`."""
     return int(float(text.removesuffix("GiB")) * 2**30) if text.endswith("GiB") else int(text)
 
 
@@ -158,11 +161,11 @@ OFFLOAD_FIELDS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("device_bytes", "host_bytes"), num_bytes_in),
     **dict.fromkeys(("step_in_backward", "checksums"), {"true": True, "false": False}.__getitem__),
 }
-"""Field of `Offload` with a text form -> its parser."""
+"""Name of a field of `Offload` that has a text form -> function that parses its text."""
 
 
 def precision_named(name: str) -> Precision | None:
-    """Return the `Precision` that computes in `name`: "fp32", "bf16" or "fp16"; None for "auto". Raises `UsageError`."""
+    """Return the `Precision` that computes in "fp32", "bf16" or "fp16"; None for "auto". Raises `UsageError` for others."""
     if name == AUTO:
         return None
     if name not in COMPUTE_DTYPES:
@@ -171,14 +174,14 @@ def precision_named(name: str) -> Precision | None:
 
 
 def precision_words(precision: Precision | None) -> str | Precision:
-    """Return the name of `precision`, or `precision` if it has none."""
+    """Return the name from which `precision_named` makes `precision`; `precision` itself if there is none."""
     if precision is None:
         return AUTO
     return next((name for name, dtype in COMPUTE_DTYPES.items() if precision == Precision(params=dtype)), precision)
 
 
 def offload_named(text: str) -> Offload:
-    """Parse "none", or "optimizer=host,params=disk:/folder,device_bytes=1000000". Raises `UsageError`."""
+    """Return the `Offload` for "none" or, for example, "optimizer=host,params=disk:/folder". Raises `UsageError`."""
     values: dict[str, Any] = {}
     for part in [] if text == "none" else text.split(","):
         name, _, word = (piece.strip() for piece in part.partition("="))
@@ -191,7 +194,7 @@ def offload_named(text: str) -> Offload:
 
 
 def offload_words(offload: Offload) -> str | Offload:
-    """Return the text form of `offload`, or `offload` if it has overrides."""
+    """Return the text from which `offload_named` makes `offload`; `offload` itself if it has overrides."""
     if offload.overrides:
         return offload
     default = Offload()
@@ -203,7 +206,7 @@ def offload_words(offload: Offload) -> str | Offload:
 
 
 def unit_words(units: UnitChoice) -> Any:
-    """Return the text form of `units`, or `units` if it has none."""
+    """Return the text from which `units_named` makes `units`; `units` itself if there is none."""
     if units is None:
         return AUTO
     words = ",".join(units) if isinstance(units, list) and all(isinstance(u, str) for u in units) else str(units)

@@ -1,4 +1,4 @@
-"""Access to a sharded model's parameters: full ones in the modules, full and sharded state dicts."""
+"""Access to a sharded model's parameters: full parameters in its modules, full state dicts, and hooks of `load_state_dict`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accordion.safety.same_on_ranks import same_given
 
 
 def sharded_engine(model: nn.Module, what: str) -> Engine:
-    """Return the engine of `model`. Raises `UsageError`, beginning with `what`, if the model is not sharded."""
+    """Return the engine of a sharded model. Raises `UsageError` for others; `what`: name of the caller, for the message."""
     engine = engine_of(model) if isinstance(model, nn.Module) else None
     if engine is None:
         raise UsageError(f"{what} takes a model that shard() returned; this {type(model).__name__} is not sharded.")
@@ -34,9 +34,10 @@ def sharded_engine(model: nn.Module, what: str) -> Engine:
 
 
 def settle(engine: Engine, what: str) -> None:
-    """Finish all work in progress, and check that all ranks do `what` next, such as "saves a checkpoint".
+    """Wait for all work of the engine, and check that all ranks do `what` next, such as "saves a checkpoint".
 
-    Collective, outside of a pass. Raises `DivergenceError` on every rank if ranks differ: different collectives would hang.
+    Collective; not during a forward or backward. Raises `DivergenceError` on every rank if `what` differs. Gradients of a
+    backward that raised are dropped.
     """
     engine.recover()
     engine.synchronize()
@@ -48,9 +49,10 @@ def settle(engine: Engine, what: str) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Context manager that accumulates gradients without communication: backwards inside add up full gradients on each rank.
+    """Context manager in which forwards make backwards that do not communicate, but sum full gradients on each rank.
 
-    The next backward whose forward ran outside reduces the sums, also those of units that it does not visit.
+    The next backward whose forward ran outside reduces these sums too, also of modules that it does not reach. Raises
+    `UsageError` with `step_in_backward`.
     """
     engine = sharded_engine(model, "no_sync")
     refuse_in_backward(engine, "no_sync")
@@ -65,8 +67,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     """Context manager in which modules have full parameters, as before `shard`, for evaluation, EMA, generation, export.
 
-    The parameters have the dtype of the shards, and the model runs as the unsharded one does. With `write`, each rank keeps its
-    rows of the parameters at the end; every rank must write the same values. Takes memory for the whole model. Collective.
+    The parameters have the dtype of the shards, and the model runs as before. They are copies: changes are lost,
+    unless `write=True`, with which each rank copies its rows into its shards at the end; all ranks must write equal values.
+    Takes memory for the whole model. Collective. Raises `UsageError` if nested.
     """
     engine = sharded_engine(model, "full_params")
     if engine.suspended:
@@ -108,7 +111,10 @@ def _register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
 
 
 def full_of(param: Param) -> Tensor:
-    """All-gather the full parameter; with tensor parallelism, this rank's part of it. Collective."""
+    """Return the full parameter from the shards of all ranks; with tensor parallelism, this rank's part of it. Collective.
+
+    Raises `UsageError` for a tensor subclass that has an all-gather of its own.
+    """
     if param.extension is not None:
         raise UsageError(
             f"parameter {param.name!r} is a tensor subclass with its own all-gather, whose result is not what is stored; read "
@@ -123,7 +129,7 @@ Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | No
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if none match, except for `()`."""
+    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` for none, unless it is ()."""
     if only is None:
         return dict(values)
     if only == ():
@@ -146,11 +152,11 @@ def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = True, cpu: bool = True, only: Only = None
 ) -> dict[str, Tensor]:
-    """Return the state dict of the unsharded model, gathered one tensor at a time; empty on other ranks with `rank0_only`.
+    """Return the state dict of the unsharded model, gathered one tensor at a time; with `rank0_only`, {} on all other ranks.
 
-    Collective: call it on every rank. Tied parameters are one tensor under each of their names. `only`: the tensors to gather:
-    "trained", the parameters that require a gradient; a shell pattern of names ("*.lora_*"); or a function
-    (name, tensor) -> bool, the same on all ranks. Raises `UsageError` if it chooses none.
+    Collective: call it on every rank. Tied parameters are one tensor under each of their names. `cpu`: copy them to the host.
+    `only`: the tensors to gather: "trained", the parameters that require a gradient; a shell pattern of names ("*.lora_*"); or
+    a function (name, tensor) -> bool, the same on all ranks. Raises `UsageError` if it chooses none.
     """
     engine = sharded_engine(model, "full_state_dict")
     values = chosen(model.state_dict(keep_vars=True), only)
@@ -158,7 +164,10 @@ def full_state_dict(
 
 
 def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, cpu: bool) -> dict[str, Any]:
-    """Return `values` of `state_dict(keep_vars=True)` with full tensors; empty on other ranks with `rank0_only`. Collective."""
+    """Return `values`, entries of `state_dict(keep_vars=True)`, with full tensors; with `rank0_only`, {} on other ranks.
+
+    `cpu`: copy tensors to the host. Collective.
+    """
     settle(engine, "takes the full state dict")
     first = is_first_rank(engine)
     params = {id(p.sharded): p for p in engine.params}
@@ -182,15 +191,15 @@ def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, 
 
 
 def is_first_rank(engine: Engine) -> bool:
-    """Return True on the first of all ranks of the model, including those of tensor parallelism."""
+    """Return True on one rank of the model: the first of those that shard it, also among ranks of tensor parallelism."""
     outer = [param.around for param in engine.params if param.around is not None]
     return engine.context.shard.rank == engine.context.replicate.rank == 0 and all(each.is_first for each in outer)
 
 
 def attach_state_dict_hooks(model: nn.Module) -> None:
-    """Make `load_state_dict` accept full tensors as well as sharded ones, of which each rank keeps its rows.
+    """Register hooks on `model`, so that `load_state_dict` accepts full tensors too, of which each rank keeps its rows.
 
-    `load_state_dict` is collective unless it gets this rank's rows of every parameter: ranks first compare names, shapes and
+    It is then collective unless it gets this rank's rows of every parameter: ranks first compare names, shapes and
     checksums, and all raise `DivergenceError`, before anything changes, if these differ. `load_state_dict` and `state_dict` of
     any part of the model wait for optimizer steps in progress.
     """
@@ -203,7 +212,7 @@ def attach_state_dict_hooks(model: nn.Module) -> None:
 
 
 def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
-    """State dict hook of each module: wait for all steps if the module is a unit, else for the steps of its own parameters."""
+    """State dict hook: wait for running optimizer steps of all parameters if `module` is a unit, else of its own ones."""
     hooks = attached_to(module)
     if hooks is not None:
         hooks.engine.synchronize()
@@ -214,15 +223,16 @@ def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
 
 
 def _own_rows(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`load_state_dict` hook of each module; the first call, for the outermost module, handles all parameters."""
+    """`load_state_dict` hook: call `take_own_rows` for the parameters in `module`; `prefix` begins their names in `state`."""
     named = module.named_parameters(remove_duplicate=False)
     take_own_rows(state, {prefix + name: param for name, param in named if isinstance(param, DTensor)})
 
 
 def take_own_rows(state: dict[str, Any], wanted: Mapping[str, DTensor]) -> None:
-    """Replace sharded tensors in `state`, from a file of this rank, by ones on the mesh of the parameters in `wanted`.
+    """Replace DTensors from a file in `state`, in place, by DTensors with the same rows on the mesh of the model.
 
-    Collective if there are any. Raises `UsageError` on every rank if one of them has the rows of another rank.
+    `wanted`: name in `state` -> the model's parameter. Collective if there are DTensors from a file. Raises `UsageError` on
+    every rank if one of them has the rows of another rank.
     """
     refuse_rows_of_others(((state.get(key), param) for key, param in wanted.items()), "the model's tensors")
     for key, param in wanted.items():
@@ -234,15 +244,18 @@ def take_own_rows(state: dict[str, Any], wanted: Mapping[str, DTensor]) -> None:
 def synchronize(model: nn.Module) -> None:
     """Wait until the last optimizer step of a sharded model has been applied to its shards.
 
-    This is needed with `Offload` only: there `step` of a wrapped optimizer returns while worker threads still step. This
-    library's functions, the state dicts of model and optimizer and the next forward wait by themselves. Call this before you
-    read a parameter or `optimizer.state` directly between a step and the next forward.
+    With `Offload`, `step` of a wrapped optimizer returns while worker threads still step. Call this before you read a parameter
+    or `optimizer.state` directly between a step and the next forward. The next forward, the state dicts of model and optimizer
+    and this library's functions wait by themselves; without `Offload` nothing is to be waited for.
     """
     sharded_engine(model, "synchronize").synchronize()
 
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`load_state_dict` hook of the model: replace full tensors in `state` by this rank's rows, after all ranks compared them."""
+    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows.
+
+    Collective if there are any: raises `DivergenceError` if ranks have different ones.
+    """
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()
     params = {id(p.sharded): p for p in engine.params}
@@ -275,7 +288,7 @@ def is_sharded_alike(value: object, sharded: DTensor) -> bool:
 
 
 def refuse_others(state: Mapping[str, Any], monitor: DivergenceMonitor) -> None:
-    """Raise `DivergenceError` on every rank if ranks load different full tensors, which would mix rows of different models."""
+    """Raise `DivergenceError` on every rank if `state` differs between ranks, which would mix rows of different models."""
     unlike = same_given({f"{key!r}": value for key, value in state.items()}, monitor, "load_state_dict")
     if unlike:
         raise DivergenceError(

@@ -1,4 +1,4 @@
-"""Choose the modules that become units, and the unit that owns each parameter."""
+"""Choose the modules whose parameters are gathered together (units), and the unit to which each parameter belongs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accordion.errors import UsageError, nearest
 
 @dataclass(frozen=True, slots=True)
 class MinParams:
-    """A rule by size: a module is a unit if at least `num_params` of its parameters are in no unit below it."""
+    """A choice of units by size: a module is one if `num_params` or more of its parameter elements are in no unit inside it."""
 
     num_params: int
 
@@ -29,7 +29,7 @@ class MinParams:
 
 
 def min_params(num_params: int) -> MinParams:
-    """Return a rule that forms units of at least `num_params` parameters each, from the leaves up."""
+    """Return a value for `units=` that forms units of at least `num_params` parameter elements, from the leaves up."""
     if isinstance(num_params, bool) or not isinstance(num_params, int) or num_params < 1:
         raise UsageError(f"min_params({num_params!r}) makes no sense; pass a positive whole number of parameters.")
     return MinParams(num_params)
@@ -37,14 +37,14 @@ def min_params(num_params: int) -> MinParams:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A rule: each repeated block is a unit, and all other parameters are in the root's unit."""
+    """A choice of units: each repeated block is one, and all other parameters are in the unit of the model itself, the root."""
 
     def __str__(self) -> str:
         return "blocks"
 
 
 def only_blocks() -> Blocks:
-    """Return a rule that makes units of the repeated blocks alone: embeddings and heads stay in the root, gathered all step."""
+    """Return a value for `units=`: only repeated blocks are units. Embeddings and heads stay gathered for the whole step."""
     return Blocks()
 
 
@@ -57,9 +57,9 @@ LARGE_SHARE = 0.5  # a layer outside the blocks with this share of the largest b
 
 @dataclass(slots=True)
 class Owned:
-    """A parameter of the model: its names, the places that read it, and `owner`, the index of the unit that gathers it.
+    """A parameter of the model before sharding. `names`: all of its names (tied weights). `others`: parameters on its memory.
 
-    `others`: further parameter objects over the same memory.
+    `places`: (module, attribute name) of each module that has it. `owner`: index of the unit that gathers it.
     """
 
     names: list[str]
@@ -70,7 +70,7 @@ class Owned:
 
 
 def units_named(text: str, name: str = "units") -> UnitChoice:
-    """Return the choice of units in `text`: `auto`, `blocks`, `min_params:N` or class names. Raises `UsageError` for others."""
+    """Return the value for `units=` in `text`: "auto" (None), "blocks", "min_params:N" or class names. Raises `UsageError`."""
     head, colon, count = text.partition(":")
     names = [part.strip() for part in text.split(",")]
     if text == AUTO:
@@ -86,7 +86,7 @@ def units_named(text: str, name: str = "units") -> UnitChoice:
 
 
 def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of every unit, the root first and then in module order. Raises `UsageError` if nothing matches."""
+    """Return (name, module) of every unit, the model itself first. Raises `UsageError` for a class that no module has."""
     if choice is None:
         blocks = _repeated_blocks(model)
         chosen = blocks | _large_layers(model, blocks)
@@ -104,7 +104,10 @@ def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Mod
 
 
 def by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:
-    """Return the policy of each unit: that of an override by class or pattern of names, otherwise the model's."""
+    """Return for each unit in `chosen` (name, module) the last of `policy.overrides` that names it, or `policy` itself.
+
+    Raises `UsageError`, which calls the policy `kind`, if an override names no unit.
+    """
     result: list[Policy] = []
     used = set()
     for name, module in chosen:
@@ -128,9 +131,9 @@ def has_params(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> set[int]:
-    """Return ids of the blocks that transformers names, or of modules in lists with two or more of one class.
+    """Return ids of the modules in `model._no_split_modules` (transformers), or of those that are repeated in a list.
 
-    A nested list counts as part of the outer one, because it is never called and has no forward around which to gather.
+    Repeated: a `ModuleList` or the like has two or more of one class, also in lists inside of it, which have no forward.
     """
     named = getattr(model, "_no_split_modules", None)
     if named:
@@ -154,11 +157,9 @@ def _repeated_blocks(model: nn.Module) -> set[int]:
 
 
 def _large_layers(model: nn.Module, blocks: set[int]) -> set[int]:
-    """Return ids of embeddings and heads that are large, not shared, and used once in the model.
-
-    In the root's unit they would stay in memory for the whole step, and a head's gradient would wait for the embedding's. Not
-    layers that occur twice: two calls of a unit are two reduces, whose sum has another order.
-    """
+    """Return ids of linear and embedding layers outside of `blocks` that are large, not tied, and used once in the model."""
+    # In the root's unit they would stay in memory for the whole step, and a head's gradient would wait for the embedding's. Not
+    # layers that occur twice: two calls of a unit are two reduces, whose sum has another order.
     layers: set[int] = set()
     num_users: Counter[object] = Counter()
     num_paths: Counter[int] = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
@@ -186,7 +187,7 @@ def _large_layers(model: nn.Module, blocks: set[int]) -> set[int]:
 
 
 def _called_below(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children with parameters; a child without a forward is replaced by the children below it."""
+    """Yield the children with parameters; a child without a forward is replaced by its own children, to any depth."""
     for child in module.children():
         if has_params(child):
             yield from [child] if is_called(child) else _called_below(child)
@@ -237,9 +238,9 @@ def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[n
 
 
 def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
-    """Return every parameter once, owned by the smallest unit that contains all its users (tied weights, several parents).
+    """Return every parameter once, owned by the innermost unit that contains all modules that have it (tied weights).
 
-    `index`: unit by id of its module. `model` belongs to unit 0, also if it is not in `index`.
+    `index`: id of a unit's module -> index of the unit. Parameters in no other unit belong to unit 0.
     """
     entries: dict[object, Owned] = {}
     above: dict[object, list[int]] = {}
@@ -274,7 +275,7 @@ def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
 
 
 def check_hooks(owned: list[Owned]) -> None:
-    """Raise `UsageError` if two parameter objects share memory and one has a hook, which would get the sum of their gradients."""
+    """Raise `UsageError` if parameter objects share memory and one has a hook, which would get the sum of their gradients."""
     for o in owned:
         if o.others and any(_torch.has_hooks(p) for p in (o.original, *o.others)):
             raise UsageError(
@@ -287,11 +288,9 @@ STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def gathered_dtype(o: Owned, precision: Precision) -> torch.dtype:
-    """Return the dtype in which a parameter is gathered.
-
-    A batch norm's stays as it is, unless its running statistics are cast too: torch's kernels require equal dtypes (2.13), and
-    statistics in two bytes hardly change. Its inputs and outputs have the compute dtype.
-    """
+    """Return the dtype in which a parameter is gathered: `precision.params`, or its own in batch norms without cast buffers."""
+    # torch's kernels require a batch norm's parameters and statistics in equal dtypes (2.13), and statistics in two bytes
+    # hardly change. Its inputs and outputs have the compute dtype.
     modules = [ref() for ref, _ in o.places]
     if precision.buffers is None and all(isinstance(m, STATISTICS) and m.running_mean is not None for m in modules):
         return o.original.dtype
@@ -299,7 +298,10 @@ def gathered_dtype(o: Owned, precision: Precision) -> torch.dtype:
 
 
 def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned]) -> list[list[int]]:
-    """Return for each unit the other units whose parameters its modules read: inner units, and owners of tied weights."""
+    """Return for each unit, given its modules, the indices of other units whose parameters modules inside it read.
+
+    These are units inside it, and owners of tied weights.
+    """
     owners: dict[int, set[int]] = {}
     for entry in owned:
         for ref, _ in entry.places:
@@ -312,7 +314,7 @@ def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned
 
 
 def storage_key(param: nn.Parameter) -> object:
-    """Return a key that is equal for parameters that share memory: the same object, or two objects over one storage."""
+    """Return a key that is equal for parameters that are the same memory: one object, or two with equal address and shape."""
     if param.device.type == "meta" or param.numel() == 0 or type(param.data) is not torch.Tensor:
         return id(param)
     return param.data_ptr(), param.shape, param.stride(), param.dtype

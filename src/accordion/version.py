@@ -1,3 +1,3 @@
-"""The version of this package, which its metadata and its pages state."""
+"""The version of this package."""
 
 VERSION = "0.1.0"

@@ -1,4 +1,4 @@
-"""Names of accelerators."""
+"""Functions around private or device-dependent names of torch's accelerator modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return True if the device multiplies bfloat16 without emulation, and for devices that cannot be asked."""
+    """Return True if the device computes in bfloat16 without emulation, or if torch cannot tell."""
     is_supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
     if is_supported is None:
         return True
@@ -24,7 +24,7 @@ def runtime_version(device_type: str) -> str | None:
 
 
 def blocking_events(module: Any) -> Callable[[], Any]:
-    """Return a factory of events on which a thread sleeps until they occur; its results are None if `module` has none."""
+    """Return a function that makes an event of `module` (`torch.cuda`) on which waiting threads sleep, or None without one."""
     try:
         module.Event(blocking=True)
     except TypeError:
@@ -33,6 +33,6 @@ def blocking_events(module: Any) -> Callable[[], Any]:
 
 
 def sleep_on_device() -> None:
-    """Keep the current stream of an NVIDIA or AMD device busy for about a millisecond; else do nothing. No public name."""
+    """Keep the current stream of a CUDA or ROCm device busy for about a millisecond; do nothing on others. No public name."""
     if torch.cuda.is_available():
         torch.cuda._sleep(2_000_000)

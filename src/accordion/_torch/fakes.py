@@ -1,4 +1,4 @@
-"""Names of fake tensors, on which the planner runs a step."""
+"""Functions around private names of fake tensors (shapes without data), on which the planner runs a training step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch._subclasses import fake_tensor as _fake
 
 
 def asks_for_values(error: BaseException) -> bool:
-    """Return True if the shape of an operator's result, or a Python number, depends on the values of a fake tensor."""
+    """Return True if `error` was raised because an operator needs the values of a fake tensor, which has none."""
     kinds = _fake.DataDependentOutputException, _fake.DynamicOutputShapeException
     return isinstance(error, kinds) or ".numpy() is not supported" in str(error)
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Context manager for fake tensors, without torch's log of failed operators. No public name (all versions)."""
+    """Context manager in which new tensors are fake; torch's log of failed operators is off in it. No public name."""
     log = logging.getLogger(_fake.__name__)
     before, log.disabled = log.disabled, True
     try:
@@ -31,19 +31,16 @@ def fake_tensors() -> Iterator[None]:
 
 
 ASKS_DEVICE: Any = torch.ops.prim.device.default
-"""The operator that reads the device of a fake tensor; two of three operators that a dispatch mode intercepts are this one."""
+"""The operator that reads the device of a fake tensor: two of three operators that a dispatch mode sees."""
 
 
 def fake_device(tensor: Any) -> Any:
-    """Return the device of a fake tensor without a call of dispatch modes; None for other tensors. No public name."""
+    """Return the device of a fake tensor, without an operator that dispatch modes see; None for other tensors."""
     return tensor.fake_device if isinstance(tensor, _fake.FakeTensor) else None
 
 
 def fake_metadata(tensor: Any) -> Any:
-    """Return (shape, strides, dtype, device) of a fake tensor; None for another kind, complex dtypes, and known values.
-
-    No public name (all versions).
-    """
+    """Return (shape, strides, dtype, device) of a strided fake tensor; None for others, complex ones and known constants."""
     if type(tensor) is not _fake.FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
         return None
     if tensor.dtype.is_complex:  # may be marked as conjugated
@@ -52,9 +49,9 @@ def fake_metadata(tensor: Any) -> Any:
 
 
 def fake_like(tensor: Any) -> Callable[[Any], Any] | None:
-    """Return a function that creates fake tensors like `tensor`, in a fifth of the time of the fake mode.
+    """Return a function that ignores its argument and returns a new fake tensor like `tensor`, faster than the fake mode.
 
-    Returns None if `tensor` does not fill its storage. No public name (all versions).
+    Returns None if `tensor` does not fill its storage, or `fake_metadata` returns None for it.
     """
     metadata = fake_metadata(tensor)
     if metadata is None or tensor.storage_offset():
@@ -73,9 +70,9 @@ def fake_like(tensor: Any) -> Callable[[Any], Any] | None:
 
 
 def fake_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the result of a view operator on a fake tensor, in a tenth of the time of the fake mode; None for other tensors.
+    """Return the result of the view operator `func` on a fake tensor, in a tenth of the time of the fake mode.
 
-    As in the fake mode, the operator's kernel for the meta device computes it. No public name (all versions).
+    Returns None if `fake_metadata` does so for the first of `args`.
     """
     tensor: Any = args[0] if args else None
     if fake_metadata(tensor) is None:
@@ -90,9 +87,9 @@ def fake_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 @contextmanager
 def around_propagation(inside: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Context manager that enters `inside()` while DTensor runs an operator on fake tensors of the full shapes.
+    """Context manager that enters `inside()` whenever DTensor runs an operator on fake tensors to find the result's full shape.
 
-    These tensors are no part of a rank's step; torch's FSDPMemTracker counts them (2.13). No public name (2.11 to 2.13).
+    These tensors are no part of a rank's step, and a memory tracker should not count them. No public name (2.11 to 2.13).
     """
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -111,5 +108,5 @@ def around_propagation(inside: Callable[[], AbstractContextManager[Any]]) -> Ite
 
 
 def fake_collectives() -> None:
-    """Register torch's collectives for fake tensors, by an import (all versions)."""
+    """Make torch's collectives accept fake tensors, in this process, by an import (all versions)."""
     import torch.distributed._tools.fake_collectives  # noqa: F401

@@ -1,4 +1,4 @@
-"""Names of torch's FSDP1, FSDP2 and DistributedDataParallel."""
+"""Functions around private or version-dependent names of torch's FSDP1, FSDP2 and DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 DDP_LEAVES_OUT = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module that DistributedDataParallel reads before anything else. No public name (2.11 to 2.15)."""
+"""Attribute of a module with names of parameters and buffers that DistributedDataParallel ignores. No public name."""
 
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
-"""Modules whose import takes seconds; none starts threads or looks for a device (all versions)."""
+"""Modules of torch to import early, because each takes seconds; none starts threads or looks for a device (all versions)."""
 
 
 def is_wrap_policy(policy: object) -> bool:
@@ -18,7 +18,7 @@ def is_wrap_policy(policy: object) -> bool:
 
 
 def run_wrap_policy(policy: Any, root: Any, arguments: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Return the modules that a policy object selects, each with the keyword arguments of its wrapper. No public name."""
+    """Return module -> arguments of its wrapper (`arguments`, or as the policy has them) for modules that it selects."""
     return dict(policy._run_policy(root, set(), arguments))
 
 
@@ -28,16 +28,16 @@ def classes_without_mixed_precision(mixed: Any) -> Sequence[type]:
 
 
 def data_parallel_mesh_dims() -> Any:
-    """Return `torch.distributed.fsdp.DataParallelMeshDims`, which torch 2.13 has; None in torch 2.11."""
+    """Return the class `torch.distributed.fsdp.DataParallelMeshDims`; None if this torch has none (2.11)."""
     import torch.distributed.fsdp as fsdp
 
     return getattr(fsdp, "DataParallelMeshDims", None)
 
 
 def fsdp_module_base() -> type:
-    """Return FSDP2's class for modules if torch's pipelines use its public methods alone (2.15 on), else `object`.
+    """Return `FSDPModule`, to inherit from, on torch 2.15 and later; before that `object`.
 
-    In 2.11 to 2.14 pipelines use private state of its instances, and treat other modules as ordinary ones.
+    Earlier pipelines of torch use private state of its instances, and treat modules of other classes as ordinary ones.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -45,21 +45,21 @@ def fsdp_module_base() -> type:
 
 
 def gradient_reduction_handle() -> type:
-    """Return the class of the result of `FSDPModule.finalize_backward` (2.15 on), else `object`."""
+    """Return the class of results of `FSDPModule.finalize_backward` (torch 2.15 on); `object` before 2.15."""
     import torch.distributed.fsdp as fsdp
 
     return getattr(fsdp, "GradientReductionHandle", object)
 
 
 def reduces_in_own_dtype() -> bool:
-    """Return True if FSDP2 without `reduce_dtype` reduces in the parameter's dtype (2.15 on) instead of the compute dtype."""
+    """Return True if FSDP2 without `reduce_dtype` reduces in the parameter's dtype (2.15 on), False for the compute dtype."""
     import torch.distributed.fsdp as fsdp
 
     return "param_dtype_override_fn" in getattr(fsdp.MixedPrecisionPolicy, "__dataclass_fields__", ())
 
 
 def is_shard_placement_result(value: object) -> bool:
-    """Return True if `value` is FSDP2's `ShardPlacementResult`, for a parameter with its own mesh. No public name (2.13 on)."""
+    """Return True if `value` is FSDP2's `ShardPlacementResult`, which names a parameter's placement and mesh (2.13 on)."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common
 
     kind = getattr(_fsdp_common, "ShardPlacementResult", None)
@@ -67,21 +67,21 @@ def is_shard_placement_result(value: object) -> bool:
 
 
 def composed_with(module: Any) -> set[str]:
-    """Return the names of torch's composable functions that were applied to a module, such as "replicate"."""
+    """Return the names of torch's composable functions ("replicate", "fully_shard", ...) that were applied to `module`."""
     from torch.distributed._composable.contract import _get_registry
 
     return set(_get_registry(module) or ())
 
 
 def mark_fully_sharded(module: Any) -> None:
-    """Have torch's composable functions (`replicate`) skip a module's parameters, as after torch's own `fully_shard`."""
+    """Mark `module` as torch's `fully_shard` does, so that torch's composable `replicate` skips its parameters."""
     from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def homes_of_fully_shard() -> list[Any]:
-    """Return the modules of torch from which programs import `fully_shard`; the second is an older, still used one."""
+    """Return the three Python modules of torch from which programs import `fully_shard`."""
     import torch.distributed._composable.fsdp as older
     import torch.distributed.fsdp as public
     import torch.distributed.fsdp._fully_shard as inner

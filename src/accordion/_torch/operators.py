@@ -1,4 +1,4 @@
-"""Names of dispatch modes and of operators' schemas."""
+"""Functions around private names of torch's dispatch modes and operator schemas."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DispatchMode = TorchDispatchMode
-"""Base class of modes that intercept every operator. No public name (all versions)."""
+"""Base class of context managers that intercept every operator inside them. No public name (all versions)."""
 
 
 class EagerMode(TorchDispatchMode):
-    """Base class of modes without torch's check for its compiler, which takes a tenth of their time; nothing is compiled under
-    them. No public name (all versions)."""
+    """Base class of dispatch modes under which nothing is compiled; saves torch's check for that. No public name."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -23,12 +22,12 @@ class EagerMode(TorchDispatchMode):
 
 
 def mutates(func: Any) -> bool:
-    """Return True if an operator of a dispatch mode writes into one of its arguments. No public name."""
+    """Return True if the operator `func` writes into one of its arguments. No public name."""
     return bool(func._schema.is_mutable)
 
 
 def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the value of an operator's argument `name` in a dispatch mode; None if the operator has no such argument."""
+    """Return the value (or default) of argument `name` in a call of an operator; None if it has no such argument."""
     names = [argument.name for argument in func._schema.arguments]
     if name in kwargs or name not in names:
         return kwargs.get(name)
@@ -40,26 +39,26 @@ WITHOUT_KERNEL = (
     *("aten.detach", "aten.empty", "aten.new_empty", "aten.as_strided", "aten.lift"),
     *("aten._unsafe_view", "aten.set_"),
 )
-"""Beginnings of the names of operators that run no kernel; one of them has no public name."""
+"""Beginnings of the names of operators that run no kernel on a device."""
 
 
 def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return (name in the schema, value) of each argument of an operator in a dispatch mode."""
+    """Return (name, value) of each argument that was passed in a call of an operator."""
     positional = [(argument.name, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
     return positional + list(kwargs.items())
 
 
 def mutated_arguments(func: Any) -> list[str]:
-    """Return the names of the arguments into which an operator writes."""
+    """Return the names of the arguments into which the operator `func` writes."""
     return [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 @contextmanager
 def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager that replaces aten operators on CPU tensors by `functions`, for all callers and threads.
+    """Context manager that replaces aten operators on CPU tensors, for all threads: `functions` is name -> replacement.
 
-    They are registered for autograd, which records the operators that they call. Only for composite operators, which have no
-    kernel there. The method that removes the registration has no public name (2.11 to 2.13).
+    autograd records the operators that a replacement calls. Only for composite operators, which have no autograd kernel. The
+    method that removes the registration has no public name (2.11 to 2.13).
     """
     library = torch.library.Library("aten", "IMPL")
     try:

@@ -1,4 +1,4 @@
-"""Names of optimizers, schedulers and gradient scalers."""
+"""Functions around private names of optimizers, learning rate schedulers and gradient scalers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from accordion._torch.tensors import as_dtensor, local_of
 
 
 def settle_before_unscale() -> None:
-    """Make `torch.amp.GradScaler.unscale_` correct for gradients offloaded to the host; further calls change nothing.
+    """Make `torch.amp.GradScaler.unscale_` correct for gradients offloaded to the host, in this process.
 
-    torch copies the scale to pinned memory without waiting, and the CPU kernel reads it at once (2.11 to 2.15), so gradients
-    are multiplied by a random value. The handler that this registers waits for the copy before the kernel.
+    torch copies the scale to pinned memory without waiting, and the CPU kernel reads it at once (2.11 to 2.15). This registers
+    a handler of the operator that waits for the copy first; further calls change nothing.
     """
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -36,16 +36,16 @@ def _unscale_settled(unscale: Callable[..., Any], operator: Any, args: tuple[Any
 
 
 def hooks_after_any_step() -> list[Any]:
-    """Return the hooks that torch calls after the step of every optimizer. No public name."""
+    """Return the functions that torch calls after each step of any optimizer in this process. No public name."""
     from torch.optim import optimizer
 
     return list(optimizer._global_optimizer_post_hooks.values())
 
 
 def use_whole_vectors(optimizer: torch.optim.LBFGS) -> None:
-    """Make an LBFGS of DTensors compute with full vectors, equal on every rank.
+    """Replace private methods of an LBFGS, so that it steps DTensors with full vectors, the same on every rank.
 
-    DTensor cannot flatten rows that do not divide by the ranks. The replaced methods have no public name (2.11 to 2.15).
+    DTensor cannot flatten rows that do not divide by the number of ranks.
     """
     inner: Any = optimizer
     inner._gather_flat_grad = partial(_whole_grads, inner._params)
@@ -74,15 +74,15 @@ def _add_whole(params: Sequence[Tensor], step_size: Any, vector: Tensor) -> None
 
 
 def has_counted_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a scheduler has replaced `optimizer.step` on the instance, to count steps (all versions)."""
+    """Return True if a learning rate scheduler has wrapped `optimizer.step` on the instance, to count steps."""
     return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
 
 
 def counts_itself(step: Callable[..., Any]) -> None:
-    """Mark a method `step` that calls `count_step`, so that schedulers do not replace it (all versions)."""
+    """Mark a method `step` that calls `count_step`, so that learning rate schedulers do not wrap it."""
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
 def count_step(optimizer: torch.optim.Optimizer) -> None:
-    """Mark `optimizer` as stepped; without the mark, a scheduler warns at its first step (all versions)."""
+    """Record that `optimizer` has stepped; otherwise a learning rate scheduler warns at its own first step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

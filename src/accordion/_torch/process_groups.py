@@ -1,4 +1,4 @@
-"""Names of process groups, their backends and stores, and of meshes."""
+"""Functions around private names of process groups, their backends and stores, and device meshes."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ BEFORE_2_13 = {
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
 }
-"""Methods of process groups, and their names in torch 2.11 and 2.12; groups written in Python may have either name."""
+"""Name of a method of process groups -> its name in torch 2.11 and 2.12."""
 
 
 def collective(group: Any, name: str) -> Callable[..., Any]:
-    """Return the method of a process group that is called `name` since torch 2.13."""
+    """Return the method of `group` that is called `name` since torch 2.13, also if this version has another name for it."""
     return getattr(group, name, None) or getattr(group, BEFORE_2_13[name])  # type: ignore[no-any-return]
 
 
 def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]:
-    """Return (timeout, new options) of the backend of `group` for `device`; the options copy what a caller may set for NCCL.
+    """Return (timeout, new NCCL options) like those of the backend of `group` for `device`, for another group.
 
-    Each is None if the backend has none. No public names: only NCCL's and gloo's `options` are public (2.11 to 2.13).
+    The timeout is None if the backend reports none, the options if it is not NCCL. No public names (2.11 to 2.13).
     """
     try:
         backend = group._get_backend(device)
@@ -71,13 +71,14 @@ def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]
 def named_group(
     name: str, ranks: list[int], device: torch.device | None, timeout: timedelta | None = None, options: Any = None
 ) -> Any:
-    """Return a new process group of `ranks`; only these ranks call this, with equal names. No public way (2.11 to 2.15).
+    """Return a new process group of `ranks`. A collective of these ranks alone, which all pass the same unused `name`.
 
-    `new_group(use_local_synchronization=True)` derives the name from the number of groups that a rank knows. If ranks know
-    different numbers (after one `new_group([0])`), each waits forever for the others under its own name. The group is
-    not split from the job's communicator either, as torch does if `init_process_group` was given a device: all ranks of the
-    job would have to take part. A job that is bound to a device allows groups of that device alone.
+    `device`: the device that the group is bound to, unless the job is bound to one. `options`: of NCCL. No public way.
     """
+    # `new_group(use_local_synchronization=True)` derives the name from the number of groups that a rank knows. If ranks know
+    # different numbers (after one `new_group([0])`), each waits forever for the others under its own name. The group is
+    # not split from the job's communicator either, as torch does if `init_process_group` was given a device: all ranks of the
+    # job would have to take part. A job that is bound to a device allows groups of that device alone.
     c10d: Any = torch.distributed.distributed_c10d
     device = c10d._get_default_group().bound_device_id or device
     plain = c10d._process_group_name, c10d._get_split_source
@@ -92,34 +93,29 @@ def named_group(
 
 
 def keep_with_job(name: str, thing: Any) -> None:
-    """Keep a reference to `thing` until `destroy_process_group`.
-
-    The reference is among torch's tags of groups (no public name, 2.11 to 2.15), since C++ groups take no attributes.
-    """
+    """Keep a reference to `thing` under `name` until `destroy_process_group`, replacing an earlier one."""
+    # Among torch's tags of groups (no public name, 2.11 to 2.15), since C++ groups take no attributes.
     torch.distributed.distributed_c10d._world.tags_to_pg[name] = [thing]
 
 
 def kept_with_job(name: str) -> list[Any]:
-    """Return the things that `keep_with_job` keeps under names that begin with `name`."""
+    """Return the objects that `keep_with_job` has stored under names that begin with `name`."""
     tags = torch.distributed.distributed_c10d._world.tags_to_pg
     return [thing for tag, things in list(tags.items()) if tag.startswith(name) for thing in things]
 
 
 def abandon_works(group: Any, works: list[Any]) -> None:
-    """Keep references to unfinished gloo works that nobody will wait for, and to their group, which is never destroyed.
+    """Keep unfinished gloo works, for which nobody will wait, alive with the job, and their group for ever.
 
-    Deleting a send or receive closes its connection, and the destructor of a group waits for its collectives up to the
-    timeout, at exit too. No public switch; `abort` and `shutdown` of gloo's groups do not end them (2.11 to 2.15).
+    Deleting a send or receive would close its connection, and deleting a group waits for its collectives, at exit too.
     """
+    # No public switch; `abort` and `shutdown` of gloo's groups do not end them (2.11 to 2.15).
     keep_with_job(f"accordion/abandoned/{id(works)}", works)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """Return the name of the backend of `group` for `device` ("nccl", "gloo", "fake", ...). No public name.
-
-    A group written in Python may have no backends, such as the one with threads as ranks in torch's tests.
-    """
+    """Return the name of the backend of `group` for `device`: "nccl", "gloo", "fake", ... No public name."""
     try:
         return str(group._get_backend(device).name()).lower()
     except RuntimeError:
@@ -129,7 +125,7 @@ def backend_of(group: Any, device: torch.device) -> str:
 
 
 def timeout_s_of_job() -> float:
-    """Return the seconds after which a collective of the job's process group fails. No public name."""
+    """Return the timeout of collectives of the job's default process group, in seconds. No public name."""
     group: Any = torch.distributed.group.WORLD
     types = [] if group is None else group._device_types  # empty for a group written in Python
     options = getattr(group._get_backend(types[0]), "options", None) if types else None
@@ -144,29 +140,29 @@ def ranks_of(mesh: Any) -> list[int]:
 
 
 def fake_store() -> Any:
-    """Return a store for a process group in which only this rank exists; the import registers the backend "fake"."""
+    """Return a store for `init_process_group("fake", ...)`, and register that backend, which does not communicate."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def group_name(group: Any) -> str:
-    """Return the name of a process group; C++ groups have it in an undocumented attribute (all versions)."""
+    """Return the name of a process group of torch; for one written in Python, use `name_of_group`."""
     return str(group.group_name)
 
 
 def name_of_group(group: Any) -> str:
-    """Return the name under which torch registered a process group written in Python. No public name (all versions)."""
+    """Return the name under which torch registered `group`, also for one written in Python. No public name."""
     return str(torch.distributed.distributed_c10d._world.pg_names[group])
 
 
 def joined_mesh(*slices: Any) -> Any:
-    """Return the mesh with the axes of all `slices`, as in torch's FSDP2; works in a fake tensor mode too. No public name."""
+    """Return the mesh with the dims of all `slices` of one mesh; works in a fake tensor mode too. No public name."""
     with unset_fake_temporarily():
         return type(slices[0])._concatenate(list(slices))
 
 
 def flattened_mesh(mesh: Any, name: str) -> Any:
-    """Return `mesh` with its axes flattened into one, as torch's FSDP2 does; works in a fake tensor mode too. No public name."""
+    """Return `mesh` with its dims flattened into one called `name`; works in a fake tensor mode too. No public name."""
     with unset_fake_temporarily():
         return mesh._flatten(name)

@@ -1,4 +1,4 @@
-"""Names that count references to tensors and to their memory."""
+"""Functions that count references to tensors and to their memory, with private names of torch."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from accordion._torch.tensors import plain_attributes
 
 
 def storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storage of each DTensor itself, not of its local tensor; it has no memory. No Python call for each.
+    """Return the storage of each DTensor itself, which has no memory, not that of its local tensor.
 
-    `p.data = x` gives `p` the storage of `x` and does not change the local tensor of `p` (all versions). While there is a
-    reference to a storage, torch returns the same Python object for it.
+    `p.data = x` gives `p` another storage and does not change the local tensor of `p`, so that comparing storages with `is`
+    reveals it: while there is a reference to a storage, torch returns the same Python object for it.
     """
     with plain_attributes():
         return list(map(Tensor.untyped_storage, tensors))
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor of which `tensor` is a view, according to autograd; None if it is no view."""
+    """Return the tensor of which `tensor` is a view; None if it is no view, or autograd does not know it."""
     return tensor._base
 
 
 def are_ours(grads: Sequence[Tensor | None]) -> list[bool]:
-    """Return, for each gradient, True if nobody else has a reference to its memory. Call it first in a Function's backward.
+    """Return, for each gradient, True if nothing else refers to its memory, so that it may be overwritten.
 
-    autograd may pass one tensor to several nodes (`x + w`) or keep it for a later node, and hooks may have stored it. The
-    reference counts of the Python object, the tensor and the storage show that, as in autograd's own `AccumulateGrad`, which
-    steals or clones. A count that is too high costs a copy.
+    Call it first in the backward of an autograd Function, with its arguments: further references would count as others.
     """
+    # autograd may pass one tensor to several nodes (`x + w`) or keep it for a later node, and hooks may have stored it. The
+    # reference counts of the Python object, the tensor and the storage show that, as in autograd's own `AccumulateGrad`.
     return [_references(grads, i) in _alone() for i in range(len(grads))]
 
 
@@ -51,7 +51,7 @@ def _references(grads: Sequence[Tensor | None], i: int) -> tuple[int, ...]:
 
 @cache
 def _alone() -> list[tuple[int, ...]]:
-    """Return `_references` of a plain gradient and of a view that have no other user; measured, since versions differ."""
+    """Return `_references` of a gradient, and of a view, to which nothing else refers; measured by a small backward."""
     counts: list[tuple[int, ...]] = []
 
     @run_at_once  # as in the callers, since torch's code between autograd and `backward` has references too
@@ -73,15 +73,15 @@ def _alone() -> list[tuple[int, ...]]:
 
 
 def holders_of_memory(tensor: Tensor) -> int:
-    """Return the reference count of the tensor's storage, to be compared with a later count of it. No public name."""
+    """Return the reference count of the tensor's storage; only a change of it between calls has a meaning."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a number that no other live storage has. No public name."""
+    """Return a number that identifies a storage among all live ones. No public name."""
     return int(storage._cdata)
 
 
 def forget_references() -> None:
-    """Have `are_ours` measure reference counts again; they differ between real and fake tensors."""
+    """Drop what `are_ours` has measured, before a switch between real and fake tensors, whose counts differ."""
     _alone.cache_clear()

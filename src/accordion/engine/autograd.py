@@ -1,8 +1,9 @@
-"""FSDP as two autograd nodes per unit: AwaitReduce (shards -> edge) and Gather (edge -> full parameters).
+"""Two autograd nodes per unit: AwaitReduce (shards -> an edge tensor) and Gather (edge tensor -> full parameters).
 
-AwaitReduce is made for the parameters and kept; Gather is made for each call. When a backward reaches Gather, every other node
-of the call has run: the lease ends and the reduce begins. AwaitReduce runs after the next unit's backward, because its sequence
-number was reserved one unit before Gather's; it waits for the reduce and writes the gradients.
+The edge tensor is a scalar that only links the nodes. AwaitReduce is shared by the unit's calls; each call has its own Gather.
+In a backward Gather runs after all other nodes of its call: it lets full parameters be freed and begins to reduce gradients.
+AwaitReduce runs after the next unit's backward, because its sequence number was reserved one unit before Gather's; it waits
+for the reduce and writes the gradients.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.unit import ReduceNode
 from accordion.errors import UsageError
 
-MOST_PUT_OFF = 2  # the most calls whose reduce between nodes may continue during the backward
+MOST_PUT_OFF = 2  # the most calls whose reduce over replicas may continue while the backward goes on
 
 
 @_torch.run_at_once
 class AwaitReduce(torch.autograd.Function):
-    """Shards to an edge tensor; its backward waits for the reduces that Gather's backward began.
+    """Forward: return a scalar edge tensor, connected to the shards. Backward: wait for reduces, and write gradients.
 
-    `leaf`: the engine's dummy leaf tensor, whose gradient is never asked for.
+    `node`: lists the reduces that Gather's backward began. `leaf`: a dummy leaf tensor without a gradient.
     """
 
     @staticmethod
@@ -61,10 +62,10 @@ class AwaitReduce(torch.autograd.Function):
 
 
 def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tuple[Tensor | None, ...] | None:
-    """Wait for the sharded gradients of a call, and write those of parameters without hooks to `.grad`.
+    """Wait for the reduces `parts` of a call, and write the sharded gradients of parameters without hooks to `.grad`.
 
-    Returns the gradients that autograd must accumulate, in the form of AwaitReduce's result; None if there are none.
-    `accumulates`: True if the engine may write gradients; see `Engine.accumulates`.
+    Returns (None, None, one gradient or None per trained parameter), the gradients that autograd must accumulate, because their
+    parameters have hooks or `accumulates` is False; or None alone if there are none.
     """
     engine = call.engine
     if engine.arriving:
@@ -125,7 +126,10 @@ def added(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tu
 
 @_torch.run_at_once
 class Gather(torch.autograd.Function):
-    """An edge tensor to the trained full parameters, which are gathered already; its backward begins to reduce gradients."""
+    """Forward: return a dummy output and the trained full parameters, already gathered. Backward: begin to reduce gradients.
+
+    The backward raises `UsageError` for a sparse gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Call, edge: Tensor) -> tuple[Tensor, ...]:
@@ -165,11 +169,14 @@ class Gather(torch.autograd.Function):
 
 
 class OutputNode(torch.autograd.Function):
-    """The identity on the outputs of an outermost call; its backward first begins that call.
+    """The identity on the outputs of the model's outermost call; its backward calls `begin`, which starts that call's backward.
 
-    The pre-backward nodes of all calls below are inputs too. Their gradients make these nodes and each Gather run in autograd's
-    order, also on a rank that dropped a unit's output, so that the reduces of all ranks pair up.
+    Inputs: `tensors` has `num_outputs` outputs, then one tensor of each inner call. `zero`: the gradient of those. `shared`:
+    outputs that share memory with others, or with inputs; if one was modified in place, the backward raises `UsageError`.
     """
+
+    # Gradients of the inner calls' tensors make the Gather of each call run, in one order on all ranks, also on a rank that
+    # dropped a unit's output, so that the reduces of all ranks pair up.
 
     @staticmethod
     def forward(
@@ -189,7 +196,7 @@ class OutputNode(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Return the tangents as outputs of another `OutputNode`, because a backward may pass through their graph too."""
+        """Return the tangents of forward-mode differentiation, through an `OutputNode` of their own for their backward."""
         outputs = tangents[4 : len(tangents) - len(ctx.to_reach)]
         having = [tangent for tangent in outputs if tangent is not None]
         if any(map(_torch.is_batched, having)):

@@ -1,8 +1,8 @@
-"""One call of a unit: the lease of its forward, and the lease of each backward that reaches it.
+"""One call of a unit: when a backward reaches it, and how long each backward keeps the unit's full parameters in memory.
 
-A call begins in a backward when its pre-backward node runs, when an output gets its gradient, or when Gather runs; the first
-of these takes the lease. The lease ends when Gather runs, or for calls that `_watch_inputs` serves, when the inputs have their
-gradients.
+The backward of a call begins when its pre-backward node (made at the end of the forward) runs, when an output gets its
+gradient, or when its Gather node runs, whichever is first. It ends when Gather runs, or if Gather will not show the end, when
+the gradients of the inputs are computed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from accordion.engine.order import BACKWARD
 from accordion.engine.unit import ReduceNode, Unit
 from accordion.errors import UsageError
 
-ENDS_WITH_THE_BACKWARD = -1  # no node shows when the gradients of the inputs are there
+ENDS_WITH_THE_BACKWARD = -1  # value in `Call.waiting`: no node shows when the gradients of the inputs are computed
 
 
 def transform_error() -> UsageError:
-    """Return the error for calls inside a transform of torch.func, and for batched tangents of forward-mode differentiation."""
+    """Return an error to raise: the model was called in a transform of torch.func, or with batched forward-mode tangents."""
     return UsageError(
         "a sharded model was called inside a transform of torch.func (jvp, vmap, grad, ...) or with batched tangents, and it "
         "supports neither; call it inside `accordion.full_params(model)`, or use torch.autograd.forward_ad for one tangent."
@@ -33,11 +33,13 @@ def transform_error() -> UsageError:
 
 
 class Call:
-    """One call of a unit, with its state in each backward task: a graph may be walked twice.
+    """One run of a unit's forward, with its state in each backward that reaches it; there may be several (`retain_graph`).
 
-    `waiting`: by backward task, the number of inputs for whose gradients the lease still waits; 0 if Gather ends it.
-    Graph nodes refer to a call, and a call only to nodes of its inputs, which are earlier: no cycle keeps a graph alive.
+    `waiting`: id of a backward -> number of inputs whose gradients are awaited before the full parameters are freed; 0 if the
+    Gather node does that. `shown`: id of a backward -> the full parameters that it uses.
     """
+
+    # Graph nodes refer to a call, and a call only to nodes of its inputs, which are earlier: no cycle keeps a graph alive.
 
     def __init__(self, engine: Engine, unit: Unit, by_read: bool = False, is_dummy: bool = False) -> None:
         self.engine, self.unit, self.trained, self.is_dummy = engine, unit, unit.trained, is_dummy
@@ -72,7 +74,11 @@ class Call:
         return _torch.current_graph_task() in self.waiting
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
-        """Hook of the pre-backward node and of outputs: record that a backward has reached this call, and take its lease."""
+        """Begin the backward of this call, unless it has begun: gather `fulls`, if it needs them, and show them to modules.
+
+        A hook on gradients; `grad` is not used. Raises `UsageError` for `create_graph=True`, for a deleted model, and if the
+        parameters were changed since the forward.
+        """
         task, engine, unit = _torch.current_graph_task(), self.engine, self.unit
         if task in self.waiting:
             return
@@ -100,7 +106,7 @@ class Call:
         engine.gather_ahead(BACKWARD, unit)
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """Begin the call, if it has not begun, because a node is about to read one of its full parameters `fulls`."""
+        """Begin the backward of this call, unless it has begun, and gather `fulls`, because one of them is about to be read."""
         self.begin(fulls, None)
         task = _torch.current_graph_task()
         if task not in self.shown:  # an embedding's backward has no lease, but a hook reads its weight
@@ -120,11 +126,9 @@ class Call:
         self.shown[task] = fulls
 
     def _watch_inputs(self, task: int) -> None:
-        """End the lease when the gradients of the inputs are there, if Gather does not show the end of the backward.
-
-        autograd runs the newest ready node first; Gather is older than all nodes of its call, which have thus run before it.
-        The exception is a node on another device's thread that has no gradient for a parameter.
-        """
+        """End the call's backward when the gradients of its inputs are computed, instead of when the Gather node runs."""
+        # autograd runs the newest ready node first; Gather is older than all nodes of its call, which have thus run before it.
+        # The exception is a node on another device's thread that has no gradient for a parameter.
         try:
             nodes = [node for node in dict.fromkeys(self.inputs) if _torch.will_execute(node)]
         except RuntimeError:  # unknown for a leaf in autograd.grad
@@ -137,7 +141,7 @@ class Call:
     # -- it ends
 
     def end(self, task: int) -> None:
-        """End the lease in the backward `task`, if it has one: hide the full parameters and release the unit."""
+        """Hide the full parameters that the backward with id `task` uses, and let them be freed; nothing if it uses none."""
         fulls = self.shown.pop(task, None)
         if fulls is not None:
             for handle in self.watching:
@@ -148,7 +152,7 @@ class Call:
             self.unit.release()
 
     def drop(self) -> None:
-        """Forget gradients under way, because no backward will ask for them."""
+        """Forget the reduces of this unit's gradients, because their backward will not wait for them."""
         if self.reduce_node is not None:
             self.reduce_node.reducing.clear()
 

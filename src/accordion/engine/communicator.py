@@ -1,4 +1,4 @@
-"""Collectives between ranks, through the methods of process groups; no other file of the engine communicates."""
+"""Collectives between ranks, called on process groups without the `dist` wrappers. The engine communicates here alone."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from accordion.engine import layout
 
 HOST_ORDERED = ("gloo", "fake", "mpi", "ucc", "threaded")  # the host waits, also for an accelerator's tensors
 EXCHANGE_BYTES_PER_PEER = 256 * layout.KIB  # below it latency dominates, and a reduce-scatter is one launch
-LAUNCHES_EACH = ("nccl2", "nccl-lazy")  # launch each tensor of a coalesced collective separately
+LAUNCHES_EACH = ("nccl2", "nccl-lazy")  # these launch each tensor of a coalesced collective separately
 
 CARRIED = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
 )
-"""The dtypes that every backend supports; others are sent as bytes."""
+"""The dtypes that every backend can send; tensors of others are sent as bytes."""
 
 
 def device_type_of_job() -> str:
-    """Return the accelerator's device type if the default group has a backend for it alone, otherwise "cpu".
+    """Return the device type on which the default process group communicates: the accelerator's, such as "cuda", or "cpu".
 
-    The group is asked, because `init_process_group()` without a backend leaves the name "undefined" (torch 2.11 to 2.13). A
-    backend that also serves the CPU (gloo, MPI, fake) does not imply an accelerator; its users pass a mesh.
+    A backend that also serves the CPU (gloo, MPI, fake) counts as "cpu"; its users can pass a mesh.
     """
+    # The group is asked, because `init_process_group()` without a backend leaves the name "undefined" (torch 2.11 to 2.13).
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "cpu"
@@ -38,14 +38,15 @@ def device_type_of_job() -> str:
 
 
 def is_stream_ordered(backend: str, device: torch.device) -> bool:
-    """Return True if collectives of `backend` on `device` run in the order of a stream, as on most accelerators."""
+    """Return True if collectives of `backend` on `device` run in the order of a device stream, without a wait of the host."""
     return device.type != "cpu" and backend not in HOST_ORDERED
 
 
 class Pending(NamedTuple):
-    """A frozen set of works that the host must wait for; empty if the backend orders its work by streams.
+    """The `Work`s of a collective that the host must wait for; none if the backend runs in the order of streams.
 
-    `sends`: messages to wait for after `works`, when every rank has begun them: a timeout would close gloo's connections.
+    `sends`: works of point-to-point messages, to wait for after `works`, when all ranks have begun them: a wait that times out
+    would close gloo's connections.
     """
 
     communicator: Communicator
@@ -54,16 +55,16 @@ class Pending(NamedTuple):
 
 
 class Communicator:
-    """A process group; each collective returns a `Pending` to wait for. With `group` None: one rank, which never communicates.
-
-    On a stream-ordered backend collectives run on the current stream with `asyncOp=False`; the default, True, moves them to a
-    stream of the backend. On other backends (gloo, fake) the caller gets their works. The `dist.*` wrappers do the same and
-    cost 57 us more per unit and step.
+    """A process group whose collectives return a `Pending` to wait for. `group` None: one rank, which never communicates.
 
     Properties of the backend: `exchanges`, all-to-all is faster than reduce-scatter at every size; `in_one_piece`, pieces do
-    not make an exchange faster; `sends`, point-to-point messages are faster than collectives; `can_poll`, a wait may time out
-    and be repeated (other backends treat a timeout as their end); `pack_limit_bytes`, smaller tensors travel packed.
+    not make an all-to-all faster; `sends`, point-to-point messages are faster than collectives; `can_poll`, a wait may time out
+    and be repeated (other backends fail after a timeout); `pack_limit_bytes`, smaller tensors are packed into one message.
     """
+
+    # On a stream-ordered backend collectives run on the current stream with `asyncOp=False`; the default, True, moves them to a
+    # stream of the backend. On other backends (gloo, fake) the caller gets their works. The `dist.*` wrappers do the same and
+    # cost 57 us more per unit and step.
 
     exchanges = in_one_piece = sends = can_poll = False
 
@@ -95,17 +96,15 @@ class Communicator:
 
     @property
     def is_ordered(self) -> bool:
-        """Return True if collectives run in the order of a stream, without a wait of the host."""
+        """Return True if collectives run in the order of a stream, without a wait of the host; False for one rank."""
         return self.group is not None and not self._async
 
     def _pending(self, *works: Any) -> Pending:
         return Pending(self, works if self._waits else ())
 
     def gather(self, fulls: list[Tensor], shards: list[Tensor]) -> Pending:
-        """All-gather: fill each `fulls[i]` (num_ranks * n,) with the `shards[i]` (n,) of all ranks in rank order.
-
-        One launch if the backend is stream-ordered and coalesces; gloo would copy in and out, and has none for CUDA tensors.
-        """
+        """All-gather: fill each `fulls[i]` (num_ranks * n,) with the `shards[i]` (n,) of all ranks in rank order."""
+        # One launch if the backend is stream-ordered and coalesces; gloo would copy in and out, and has none for CUDA tensors.
         if self._async or not self._coalesces:
             gather, options, pairs = self._gather, self._gather_options, zip(fulls, shards, strict=True)
             return self._pending(*[gather(full, shard, options) for full, shard in pairs])
@@ -114,7 +113,7 @@ class Communicator:
         return self._pending()
 
     def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
-        """All-to-all of each (received, sent, received splits, sent splits) with 1-D tensors; empty splits mean equal parts."""
+        """All-to-all of 1-D (output, input, output split sizes, input split sizes) each; empty sizes mean equal parts."""
         if self._async or len(sends) < 2 or not self._coalesces:
             return self._pending(
                 *[self._exchange(out, sent, a, b, self._exchange_options) for out, sent, a, b in sends]
@@ -135,7 +134,7 @@ class Communicator:
         return self._pending(self._scatter_coalesced(outs, inputs, self._scatter_options))
 
     def sum(self, tensors: Sequence[Tensor]) -> Pending:
-        """All-reduce: sum each tensor over ranks in place."""
+        """All-reduce: replace each tensor, in place, by its sum over ranks."""
         if self.num_ranks == 1:
             return Pending(self)
         if self._async or len(tensors) < 2 or not self._coalesces:
@@ -148,7 +147,7 @@ class Communicator:
 
 
 class Axis:
-    """The ranks of one mesh axis: communicators for gathers and for reduces, and the choice of the reduce algorithm."""
+    """The ranks of one mesh axis, `one_node` if all are on one machine: communicators for gathers and for reduces."""
 
     def __init__(
         self,
@@ -174,10 +173,10 @@ class Axis:
 
 
 def own_communicator(communicator: Communicator, device: torch.device) -> Communicator:
-    """Return a communicator for reduces: a second one if the backend would serialize gathers and reduces (NCCL), else the same.
+    """Return a communicator for reduces of the ranks of `communicator`: one of its own on NCCL, else `communicator` itself.
 
-    All models over one group share the second one, since each takes hundreds of megabytes on a device and their number is
-    limited. It is destroyed with the job's groups.
+    NCCL would run gathers and reduces of one communicator one after the other. All models over these ranks share the second
+    one, which takes hundreds of megabytes on a device; it is destroyed with the job's groups. Collective.
     """
     if communicator.num_ranks == 1 or not communicator.is_ordered:
         return communicator
@@ -185,7 +184,10 @@ def own_communicator(communicator: Communicator, device: torch.device) -> Commun
 
 
 def group_of_job(communicator: Communicator, ranks: list[int], device: torch.device) -> Any:
-    """Return the group of `ranks` that all models share, made at the first call by all ranks of `communicator` together."""
+    """Return a process group of `ranks` that all models share. Collective at the first call, which creates the group.
+
+    `communicator`: its ranks make the call together, and its backend options are copied.
+    """
     key = f"accordion/group/{_torch.group_name(communicator.group)}/{len(ranks)}/"
     groups = _torch.kept_with_job(key)
     if not groups:
@@ -198,12 +200,12 @@ def group_of_job(communicator: Communicator, ranks: list[int], device: torch.dev
 
 
 def carried(tensor: Tensor) -> Tensor:
-    """Return `tensor`, viewed as bytes if some backend does not support its dtype; its last dim must be dense."""
+    """Return `tensor`, or a view of it as bytes if not all backends support its dtype; its last dim must be contiguous."""
     return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 
 def gathered_rows(row: Tensor, communicator: Communicator) -> Tensor:
-    """Return (num_ranks, n): the 1-D `row` (n,) of every rank. The host waits; `communicator` must have several ranks."""
+    """All-gather the 1-D `row` (n,) into a new (num_ranks, n). The host waits; `communicator` must have several ranks."""
     out = row.new_empty(communicator.num_ranks * row.numel())
     for work in communicator.gather([carried(out)], [carried(row)]).works:
         work.wait()
@@ -211,7 +213,7 @@ def gathered_rows(row: Tensor, communicator: Communicator) -> Tensor:
 
 
 def reduced(value: Tensor, communicators: Sequence[Communicator], op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce `value` in place over each of `communicators`, and return it. The host waits."""
+    """All-reduce `value` in place over the ranks of each communicator in turn, and return it."""
     for communicator in communicators:
         if communicator.num_ranks > 1:
             dist.all_reduce(value, op=op, group=communicator.group)
@@ -219,13 +221,13 @@ def reduced(value: Tensor, communicators: Sequence[Communicator], op: Any = dist
 
 
 def extremes(value: Tensor, communicators: Sequence[Communicator]) -> tuple[Tensor, Tensor]:
-    """Return the element-wise minimum and maximum of `value` over all ranks."""
+    """Return (minimum, maximum) of `value` over all ranks, element by element, in new tensors. A collective."""
     low = reduced(value.clone(), communicators, dist.ReduceOp.MIN)
     return low, reduced(value.clone(), communicators, dist.ReduceOp.MAX)
 
 
 def broadcast(tensors: Sequence[Tensor], communicators: Sequence[Communicator]) -> None:
-    """Overwrite each tensor with the first rank's value, per communicator. The host waits. Sends bytes: gloo has few dtypes."""
+    """Overwrite each tensor with that of the first rank, for each communicator in turn, in any dtype. A collective."""
     for communicator in communicators:
         if communicator.num_ranks > 1:
             for tensor in tensors:
@@ -236,7 +238,7 @@ def broadcast(tensors: Sequence[Tensor], communicators: Sequence[Communicator]) 
 
 
 def common_name(communicators: Sequence[Communicator]) -> str:
-    """Return a random name, equal on all ranks and unique in the job; "" without communicators. A collective."""
+    """Return a random hexadecimal name, the same on all ranks; "" without communicators. A collective."""
     if not communicators:
         return ""
     number = torch.tensor(secrets.randbits(62), device=communicators[0].device)

@@ -1,4 +1,4 @@
-"""The ranks, streams and device of a model; this rank's rows of a tensor, and the tensor from the rows of all ranks."""
+"""The ranks, streams and device of a sharded model; take this rank's rows of a tensor, or gather the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from accordion.engine.streams import SideStream, Waiter
 class ShardingContext:
     """The ranks, side streams and device over which a model, or one group of parameters, is sharded.
 
-    `replicate` has one rank if every rank keeps different rows. `cut_twice`: the optimizer's rows are cut over it too, and
-    gathered over it once a step. `keeps_full`: full copies stay between steps. `scale`: factor for sums of gradients. `where`:
-    names the ranks in messages, if they are not all of the model.
+    `shard`: axis over which ranks keep different rows. `replicate`: axis over which they keep the same, of one rank if there is
+    none. `cut_twice`: the optimizer's rows are divided over `replicate` too. `keeps_full`: full parameters stay in memory
+    between steps. `scale`: factor for sums of gradients. `where`: suffix that names the ranks in messages; "" for all.
     """
 
     shard: Axis
@@ -42,10 +42,8 @@ class ShardingContext:
         return self.shard.num_ranks * self.replicate.num_ranks
 
     def levels(self, c: Cut) -> list[tuple[Axis, Cut]]:
-        """Return (axis, cut) for each cut of a tensor, the outermost first: over `shard`, then over `replicate` if `cut_twice`.
-
-        If rows do not divide evenly, torch's strided placement assigns other rows; the engine never uses its redistribution.
-        """
+        """Return (axis, cut) for each division of a tensor cut as `c`: over `shard`, then over `replicate` if `cut_twice`."""
+        # If rows do not divide evenly, torch's strided placement assigns other rows; the engine never uses its redistribution.
         first = (self.shard, c)
         if not self.cut_twice:
             return [first]
@@ -53,14 +51,14 @@ class ShardingContext:
 
     @property
     def cut_communicators(self) -> list[Communicator]:
-        """Return the communicators of all axes over which tensors are cut, without those of one rank."""
+        """Return the communicators of the mesh axes over which shards differ, without axes of one rank."""
         return [
             a.gather for a in ((self.shard, self.replicate) if self.cut_twice else (self.shard,)) if a.num_ranks > 1
         ]
 
 
 def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
-    """Return this rank's rows of the tensor `full` as a view."""
+    """Return the rows that this rank keeps of the tensor `full`, cut as `c`, as a view."""
     for axis, level in context.levels(c):
         if level.dim is not None:
             start = min(axis.rank * level.chunk, level.rows)
@@ -69,7 +67,7 @@ def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
 
 
 def gathered(local: Tensor, c: Cut, context: ShardingContext) -> Tensor:
-    """Return the full tensor from the rows `local` of all ranks, in new memory on the device. A collective; the host waits."""
+    """All-gather the rows `local` of each rank into a new full tensor, detached, on the device. The host waits."""
     local = local.detach().to(context.device)
     for axis, level in reversed(context.levels(c)):
         if level.dim is None or axis.num_ranks == 1:

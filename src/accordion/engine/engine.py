@@ -1,4 +1,4 @@
-"""The state that the units of one model share: the order of calls, backward tasks under way, kept leases and gradients."""
+"""The state that the units of one sharded model share: their recorded order, running backwards, and gradients on their way."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from accordion.engine.unit import RESHARDED, Unit
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-IN_BACKWARD = -1  # the root call of calls that are recomputed in a backward
-WAITING_ROOTS = 4  # the most forwards without a backward that keep leases; the backward of an older one gathers again
+IN_BACKWARD = -1  # `Call.root` of calls in a backward, in which activation checkpointing recomputes them
+WAITING_ROOTS = 4  # the most forwards whose full parameters wait for a backward; that of an older forward gathers again
 
 
 @dataclass(eq=False, slots=True)
 class KeptLease:
-    """A forward lease that waits for its backward. Call and engine refer to it and not to each other: no cycle keeps a graph."""
+    """A claim that a unit's full parameters stay in memory from a forward to its backward. `root`: number of that forward."""
+
+    # Call and engine both refer to this object and not to each other, so that no reference cycle keeps the autograd graph.
 
     unit: Unit
     root: int
 
 
 class Engine:
-    """The engine of one sharded model: runs the steps that its units share. Made by `shard`; each unit's module leads to it."""
+    """The gathers, reduces and bookkeeping of one sharded model, shared by its units; `shard` makes one for each model."""
 
     def __init__(self, context: ShardingContext, strategy: Strategy, precision: Precision, prefetch: Prefetch) -> None:
         self.context, self.strategy, self.precision, self.prefetch = context, strategy, precision, prefetch
@@ -47,23 +49,23 @@ class Engine:
         self.hooks: list[Any] = []  # the `Hooks` of each unit
         self.order = UnitOrder()
         self.zero = torch.zeros((), device=context.device)  # value and gradient of every edge tensor
-        self.leaf = torch.zeros((), device=context.device, requires_grad=True)  # replaces edge tensors under no_sync
+        self.leaf = torch.zeros((), device=context.device, requires_grad=True)  # in place of edge tensors under no_sync
         self.sync = True
         self.unfilled: set[int] = set()  # ids of the sharded parameters that were on the meta device
         self.suspended = False  # True inside `full_params`: the registry holds full parameters, hooks do nothing
         # Forwards.
-        self.depth = 0  # number of calls under way, outside of backwards
-        self.root_call = 0  # number of the outermost call
+        self.depth = 0  # number of calls under way, each inside the one before
+        self.root_call = 0  # number of the last outermost call outside of a backward
         self.kept_leases: list[KeptLease] = []
         self.pre_backward_nodes: list[Tensor] = []  # of calls inside the outermost call under way
-        self._nodes_of = _torch.NO_BACKWARD  # the backward task in which that call runs
+        self._nodes_of = _torch.NO_BACKWARD  # the backward in which that outermost call runs
         # Backwards.
         self.reduces_under_way: list[list[PendingReduce]] = []  # one list per call of a unit
         self.failed_reduces: list[PendingReduce] = []  # of backwards that raised; the host must wait for them
-        # Callbacks that write gradients which are still reduced between the nodes of a hybrid, the oldest first.
+        # Callbacks that write gradients whose reduce over the replicate axis of a hybrid still runs, the oldest first.
         self.delayed_writes: list[Callable[[], object]] = []
         self.undecided = UndecidedGradients()
-        self.arriving: list[Transfer] = []  # copies of gradients to their tier off the device
+        self.arriving: list[Transfer] = []  # copies of gradients to host or disk under way
         self.to_add: list[tuple[Tensor, Tensor]] = []  # (sum, term): terms among them that are added to gradients
         self._tasks: dict[int, list[Any]] = {}  # by backward task, the `Call`s that take part
         self._synced: set[int] = set()  # backward tasks that reduce
@@ -84,7 +86,7 @@ class Engine:
         return [param for unit in self.units for param in unit.params]
 
     def dismantle(self) -> None:
-        """Break reference cycles after the model is deleted, so that its memory is freed without the garbage collector."""
+        """Drop all state after the model was deleted, so that memory is freed without the garbage collector; nothing waits."""
         for part in [*self.failed_reduces, *[part for parts in self.reduces_under_way for part in parts]]:
             part.abandon()
         for call in [call for calls in self._tasks.values() for call in calls]:
@@ -102,7 +104,11 @@ class Engine:
     # -- forward
 
     def enter(self) -> None:
-        """Begin a call of a unit. An outermost call outside of a backward is a root call, which cleans up failed steps."""
+        """Begin a call of a unit. If it is the outermost one, outside of a backward, prepare all units for a new forward.
+
+        This cleans up after a backward that raised, marks outdated full parameters for a new gather, and notifies observers.
+        Raises `UsageError` if the user assigned `p.data`, and `DivergenceError` if collectives are not safe any more.
+        """
         if self.depth:
             return
         self.pre_backward_nodes, self._nodes_of = [], _torch.current_graph_task()
@@ -127,18 +133,18 @@ class Engine:
             self.drop_kept(lambda lease: stale or lease.root < self.root_call - WAITING_ROOTS)
 
     def collects(self) -> bool:
-        """Return True if a new call would be inside the outermost call, but not in a backward that runs inside of that."""
+        """Return True unless a backward runs inside the outermost call: only then are pre-backward nodes collected for it."""
         return _torch.current_graph_task() == self._nodes_of
 
     def take_pre_backward_nodes(self) -> list[Tensor]:
-        """Return the pre-backward nodes of all calls below the outermost call, at its end; [] in other calls."""
+        """Return and forget the nodes in `pre_backward_nodes` if the outermost call ends now; otherwise return []."""
         if self.depth > 1 or not self.collects():
             return []
         nodes, self.pre_backward_nodes = self.pre_backward_nodes, []
         return nodes
 
     def leave(self, error: BaseException | None) -> None:
-        """Record that a call of a unit has ended, with `error` or None."""
+        """End a call of a unit, with `error` or None. The outermost one frees units that were prefetched but not used."""
         self.depth -= 1
         if self.depth:
             return
@@ -165,37 +171,37 @@ class Engine:
         return result
 
     def acquire(self, unit: Unit) -> int:
-        """Gather `unit` if it is not, take a lease and return the version of the shards; see `Unit.acquire`."""
+        """Gather `unit` if needed and keep it in memory until `unit.release()`; return the version of its shards."""
         if unit.full_params is RESHARDED:
             self.allocate(GATHERED, unit.unshard)
         return unit.acquire()
 
     def reshard_unused(self, waits: bool = True) -> None:
-        """Free units that were gathered ahead and not used. `waits`: see `Unit.reshard`."""
+        """Free full parameters without a lease. `waits`: False to skip units whose gather still makes the host wait."""
         for unit in self.units:
             unit.reshard(waits)
 
     def keep(self, unit: Unit, root: int) -> KeptLease:
-        """Turn a forward lease of `unit` into one that waits for the backward of a call in root call `root`."""
+        """Keep the lease that the caller has on `unit` until the backward of forward number `root`; return its record."""
         self.kept_leases.append(KeptLease(unit, root))
         return self.kept_leases[-1]
 
     def take(self, lease: KeptLease | None) -> bool:
-        """Return True if the kept lease has not ended; then the caller owns it from now on."""
+        """Take back a lease from `keep`: return True if it was still kept, and the caller must release it; otherwise False."""
         if lease is None or lease not in self.kept_leases:
             return False
         self.kept_leases.remove(lease)
         return True
 
     def drop_kept(self, matches: Callable[[KeptLease], bool] = lambda lease: True) -> None:
-        """End the leases that wait for a backward and for which `matches` returns True."""
+        """Release the leases from `keep` for which `matches` returns True; their backward gathers again."""
         # Never called by a destructor, because all ranks must end their leases at the same time.
         for lease in [lease for lease in self.kept_leases if matches(lease)]:
             self.kept_leases.remove(lease)
             lease.unit.release()
 
     def reset(self) -> None:
-        """Forget everything under way, after a forward that was interrupted (torch runs no hooks then)."""
+        """Drop all calls, leases and gradients under way after an interrupted forward, for which torch runs no hooks."""
         for hooks in self.hooks:
             hooks.forget()
         for notify in self.observers.interrupted:
@@ -209,9 +215,9 @@ class Engine:
             unit.reshard(waits=False)
 
     def recover(self) -> None:
-        """Drop the gradients and leases of a backward that raised, whose callbacks never ran.
+        """Drop the gradients and leases of a backward that raised; do nothing if none did.
 
-        The host does not wait, because other ranks may be elsewhere; the next backward waits for the collectives.
+        The host does not wait for collectives, because other ranks may not have begun them; the next backward waits.
         """
         if not self._tasks and not self.reduces_under_way:
             return
@@ -238,7 +244,7 @@ class Engine:
     # -- backward
 
     def join(self, task: int, call: Any) -> None:
-        """Record that `call` takes part in backward `task`."""
+        """Record that the backward with id `task` has reached `call`; the end of that backward ends the call."""
         self._follow(task)
         self._tasks[task].append(call)
         if call.reduces:
@@ -257,7 +263,7 @@ class Engine:
         _torch.queue_callback(partial(self._end_of, task))
 
     def add_outside(self, unit: Unit, i: int, grad: Tensor) -> None:
-        """Add a full gradient of parameter `i` from outside of any call to the local sums; the backward's end reduces it."""
+        """Add `grad` of the unit's parameter `i`, which no call produced, to the sums that the end of this backward reduces."""
         task = _torch.current_graph_task()
         self._follow(task)
         self._synced.add(task)
@@ -268,12 +274,12 @@ class Engine:
     # -- gradients
 
     def add_up(self, unit: Unit, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Add this rank's full gradients of the parameters `indices` to their local sums (no_sync)."""
+        """Add full gradients of the unit's parameters `indices` to sums on this rank, which a later backward reduces."""
         self.writes_here()
         self.allocate(GRADIENTS, unit.local_sums.add, indices, grads)
 
     def land_gradients(self) -> None:
-        """Let the host wait for copies of gradients to their tier, and then add those that are terms of a sum."""
+        """Let the host wait for copies of gradients to host or disk, then do the additions to `.grad` that waited for them."""
         if not self.arriving:
             return
         for transfer in self.arriving:
@@ -292,7 +298,10 @@ class Engine:
                 group.shard_buffer.synchronize()
 
     def accumulates(self) -> bool:
-        """Return True if the engine may write `grad` itself in this backward: autograd has no need to see the gradients."""
+        """Return True if the engine may write `.grad` itself; False in `autograd.grad`, with `inputs`, and in anomaly mode.
+
+        If True, also let the compute stream wait for other streams that wrote gradients.
+        """
         task = _torch.current_graph_task()
         if self._accumulates is None or self._accumulates[0] != task:  # computed once per backward
             self._accumulates = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.leaf)
@@ -302,13 +311,13 @@ class Engine:
         return may
 
     def writes_here(self) -> None:
-        """Let the compute stream wait for other streams on which gradients were written, before it writes some."""
+        """Record that this compute stream writes gradients, and let it wait for the other streams that wrote some."""
         self._wrote_on.add(self.context.reduce_stream.compute())
         if len(self._wrote_on) > 1:
             self.context.reduce_stream.join(self._wrote_on)
 
     def write_delayed(self, num_left: int = 0) -> None:
-        """Write the delayed gradients, except those of the last `num_left` calls."""
+        """Run the callbacks in `delayed_writes`, the oldest first, until `num_left` of them are left."""
         while len(self.delayed_writes) > num_left:
             self.delayed_writes.pop(0)()
 
@@ -346,14 +355,14 @@ class Engine:
             notify(reduced)
 
     def reduce_sums(self) -> None:
-        """Reduce the local sums of earlier backwards, between backwards. A collective."""
+        """Reduce the gradients that earlier backwards under no_sync summed, and add them to `.grad`. A collective."""
         if any(unit.local_sums.any_held() for unit in self.units):
             self._ended(reduced=True)
 
     def _reduce_leftovers(self) -> None:
-        """Reduce local sums whose units the backward did not reach, in unit order on all ranks.
+        """Reduce the sums of no_sync that no call of this backward has taken into `.grad`, in unit order on all ranks.
 
-        Parameters that are frozen by now are included: gradients of their earlier micro-batches belong to the step.
+        Parameters that were frozen since are included: gradients of their earlier micro-batches belong to the step.
         """
         for unit in [unit for unit in self.units if unit.local_sums.pending and unit.unit_policy.reduces]:
             trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
@@ -392,7 +401,7 @@ class Engine:
         return None if following is None else self.units[following]
 
     def is_among_last(self, unit: Unit) -> bool:
-        """Return True for the last unit, and for the one before it if the last is a single layer (a head)."""
+        """Return True if `unit` was the last of the last forward, or the one before it and the last is one layer (a head)."""
         following = self.order.after(FORWARD, unit.index)
         if following is not None and self.units[following].is_layer:
             return self.order.ends_with(FORWARD, following)

@@ -1,4 +1,4 @@
-"""The memory of a group's full parameters."""
+"""The memory of full parameters, which is freed between uses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from accordion.engine.layout import Cut
 
 
 class FullMemory(Protocol):
-    """Protocol for the memory of a group's full parameters.
+    """Protocol for the memory of the full parameters of a group, the parameters of a unit that are gathered in one dtype.
 
-    `views`: the full parameters. `flat`: its version counter counts writes into them. `storage_keys`: keys of the storages that
-    `close` frees. `num_bytes`: the size while the group is gathered.
+    `views`: the full parameters. `flat`: a tensor whose version counter counts writes into them. `storage_keys`: identify the
+    storages that `close` frees. `num_bytes`: the size while it is allocated.
     """
 
     flat: Tensor
@@ -32,12 +32,14 @@ class FullMemory(Protocol):
 
 
 class FullBuffer:
-    """The storage of a group's full tensors of one dtype, each contiguous and padded to chunk * num_ranks rows.
+    """One storage for the full parameters of a group, each contiguous and, if cut on dim 0, padded to equal chunks.
 
-    Gathers write through tensors whose version counter is not that of `views`: autograd may have saved a view whose storage is
-    freed and filled again before the backward reads it. `cut_dim_first`: store tensors with the cut dim first, as shards are
-    (inner shards). `poison`: fill unused memory with NaN, to reveal reads without a wait.
+    `flat`: the whole storage as a 1-D tensor, in which each parameter begins at its entry of `offsets`. `cut_dim_first`: store
+    tensors with their cut dim first, as shards are. `poison`: fill unused memory with NaN, to reveal reads without a wait.
     """
+
+    # Gathers write through tensors whose version counter is not that of `views`: autograd may have saved a view whose storage
+    # is freed and filled again before the backward reads it.
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class FullBuffer:
             self.rows.append(rows)
 
     def open(self) -> None:
-        """Allocate the memory; its contents are undefined."""
+        """Allocate the memory, unless it is allocated; its contents are undefined."""
         if not self._is_open:  # resizing to the same size would allocate and copy
             self._storage.resize_(self.num_bytes)
             self._is_open = True
@@ -76,7 +78,7 @@ class FullBuffer:
             self.flat.data.fill_(float("nan"))
 
     def stay(self, stays: bool) -> None:
-        """Keep the storage allocated until `stay(False)`, also after `close`: graphs of a device record its address."""
+        """Allocate the storage and let `close` do nothing until `stay(False)`, which frees it: CUDA graphs record addresses."""
         if stays:
             self.open()
             self.close = lambda: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The gather of a group of shards over one mesh axis into full tensors."""
+"""The all-gather of a group of shards over one mesh axis into full tensors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from accordion.engine.streams import Steps
 
 
 class AxisGather:
-    """The gather of one group over one axis, from `shard_buffer` into the tensors of `full_buffer`; planned once.
+    """The all-gather of one group over one mesh axis, from `shard_buffer` into the tensors of `full_buffer`; used every step.
 
-    The packed message (num_ranks, row_numel) has memory between `open` and `close`; its views are made once.
+    Small shards are packed into one message (num_ranks, row_numel), which has memory between `open` and `close`.
     """
 
     def __init__(self, axis: Axis, msg: Message, shard_buffer: ShardBuffer, full_buffer: FullBuffer) -> None:
@@ -40,7 +40,7 @@ class AxisGather:
             self._pack(full_buffer.flat.new_empty(msg.row_numel * num), shard_buffer, cast)
 
     def _pack(self, packed: Tensor, shard_buffer: ShardBuffer, cast: bool) -> None:
-        """Allocate views for the packed message `packed` (num_ranks * row_numel,): rows of ranks, and parts of tensors."""
+        """Make views that fill and unpack `packed` (num_ranks * row_numel,), and free its memory. `cast`: copy shards to it."""
         msg, num = self._msg, self._axis.num_ranks
         sizes = [msg.cuts[i].shard_numel for i in msg.packed]
         rows = packed.view(num, -1)
@@ -71,7 +71,7 @@ class AxisGather:
         self._storage.resize_(0)
 
     def open(self) -> None:
-        """Allocate the packed message; call it before `load`."""
+        """Allocate the packed message; called before `load` and `steps`."""
         if self._storage is not None:
             self._storage.resize_(self._num_bytes)
 
@@ -81,14 +81,14 @@ class AxisGather:
             self._storage.resize_(0)
 
     def load(self) -> None:
-        """Copy rows out of the shard buffer that cannot be sent from there: those of whole, cast or packed tensors."""
+        """Copy the shards that cannot be sent from the shard buffer: those that are not cut, or need a cast or packing."""
         if self._to:
             _torch.foreach_copy_(self._to, self._source, non_blocking=self.off_device)
 
     def steps(self, check: Callable[[Tensor], None]) -> Steps:
-        """Gather and unpack, as a generator of works to wait for. If the shard buffer is off the device, call `load` first.
+        """Gather and unpack, as a generator that yields works to wait for. If shards are off the device, call `load` first.
 
-        `check`: called with the tags (num_ranks, num_flags) of all ranks after they have arrived.
+        `check`: called with the tags (num_ranks, num_flags) that all ranks sent.
         """
         if self._to and not self.off_device:
             self.load()
@@ -110,10 +110,8 @@ class AxisGather:
 
 
 def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views (destination, source) that unpack `part` (num_ranks, chunk * row_numel) of the packed rows into `to`.
-
-    No copies: they may take gigabytes for a tensor cut on another dim.
-    """
+    """Yield (destination, source) views whose copies unpack `part` (num_ranks, chunk * row_numel) into the full tensor `to`."""
+    # No temporary copies: for a tensor that is not cut on dim 0 they may take gigabytes.
     if c.dim == 0:
         yield to.view(c.num_ranks, -1), part
         return
@@ -128,7 +126,10 @@ def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 
 def in_runs(*sides: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield each run of equally spaced views of one shape as one stacked view per side, so that nine copies become two."""
+    """Yield, for each run of neighbouring views of one shape, one stacked view per side; nine copies become two.
+
+    `sides`: lists of views of equal length, such as destinations and sources. A run that is not equally spaced is not joined.
+    """
     for _, group in groupby(zip(*sides, strict=True), key=lambda views: views[0].shape):
         run = list(group)
         gaps = {b[0].storage_offset() - a[0].storage_offset() for a, b in pairwise(run)}
@@ -137,7 +138,7 @@ def in_runs(*sides: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def stacked(views: Sequence[Tensor]) -> Tensor:
-    """Return equally spaced views of one storage as one view, stacked on a new dim 0."""
+    """Return equally spaced views of one storage as one view with a new dim 0, without a copy."""
     first, offset = views[0], views[0].storage_offset()
     gap = views[1].storage_offset() - offset if len(views) > 1 else 0
     return first.as_strided((len(views), *first.shape), (gap, *first.stride()), offset)

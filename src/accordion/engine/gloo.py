@@ -1,6 +1,6 @@
-"""Faster gathers and reduces for gloo on CPU: large tensors go from rank to rank, without copies.
+"""Faster gathers and reduces for gloo on CPU: large tensors are sent point to point, without copies.
 
-Ranks on an accelerator do not use this file. docs/design.md has the measurements.
+docs/design.md has the measurements.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TAG = 1 << 20  # first tag of those messages, above the tags of other code
 
 
 class GlooCommunicator(Communicator):
-    """A process group of gloo, whose reduce-scatter is an all-reduce (twice the bytes) that ignores timeouts (torch 2.13).
+    """A process group with gloo as its backend, for which reduces use an all-to-all and a local sum at every size."""
 
-    So an exchange is faster at every size. The host would begin a second piece of it only when it waits for the first.
-    """
+    # gloo's reduce-scatter is an all-reduce (twice the bytes) that ignores timeouts (torch 2.13). `in_one_piece`: the host
+    # would begin a second piece only when it waits for the first.
 
     exchanges = in_one_piece = can_poll = True
 
@@ -34,11 +34,11 @@ class GlooCommunicator(Communicator):
         self.sends = device.type == "cpu" and 2 <= self.num_ranks <= SENDING_RANKS
 
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
-        """For each (received, sent), send `sent[r]` to rank r and receive `received[r]` from it; return the works.
+        """For each (received, sent) begin to send `sent[r]` to rank r and to receive `received[r]` from it; return the works.
 
-        All tensors are contiguous; empty ones and this rank's own are skipped. 12.6 MB over 2 ranks take 0.6 of an all-gather's
-        time.
+        All tensors are contiguous; empty ones and this rank's own are skipped.
         """
+        # 12.6 MB over 2 ranks take 0.6 of the time of an all-gather.
         works = []
         for i, (received, sent) in enumerate(messages):
             for r, (target, source) in enumerate(zip(received, sent, strict=True)):
@@ -52,7 +52,7 @@ class GlooCommunicator(Communicator):
 
 
 class SendingGather(AxisGather):
-    """A gather that sends large shards point to point; the packed message is a collective, whose wait may be repeated."""
+    """An all-gather over gloo that sends large shards point to point, and small ones, packed, in a collective."""
 
     # Made at the first run, because views need a storage with memory.
     _messages: Sequence[tuple[Sequence[Tensor], list[Tensor]]] = ()
@@ -72,7 +72,7 @@ class SendingGather(AxisGather):
 
 
 class SendingReduce(AxisReduce):
-    """A reduce that sends large gradients point to point and sums them where they arrive."""
+    """A reduce over gloo that sends large gradients point to point, and sums them out of the receive buffers."""
 
     def steps(self) -> Steps:
         communicator, messages = self._axis.reduce, self._messages()
@@ -86,8 +86,10 @@ class SendingReduce(AxisReduce):
         sum_rows(self._received[-1], self._out_pack)
 
     def _messages(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Return (received, sent) for each direct gradient, one that is not packed: lists of rows from and to each rank.
-        At this rank's own index, both have its rows of the gradient."""
+        """Return (rows to receive from each rank, rows to send to each rank) for each large gradient.
+
+        At this rank's own index both lists have its own rows.
+        """
         messages, rank = [], self._axis.rank
         for i, grad, received in zip(self._msg.direct, self._direct, self._received, strict=False):
             c = self._msg.cuts[i]

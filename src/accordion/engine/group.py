@@ -1,4 +1,4 @@
-"""Groups of parameters that are gathered in one dtype: their layout, their gather, and the plans of their reduces."""
+"""A group: parameters of one unit that are gathered in one dtype. Its memory, its gather, and the plans of its reduces."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from accordion.engine.shards import NO_VERSION, FlatShards, ShardBuffer
 from accordion.engine.streams import Steps, Transfer
 
 KEPT_FLAG_BYTES = 16 * KIB
-NUM_TAGS = 120  # int8 counts to 127, bfloat16 to 256
+NUM_TAGS = 120  # tags identify units; int8 counts to 127, bfloat16 to 256
 
 
 def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) -> tuple[Message, Message]:
-    """Return the layouts of tensors gathered in `dtype`: the message over the `shard` axis, and that of the shard buffer."""
+    """Return (layout of gathers over the `shard` axis, layout of shards), which differ only with `hybrid_shard_optim`."""
     limit = context.shard.gather.pack_limit_bytes
     outer = message(cuts, dtype.itemsize, num_flags=1, pack_limit_bytes=limit)
     if not context.cut_twice:
@@ -35,7 +35,10 @@ def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) 
 
 
 class InnerShard(ShardBuffer):
-    """This rank's shard over `shard` with a hybrid strategy that cuts twice, gathered over `replicate` once a step."""
+    """This rank's shard over the `shard` axis with `hybrid_shard_optim`, in the gathered dtype.
+
+    Once a step it is gathered over the `replicate` axis, over which the rows that the optimizer steps are cut further.
+    """
 
     def __init__(
         self, msg: Message, inner: Message, rank: int, dtype: torch.dtype, device: torch.device, *, poison: bool
@@ -54,10 +57,10 @@ class InnerShard(ShardBuffer):
 
 
 class GroupPlan(NamedTuple):
-    """The parameters of a group, the dtype of their gathers and of their gradients' sums, before the group has memory.
+    """The arguments of a `Group`: parameters of one unit, the dtype in which they are gathered, and that of gradient sums.
 
-    `context`: the ranks over which the group is sharded, None for those of the model. `secondary`: the ranks over which full
-    parameters stay sharded between a forward and its backward; None if they do not.
+    `context`: the ranks over which they are sharded, None for those of the model. `secondary`: ranks that keep a copy of the
+    full parameters, sharded over them, from a forward to its backward; None for no copy.
     """
 
     params: list[Param]
@@ -68,10 +71,10 @@ class GroupPlan(NamedTuple):
 
 
 class Group(ABC):
-    """The parameters of one unit that are gathered in one dtype: their memory, gather and plans of reduces.
+    """The parameters of one unit that are gathered in one dtype: their memory, their gather and the plans of their reduces.
 
-    `full_buffer`: None if the shards are the full parameters (`alias`). `views`: the full parameters. `filled`: the version of
-    the shards from which they were gathered.
+    `shard_buffer`: this rank's shards. `full_buffer`: memory of the full parameters; None if the shards are the full parameters
+    (`alias`). `views`: the full parameters. `filled`: `version()` of the shards from which they were gathered.
     """
 
     shard_buffer: ShardBuffer
@@ -104,12 +107,12 @@ class Group(ABC):
         self.filled = NO_VERSION
 
     def rescale(self, scale: float) -> None:
-        """Multiply sums of gradients over all ranks by `scale` from now on."""
+        """Set the factor by which later reduces multiply the sums of gradients (1 / number of ranks for a mean)."""
         self.scale = scale
         self._expect()
 
     def remark(self, mark: int) -> None:
-        """Send `mark` with the tag of the next reduces, which then fail unless all ranks have the same mark."""
+        """Add `mark` to the tag (number of the unit) sent with later reduces, which fail if ranks have other marks."""
         if mark % NUM_TAGS != self._mark:
             self._mark = mark % NUM_TAGS
             for ones in self._ones.values():
@@ -121,7 +124,7 @@ class Group(ABC):
         return (self.index + self._mark) % NUM_TAGS + 1
 
     def _expect(self) -> None:
-        """Compute the sum of all ranks' tags in a reduce, scaled by the same operator as the gradients so that it is exact."""
+        """Set `tag_sum`, the sum of all ranks' tags expected of a reduce, scaled as gradients are so that it is exact."""
         dtype, expected = self.reduce_dtype, self._reduce_tag * self.context.num_ranks
         self.tag_sum = torch.full((1,), expected, dtype=dtype, device=self.context.device)
         if dtype.is_floating_point:
@@ -134,13 +137,13 @@ class Group(ABC):
     def version(self) -> int:
         """Return a number that grows with every write to a shard: an optimizer step, a load, or a write of full parameters.
 
-        Operators on a DTensor count on the DTensor alone, and operators on its local tensor on that alone. Neither counts on
-        `shard_buffer.locals`, although they share the memory.
+        Operators on a DTensor raise the DTensor's version alone, operators on its local tensor that of the local tensor alone;
+        neither raises that of `shard_buffer.locals`, although the memory is the same.
         """
         return _torch.versions_of(self.sharded)
 
     def mark_stale(self) -> None:
-        """Mark full parameters stale, after a backward: steps of torch's fused optimizers do not raise the version (2.13)."""
+        """Make the next use gather again: steps of torch's fused optimizers write shards without a new version (2.13)."""
         self.filled = NO_VERSION
         self.shard_buffer.mark_stale()
         if self._inner_shard is not None:
@@ -148,14 +151,14 @@ class Group(ABC):
 
     @abstractmethod
     def gather(self) -> Transfer | None:
-        """Begin to fill the full parameters; return the transfer, after which `landed` is called, or None if there is none."""
+        """Begin to gather the full parameters; return the transfer, or None if there is nothing to do. `landed` follows it."""
 
     @abstractmethod
     def landed(self) -> None:
-        """Free the memory that the gather needed temporarily, after its transfer has landed."""
+        """Free the temporary memory of the gather; called after the compute stream waits for its transfer, or an error."""
 
     def plans(self, chosen: Sequence[int], sent: torch.dtype) -> list[ReducePlan]:
-        """Return the plans that reduce gradients of parameters `chosen` (indices), in dtype `sent`: one per axis that cuts."""
+        """Return the plans, one per axis that cuts, to reduce gradients of parameters `chosen` (indices), sent as `sent`."""
         key = tuple(chosen), sent
         plans = self._plans.get(key)
         if plans is None:
@@ -168,7 +171,10 @@ class Group(ABC):
         return plans
 
     def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
-        """Return equal rows (rows, count + 1): 1 per gradient of this rank, 0 for those in `absent`, and last the unit's tag."""
+        """Return (rows, count + 1) to send with `count` gradients: 1 for each, 0 for the indices `absent`, then the tag.
+
+        All rows are equal. The sums over ranks tell how many ranks had each gradient, and if all reduce the same unit.
+        """
         key = (rows * count, dtype)
         if not absent and key in self._ones:
             return self._ones[key]
@@ -184,7 +190,7 @@ class Group(ABC):
 
 
 class CutGroup(Group):
-    """A group whose parameters are cut by rows, with its full buffer and its shard buffer."""
+    """A group whose parameters are cut by rows over the ranks; the usual kind."""
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
         super().__init__(context, planned, place)
@@ -262,7 +268,7 @@ class CutGroup(Group):
             gathering.close()
 
     def _fetch(self, gathering: AxisGather, version: int) -> Transfer | None:
-        """Copy shards that are stored off the device to it; return the copy under way, or None."""
+        """Copy shards of `version` that are stored on host or disk to the device; return the copy under way, or None."""
         transfer = self.shard_buffer.refresh(version)
         if gathering.off_device:
             transfer = self.context.fetch_stream.copy(gathering.load, [], f"fetches {self.place}")
@@ -270,7 +276,7 @@ class CutGroup(Group):
         return transfer
 
     def _check(self, tags: Tensor) -> None:
-        """Raise an error if ranks gather different units, because they would take each other's values."""
+        """Raise an error if `tags`, those of all ranks in a gather, differ: ranks then got values of different units."""
         waiter = self.context.waiter
         if waiter.looks(self.context.device):
             waiter.same_everywhere(tags, self._tag, self._gathers)

@@ -1,4 +1,4 @@
-"""The forward hooks of a unit: take leases, show full parameters, and make the nodes by which a backward finds a call."""
+"""The forward hooks of a unit: gather parameters, show them to modules, and make the autograd nodes that start its backward."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ATTACHED = "_accordion"  # the attribute of a unit's module that holds its hooks
 
 
 class Hooks:
-    """The forward hooks of one unit, with its stack of calls under way."""
+    """The forward hooks of one unit, a module whose parameters are gathered together, and its stack of running calls."""
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
         self.unit, self.engine = unit, engine
         self._calls: list[tuple[Call, Sequence[Tensor]] | None] = []
-        # (root call, autograd's sequence number) reserved for the AwaitReduce of the next call.
+        # (number of the root call, autograd sequence number) reserved for the AwaitReduce node of the next call.
         self._reserved: tuple[int, int] | None = None
         self._handles: list[RemovableHandle] = []
         self.modules: list[weakref.ref[nn.Module]] = []
@@ -50,7 +50,7 @@ class Hooks:
         return [module for module in (ref() for ref in self.modules) if module is not None]
 
     def detach(self, modules: Iterable[nn.Module]) -> None:
-        """Undo `attach` for `modules`, which must be all modules of the unit."""
+        """Remove the hooks; `modules` must be all modules that were attached. They keep the shards as their parameters."""
         for handle in self._handles:
             handle.remove()
         for module in modules:
@@ -58,7 +58,7 @@ class Hooks:
         self.unit.module_params.detach()
 
     def attach_method(self, module: nn.Module, name: str) -> None:
-        """Make each call of `module.name(...)` a call of the unit."""
+        """Replace the method `name` of `module` by one that also gathers the unit, as its forward does."""
         reference, method = weakref.ref(module), getattr(type(module), name)
 
         @wraps(method)
@@ -70,7 +70,7 @@ class Hooks:
         module.__dict__[name] = entered
 
     def enter(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `call(*args, **kwargs)` as a call of the unit through `module`, and return its result."""
+        """Return the result of `call(*args, **kwargs)`, run between the hooks `before` and `after` of `module`."""
         out, changed = None, torch.compiler.disable(self.before)(module, args, kwargs)
         args, kwargs = (args, kwargs) if changed is None else changed
         try:
@@ -82,12 +82,15 @@ class Hooks:
     # -- the node that waits for the reduce
 
     def forget(self) -> None:
-        """Forget all calls under way, after an interrupt for which torch runs no hooks."""
+        """Forget all running calls, after an interrupt for which torch did not call `after`."""
         self._calls.clear()
         self._reserved = None
 
     def _edge(self, call: Call) -> Tensor:
-        """Return the edge tensor for a call's Gather. Its AwaitReduce gets the number reserved in the previous unit's call."""
+        """Return the input of a call's Gather node, which links it to the AwaitReduce node; a leaf if nothing is reduced.
+
+        Sets `call.number`, the place of AwaitReduce in autograd's order: that of `reserve` in the unit before, or a new one.
+        """
         engine, trained = self.engine, call.trained
         if not call.sync or not trained.indices:
             return engine.leaf
@@ -105,16 +108,17 @@ class Hooks:
         return node.edge
 
     def reserve(self, root_call: int) -> None:
-        """Reserve a number in autograd's order for the AwaitReduce of this unit's next call in `root_call`."""
+        """Reserve a place in autograd's order for the AwaitReduce node of the unit's next call in forward `root_call`."""
         if self._reserved is None or self._reserved[0] != root_call:
             self._reserved = root_call, _torch.reserve_number()
 
     # -- one call
 
     def before(self, module: nn.Module, args: Any, kwargs: Any, *, by_read: bool = False) -> Any:
-        """Forward pre-hook: gather the unit, begin a call, and return the cast arguments, or None to keep them.
+        """Forward pre-hook: gather the unit, show its full parameters, and return cast (args, kwargs), or None to keep them.
 
-        `by_read`: a read of the layer's weight begins the call, instead of torch.
+        `by_read`: True if a read of the layer's weight calls this, instead of torch. Raises `UsageError` in a transform of
+        torch.func.
         """
         engine, unit = self.engine, self.unit
         if engine.suspended:
@@ -153,7 +157,7 @@ class Hooks:
         return self._cast_inputs(call, args, kwargs)
 
     def _cast_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """Return (args, kwargs) in the unit's dtype, or None to keep them; record the nodes of inputs with gradients."""
+        """Return (args, kwargs) cast to the unit's dtype, or None to keep them; set `call.inputs` to their autograd nodes."""
         unit = self.unit
         if unit.inputs is None and not unit.views_inputs:
             if torch.is_grad_enabled():
@@ -167,7 +171,7 @@ class Hooks:
         return taken
 
     def _passes_gradients(self, args: Any, kwargs: Any) -> bool:
-        """Return True if a backward may pass through this call of a unit that trains nothing."""
+        """Return True if a backward may pass through a call of this unit although its own parameters are frozen."""
         # All ranks must then gather for it, also those that do not use the unit's output.
         units = self.engine.units
         if any(units[i].trained.indices for i in self.unit.reads):
@@ -177,7 +181,10 @@ class Hooks:
     def _begin(
         self, differentiable: bool, by_read: bool = False, is_dummy: bool = False
     ) -> tuple[Call, Sequence[Tensor]]:
-        """Begin a call with the lease of its forward; return the call and the full parameters to show to its module."""
+        """Gather the unit and begin a call; return (call, full parameters for the modules, in autograd's graph if trained).
+
+        Also begins to gather the units that are expected next. The caller ends the call with `_end_forward`.
+        """
         unit, engine = self.unit, self.engine
         unit.module_params.check_registry()
         unit.keep_until_stale = False
@@ -208,10 +215,10 @@ class Hooks:
             raise
 
     def _input(self, nodes: list[Any], cast: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
-        """Cast an input and record its autograd node.
+        """Return an input cast to the unit's dtype, and append its autograd node to `nodes` if it requires a gradient.
 
-        If the unit watches inputs, the node of a view is recorded: its gradient is that of this call alone. `may_view` False,
-        for tensors in a list or mapping, prevents the view, because the module may append to the caller's object.
+        `cast`: result by id of the input, for inputs that occur twice. If `unit.views_inputs`, the result is a view, whose
+        gradient is that of this call alone; `may_view` False prevents that for tensors in lists and mappings of the caller.
         """
         if id(tensor) in cast:
             return cast[id(tensor)]
@@ -226,7 +233,7 @@ class Hooks:
         return tensor
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        """Forward hook, also called after an error with `out` None: end the call; return a replacement for `out`, or None."""
+        """Forward hook, after an error too (`out` None): end the call of `before`; return a replacement for `out` or None."""
         if not self._calls or (entry := self._calls.pop()) is None:
             return None
         call, fulls = entry
@@ -262,16 +269,14 @@ class Hooks:
         return None if out is result else out
 
     def own_memory(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, or a copy if it is a view of a full parameter (learned positions), which will be freed."""
+        """Return an output `tensor`, or a copy if it is a view of a full parameter (learned positions), which will be freed."""
         return tensor.clone() if self.unit.holds(tensor) else tensor
 
     def _watch_outputs(self, call: Call, fulls: Sequence[Tensor], out: Any, inputs: Any) -> Any:
-        """Make every backward begin this call before it reaches a node of the call, and return the outputs.
-
-        A pre-backward node serves backwards through the model's outputs: autograd runs the newest ready node first, and the
-        outermost call makes these nodes ready. Hooks on outputs serve backwards of other tensors, or without gradients of
-        parameters. `safety/hidden_losses.py` serves losses that are not in the outputs.
-        """
+        """Return `out`, changed so that a backward begins the call before it runs a node of it. `inputs`: (args, kwargs)."""
+        # A pre-backward node serves backwards through the model's outputs: autograd runs the newest ready node first, and the
+        # outermost call makes these nodes ready. Hooks on outputs serve backwards of other tensors, or without gradients of
+        # parameters. `safety/hidden_losses.py` serves losses that are not in the outputs.
         engine, begin = self.engine, partial(call.begin, fulls)
         self._make_pre_backward_node(call, begin)
         tensors = [out] if isinstance(out, Tensor) else tensors_of(out)
@@ -298,7 +303,7 @@ class Hooks:
             self.engine.pre_backward_nodes.append(node)
 
     def _end_forward(self, call: Call, *, failed: bool = False) -> None:
-        """End the forward's lease, or keep it for the backward if the policy keeps it or the backward begins with this unit."""
+        """Let the full parameters be freed, or keep them if the policy says so or the backward begins with this unit."""
         engine, unit, keep = self.engine, self.unit, self.unit.unit_policy.keep
         if failed or call.reached is None or not call.needs_full_in_backward:
             keep = False
@@ -313,10 +318,10 @@ class Hooks:
         else:
             unit.release()
 
-    # -- dummy calls, whose output is not used
+    # -- dummy calls: a unit that this rank skipped is gathered, because other ranks call it
 
     def begin_dummy(self, differentiable: bool, by_read: bool) -> tuple[Call, Sequence[Tensor]]:
-        """Begin a call that other ranks make and this one skipped, so that its collectives have all ranks; see `_begin`."""
+        """Gather the unit for ranks that call it, which this one does not; return (call, full parameters) for `end_dummy`."""
         with torch.set_grad_enabled(differentiable):
             call, fulls = self._begin(differentiable, by_read, is_dummy=True)
         for watch in self.engine.observers.unit_is_full:
@@ -324,7 +329,7 @@ class Hooks:
         return call, fulls
 
     def end_dummy(self, call: Call, fulls: Sequence[Tensor]) -> None:
-        """End a dummy call; in a backward it reduces zeros."""
+        """End the call of `begin_dummy`. If differentiable, a backward will reduce zeros for it."""
         for watch in self.engine.observers.unit_leaves:
             watch(call, (), None)
         with torch.enable_grad():
@@ -334,10 +339,10 @@ class Hooks:
 
 
 def attached_to(module: nn.Module) -> Hooks | None:
-    """Return the hooks of the unit whose module is `module`, or None."""
+    """Return the hooks of the unit that was attached to `module`; None if `module` is no unit."""
     return module.__dict__.get(ATTACHED)
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """Return the engine that shards `model` or a part of it, or None."""
+    """Return the engine of the first sharded module in `model`; None if nothing in it is sharded."""
     return next((hooks.engine for hooks in map(attached_to, model.modules()) if hooks is not None), None)

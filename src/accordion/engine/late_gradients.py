@@ -1,4 +1,4 @@
-"""Zero gradients that the end of a backward removes again if no rank had a gradient."""
+"""Zeros as gradients of parameters without one on this rank; the end of the backward removes those that no rank needs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import Tensor
 
 
 class UndecidedGradients:
-    """Parameters for which this rank had no gradient: the zeros in `grad`, and the counts of ranks that had one.
+    """Parameters for which this rank had no gradient in a backward, their `grad`, and the numbers of ranks that had one."""
 
-    The counts are read once, at the end of the backward, because each read makes the host wait for the device.
-    """
+    # The numbers are read once, at the end of the backward, because each read makes the host wait for the device.
 
     def __init__(self) -> None:
         # By id of the parameter: the parameter, its `grad`, and (sums, position) of each count of ranks.
@@ -22,9 +21,10 @@ class UndecidedGradients:
         return bool(self._entries)
 
     def note(self, param: Tensor, previous: Tensor | None, grad: Tensor, counted: tuple[Tensor, int] | None) -> None:
-        """Record that `grad` becomes the gradient of `param`, or is added to `previous`, its gradient so far.
+        """Record that `grad` becomes `param.grad`, or is added to `previous`, the gradient so far.
 
-        `counted`: (sums, k), of which sums[k] is the number of ranks that have a gradient; None if this rank has one.
+        `counted`: (device tensor, index) of the number of ranks with a gradient in this reduce; None if this rank has one,
+        and `param` then keeps its gradient.
         """
         entry = self._entries.get(id(param))
         if counted is None:
@@ -38,7 +38,7 @@ class UndecidedGradients:
         self._entries.clear()
 
     def settle(self) -> None:
-        """Set `grad` to None for each noted parameter of which no rank has a gradient. The host waits, if any was noted."""
+        """Set `.grad` to None for noted parameters without a gradient on any rank, and forget all. The host waits if any."""
         if not self._entries:
             return
         entries, self._entries = self._entries, {}

@@ -16,9 +16,9 @@ PADDING_SHARE, PADDING_BYTES = 0.05, 64 * KIB  # padding above both limits: cut 
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of one tensor of `shape` over `num_ranks` ranks: rank r keeps rows [r * chunk, (r + 1) * chunk) of dim `dim`.
+    """The division of one tensor over ranks: rank r keeps rows [r * chunk, (r + 1) * chunk) of dimension `dim`.
 
-    With `dim` None every rank keeps the whole tensor. Derived numbers are cached, because every step reads them.
+    With `dim` None every rank keeps the whole tensor, as one row. Derived numbers are cached, because every step reads them.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Cut:
 
     @cached_property
     def chunk(self) -> int:
-        """Return the number of rows that each rank keeps; the last ranks have fewer real rows, padded to this number."""
+        """Return the number of rows of each rank's shard; the last ranks may have fewer rows, padded to this number."""
         return 1 if self.dim is None else -(-self.rows // self.num_ranks)
 
     @cached_property
@@ -40,7 +40,7 @@ class Cut:
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:
-        """Return the shape of one row: `shape` without `dim`."""
+        """Return `shape` without the dimension `dim`."""
         return self.shape if self.dim is None else (*self.shape[: self.dim], *self.shape[self.dim + 1 :])
 
     @cached_property
@@ -57,7 +57,7 @@ class Cut:
         return self.numel if self.dim is None else self.shard_numel * self.num_ranks
 
     def rows_of(self, rank: int) -> int:
-        """Return the number of real rows that `rank` keeps, without padding."""
+        """Return the number of rows that `rank` keeps, without padding; 0 if there are too few rows."""
         return self.rows if self.dim is None else max(0, min(self.chunk, self.rows - rank * self.chunk))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
@@ -67,9 +67,9 @@ class Cut:
 
 
 def cut(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
-    """Return the cut of a tensor of `shape` over `num_ranks` ranks, on dim 0 unless its padding is large; then on the best dim.
+    """Return how to divide a tensor over ranks: by rows of dim 0, or of the dim with the least padding if dim 0 needs much.
 
-    Fused experts (8, ...) on 64 ranks have large padding. 0-d tensors, and small ones that no dim suits, stay whole.
+    For example, fused experts (8, ...) on 64 ranks. 0-d tensors, and small ones with much padding on every dim, stay whole.
     """
     shape = tuple(shape)
 
@@ -91,11 +91,12 @@ def cut(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The layout of one group's tensors in shard buffers and in messages. Offsets and numels are in elements.
+    """The layout of a group's tensors in this rank's shard buffer and in collectives. Offsets and numels are in elements.
 
-    `direct`: indices (into `cuts`) of tensors that are sent from where they are stored; `packed`: of those that are sent in one
-    message; `whole`: of those that are not cut. A shard buffer has the direct shards; from `pack_start` on a row of the packed
-    message, which is the packed shards and `num_flags` flags; and the whole tensors. Shards are padded to their chunk.
+    Indices into `cuts`: `direct`, large tensors that are sent from their own memory; `packed`, small ones that are copied into
+    one message; `whole`, those that are not divided. The shard buffer (`shard_numel`) has the direct shards; from `pack_start`
+    on this rank's row of the packed message, `pack_numel` elements and `num_flags` flags; then whole tensors. `shard_offsets`
+    has the offset of each tensor. Shards are padded to `Cut.chunk` rows.
     """
 
     cuts: tuple[Cut, ...]
@@ -121,10 +122,10 @@ def message(
     num_flags: int = 0,
     pack_limit_bytes: int | None = None,
 ) -> Message:
-    """Return the layout of tensors cut as `cuts`, with `num_flags` elements for flags; direct are large ones cut on dim 0.
+    """Return the layout of tensors divided as `cuts`: large ones cut on dim 0 are sent directly, other cut ones are packed.
 
-    `even_only`: pack tensors whose rows do not divide evenly (reduce-scatter has no split sizes). `pack_limit_bytes`: smaller
-    tensors are packed; `PACK_LIMIT_BYTES` by default. With one rank on the axis every tensor cut on dim 0 is direct.
+    `even_only`: pack tensors whose rows do not divide evenly (reduce-scatter has no split sizes). `num_flags`: extra elements
+    of the packed message. `pack_limit_bytes`: tensors of fewer bytes are packed, unless there is one rank only.
     """
     limit = PACK_LIMIT_BYTES if pack_limit_bytes is None else pack_limit_bytes
     direct, packed, whole = [], [], []
@@ -163,7 +164,7 @@ def aligned(numel: int, itemsize: int) -> int:
 
 
 def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], int]:
-    """Return the aligned offset of each full parameter (padded if dim 0 is cut) in a full buffer, and its size; in elements."""
+    """Return (aligned offset of each full parameter, size of the buffer) in elements; parameters cut on dim 0 are padded."""
     offsets, at = [], 0
     for c in cuts:
         offsets.append(at)
@@ -172,7 +173,7 @@ def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], i
 
 
 def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
-    """Split `numels` elements into pieces of at most `most`, each a list of (index, start, stop); small tensors stay whole."""
+    """Split tensors of `numels` elements into pieces of at most `most`, each a list of (index of tensor, start, stop)."""
     pieces, left = list[list[tuple[int, int, int]]](), 0
     for i, numel in enumerate(numels):
         if pieces and numel <= left:
@@ -185,7 +186,7 @@ def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]
 
 
 def runs(indices: Sequence[int]) -> list[slice]:
-    """Return rising `indices` as slices of neighbours."""
+    """Return ascending `indices` as slices of consecutive ones: [1, 2, 5] -> [1:3, 5:6]."""
     slices: list[slice] = []
     for i in indices:
         if slices and slices[-1].stop == i:

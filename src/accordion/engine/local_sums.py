@@ -1,4 +1,4 @@
-"""Full gradients summed on one rank under no_sync, until a reduce takes them."""
+"""Full gradients that are summed on one rank under no_sync, until a later backward reduces them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from accordion.engine.params import Param
 
 @dataclass(slots=True)
 class _Sum:
-    """The sum of one parameter's full gradients since they were last cleared.
+    """The sum `total` of one parameter's full gradients since the user last cleared `.grad`.
 
-    `grad`, `version`: the parameter's `grad` at that time, to see when it is cleared. `is_ours`: it is zeros in place of None.
+    `grad`, `version`: `.grad` and its version at the first term, to detect when the user clears it. `is_ours`: True if `grad`
+    is zeros that this module put in place of None.
     """
 
     total: Tensor
@@ -29,7 +30,7 @@ class _Sum:
 class LocalSums:
     """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype.
 
-    `pending`: indices of parameters that a backward under no_sync trained and no reduce has taken; equal on all ranks.
+    `pending`: indices of parameters for which `add` was called since the last `take`; the same on all ranks.
     """
 
     def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:
@@ -38,7 +39,7 @@ class LocalSums:
         self.pending: set[int] = set()
 
     def add(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Add full gradients, in their full shapes, to the sums of the parameters `indices`; set a `grad` of None to zeros."""
+        """Add the gradients `grads` to the sums of the parameters `indices`; replace a `.grad` of None by sharded zeros."""
         self.pending.update(indices)
         for i, grad in zip(indices, grads, strict=True):
             if grad is None:
@@ -58,10 +59,10 @@ class LocalSums:
             self._sums[i] = _Sum(grad.to(self._dtypes[i]), shown, shown._version, is_ours)
 
     def take(self, indices: Sequence[int], grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
-        """Return `grads` of the parameters `indices`, each added to the sum of its parameter, and forget those sums.
+        """Return the sum plus the gradient in `grads` of each parameter in `indices`, None without both, and forget the sums.
 
-        `grads`: None to take the sums alone. A parameter that was frozen since the forward keeps its sum: its gradient is
-        dropped.
+        `grads`: None to take the sums alone. A parameter that was frozen since the forward keeps its sum, and its gradient is
+        returned without it.
         """
         result: list[Tensor | None] = []
         for i, grad in zip(indices, [None] * len(indices) if grads is None else grads, strict=True):
@@ -77,11 +78,11 @@ class LocalSums:
         return result
 
     def any_held(self) -> bool:
-        """Return True if there are gradients that no reduce has taken and nobody has cleared."""
+        """Return True if there is a sum that was neither taken nor cleared by the user through `.grad`."""
         return any(self._sum_of(i) is not None for i in self._sums)
 
     def drop(self) -> None:
-        """Forget all sums, and remove the zeros that were put into `grad`."""
+        """Forget all sums, and set each `.grad` that `add` filled with zeros to None again."""
         for i in list(self._sums):
             self._forget(i)
         self.pending.clear()
@@ -92,7 +93,7 @@ class LocalSums:
             self._params[i].sharded.grad = None
 
     def _sum_of(self, i: int) -> _Sum | None:
-        """Return the sum of parameter `i`; None without one, or if `grad` was cleared since: set to None, or to zeros."""
+        """Return the sum of parameter `i`; None if there is none, or if the user has set `.grad` to None or zeros since."""
         entry = self._sums.get(i)
         if entry is None:
             return None

@@ -1,4 +1,4 @@
-"""Show shards or full parameters to the modules of a unit: shards between calls, full parameters in a call or its backward."""
+"""Swap the parameters that modules of a unit see: full ones during a call and its backward, shards at other times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accordion.errors import UsageError
 
 
 class ModuleParams:
-    """Sets the parameters that modules of a unit see: the shards, or the full parameters of the newest call under way."""
+    """Sets the parameters that a unit's modules see: the full ones of the last `show` without its `hide`, or the shards."""
 
     def __init__(self, params: Sequence[Param]) -> None:
         self._params = params
@@ -30,12 +30,12 @@ class ModuleParams:
         self._rnns = [weakref.ref(module) for module in self.modules() if isinstance(module, nn.RNNBase)]
 
     def modules(self) -> list[nn.Module]:
-        """Return the modules that read one of the parameters and are alive, each once."""
+        """Return the modules that read these parameters, each once, without deleted modules."""
         refs = dict.fromkeys(ref for p in self._params for ref, _ in p.places)
         return [module for module in (ref() for ref in refs) if module is not None]
 
     def check_registry(self) -> None:
-        """Raise `UsageError` if a parameter was replaced after `shard`: showing full parameters would overwrite it."""
+        """Raise `UsageError` if code has replaced a parameter of a module after `shard`; nothing while full ones are shown."""
         if self._shown:
             return
         shards = self._shards
@@ -47,7 +47,7 @@ class ModuleParams:
                 )
 
     def check_data(self) -> None:
-        """Raise `UsageError` if `p.data = ...` was assigned for a sharded parameter, whose local tensor does not follow."""
+        """Raise `UsageError` if `p.data = ...` was assigned to a sharded parameter, because this does not change its shard."""
         storages = _torch.storages_of(self._shards)
         if storages == self._storages:
             return
@@ -58,22 +58,22 @@ class ModuleParams:
         )
 
     def around(self, fulls: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the tensors that modules see in place of `fulls`, with extensions and other parallelism applied."""
+        """Return `fulls` as modules see them: as tensor subclasses, or DTensors of tensor parallelism, if they were such."""
         if not self.has_around:
             return fulls
         seen = [f if p.extension is None else p.extension(f) for f, p in zip(fulls, self._params, strict=True)]
         return [f if p.around is None else p.around(f) for f, p in zip(seen, self._params, strict=True)]
 
     def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
-        """Show `fulls` in place of shards to reads of `module.weight`, and if `registered` to `parameters()` and the like.
+        """Make modules see `fulls` in place of shards as `module.weight`, and if `registered` in `module.parameters()` too.
 
-        A backward does not register them: if it raises, no hook runs that would take them back.
+        A backward passes `registered=False`: if it raises, no hook runs that would put the shards back.
         """
         self._shown.append((fulls, registered))
         self._install()
 
     def hide(self, fulls: Sequence[Tensor]) -> None:
-        """Undo `show(fulls)`: show the full parameters of the outer call again, or shards."""
+        """Undo the last `show(fulls)`; modules see what is shown by other calls under way, or shards."""
         for i in reversed(range(len(self._shown))):  # remove one entry: a recursive call may show the same list twice
             if self._shown[i][0] is fulls:
                 del self._shown[i]
@@ -95,13 +95,13 @@ class ModuleParams:
         self._places = []
 
     def detach(self) -> None:
-        """Leave the modules with shards as parameters, in plain dicts of torch's own."""
+        """Give modules the shards as parameters, and a new plain dict as `_parameters`, because the unit is no longer used."""
         self.hide_all()
         for module in self.modules():
             module.__dict__["_parameters"] = dict(module._parameters)
 
     def _install(self) -> None:
-        """Put the full parameters that were shown last, or the shards, into the modules."""
+        """Write the full parameters that were shown last, or the shards, into the modules' dicts."""
         fulls, registered = self._shown[-1] if self._shown else (None, False)
         in_dict = fulls is not None and not registered
         # A module may register its parameter again, as quantized ones do, also while a backward recomputes it.
@@ -124,9 +124,10 @@ class ModuleParams:
                 rnn.__dict__["_flat_weights"] = [tensors.get(n) for n in rnn._flat_weights_names]
 
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply `function` of `module.to(...)` and similar methods to full parameters if shown; refuse a change of the shards.
+        """Apply the conversion `function` of `module.to(...)` and similar methods to full parameters, if they are shown.
 
-        torch would replace the sharded parameters by others that neither the graph nor the engine knows.
+        Otherwise raise `UsageError` if it would change dtype or device of a shard: torch would replace the sharded parameters
+        by others that neither the graph nor the engine knows.
         """
         for attributes, attr, i in self._places:
             if attributes is not module.__dict__:

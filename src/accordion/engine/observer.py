@@ -1,7 +1,7 @@
-"""The seam between the engine and code that watches a model: callbacks at the moments of a step.
+"""Callbacks at the moments of a training step, for code outside of the engine that watches a model.
 
-An observer overrides the callbacks it needs and is attached with `engine.observers.attach`. The engine names no observer:
-agreement, divergence, checks for NaN, steps inside a backward and the planner are in files of their own.
+An observer overrides the callbacks it needs and is attached with `engine.observers.attach`. The engine imports no observer:
+checks that ranks agree, checks for NaN, steps inside a backward and the planner are in other packages.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ GATHERED, GRADIENTS = Purpose  # reading through the class takes 0.1 us in Pytho
 
 
 class CallInForward(Protocol):
-    """Protocol for one call of a unit during its forward.
+    """Protocol for one run of a unit's forward, as observers see it.
 
-    `root`: number of the outermost call, negative in a backward. `is_dummy`: made for the collectives of other ranks.
-    `may_come_back`: True if a backward may reach it.
+    `root`: number of the outermost call, -1 in a backward. `is_dummy`: True if this rank only joins the collectives of ranks
+    that call the unit. `needs_full_in_backward`: the backward gathers the unit. `may_come_back`: a backward may reach the call.
     """
 
     unit: Unit
@@ -41,77 +41,77 @@ class CallInForward(Protocol):
     def may_come_back(self) -> bool: ...
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
-        """Record that the backward has reached the call; a hook for a tensor of its graph."""
+        """Gradient hook: record that a backward has reached the call, and gather the unit if it needs `fulls`."""
 
     def has_begun(self) -> bool:
         """Return True if the backward that runs now has reached this call."""
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """Begin the call in the backward that runs now, if it has not begun, because one of `fulls` is read."""
+        """Record the backward as `begin` does, and gather the unit, because one of its full parameters `fulls` is read."""
 
 
 class Observer:
     """Callbacks at the moments of a step, in the order of a step; each does nothing by default.
 
-    Observers are called in the order in which they were attached. An exception ends the pass. Only `unit_enters` and
-    `unit_returns` may wait for other ranks.
+    Observers are called in the order in which they were attached. An exception ends the forward or backward. Only `unit_enters`
+    and `unit_returns` may wait for other ranks. "Outermost": the call of a unit that is inside of no other one.
     """
 
     def unit_is_called(self) -> None:
-        """Called before anything is done for a call of a unit; an exception refuses the call."""
+        """Called first in each forward of a unit; an exception prevents the forward."""
 
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
-        """Called when the outermost call outside of a backward begins. `reduces`: its backward reduces gradients."""
+        """Called when an outermost forward begins. `differentiable`: gradients are enabled. `reduces`: False under no_sync."""
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
-        """Called before a unit is gathered for a call outside of a backward. `by_read`: a read of its weight begins it."""
+        """Called before each forward of a unit outside of a backward gathers it. `by_read`: a read of its weight begins it."""
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """Called when the full parameters of a call are gathered, and modules see them as `fulls`."""
+        """Called when the unit of `call` is gathered, and its modules see the full parameters `fulls`."""
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """Called when the forward of a call has ended with `out` or `error`; return `out` or its replacement."""
+        """Called at the end of a forward of a unit, with its result `out` or with `error`; return `out` or a replacement."""
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
-        """Called when a backward can find the call through `out`. `inputs`: its (args, kwargs)."""
+        """Called after a forward of a unit, when backwards through `out` will begin the call. `inputs`: (args, kwargs)."""
 
     def forward_ends(self, error: BaseException | None) -> None:
-        """Called when the outermost call outside of a backward has ended, with `error` or None."""
+        """Called when the outermost forward, not in a backward, has ended with `error` or None."""
 
     def backward_begins(self) -> None:
-        """Called when a backward reaches the model."""
+        """Called when a backward reaches the first unit."""
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
-        """Called before a backward uses a unit, perhaps gathering it. `call`: that of the backward; None to recompute."""
+        """Called when a backward reaches `call`, before the unit is gathered; also before a recomputation, with None."""
 
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
-        """Called with the full gradients of a call, before they are reduced or summed locally."""
+        """Called with this rank's full gradients of a call's trained parameters, before they are reduced or summed."""
 
     def gradients_arrive(self, unit: Unit) -> None:
-        """Called before the reduced gradients of a call are written; those of the previous call have been."""
+        """Called when the reduce of a call's gradients is awaited, before these are written to `.grad`."""
 
     def backward_ends(self) -> None:
-        """Called when the last node of a backward has run; local sums may be reduced after that."""
+        """Called when the last node of a backward has run; sums of earlier backwards (no_sync) may be reduced after it."""
 
     def backward_ended(self, reduced: bool) -> None:
-        """Called when all gradients of a backward are written. `reduced`: they were reduced, and not only summed locally."""
+        """Called when all gradients of a backward are written. `reduced`: False if they were only summed on this rank."""
 
     def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
-        """Called before `clip_grad_norm_` reduces the norm of all gradients."""
+        """Called at the start of `clip_grad_norm_`, with its arguments."""
 
     def memory_is_for(self, purpose: Purpose | None) -> None:
-        """Called with the purpose of memory allocated from now on; None for other memory."""
+        """Called before memory is allocated for `purpose`, and with None when that allocation has ended."""
 
     def interrupted(self) -> None:
-        """Called after an interrupt, for which torch runs no hooks: nothing is under way any more."""
+        """Called after a forward was interrupted and torch ran no hooks, so that no end was reported."""
 
 
 MOMENTS = [name for name in vars(Observer) if not name.startswith("_")]
 
 
 class Observers:
-    """The observers of one model: for each of `MOMENTS` a tuple of callbacks, so that one without costs the check of a tuple."""
+    """The observers of one model. For each method name of `Observer`, an attribute with the tuple of attached callbacks."""
 
     if TYPE_CHECKING:
 
@@ -122,7 +122,7 @@ class Observers:
         self._sort()
 
     def attach(self, observer: Observer) -> None:
-        """Call `observer` from the next moment on, after those that were attached before."""
+        """Call `observer` from now on, after the observers that were attached before."""
         self._attached.append(observer)
         self._sort()
 

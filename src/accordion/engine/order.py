@@ -16,11 +16,12 @@ START, END = -1, -2
 
 
 class UnitOrder:
-    """The recorded order of units: for each unit and phase, the unit that followed it the last time.
+    """The order in which units ran: for each unit (by index) and phase, the unit that followed it the last time.
 
-    A surprise costs one wrong guess and not the whole trace, which DeepSpeed drops at the first mismatch. The answers depend on
-    the recorded order alone, never on time or memory, so that all ranks gather the same units in the same order.
+    Results depend on the recorded order alone, never on time or memory, so that all ranks gather the same units in one order.
     """
+
+    # A surprise costs one wrong guess and not the whole trace, which DeepSpeed drops at the first mismatch.
 
     def __init__(self) -> None:
         self._next: tuple[dict[int, int], dict[int, int]] = ({}, {})
@@ -30,7 +31,7 @@ class UnitOrder:
         self._last[phase] = START
 
     def visit(self, phase: Phase, unit: int) -> None:
-        """Record that `unit` is about to run. Until a backward was recorded, the forward in reverse is expected."""
+        """Record that `unit` is about to run. Before the first backward, the reverse of the forward is recorded for it."""
         last = self._last[phase]
         if last == unit:
             return
@@ -51,7 +52,7 @@ class UnitOrder:
         return None if following == END else following
 
     def sequence(self) -> list[int]:
-        """Return the units in the order of the last forward, as far as it was recorded."""
+        """Return the indices of the units in the order of the last forward, each once, up to the first repetition."""
         sequence: list[int] = []
         following = self.after(FORWARD, START)
         while following is not None and following not in sequence:
@@ -63,9 +64,9 @@ class UnitOrder:
         return self._next[phase].get(unit) == END
 
     def ahead(self, phase: Phase, unit: int, num_bytes: Sequence[int], budget_bytes: int | None) -> Sequence[int]:
-        """Return the units to prefetch while `unit` runs: as many as fit into `budget_bytes`, or one if that is None.
+        """Return the units to prefetch while `unit` runs: the next ones that fit into `budget_bytes`, or one if that is None.
 
-        `num_bytes`: the size of each unit's full parameters; units that are already gathered count too.
+        `num_bytes`: bytes of each unit's full parameters. Units that are already gathered count and are returned too.
         """
         following = self.after(phase, unit)
         if budget_bytes is None:

@@ -1,4 +1,4 @@
-"""One tensor of the model: its sharded parameter, and the places where modules read it."""
+"""A sharded parameter of the model, and the modules that read it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from accordion.engine.layout import Cut
 
 
 class ParamView(Protocol):
-    """Protocol for other parallelism: a full tensor of the engine is itself this rank's part of a larger tensor.
+    """Protocol for tensor parallelism and the like: a tensor that the engine gathers is this rank's part of a larger tensor.
 
-    `communicators`: of the ranks over which the larger tensor is cut. `is_first`: True on the first rank of each of them.
+    `communicators`: for the ranks over which the larger tensor is split. `is_first`: True on the first rank of each of them.
     """
 
     @property
@@ -34,7 +34,7 @@ class ParamView(Protocol):
         """Return the tensor that modules see in place of `full`, not connected to autograd's graph."""
 
     def whole(self, full: Tensor) -> Tensor:
-        """Return the larger tensor, of which `full` is this rank's part. A collective."""
+        """Return the larger tensor, made of the part `full` of each rank. A collective."""
 
     def part_of(self, whole: Tensor) -> Tensor:
         """Return this rank's part of the larger tensor `whole` as a view."""
@@ -42,11 +42,11 @@ class ParamView(Protocol):
 
 @dataclass(slots=True, weakref_slot=True)
 class Param:
-    """One tensor of the model: its sharded parameter, and each (module, attribute) where a module reads it.
+    """A parameter of the model and its sharded form. `places`: (module, attribute name) of each module that reads it.
 
-    `grad_dtype`: of the sharded gradient; None keeps that of the sum. `grad_like`: a DTensor with that dtype and placement.
-    `extension`: makes the tensor subclass that modules see out of a gathered tensor; `around` wraps it as the DTensor of other
-    parallelism. `context`: the ranks over which the parameter is sharded, those of its group.
+    `cut`: the rows that each rank keeps. `grad_dtype`: dtype of the sharded gradient; None: that in which it is summed.
+    `grad_like`: a DTensor with dtype and placement of the gradient. `extension`: makes the tensor subclass that modules see out
+    of a gathered tensor. `around`: makes the DTensor of tensor parallelism out of it. `context`: the ranks that share the rows.
     """
 
     name: str
@@ -63,6 +63,6 @@ class Param:
 
 
 def own_part(whole: Tensor, param: Param) -> Tensor:
-    """Return this rank's rows of `whole`, the tensor of the model without any parallelism, as a view."""
+    """Return the rows of `param` that this rank keeps, as a view of `whole`, the tensor of the unsharded model."""
     full = whole if param.around is None else param.around.part_of(whole)
     return own_rows(full, param.cut, param.context)

@@ -1,4 +1,4 @@
-"""The reduce of one group's gradients under way: from full gradients on this rank to its rows of their sum."""
+"""A running reduce of gradients: from full gradients on this rank to its rows of their sum over ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from accordion.engine.streams import Steps, Transfer
 
 
 class PendingReduce:
-    """The reduce of gradients of the parameters `chosen`, which the constructor begins; `finish` returns this rank's rows.
+    """A reduce of full gradients under way: the constructor begins it, and `finish` returns this rank's rows of the sums.
 
-    `grads`: full gradients in the parameters' shapes; None if this rank has none. `sent`: the dtype in which they are sent.
-    `ours`: True for gradients to which nothing else refers, so that they may be written into.
+    `chosen`: indices of the parameters in `group`. `grads`: a full gradient for each; None if this rank has none. `sent`: the
+    dtype in which they are sent. `ours`: True for gradients to which nothing else refers, so that they may be overwritten.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PendingReduce:
             self._go_on()
 
     def _all_steps(self) -> Steps:
-        """Reduce over both axes, if at most one of them has several ranks."""
+        """Reduce over both mesh axes on one stream; used if at most one of them has several ranks."""
         yield from self._first.steps()
         if self._group.context.replicate.num_ranks > 1 or self._last is not self._first:
             yield from self._outer_steps()
@@ -70,7 +70,7 @@ class PendingReduce:
             self._finish_sums(self._first.buffers, self._first)
 
     def _outer_steps(self) -> Steps:
-        """Reduce over `replicate` the sums that its ranks hold of the same rows."""
+        """Sum the results of the first reduce over the `replicate` axis, whose ranks have the same rows, and scale them."""
         first, last, replicate = self._first, self._last, self._group.context.replicate
         if last is not first:
             last.load(first.results, first.flag_sums.expand(replicate.num_ranks, -1), [True] * len(first.results))
@@ -80,7 +80,7 @@ class PendingReduce:
         self._finish_sums(last.buffers, last)
 
     def _go_on(self) -> None:
-        """Begin the reduce over `replicate` on a stream of its own, so that the next unit's gradients do not wait for it."""
+        """Begin the reduce over the `replicate` axis, on a second stream, so that other units' gradients need not wait."""
         assert self._transfer is not None, "the reduce over the first axis has begun"
         side_stream, buffers = self._group.context.replicate_stream, self._first.buffers
         if self._last is not self._first:
@@ -89,7 +89,7 @@ class PendingReduce:
         self._outer = side_stream.start(self._outer_steps(), buffers, self._group.reduces)
 
     def arrive(self) -> None:
-        """Wait for the reduce over the first axis and free its buffers; those that remain have the size of a shard."""
+        """Wait for the reduce over the first axis; for a hybrid, begin the second one if needed and free most buffers."""
         if self._transfer is not None:
             self._transfer.land()
             if self.goes_on and self._outer is None:
@@ -103,7 +103,7 @@ class PendingReduce:
         return any(transfer is not None and not transfer.ended for transfer in (self._transfer, self._outer))
 
     def abandon(self) -> None:
-        """Drop the gradients; the host does not wait."""
+        """Give up the results without a wait of the host."""
         for transfer in (self._transfer, self._outer):
             if transfer is not None:
                 transfer.abandon()
@@ -125,23 +125,27 @@ class PendingReduce:
     def finish_in_tier(
         self, adding: Sequence[bool], decide: bool = True
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """Return the rows of `finish` in the gradients' tier, and the copy to it under way. `adding`: see `ShardBuffer.put`."""
+        """Return (rows of `finish` in the memory in which gradients are stored, copy to that memory under way or None).
+
+        `adding`: True for rows that the caller only adds to a gradient and then drops. `decide`: passed to `finish`.
+        """
         rows, group = self.finish(decide), self._group
         # If the sums are cast to be gradients, the compute stream does that.
         made_by = (self._outer or self._transfer) if group.sums_are_grads else None
         return group.shard_buffer.put(self._chosen, rows, adding, made_by)
 
     def counted(self) -> list[tuple[Tensor, int] | None]:
-        """Return (sums, k) for each parameter that lacks a gradient on this rank; sums[k] ranks have one. Others: None."""
+        """Return for each parameter without a gradient on this rank (counts, k): counts[k] ranks have one. Others: None."""
         if not self.absent or self._transfer is None:
             return [None] * len(self._chosen)
         sums, absent = self._last.flag_sums, set(self.absent)
         return [(sums, k) if k in absent else None for k in range(len(self._chosen))]
 
     def finish(self, decide: bool = True) -> list[Tensor | None]:
-        """Return this rank's rows of each sum, in the dtype of the sharded gradient.
+        """Let the compute stream wait for the reduce; return this rank's rows of each sum, in the sharded gradient's dtype.
 
         `decide`: return None, not zeros, for gradients that no rank has; if this rank lacks one, the host waits for the device.
+        Raises an error if ranks reduced different units.
         """
         group, waiter = self._group, self._group.context.waiter
         if self._transfer is not None:

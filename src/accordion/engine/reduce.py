@@ -21,10 +21,10 @@ CAST_BYTES, CAST_SHARE = 256 * 1024 * KIB, 8
 
 
 class ReducePlan:
-    """The plan of a reduce over an axis, made once: gradients of dtype `sent` and cuts `cuts`, summed in `dtype`.
+    """The layout and algorithm of a reduce over an axis, computed once: gradients of dtype `sent` are summed in `dtype`.
 
-    `taken`: indices of large gradients that are their own results on an axis of one rank. `others`: the rest, in the order of
-    `msg`. `places`: (shape, stride, offset) of the local rows of each of them.
+    `num_flags`: elements summed with them. `taken`: indices of large gradients that are their own results, on an axis of one
+    rank; `others`: the rest. `places`: (shape, stride, offset) of this rank's rows of each of `others` in the result buffer.
     """
 
     def __init__(self, axis: Axis, cuts: Sequence[Cut], num_flags: int, sent: torch.dtype, dtype: torch.dtype) -> None:
@@ -57,10 +57,10 @@ class ReducePlan:
         self.packed = [i for i in msg.packed if msg.cuts[i].shard_numel]
 
     def _in_pieces(self) -> tuple[list[slice], list[int], int]:
-        """Return slices of direct gradients to exchange together, the offset of each in the receive buffer, and its numel.
+        """Return (pieces, offset of each large gradient in the receive buffer, numel of that buffer) for an all-to-all.
 
-        Pieces are received one after the other into the same memory; packed gradients go with the last. gloo takes one piece,
-        because its host would begin the second only when it waits for the first.
+        A piece is a slice of large gradients that are sent together. Pieces are received one after the other into the same
+        memory; small, packed gradients go with the last.
         """
         rows = self.axis.num_ranks - self.sends
         numels = [rows * aligned(part.stop - part.start, self.wire.itemsize) for part in self.direct]
@@ -75,7 +75,7 @@ class ReducePlan:
         return [*pieces, slice(begun, None)], offsets, max(offset, least) if pieces else offset
 
     def _casts(self) -> list[list[tuple[int, int, int]]]:
-        """Return the pieces in which direct gradients, those that are not packed, are cast and scattered one after the other.
+        """Return the pieces in which large gradients are cast and reduce-scattered, one piece after the other.
 
         A piece is a list of (index, start, stop): columns of a gradient (num_ranks, n). It has about `CAST_BYTES`, or an eighth
         of the gradients if that is more; for a backend that sets `in_one_piece` it is all of them.
@@ -89,7 +89,7 @@ class AxisReduce:
     """One reduce of a group over an axis. The constructor allocates all buffers, `load` fills them, `steps` communicates.
 
     After `steps`, `results` has this rank's rows of each gradient's sum in the plan's `dtype`, and `flag_sums` (num_flags,) the
-    sums of the flags of `Group.flags`. `buffers` are the memory of results and sums.
+    sums of the flags that `load` got. `buffers` are the memory of both.
     """
 
     def __init__(self, plan: ReducePlan, device: torch.device) -> None:
@@ -122,7 +122,7 @@ class AxisReduce:
             self._received = [torch.empty(plan.cast_numel, dtype=plan.dtype, device=device)]
 
     def poison(self) -> None:
-        """Fill buffers with NaN before `load`: an earlier gradient in them, and its tag, would hide a missing wait."""
+        """Fill buffers with NaN before `load`, so that a read without a wait does not get values of an earlier reduce."""
         for buffer in (self.out, *self._received):
             buffer.fill_(float("nan"))
 
@@ -136,13 +136,13 @@ class AxisReduce:
         return [*self.buffers, self._pack, *self._direct, *self._received]
 
     def free(self) -> None:
-        """Free all memory but `buffers`, after `steps`."""
+        """Drop all memory but that of the results, after `steps`."""
         self._pack, self._direct, self._received = self._out_pack, [], []
 
     def load(self, grads: Sequence[Tensor], flags: Tensor, ours: Sequence[bool]) -> None:
-        """Fill the send buffers with `grads`, one per cut in full shape, and `flags` (num_ranks, num_flags), row r for rank r.
+        """Set what is sent: `grads`, one per cut in full shape, and `flags` (num_ranks, num_flags), row r to rank r.
 
-        `ours`: True for gradients that may be written into, because nothing else refers to them.
+        `ours`: True for gradients that may be overwritten, because nothing else refers to them.
         """
         plan, msg, wire = self._plan, self._msg, self._plan.wire
         for i in plan.taken:
@@ -194,7 +194,7 @@ class AxisReduce:
                 yield communicator.sum(self._whole)
 
     def _cast(self, piece: Sequence[tuple[int, int, int]]) -> tuple[list[Tensor], list[Tensor]]:
-        """Cast one piece into the cast buffer, which the previous piece has left, and return (outs, inputs) to scatter."""
+        """Cast one piece of the large gradients into the cast buffer; return (outs, inputs) of its reduce-scatter."""
         num, outs, inputs, at = self._axis.num_ranks, list[Tensor](), list[Tensor](), 0
         for i, start, stop in piece:
             inputs.append(self._received[0][at : at + num * (stop - start)])
@@ -231,12 +231,12 @@ def sum_rows(rows: Tensor, out: Tensor) -> None:
 
 
 def dense(grad: Tensor, dtype: torch.dtype, *, copy: bool) -> Tensor:
-    """Return `grad` in `dtype` and row-major order: a copy if `copy` is set or if one is needed."""
+    """Return `grad` in `dtype` and row-major order; without `copy` it is `grad` itself if it has both already."""
     grad = grad.to(dtype)
     return grad.clone(memory_format=torch.contiguous_format) if copy else grad.contiguous()
 
 
 def by_rank(grad: Tensor, c: Cut) -> Tensor:
-    """Return `grad` with its cut dim first, contiguous, so that chunk r of dim 0 goes to rank r."""
+    """Return `grad` with the dim that `c` cuts first, contiguous, so that the r-th chunk of rows goes to rank r."""
     assert c.dim is not None
     return (grad.movedim(c.dim, 0) if c.dim else grad).contiguous()

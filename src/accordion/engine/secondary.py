@@ -18,10 +18,10 @@ from accordion.engine.streams import Steps, Transfer
 
 
 class LeavingBuffer(FullBuffer):
-    """A full buffer that can keep this rank's slice of it after a forward frees the buffer.
+    """A full buffer of which each rank keeps a copy of one slice (`part`) after a forward has freed the buffer.
 
-    The slices are equal parts of the whole buffer, so that one all-gather restores it. `leaves`: True to keep slices.
-    `shows`: version of the full parameters, `NO_VERSION` if unknown. `part`: the slice or None; `left`: its version.
+    The slices are equal parts of the whole buffer, so that one all-gather restores it. `leaves`: False to keep none. `shows`:
+    version of the shards from which the buffer was filled, `NO_VERSION` if unknown. `left`: that from which `part` was taken.
     """
 
     def __init__(
@@ -35,21 +35,21 @@ class LeavingBuffer(FullBuffer):
         self.shows = self.left = NO_VERSION
 
     def close(self) -> None:
-        """Free the full parameters; if a backward may follow, first copy this rank's slice into `part` unless it is current."""
+        """Free the full parameters; if a backward may follow, first copy this rank's slice of them into `part`."""
         comes_back = self.leaves and torch.is_grad_enabled() and not _torch.is_in_backward()
         if comes_back and self.shows not in (NO_VERSION, self.left):
             self.part, self.left = self.raw[self._slice].clone(), self.shows
         super().close()
 
     def drop(self) -> None:
-        """Forget the slice, because the shards may have changed; a gather that reads it keeps its own reference."""
+        """Drop the slice `part`, because the shards may have changed. A running gather keeps its own reference to it."""
         self.part, self.shows, self.left = None, NO_VERSION, NO_VERSION
 
 
 class SecondaryGroup(CutGroup):
-    """A group whose full parameters stay sharded over the ranks of `over` between a forward and its backward.
+    """A group whose full parameters stay sharded over a few ranks (`over`) between a forward and its backward.
 
-    While the shards have the version that the forward saw, gathers use these ranks alone.
+    Gathers of the backward use these ranks alone, unless the shards have been written since the forward.
     """
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
@@ -69,7 +69,7 @@ class SecondaryGroup(CutGroup):
         return self._leaving
 
     def leaves(self, keeps: bool) -> None:
-        """Set if the next forwards leave slices; without slices, backwards gather from all ranks."""
+        """Turn slices of later forwards on or off; without slices, backwards gather from all ranks."""
         self._leaving.leaves = keeps
 
     def gather(self) -> Transfer | None:

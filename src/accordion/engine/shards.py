@@ -1,4 +1,4 @@
-"""The memory of shards between uses: flat buffers of which the local tensors of sharded parameters are views."""
+"""The memory of this rank's shards: flat buffers, of which the local tensors of sharded parameters are views."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ if TYPE_CHECKING:
     from accordion.engine.streams import Transfer
 
 Allocate = Callable[[int, torch.dtype], Tensor]
-"""(numel, dtype) -> a tensor (numel,) of zeros."""
+"""Function (numel, dtype) -> a new tensor of zeros, of shape (numel,)."""
 
 NO_VERSION = -1
-"""Version of a buffer that has no values of the shards, or possibly old ones; versions of shards are 0 or more."""
+"""Version of a copy of shards that is empty or may be old. Versions of shards are 0 or more, and grow with each write."""
 
 
 class ShardBuffer:
-    """The shards of one group: gathers read them, optimizers step them, and reduced gradients are stored with them.
+    """This rank's shards of one group of parameters: gathers read them, and optimizers step them. By default on the device.
 
-    `padded`: this rank's shard of each parameter as 1-D, padded to its chunk, for gathers; `dtype` is theirs, None if they
-    differ. `locals`: the real rows in the parameter's own dims, for optimizers. `pack_row`: the packed shards and the tag as
-    one 1-D tensor, None if not contiguous. `tag` (num_flags,): equal on all ranks of a gather. `flats`: the memory of these.
+    `padded`: each shard as 1-D, padded to an equal size on all ranks, for gathers; `dtype` is theirs, None if they differ.
+    `locals`: the shards without padding, in the parameters' own dims, for optimizers. `pack_row`: small shards and the tag as
+    one 1-D tensor to send, None if they are not contiguous. `tag` (num_flags,): the number of the unit, which is sent to check
+    that all ranks gather the same one. `flats`: the memory of all of these.
     """
 
     off_device = False  # True if gathers first copy to the device
@@ -41,20 +42,20 @@ class ShardBuffer:
         return sum(flat.nbytes for flat in self.flats)
 
     def refresh(self, version: int) -> Transfer | None:
-        """Update the memory that gathers read to `version`, which grows with each write; return the copy under way, or None."""
+        """Update copies that gathers read to `version` of the shards; return the copy under way, or None if there is none."""
         return None
 
     def read_by(self, transfer: Transfer) -> None:
         """Record that `transfer` reads this buffer, so that later writes wait for it."""
 
     def ready(self) -> None:
-        """Let the host wait for an optimizer step of these shards that is under way."""
+        """Let the host wait for a running optimizer step of these shards, on another thread, before a gather."""
 
     def synchronize(self) -> None:
-        """Let the host wait until shards may be read and written."""
+        """Let the host wait for all running steps and copies, so that it may read and write shards."""
 
     def mark_stale(self) -> None:
-        """Record that shards may have been written although their version did not change."""
+        """Make later gathers read the shards again, because they may have been written without a new version."""
 
     def put(
         self,
@@ -63,19 +64,16 @@ class ShardBuffer:
         adding: Sequence[bool],
         after: Transfer | None = None,
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """Move reduced gradients `rows` of the parameters `chosen` to their tier; return them there, and the copy or None.
+        """Move reduced gradients `rows` of the parameters `chosen` (indices) to the memory kind in which gradients are stored.
 
-        `adding`: True for rows that the caller only adds to a gradient and then drops. `after`: the transfer that makes the
-        rows; None if the compute stream has changed them since.
+        Returns (rows there, copy under way or None); by default `rows` themselves. `adding`: True for rows that the caller
+        only adds to a gradient and then drops. `after`: the transfer that makes the rows; None to wait for the compute stream.
         """
         return rows, None
 
 
 class FlatShards(ShardBuffer):
-    """Shards in flat buffers from `allocate`, one per dtype.
-
-    Each buffer is in the order of `message`, so that the packed shards already are the row to send.
-    """
+    """Shards in flat buffers, one per dtype, in the order of `msg`, so that small shards need no packing before a gather."""
 
     def __init__(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], allocate: Allocate) -> None:
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else None
@@ -98,7 +96,7 @@ class FlatShards(ShardBuffer):
 
 
 class ShardBufferMaker(Protocol):
-    """Callback that makes the shard buffer of a group: `unit` is the unit's index, `gathered` the dtype of its gathers."""
+    """Function that makes a group's shard buffer. `unit`: index of its unit. `dtypes`: of shards. `gathered`: of gathers."""
 
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
@@ -122,7 +120,7 @@ def zeros_on(device: torch.device) -> Allocate:
 
 
 def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, list[int], Message]]:
-    """Return (dtype, indices of its shards, their layout) for each flat buffer of a shard buffer."""
+    """Return (dtype, indices of the shards of that dtype, their layout) for each dtype in `dtypes`, one per shard."""
     result = []
     for dtype in dict.fromkeys(dtypes):
         chosen = [i for i, d in enumerate(dtypes) if d == dtype]
@@ -132,9 +130,9 @@ def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dt
 
 
 def local_view(padded: Tensor, c: Cut, rank: int) -> Tensor:
-    """Return the real rows of a rank's padded 1-D shard as a view with the tensor's own dims.
+    """Return the shard of `rank` without padding, as a view of the 1-D `padded` with the tensor's own dims.
 
-    A shard is stored with its cut dim first, so that real rows are a dense prefix: fused optimizers read memory in order.
+    A shard is stored with its cut dim first, so that its rows are dense: fused optimizers read memory in order.
     """
     if c.dim is None:
         return padded.view(c.shape)
@@ -143,10 +141,9 @@ def local_view(padded: Tensor, c: Cut, rank: int) -> Tensor:
 
 
 def own_storage(view: Tensor) -> Tensor:
-    """Return `view` with a storage of its own that begins at the view's first element; the memory is shared.
+    """Return a tensor over the memory of `view` whose storage has that memory alone; a fake or meta tensor stays as it is.
 
-    A DTensor around a view with an offset would report the offset as its address, which `copy.deepcopy` and `torch.save` of a
-    state dict take for memory; or they would copy the whole buffer.
+    `copy.deepcopy` and `torch.save` of a DTensor around a view would copy the whole buffer, or take its offset for an address.
     """
     if view.untyped_storage().device.type == "meta":  # a fake tensor has no address to be wrong about
         return view

@@ -1,4 +1,4 @@
-"""Side streams: the transfers that run on them, their order with the compute stream, and the buffers they keep alive."""
+"""Side streams: device streams for communication and copies, their order with the compute stream, and their buffers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from accordion import _torch
 from accordion.engine.communicator import Pending
 
 Steps = Generator[Pending, None, None]
-"""A communication as a generator: it yields each set of works that must end before it is resumed."""
+"""A communication as a generator: it yields sets of works, each of which must have ended before `next` resumes it."""
 
 PAUSE_S = 5e-4  # poll interval of a thread that waits for an event
 
 
 class Waiter(Protocol):
-    """Protocol for waits for other ranks, and for errors if they do not arrive; implemented in `safety/divergence.py`.
+    """Protocol for waits of the host for other ranks, and for errors if these fail; implemented in `safety/divergence.py`.
 
     `broken`: the reason why collectives are not safe any more, None while they are.
     """
@@ -32,27 +32,29 @@ class Waiter(Protocol):
         """Raise `DivergenceError` if collectives are not safe any more."""
 
     def wait(self, pending: Pending, what: str) -> None:
-        """Let the host wait for `pending`. `what`: what this rank does, for messages."""
+        """Let the host wait for the works in `pending`. `what`: what this rank does, for messages."""
 
     def looks(self, device: torch.device) -> bool:
-        """Return True if tags of messages on `device` are compared now."""
+        """Return True if the caller should compare the tags (numbers of units) of a collective on `device`."""
 
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
-        """Raise an error unless each row of `rows` (num_ranks, n) equals `expected` (n,). `what`: see `wait`."""
+        """Raise an error unless each row of `rows` (num_ranks, n) equals `expected` (n,). `what`: for the message."""
 
     def tell(self, text: str) -> None:
-        """Report to ranks that wait for this one that it has failed; their message has its number, and then `text`."""
+        """Report to ranks that wait for this one that it has failed; their error has this rank's number and `text`."""
 
 
 class SideStream:
     """A stream next to the compute stream, on which transfers run in the order in which they were started.
 
-    Memory rule, in place of `record_stream`: the thread that runs forward and backward allocates and frees all buffers on the
-    compute stream. A transfer begins after the work on the compute stream that allocated its buffers, and refers to them until
-    the compute stream waits for its end. If a caller computes on several streams, a buffer is freed after the stream that
-    allocated it has waited for all streams that used it. `late` (`debug="streams"`) delays transfers, so that a missing wait
-    shows as a wrong result: on CPU until the host waits for the result, on a device by a sleep on the side stream.
+    `late` (`debug="streams"`) delays transfers, so that a missing wait shows as a wrong result: on CPU until the host waits for
+    the result, on a device by a sleep on the side stream.
     """
+
+    # Memory rule, in place of `record_stream`: the thread of forward and backward allocates and frees buffers on the compute
+    # stream. A transfer begins after the work on the compute stream that allocated its buffers, and refers to them until the
+    # compute stream waits for its end. If a caller computes on several streams, a buffer is freed after the stream that
+    # allocated it has waited for all streams that used it.
 
     _event: Callable[[], Any] = staticmethod(lambda: None)  # returns an event to record; None: the device's default
     makes: Callable[..., Transfer]  # the class that `start` instantiates; the planner's logs its transfers
@@ -62,10 +64,10 @@ class SideStream:
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.stream: Any = None if self._module is None else self._module.Stream(device, priority=-1)
         self.makes = Transfer
-        self.sleeps = self._module is not None  # work runs asynchronously on a device stream
+        self.sleeps = self._module is not None  # True if there is a device stream, on which work runs asynchronously
 
     def for_threads(self) -> SideStream:
-        """Return this side stream, set up so that threads that wait for its work sleep meanwhile, if the device can."""
+        """Let threads that wait for this stream's later events sleep instead of poll, if the device can; return `self`."""
         if self._module is not None:
             self._event = _torch.blocking_events(self._module)
         return self
@@ -75,7 +77,7 @@ class SideStream:
         return None if self._module is None else self._module.current_stream(self._device)
 
     def record(self) -> Any:
-        """Return an event after all work begun on this side stream by now; None on a device without streams."""
+        """Return a new event after all work on this side stream so far; None on a device without streams."""
         return None if self._module is None else self.stream.record_event(self._event())
 
     def wait(self, event: Any) -> None:
@@ -83,21 +85,21 @@ class SideStream:
             self.stream.wait_event(event)
 
     def follow(self) -> Any:
-        """Let this side stream wait for all work begun on the compute stream by now, and return the compute stream."""
+        """Let this side stream wait for all work on the compute stream so far; return the compute stream or None."""
         stream = self.compute()
         if stream is not None:
             self.stream.wait_event(stream.record_event())
         return stream
 
     def lead(self, event: Any) -> Any:
-        """Let the compute stream wait for `event` of this side stream, and return the compute stream."""
+        """Let the compute stream wait for `event`, and return the compute stream; None on a device without streams."""
         stream = self.compute()
         if stream is not None:
             stream.wait_event(event)
         return stream
 
     def settle(self) -> None:
-        """Let the host wait for all work begun on the compute stream, for data that is made once and read on any stream."""
+        """Let the host wait for all work on the compute stream so far, whose results any stream may then read."""
         stream = self.compute()
         if stream is not None:
             stream.synchronize()
@@ -110,13 +112,13 @@ class SideStream:
                 target.wait_stream(stream)
 
     def entered(self) -> AbstractContextManager[Any]:
-        """Context manager that makes this side stream the current stream; only if `sleeps`."""
+        """Context manager that makes this side stream the current stream; only for devices with streams."""
         return self._module.stream(self.stream)  # type: ignore[no-any-return]
 
     def copy(
         self, copies: Callable[[], None], tensors: list[Any], what: str, after: Transfer | None = None
     ) -> Transfer:
-        """Run the callback `copies` on this side stream and return its transfer; `start` describes the other arguments."""
+        """Run `copies()` on this side stream and return its transfer; the other arguments are those of `start`."""
 
         def steps() -> Steps:
             copies()
@@ -125,18 +127,19 @@ class SideStream:
         return self.start(steps(), tensors, what, after)
 
     def start(self, steps: Steps, tensors: list[Any], what: str, after: Transfer | None = None) -> Transfer:
-        """Start `steps` on this side stream and return their transfer. `tensors`: all that the steps use. `what`: for messages.
+        """Start `steps` on this side stream, after all work on the compute stream so far, and return their transfer.
 
-        `after`: the transfer to run after, instead of all work begun on the compute stream by now.
+        `tensors`: kept alive until the transfer has landed. `what`: what this rank does, for messages. `after`: a transfer
+        after which the steps run, instead of the work on the compute stream.
         """
         return self.makes(self, steps, tensors, what, after)
 
 
 class Transfer:
-    """A communication or copy on a side stream, which keeps its buffers until `land` or `synchronize`.
+    """A communication or copy on a side stream; keeps its buffers alive until `land` or `synchronize`.
 
-    `begun_on`: the compute stream that allocated them. `landed_on`: another one that called `land`. `ended`: no wait of the host
-    left.
+    `begun_on`: the compute stream that allocated them. `landed_on`: the compute stream that called `land`, if another one; else
+    None. `ended`: True if all steps have been started, so that the host has nothing left to wait for.
     """
 
     __slots__ = ("_end", "_pending", "_side_stream", "_steps", "_tensors", "_what", "begun_on", "ended", "landed_on")
@@ -179,7 +182,7 @@ class Transfer:
             raise
 
     def _run(self) -> None:
-        """Run steps until the host must wait for one; on a stream-ordered backend that is until the end."""
+        """Wait for the works of the last step, then run steps until one yields works; set `ended` at the end."""
         if self._pending is not None:
             self._side_stream.waiter.wait(self._pending, self._what)
             self._pending = None
@@ -191,7 +194,7 @@ class Transfer:
         self._end = self._side_stream.record()  # recorded here and not in `land`: other transfers follow on the stream
 
     def land(self) -> None:
-        """Make the compute stream wait for the end and release the buffers; the host waits only if the backend requires it."""
+        """Let the compute stream wait for the end, and drop the buffers. The host waits only if the backend needs it (gloo)."""
         self._finish()
         if self._end is not None:
             stream = self._side_stream.lead(self._end)
@@ -201,7 +204,7 @@ class Transfer:
         self._tensors.clear()
 
     def abandon(self) -> None:
-        """Give up the result without a wait of the host: device memory is freed in stream order, gloo's with its works."""
+        """Give up the result without a wait of the host. Unfinished works of gloo keep their memory."""
         if self.ended:
             self.land()
         if self._pending is not None:
@@ -210,27 +213,25 @@ class Transfer:
         self._tensors.clear()
 
     def lead(self, stream: Any) -> None:
-        """Make another compute stream wait for the end of this transfer; called after `land`."""
+        """Let the compute stream `stream` wait for the end of this transfer too; called after `land`."""
         if self._end is not None and stream is not None:
             stream.wait_event(self._end)
 
     def join(self, side_stream: SideStream) -> None:
-        """Let another side stream wait for the end. Keep this transfer until it, or a later one on that stream, has landed."""
+        """Let another side stream wait for the end. The caller must keep this transfer until one after it has landed."""
         self._finish()
         side_stream.wait(self._end)
 
     def block(self) -> None:
-        """Block a worker thread until the transfer has ended; no buffer is freed. Raises `RuntimeError` if the program ends.
-
-        Python joins such threads at exit, and a collective before the end may never end then.
-        """
+        """Block a worker thread until the transfer has ended; no buffer is freed. Raises `RuntimeError` if the program ends."""
+        # Python joins such threads at exit, and a collective before the end may never end then.
         while self._end is not None and not self._end.query():
             if not threading.main_thread().is_alive():
                 raise RuntimeError("the program ended before the device did")
             time.sleep(PAUSE_S)
 
     def synchronize(self) -> None:
-        """Let the host wait for the end, and then release the buffers: any thread may call this, on a stream of its own."""
+        """Let the host wait for the end, and then drop the buffers. Any thread may call this, on a stream of its own."""
         self._finish()
         if self._end is not None:
             self._end.synchronize()

@@ -17,7 +17,7 @@ def map_tensors(
 ) -> Any:
     """Return `tree` with each tensor replaced by `function(tensor)`; a container without changes stays the same object.
 
-    `in_mutable`: the function for tensors in lists and mappings, because the caller may still hold the original container.
+    `in_mutable`: the function for tensors inside lists and mappings, by default `function`. Other objects are not entered.
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -47,7 +47,7 @@ def map_tensors(
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors that `map_tensors` would reach in `tree`."""
+    """Return all tensors inside the tuples, lists, mappings and dataclasses of `tree`, in order."""
     tensors: list[Tensor] = []
     _collect(tree, tensors)
     return tensors
@@ -69,7 +69,10 @@ def _collect(tree: Any, tensors: list[Tensor]) -> None:
 
 
 def tensors_in(tree: Any, opaque_depth: int = 0) -> Iterator[Tensor]:
-    """Yield tensors that are attributes of objects which `map_tensors` leaves alone, up to `opaque_depth` deep (0: none)."""
+    """Yield tensors that are attributes of plain objects in `tree`, which `map_tensors` does not enter.
+
+    `opaque_depth`: how many objects deep; with 0 nothing is yielded. Tensors directly in `tree` are not yielded either.
+    """
     if isinstance(tree, (list, tuple)):
         for item in tree:
             yield from tensors_in(item, opaque_depth)
@@ -85,7 +88,7 @@ def tensors_in(tree: Any, opaque_depth: int = 0) -> Iterator[Tensor]:
 
 
 def written_into(inputs: Any) -> Iterator[Tensor]:
-    """Yield the tensors in arguments that are lists or dicts, to which a call may have added some. `inputs`: (args, kwargs)."""
+    """Yield the tensors in the lists and dicts among the arguments `inputs` (args, kwargs), to which a call may add tensors."""
     args, kwargs = inputs
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, (list, dict)):

@@ -1,4 +1,4 @@
-"""A unit: parameters that are gathered and freed together, and the leases that keep them in memory."""
+"""A unit: parameters that are gathered and freed together, and the count of leases (uses) that keep them in memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _ADDRESS = Tensor.data_ptr
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class ReduceNode:
-    """The AwaitReduce node of some parameters, shared by all their calls, because creating a node takes 40 us.
+    """The autograd node that waits for the reduces of a unit's gradients; calls share it, because creating one takes 40 us.
 
-    `edge`: the node's output, from which Gather makes full parameters. `stream`: the compute stream on which the node runs.
-    `reducing`: by backward task, the calls whose gradients are being reduced, each with its reduces.
+    `edge`: its output, a scalar that links it to each call's node Gather. `stream`: the compute stream on which the node runs.
+    `reducing`: id of a running backward -> the calls whose gradients are being reduced, each with its reduces.
     """
 
     edge: Tensor
@@ -40,10 +40,11 @@ class ReduceNode:
 
 @dataclass(slots=True)
 class TrainedParams:
-    """The parameters of a unit that required gradients when a call began, and their node.
+    """The parameters of a unit that require gradients, as parallel lists, and the autograd node that their calls share.
 
-    `indices`: in the unit. `params`: the sharded parameters. `views`: the full ones. `likes`: DTensors with the placement of
-    their sharded gradients. `by_group`: (group, slice of `indices`, indices in the group) of each group that has some.
+    `indices`: their indices in the unit. `params`: the sharded parameters. `views`: the full ones. `likes`: DTensors with
+    placement and dtype of the sharded gradients. `by_group`: (group, slice of `indices`, indices in the group) of each group
+    with such parameters; a group has the parameters of the unit that are gathered in one dtype.
     """
 
     indices: tuple[int, ...]
@@ -58,9 +59,9 @@ class TrainedParams:
 class UnitPolicy:
     """Settings of one unit that may differ from the strategy and change between passes.
 
-    `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: also to the next forward, until
-    they are stale. `reduces`: False sums gradients locally, as under no_sync. `ahead`: indices of units to prefetch instead of
-    the recorded order. `on_convert`: called before `module.to(...)` and the like, to let these convert shards.
+    `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: also after the backward, until
+    the shards change. `reduces`: False sums gradients on this rank, as under no_sync. `ahead`: indices of the units to prefetch
+    while this one runs, instead of the recorded order. `on_convert`: called before `module.to(...)` and similar methods.
     """
 
     keep: bool | None = None
@@ -85,7 +86,7 @@ RESHARDED, UNSHARDING, UNSHARDED = FullParams  # read often, and reading through
 
 
 class Unit:
-    """The groups of one module's parameters, and the count of leases on their full parameters."""
+    """A module's parameters that are gathered and freed together; memory is freed when the count of `leases` is zero."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class Unit:
 
     @property
     def needs_full_in_backward(self) -> bool:
-        """Return False for an embedding that is not recomputed, whose backward uses indices alone; otherwise True."""
+        """Return False for a plain embedding, whose backward needs no weight, unless it is recomputed; otherwise True."""
         if not self._is_embedding:
             return True
         module = self.module()
@@ -155,7 +156,7 @@ class Unit:
         return TrainedParams(indices, [p.sharded for p in params], views, likes, by_group)
 
     def drop_stale(self) -> None:
-        """Mark the full parameters as resharded if the shards are newer, so that the next use gathers them again."""
+        """Mark the full parameters for a new gather if shards were written since the last; their memory stays allocated."""
         if self.is_unsharded and any(g.filled != g.version() for g in self._gathered):
             self._land()
             self.full_params = RESHARDED
@@ -163,7 +164,7 @@ class Unit:
                 self.context.gather_stream.join(self._other_streams)
 
     def see_trained(self) -> bool:
-        """Update `trained` if other parameters require gradients than before, and return True if so."""
+        """Update `trained` from the parameters' `requires_grad`; return True if it has changed."""
         indices = _torch.which_train(self._sharded)
         if indices == self.trained.indices:
             return False
@@ -174,7 +175,10 @@ class Unit:
     # -- leases
 
     def unshard(self) -> None:
-        """Begin to gather the full parameters, unless they are gathered or a gather is under way."""
+        """Begin to gather the full parameters, unless they are gathered or a gather is under way; `acquire` waits for it.
+
+        After an error, such as out of memory, nothing is gathered, and the next use begins again.
+        """
         if self.full_params is not RESHARDED:
             return
         try:
@@ -182,7 +186,7 @@ class Unit:
                 transfer = group.gather()
                 if transfer is not None:
                     self._transfers.append(transfer)
-        except BaseException:  # for example out of memory: the next use gathers again
+        except BaseException:
             for transfer in self._transfers:
                 transfer.land()
             for group in self.groups:
@@ -201,13 +205,13 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Return True if the full parameters are gathered, or a gather is under way."""
+        """Return True also while a gather is under way, unlike `is_full`."""
         return self.full_params is not RESHARDED
 
     def acquire(self) -> int:
-        """Take a lease on the full parameters after `unshard`, and return the version of the shards that they show.
+        """Take a lease on the full parameters, and return the version of the shards from which they were gathered.
 
-        The compute stream waits for the gather. The parameters stay in memory until `release` has ended the last lease.
+        Call `unshard` before. The compute stream waits for the gather. The memory is freed when every lease was released.
         """
         if self.full_params is UNSHARDED:
             if self._on_device:  # this compute stream may not have waited for the gather yet
@@ -236,7 +240,7 @@ class Unit:
         self.full_params = UNSHARDED
 
     def dismantle(self) -> None:
-        """Drop the model's modules and gathers under way, because the model is deleted; the host waits for nothing."""
+        """Drop references to modules, and gathers under way, because the model is deleted; the host does not wait."""
         self.module_params.forget()
         for transfer in self._transfers:
             transfer.abandon()
@@ -248,7 +252,7 @@ class Unit:
             self.reshard()
 
     def reshard(self, waits: bool = True) -> None:
-        """Free the full parameters, unless a lease or a policy keeps them, or `waits` is False and a gather is under way."""
+        """Free the full parameters, unless a lease or a policy keeps them, or the host must wait first and `waits` is False."""
         if self.leases or self.full_params is RESHARDED or self.context.waiter.broken is not None:
             return
         if self._transfers:
@@ -270,7 +274,7 @@ class Unit:
         self.full_params = RESHARDED
 
     def version(self) -> int:
-        """Return a number that grows with every write to a shard."""
+        """Return a number that grows with every write to a shard, except steps of torch's fused optimizers."""
         return sum([g.version() for g in self._gathered])
 
     def mark_stale(self) -> None:
@@ -278,14 +282,14 @@ class Unit:
             group.mark_stale()
 
     def writes(self) -> int:
-        """Return the number of writes into full parameters, which are lost; gathers do not count."""
+        """Return the number of writes into full parameters by the model's code, which are lost; gathers do not count."""
         return sum([full_buffer.flat._version for full_buffer in self._full_buffers])
 
     def lost_write(self, writes: int, fulls: Sequence[Tensor]) -> UsageError | None:
-        """Return an error if a forward changed its full parameters `fulls`, whose shards would not follow; otherwise None.
+        """Return an error if a forward wrote into its full parameters `fulls`, which does not change the shards; else None.
 
-        `writes`: counted before the forward. A tensor with other memory (`weight.data = ...`) gets its own back; equal values
-        are no error, as when an RNN joins its weights.
+        `writes`: result of `writes()` before the forward. A tensor with other memory (`weight.data = ...`) gets its own back;
+        equal values in it are no error, because an RNN joins its weights in this way.
         """
         if self.writes() != writes:
             return self.lost_write_error("modified a parameter")
@@ -308,7 +312,7 @@ class Unit:
         )
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return True if the memory of `tensor` is that of full parameters, which will be freed."""
+        """Return True if `tensor` shares memory with full parameters of this unit, which will be freed."""
         tensor = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
         if tensor.layout is not torch.strided:
             return False
@@ -320,9 +324,10 @@ class Unit:
     def reduce(
         self, trained: TrainedParams, grads: Sequence[Tensor | None] | None, ours: Sequence[bool]
     ) -> list[PendingReduce]:
-        """Begin to reduce full gradients of the parameters `trained`, with their local sums, and return the reduces.
+        """Begin to reduce full gradients over ranks; return one `PendingReduce` per entry of `trained.by_group`.
 
-        `grads`: None to reduce the local sums alone. `ours`: True for gradients to which nothing else refers.
+        Sums that backwards under no_sync left on this rank are added and forgotten. `grads`: one per trained parameter; None to
+        reduce those sums alone. `ours`: True for gradients to which nothing else refers.
         """
         added = not self.local_sums.pending.isdisjoint(trained.indices)
         if added or grads is None:
@@ -336,9 +341,10 @@ class Unit:
     def as_gradients(
         self, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool = True
     ) -> tuple[list[DTensor | None], list[Transfer]]:
-        """Wait for the reduces `parts`; return a sharded gradient per trained parameter, and the copies to its tier under way.
+        """Wait for the reduces `parts`; return (sharded gradient per trained parameter, copies to host or disk under way).
 
-        `adding`: see `ShardBuffer.put`. `decide`: see `PendingReduce.finish`.
+        `adding`: True for gradients that the caller only adds to others. `decide`: return None, not zeros, for a gradient that
+        no rank has; if this rank lacks one, the host then waits for the device.
         """
         local: list[Tensor | None] = []
         copies: list[Transfer] = []
