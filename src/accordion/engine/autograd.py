@@ -64,8 +64,7 @@ class AwaitReduce(torch.autograd.Function):
 def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tuple[Tensor | None, ...] | None:
     """Wait for the reduces `parts` of a call, and write the sharded gradients of parameters without hooks to `.grad`.
 
-    Returns (None, None, one gradient or None per trained parameter), the gradients that autograd must accumulate, because their
-    parameters have hooks or `accumulates` is False; or None alone if there are none.
+    Returns (None, None, one gradient or None per trained parameter) for autograd to accumulate; None if there are none.
     """
     engine = call.engine
     if engine.arriving:

@@ -128,7 +128,7 @@ class Evaluator:
         return sorted((c for c in on_all if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))
 
     def with_copies(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return new candidates: the fastest ones that gather from other nodes, with `secondary` set to the ranks of a node."""
+        """Return new candidates: the fastest ones that gather from other nodes, with a copy kept inside each node."""
         if not self._space.search.copies:
             return []
         fastest = [c.choice for c in self._fastest_first(candidates)]

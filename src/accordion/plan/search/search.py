@@ -55,7 +55,7 @@ def search_in(space: Space, say: Say = lambda text: None, known: Mapping[Choice,
 
 
 def _key(choice: Choice) -> tuple[object, ...]:
-    """Return a key of the fields in which choices of a space differ, without offload and `secondary`."""
+    """Return a key of the fields in which choices of a space differ, without offload and the copies kept inside a node."""
     return choice.strategy.name, choice.checkpointing, choice.micro_batch, choice.gpus, choice.replicas
 
 

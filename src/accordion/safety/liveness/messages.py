@@ -45,7 +45,7 @@ class PositionQuestion(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionAnswer(HubMessage):
-    """What `rank` does, as text in `where`: the answer to question `number` of rank `to`."""
+    """The answer of `rank`, in `where` the text of what it does, to question `number` of rank `to`."""
 
     number: int
     to: int
