@@ -254,7 +254,7 @@ def synchronize(model: nn.Module) -> None:
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows.
 
-    Collective if there are any: raises `DivergenceError` if ranks have different ones.
+    Collective if there are any. Raises `DivergenceError` if names or values in `state` differ between ranks.
     """
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()

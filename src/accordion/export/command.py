@@ -146,7 +146,8 @@ def _form_of(options: ExportOptions) -> tuple[str, bool]:
 
 
 def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None, cache: Path) -> Exported:
-    """Write the model in the checkpoint at `path` in the format `form`, even if transformers does not know the model."""
+    """Write the model in the checkpoint at `path` in the format `form`, even if transformers does not know the model. `dtype`:
+    of floating-point tensors; None keeps theirs. `cache`: accordion's `cache_folder`, which may have the tokenizer."""
     stored = model = None
     if form == "hf":
         with suppress(UsageError):  # a checkpoint without a model type, or of one that transformers does not know

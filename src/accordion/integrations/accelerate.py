@@ -189,7 +189,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _complete(self, input_dir: str | None, names: list[str]) -> Path:
         """Return `input_dir`, or by default the newest folder that accelerate has named and that has the complete checkpoints
-        `names`. Raises `CheckpointError` if the folder is incomplete or there is none."""
+        `names`. Raises `CheckpointError` if the folder is incomplete or none is found, `UsageError` if neither caller nor
+        accelerate names folders."""
         if input_dir is not None:
             folder = Path(input_dir).expanduser()
             lost = [name for name in names if why_incomplete(folder / name)]
@@ -223,7 +224,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         sharded, taken = [model for model, _ in pairs], list[nn.Module]()
 
         def run_hooks(shown: list[Any], *rest: Any) -> None:
-            """Call each hook as accelerate does: with (models, weights, folder) in a save, with (models, folder) in a load."""
+            """Call each hidden hook with all models: (models, weights, folder) in a save, (models, folder) in a load.
+            Collective. `shown`: accelerate's models. What a hook removes from its list leaves accelerate's list too."""
             *weights, folder = rest
             listed = weights[0] if weights else shown  # hooks remove from it what they save or load themselves
             listed_items = iter(list(listed))

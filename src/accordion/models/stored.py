@@ -188,7 +188,8 @@ def _described(folder: Path, option: str, name: str = CONFIG) -> dict[str, Any]:
 
 
 def generation_config(folder: Path) -> dict[str, Any] | None:
-    """Return the contents of generation_config.json in `folder`; None if there is no such file. Raises `UsageError`."""
+    """Return the contents of generation_config.json in `folder`; None if there is no such file. Raises `UsageError` if the file
+    cannot be read or is no JSON object."""
     return _described(folder, "folder", GENERATION) if (folder / GENERATION).is_file() else None
 
 

@@ -202,7 +202,7 @@ class Plan:
         }
 
     def _config(self, c: Candidate) -> dict[str, Any]:
-        """Return the configuration of `c` as plain data; values of its sharding are text."""
+        """Return the configuration of `c` in plain data: strategy, offload and units as text, if a text can describe them."""
         choice = c.choice
         words = {name: PRINTERS.get(name, lambda value: value)(getattr(choice.sharding, name)) for name in FIELDS}
         return {

@@ -99,8 +99,9 @@ def _check_mesh(key: type[nn.Module] | str, asked: DeviceMesh, mesh: DeviceMesh,
 
 
 def _check_parameter(o: Owned, own_mesh: DeviceMesh | None, mesh: DeviceMesh) -> None:
-    """Raise `UsageError` unless a parameter's own mesh and that of its DTensor together have all ranks of the model."""
-    # Otherwise the full value would be unknown, and each of several replicas would sum only some of its gradients.
+    """Raise `UsageError` if `o` cannot be sharded over `own_mesh`. A plain tensor needs all ranks of `mesh` in it. A DTensor
+    must be `Shard` on a mesh that adds the missing ranks. Other subclasses are refused. With None, a DTensor is refused."""
+    # If ranks were missing, the full value would be unknown, and each of several replicas would sum only some of its gradients.
     name, param = o.names[0], o.original
     if own_mesh is None:
         if isinstance(param, DTensor):

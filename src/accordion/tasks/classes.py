@@ -139,8 +139,9 @@ def options_kind(key: str, class_path: str) -> type[Any]:
 
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
-    """Return the part at `values["class_path"]`. Its options are the other `values`, option -> value, or their defaults. `key`:
-    "task" or "optimizer". Raises `UsageError` if an option has neither."""
+    """Return the part at `values["class_path"]`. Its options are those of that class, from `values` (option -> value) or else
+    their defaults; other `values` are ignored. `key`: "task" or "optimizer". Raises `UsageError` if an option has neither or
+    there is no such class, `TaskError` if its import fails."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():

@@ -405,9 +405,10 @@ def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[
 
 
 def _dissolve(root: nn.Module, parts: list[Part]) -> None:
-    """Dissolve the engines of `parts`.
+    """Remove the engines of `parts`, before one engine is built for all of them; parameters stay sharded.
 
-    Raises `UsageError` for a parameter that no unit of `root` can own, or that is on the meta device.
+    Raises `UsageError` in a forward or backward, if there are unreduced gradients, for a parameter that is tied to one of a
+    module outside `parts`, and for one on the meta device.
     """
     for part in parts:
         part.dissolve()

@@ -133,7 +133,8 @@ class OptimizerCopy:
 
     def scalar(self, group: int, key: str, value: Any, local: Tensor) -> Any:
         """Return a copy of the tensor `value`, the state `key` of a parameter, such as its step count; other objects unchanged.
-        The copy is on the device of `local` if options of the param group with index `group` (fused, capturable) need that."""
+        The copy stays on the device of `value`, but a "step" goes to that of `local` if options of the param group with index
+        `group` (fused, capturable) need it there."""
         if not isinstance(value, Tensor):
             return value
         options = self._values[group]
