@@ -37,6 +37,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", list(sys.path))  # a task's folder is added
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # next to the file of a task
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     return tmp_path / "work"
 
