@@ -19,7 +19,7 @@ from accordion.models.llama import TRAINED
 from accordion.train.config import DataConfig, ModelConfig
 from accordion.train.data import IGNORED
 from accordion.train.language_work import label_losses
-from accordion.train.model import check_folder, configuration, fill, takes_chunked_loss
+from accordion.train.model import check_chunked_loss, check_folder, configuration, fill
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TINY = ModelConfig(preset="llama-tiny")
@@ -109,19 +109,20 @@ def test_the_loss_in_chunks_is_that_of_the_logits(tiny: nn.Module) -> None:
         torch.testing.assert_close(value, expected)
 
 
-@pytest.mark.parametrize(("soft_cap", "is_chunked"), [(None, True), (30.0, False)])
-def test_the_head_returns_the_loss_if_its_output_is_the_logits(soft_cap: float | None, is_chunked: bool) -> None:
+def test_chunks_are_refused_if_the_logits_are_not_the_output_of_the_head() -> None:
     config = Gemma2Config(
         vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, final_logit_softcapping=soft_cap,
+        num_key_value_heads=1, head_dim=8,
     )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert takes_chunked_loss(model, ModelConfig()) == is_chunked
-    assert not takes_chunked_loss(model, ModelConfig(loss="plain"))
-    if not is_chunked:
+    for soft_cap in (None, 30.0):
+        config.final_logit_softcapping = soft_cap
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        if soft_cap is None:
+            check_chunked_loss(model)
+            continue
         with pytest.raises(acc.UsageError, match=r"take --model\.loss plain"):
-            takes_chunked_loss(model, ModelConfig(loss="chunked"))
+            check_chunked_loss(model)
 
 
 def test_forwards_do_not_search_for_packed_sequences(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,9 @@ class ModelConfig:
     """`scratch` draws random weights from `train.seed`; `pretrained` reads the safetensors files in `model.path`"""
     attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2"] = "auto"
     """attention implementation of transformers; `auto`: transformers chooses, `sdpa` for most models"""
-    loss: Literal["auto", "chunked", "plain"] = "auto"
-    """`chunked` computes head and loss together for some tokens at a time, so that the logits of all tokens are never in memory;
-    `plain` computes all logits; `auto`: `chunked` if the model returns the output of a linear head"""
+    loss: Literal["plain", "chunked"] = "plain"
+    """`plain` computes the logits of all tokens; `chunked` computes head and loss together for some tokens at a time, with equal
+    gradients up to rounding, for models whose logits are the output of a linear head"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ from accordion.train.data import (
     validation_order,
 )
 from accordion.train.metrics import Validation
-from accordion.train.model import causal_model, configuration, documents_in_rows, fill, takes_chunked_loss
+from accordion.train.model import causal_model, check_chunked_loss, configuration, documents_in_rows, fill
 from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder
 from accordion.train.screen import Screen
 from accordion.train.sources import Split
@@ -60,11 +59,14 @@ class LanguageWork:
     generation: Mapping[str, Any]
     spec: str
     counted: str = field(default="tokens", init=False)
-    chunked: WeakSet[nn.Module] = field(default_factory=WeakSet, init=False)  # models whose head returns the loss
 
     @property
     def is_text(self) -> bool:
         return self.config.data.format == "text"
+
+    @property
+    def is_chunked(self) -> bool:
+        return self.config.model.loss == "chunked"
 
     @property
     def data(self) -> str:
@@ -99,7 +101,7 @@ class LanguageWork:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         """Return the loss of `batch`: the mean over tokens if the data is text, else (sum over answer tokens, their number)."""
-        total, count = label_losses(model, batch, chunked=model in self.chunked)
+        total, count = label_losses(model, batch, chunked=self.is_chunked)
         return total / batch["labels"].numel() if self.is_text else (total, count)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
@@ -111,7 +113,7 @@ class LanguageWork:
         """Return the mean loss over the validation labels of all ranks that are not `IGNORED`. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
-        batches, chunked = validation_batches(rows, order, share, self._collate()), model in self.chunked
+        batches, chunked = validation_batches(rows, order, share, self._collate()), self.is_chunked
         losses = means_of(model, batches, lambda batch: {"loss": label_losses(model, batch, chunked=chunked)}, device)
         loss = losses["loss"]
         perplexity = math.exp(min(loss, 700.0))
@@ -154,8 +156,8 @@ class LanguageWork:
 
     def model(self, seed: int) -> nn.Module:
         model = trained_model(self.config)
-        if takes_chunked_loss(model, self.config.model):
-            self.chunked.add(model)
+        if self.is_chunked:
+            check_chunked_loss(model)
         return model
 
     def units(self) -> None:
@@ -234,7 +236,7 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 def label_losses(model: nn.Module, batch: Batch, *, chunked: bool = False) -> tuple[Tensor, Tensor]:
     """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32.
 
-    `chunked`: the head computes the loss for some tokens at a time; see `takes_chunked_loss`.
+    `chunked`: the head computes the loss for some tokens at a time; see `check_chunked_loss`.
     """
     shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     labels: Tensor = batch["labels"]

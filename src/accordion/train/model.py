@@ -76,34 +76,20 @@ def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
     return built
 
 
-def takes_chunked_loss(model: nn.Module, choice: ModelConfig) -> bool:
-    """Return True if the head of `model`, on the meta device, is to return the loss; see `model.loss`.
-
-    A forward on the meta device shows if the logits are the output of the head itself, without a soft cap or a scale. Raises
-    `UsageError` if `choice` asks for chunks and they are not.
-    """
-    if choice.loss == "plain":
-        return False
+def check_chunked_loss(model: nn.Module) -> None:
+    """Raise `UsageError` if the logits of `model`, on the meta device, are not the unchanged output of a linear head."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    outputs, logits = list[Any](), None
     if type(head) is nn.Linear:
-        outputs: list[Any] = []
         handle = head.register_forward_hook(lambda module, args, out: outputs.append(out))
-        try:
-            ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-            with documents_in_rows(several=False):
-                logits = model(input_ids=ids, use_cache=False).logits
-        except Exception:  # this model cannot be run on the meta device
-            logits = None
-        finally:
-            handle.remove()
-        if outputs and logits is outputs[-1]:
-            return True
-    if choice.loss == "chunked":
+        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        with handle, documents_in_rows(several=False):
+            logits = model(input_ids=ids, use_cache=False).logits
+    if not outputs or logits is not outputs[-1]:
         raise UsageError(
-            f"model.loss is 'chunked', but {type(model).__name__} does not return the output of a linear head as its logits; "
-            "take --model.loss plain."
+            f"model.loss is 'chunked', but the logits of {type(model).__name__} are not the output of a linear head alone; take "
+            "--model.loss plain."
         )
-    return False
 
 
 def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
