@@ -312,7 +312,7 @@ BUDGETS = {
     "engine": 4260,
     "export": 580,
     "generate": 570,
-    "integrations": 1290,
+    "integrations": 1300,
     "models": 530,
     "offload": 3140,
     "pages": 340,
