@@ -11,7 +11,7 @@ import accordion as acc
 from accordion.engine.communicator import Communicator, reduced
 from accordion.losses import TokenLoss, _pass
 from tests import devices
-from tests.support.ranked import on_strategies, on_world
+from tests.support.ranked import on_world, under_strategies
 
 TOKENS, FEATURES, WORDS = 22, 6, 37
 FORMS = {
@@ -106,8 +106,10 @@ UNITS = {"head is a unit": [nn.Sequential, nn.Linear], "head is in the root": [n
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("form", ["plain", "all"])
-@on_strategies("full_shard", "hybrid_shard")
-def test_it_trains_as_the_unsharded_model(mesh, strategy: str, form: str, units: str, inside: bool, tied: bool) -> None:
+@under_strategies("full_shard", "hybrid_shard")
+def test_it_trains_as_the_unsharded_model(
+    mesh, strategy: acc.Strategy, form: str, units: str, inside: bool, tied: bool
+) -> None:
     """The mean over the tokens of all ranks, with the head inside of the model's forward or after it."""
     num_ranks, rank = mesh.size(), mesh.get_rank()
     model = Language(tied).to(devices.device())
