@@ -16,6 +16,7 @@ from accordion.config import (
 )
 from accordion.describe import describe
 from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, OffloadError, UsageError
+from accordion.losses import linear_cross_entropy
 from accordion.offload.estimate import estimate_memory
 from accordion.optim import clip_grad_norm_, wrap_optimizer
 from accordion.plan.api import plan
@@ -62,6 +63,7 @@ __all__ = [
     "full_state_dict",
     "initialise",
     "latest",
+    "linear_cross_entropy",
     "load",
     "load_pretrained",
     "min_params",

@@ -95,8 +95,10 @@ class Watched:
         ahead = number > 3 and not behind.query()
         print(f"step {number}: {'ahead' if ahead else 'behind'}, waits: {', '.join(waits)};", flush=True)
 
-    def losses(self, model: nn.Module, batch: Any, real: Any = language_work.label_losses) -> tuple[Tensor, Tensor]:
-        total, count = real(model, batch)
+    def losses(
+        self, model: nn.Module, batch: Any, real: Any = language_work.label_losses, **options: bool
+    ) -> tuple[Tensor, Tensor]:
+        total, count = real(model, batch, **options)
         if self.now == 2 and os.environ["RANK"] == "1":
             self.spoilt.append(batch)
         return (total * float("nan") if any(batch is one for one in self.spoilt) else total), count

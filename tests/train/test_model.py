@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, MistralConfig, masking_utils
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, masking_utils
 
 import accordion as acc
 from accordion.models.language import language_model
@@ -19,7 +19,7 @@ from accordion.models.llama import TRAINED
 from accordion.train.config import DataConfig, ModelConfig
 from accordion.train.data import IGNORED
 from accordion.train.language_work import label_losses
-from accordion.train.model import check_folder, configuration, fill
+from accordion.train.model import check_chunked_loss, check_folder, configuration, fill
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TINY = ModelConfig(preset="llama-tiny")
@@ -91,6 +91,38 @@ def test_the_loss_is_that_of_the_next_token(tiny: nn.Module) -> None:
             expected += functional.cross_entropy(logits, row[1:], reduction="sum").item()
         total, count = label_losses(tiny, {"input_ids": tokens[:, :-1], "labels": labels})
     assert (total.item(), count) == (pytest.approx(expected, rel=1e-5), 12)
+
+
+def test_the_loss_in_chunks_is_that_of_the_logits(tiny: nn.Module) -> None:
+    tokens = torch.randint(0, 1024, (3, 9))
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
+    batch["labels"][1, 4:] = IGNORED
+    results = []
+    for chunked in (False, True):
+        tiny.zero_grad()
+        total, count = label_losses(tiny, batch, chunked=chunked)
+        total.backward()
+        results.append([total, count, *(p.grad for p in tiny.parameters())])
+    tiny.zero_grad()
+    assert "forward" not in vars(tiny.get_output_embeddings())  # type: ignore[operator]
+    for expected, value in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_chunks_are_refused_if_the_logits_are_not_the_output_of_the_head() -> None:
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    for soft_cap in (None, 30.0):
+        config.final_logit_softcapping = soft_cap
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        if soft_cap is None:
+            check_chunked_loss(model)
+            continue
+        with pytest.raises(acc.UsageError, match=r"take --model\.loss plain"):
+            check_chunked_loss(model)
 
 
 def test_forwards_do_not_search_for_packed_sequences(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

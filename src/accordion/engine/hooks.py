@@ -21,6 +21,9 @@ from accordion.engine.tree import map_tensors, overlapping, tensors_of
 from accordion.engine.unit import ReduceNode, Unit
 
 ATTACHED = "_accordion"  # the attribute of a unit's module that holds its hooks
+_HOOKS_OF = weakref.WeakKeyDictionary[
+    nn.Module, "list[weakref.ref[Hooks]]"
+]()  # by module that has some of the parameters
 
 
 class Hooks:
@@ -35,6 +38,8 @@ class Hooks:
         self.modules: list[weakref.ref[nn.Module]] = []
         self._last_hooks: dict[int, int] = {}  # by id of the module
         engine.add_unit(unit, self)
+        for module in unit.module_params.modules():
+            _HOOKS_OF.setdefault(module, []).append(weakref.ref(self))
 
     def attach(self, module: nn.Module) -> None:
         module.__dict__[ATTACHED] = self
@@ -55,6 +60,7 @@ class Hooks:
             handle.remove()
         for module in modules:
             module.__dict__.pop(ATTACHED, None)
+        self.modules.clear()
         self.unit.module_params.detach()
 
     def attach_method(self, module: nn.Module, name: str) -> None:
@@ -341,6 +347,11 @@ class Hooks:
 def attached_to(module: nn.Module) -> Hooks | None:
     """Return the hooks of the unit that was attached to `module`; None if `module` is no unit."""
     return module.__dict__.get(ATTACHED)
+
+
+def hooks_of(module: nn.Module) -> list[Hooks]:
+    """Return the hooks of each unit that owns a parameter of `module` itself; a tied weight may be in another unit."""
+    return [hooks for hooks in (ref() for ref in _HOOKS_OF.get(module, ())) if hooks is not None and hooks.modules]
 
 
 def engine_of(model: nn.Module) -> Engine | None:

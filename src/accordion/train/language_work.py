@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sized
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from accordion.describe import describe
 from accordion.errors import UsageError
+from accordion.losses import head_returns_loss
 from accordion.models.stored import ends_of, generation_config, with_lora
 from accordion.state import Only, full_params, sharded_engine
 from accordion.tasks.loaded import made_optimizer, optimizer_of
@@ -35,7 +36,7 @@ from accordion.train.data import (
     validation_order,
 )
 from accordion.train.metrics import Validation
-from accordion.train.model import causal_model, configuration, documents_in_rows, fill
+from accordion.train.model import causal_model, check_chunked_loss, configuration, documents_in_rows, fill
 from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder
 from accordion.train.screen import Screen
 from accordion.train.sources import Split
@@ -62,6 +63,10 @@ class LanguageWork:
     @property
     def is_text(self) -> bool:
         return self.config.data.format == "text"
+
+    @property
+    def is_chunked(self) -> bool:
+        return self.config.model.loss == "chunked"
 
     @property
     def data(self) -> str:
@@ -96,7 +101,7 @@ class LanguageWork:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         """Return the loss of `batch`: the mean over tokens if the data is text, else (sum over answer tokens, their number)."""
-        total, count = label_losses(model, batch)
+        total, count = label_losses(model, batch, chunked=self.is_chunked)
         return total / batch["labels"].numel() if self.is_text else (total, count)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
@@ -108,8 +113,9 @@ class LanguageWork:
         """Return the mean loss over the validation labels of all ranks that are not `IGNORED`. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
-        batches = validation_batches(rows, order, share, self._collate())
-        loss = means_of(model, batches, lambda batch: {"loss": label_losses(model, batch)}, device)["loss"]
+        batches, chunked = validation_batches(rows, order, share, self._collate()), self.is_chunked
+        losses = means_of(model, batches, lambda batch: {"loss": label_losses(model, batch, chunked=chunked)}, device)
+        loss = losses["loss"]
         perplexity = math.exp(min(loss, 700.0))
         whose = "" if self.is_text else " of an answer's token"
         words = f" (perplexity {perplexity:,.1f}{whose}; {rows_read(order, len(rows))})"
@@ -149,7 +155,10 @@ class LanguageWork:
         screen.sample(decode(prompt), decode(ids[len(prompt) :]))
 
     def model(self, seed: int) -> nn.Module:
-        return trained_model(self.config)
+        model = trained_model(self.config)
+        if self.is_chunked:
+            check_chunked_loss(model)
+        return model
 
     def units(self) -> None:
         return None
@@ -224,18 +233,27 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 # -- losses
 
 
-def label_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32."""
+def label_losses(model: nn.Module, batch: Batch, *, chunked: bool = False) -> tuple[Tensor, Tensor]:
+    """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32.
+
+    `chunked`: the head computes the loss for some tokens at a time; see `check_chunked_loss`.
+    """
     shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     labels: Tensor = batch["labels"]
     several = "position_ids" in shown
     if several and in_one_row(model):
         shown, labels = {name: value.reshape(1, -1) for name, value in shown.items()}, labels.reshape(1, -1)
-    with documents_in_rows(several=several):
-        logits = model(**shown, use_cache=False).logits  # (b, tokens, vocab)
-    total = functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    with documents_in_rows(several=several), ExitStack() as stack:
+        if chunked:
+            head: Any = model.get_output_embeddings()  # type: ignore[operator]
+            stack.enter_context(head_returns_loss(head, labels, ignore_index=IGNORED, reduction="sum"))
+        logits = model(**shown, use_cache=False).logits  # (b, tokens, vocab), or the loss
+    if chunked:
+        total = logits
+    else:
+        total = functional.cross_entropy(
+            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
     return total, (labels != IGNORED).sum().float()
 
 

@@ -76,6 +76,22 @@ def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
     return built
 
 
+def check_chunked_loss(model: nn.Module) -> None:
+    """Raise `UsageError` if the logits of `model`, on the meta device, are not the unchanged output of a linear head."""
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    outputs, logits = list[Any](), None
+    if type(head) is nn.Linear:
+        handle = head.register_forward_hook(lambda module, args, out: outputs.append(out))
+        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        with handle, documents_in_rows(several=False):
+            logits = model(input_ids=ids, use_cache=False).logits
+    if not outputs or logits is not outputs[-1]:
+        raise UsageError(
+            f"model.loss is 'chunked', but the logits of {type(model).__name__} are not the output of a linear head alone; take "
+            "--model.loss plain."
+        )
+
+
 def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
     """Fill the shards of `model`, which was built on the meta device: with random weights, or with those in `choice.path`. The
     weights do not depend on the number of ranks. Seeds torch's generators with `seed`."""

@@ -1,0 +1,283 @@
+"""`linear_cross_entropy`: the loss of a language model without a tensor of all logits, computed inside a lease of the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from accordion.engine.communicator import reduced
+from accordion.engine.hooks import hooks_of
+from accordion.errors import UsageError
+
+Reduction = Literal["mean", "sum", "none"]
+CHUNK_BYTES = 128 * 2**20  # float32 logits of one chunk; a matrix product of this size keeps any accelerator busy
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """The loss of one token as a function of its logits; see `linear_cross_entropy` for the fields."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    soft_cap: float | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if the loss is one that `torch.nn.functional.linear_cross_entropy` computes in chunks."""
+        return not self.label_smoothing and not self.z_loss and self.soft_cap is None
+
+    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token, zero for ignored ones, and the logarithm of its sum of exponentials.
+
+        logits: (tokens, words), float32 or wider, overwritten by their soft cap; labels: (tokens,).
+        """
+        if self.soft_cap is not None:
+            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        log_sum = torch.logsumexp(logits, 1)
+        counts = labels != self.ignore_index
+        own = logits.gather(1, labels.where(counts, 0)[:, None])[:, 0]
+        losses = log_sum - (1 - self.label_smoothing) * own
+        if self.label_smoothing:
+            losses = losses - self.label_smoothing * logits.mean(1)
+        if self.z_loss:
+            losses = losses + self.z_loss * log_sum.square()
+        return losses.where(counts, 0.0), log_sum
+
+    def backward_(self, logits: Tensor, log_sum: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """Overwrite `logits`, as `losses` left them, with the gradient of the sum of losses times `weights` (tokens,)."""
+        counts = labels != self.ignore_index
+        weights = weights.where(counts, 0.0)
+        slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap).square()
+        logits.sub_(log_sum[:, None]).exp_()
+        logits.mul_((weights * (1 + 2 * self.z_loss * log_sum))[:, None])
+        own = labels.where(counts, 0)[:, None]
+        logits.scatter_add_(1, own, ((self.label_smoothing - 1) * weights)[:, None])
+        if self.label_smoothing:
+            logits.sub_((weights * (self.label_smoothing / logits.shape[1]))[:, None])
+        return logits if slope is None else logits.mul_(slope)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    head: nn.Linear,
+    labels: Tensor,
+    *,
+    reduction: Reduction = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    shift: bool = False,
+    over_ranks: bool = False,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """Return the cross entropy of `head(hidden)` and `labels` without a tensor of all logits.
+
+    Logits are computed for one chunk of tokens at a time, and the gradients of `hidden` and of the head in the same pass. The
+    head is gathered once, and all ranks must call this function together. It may be called inside the model's forward or with
+    the model's output, and with a head that is not sharded.
+
+    Args:
+        hidden: (..., in_features), the input of the head.
+        head: the last layer, with or without a bias, whose weight may be tied to the embedding.
+        labels: (...), int64. Tokens with `ignore_index` have no loss.
+        reduction: "mean" over this rank's tokens that have a loss (zero if none has), "sum", or "none" for one loss per token.
+        label_smoothing: as in `torch.nn.functional.cross_entropy`.
+        z_loss: add `z_loss` times the squared logarithm of the softmax's denominator.
+        soft_cap: replace each logit `x` by `soft_cap * tanh(x / soft_cap)`.
+        shift: token i predicts label i + 1 of its sequence: drop the last token of `hidden` and the first label.
+        over_ranks: divide the sum by the mean number of tokens per rank, so that averaged gradients are those of the mean
+            over the tokens of all ranks. The mean of the losses of all ranks is then the loss of the whole batch.
+        chunk_tokens: number of tokens per chunk; by default the logits of a chunk take at most 128 MiB.
+
+    Raises:
+        UsageError: if `head` is no linear layer, shapes do not match, or labels on the host are outside of the vocabulary.
+    """
+    loss = TokenLoss(ignore_index, label_smoothing, z_loss, soft_cap)
+    if shift:
+        hidden, labels = hidden[..., :-1, :], labels[..., 1:]
+    _check(hidden, head, labels, loss, reduction)
+    shape, labels = labels.shape, labels.flatten()
+
+    def compute(hidden: Tensor) -> Tensor:
+        hidden = hidden.flatten(0, -2)
+        weight, bias = head.weight, head.bias
+        if reduction == "none":
+            return _summed(hidden, weight, bias, labels, loss, chunk_tokens, "none").view(shape)
+        total = _summed(hidden, weight, bias, labels, loss, chunk_tokens, "sum")
+        return total if reduction == "sum" else total / _divisor(head, labels, loss, over_ranks)
+
+    call: Callable[[Tensor], Tensor] = compute
+    for hooks in hooks_of(head):
+        call = _inside(hooks, call)
+    return call(hidden)
+
+
+@contextmanager
+def head_returns_loss(head: nn.Linear, labels: Tensor, **options: Any) -> Iterator[None]:
+    """Context manager in which `head(hidden)` returns `linear_cross_entropy(hidden, head, labels, **options)`.
+
+    For models that return the output of their head: inside, they return the loss.
+    """
+    vars(head)["forward"] = lambda hidden: linear_cross_entropy(hidden, head, labels, **options)
+    try:
+        yield
+    finally:
+        del vars(head)["forward"]
+
+
+def _inside(hooks: Any, call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return `call` as a call of the unit of `hooks`, unless the unit shows its full parameters already."""
+    if hooks.engine.suspended or hooks.unit.module_params.is_shown:
+        return call
+    return lambda hidden: hooks.enter(hooks.attached_modules()[0], call, (hidden,), {})
+
+
+def _check(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss, reduction: str) -> None:
+    if not isinstance(head, nn.Linear):
+        raise UsageError(
+            f"linear_cross_entropy takes a head that is an nn.Linear, not {type(head).__name__}; pass the model's last layer."
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise UsageError(f"reduction={reduction!r} is unknown; pass 'mean', 'sum' or 'none'.")
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1:] != (head.in_features,) or labels.dtype != torch.int64:
+        raise UsageError(
+            f"linear_cross_entropy got hidden {tuple(hidden.shape)} and {labels.dtype} labels {tuple(labels.shape)}; pass "
+            f"hidden (..., {head.in_features}) and one int64 label for each of its rows."
+        )
+    if labels.device.type == "cpu" and labels.numel():
+        # On an accelerator this would make the host wait; there torch's own check stops the kernel.
+        outside = labels[((labels < 0) | (labels >= head.out_features)) & (labels != loss.ignore_index)]
+        if outside.numel():
+            raise UsageError(
+                f"label {int(outside[0])} is outside of the head's vocabulary of {head.out_features}; mark tokens without a "
+                f"loss by ignore_index={loss.ignore_index}."
+            )
+
+
+def _divisor(head: nn.Linear, labels: Tensor, loss: TokenLoss, over_ranks: bool) -> Tensor:
+    """Return the number of this rank's tokens that have a loss, or its mean over ranks; at least one token in all."""
+    count = (labels != loss.ignore_index).sum().float()
+    contexts = [hooks.engine.context for hooks in hooks_of(head)]
+    if not over_ranks or not contexts:
+        return count.clamp(min=1.0)
+    context = contexts[0]
+    axes = [axis.reduce for axis in (context.shard, context.replicate)]
+    return reduced(count, axes).clamp(min=1.0) * context.scale
+
+
+def _summed(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    loss: TokenLoss,
+    rows: int | None,
+    reduction: str,
+) -> Tensor:
+    """Return the sum of all tokens' losses, or each of them if `reduction` is "none"."""
+    rows = rows or max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    # With 16-bit inputs torch's function returns a 16-bit sum, whose error is a thousandth (torch 2.13).
+    is_exact = hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64)
+    if loss.is_plain and is_exact and hasattr(F, "linear_cross_entropy"):
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=min(rows, max(1, len(labels))))
+        return F.linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            linear_bias=bias,
+            reduction=reduction,
+            ignore_index=loss.ignore_index,
+            options=options,
+        )
+    losses: Tensor = ChunkedLoss.apply(hidden, weight, bias, labels, loss, rows, reduction)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The losses of tokens, computed chunk by chunk.
+
+    For a sum the forward computes the gradients too, which the backward scales in place; for losses by token the backward
+    computes the logits again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        loss: TokenLoss,
+        rows: int,
+        reduction: str,
+    ) -> Tensor:
+        ctx.loss, ctx.rows, ctx.reduction = loss, rows, reduction
+        needed = ctx.needs_input_grad[:3]
+        if reduction == "none":
+            ctx.save_for_backward(hidden, weight, bias, labels)
+            return _pass(hidden, weight, bias, labels, loss, rows, None, needed)[0]
+        ones = torch.ones(labels.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=labels.device)
+        losses, ctx.grads = _pass(hidden, weight, bias, labels, loss, rows, ones if any(needed) else None, needed)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.reduction == "none":
+            hidden, weight, bias, labels = ctx.saved_tensors
+            needed = ctx.needs_input_grad[:3]
+            grads = _pass(hidden, weight, bias, labels, ctx.loss, ctx.rows, grad, needed)[1]
+        elif ctx.grads is None:
+            raise UsageError(
+                "the backward of linear_cross_entropy ran twice; call the function again for each backward."
+            )
+        else:
+            grads, ctx.grads = ctx.grads, None
+            grads = [g if g is None else g.mul_(grad.to(g.dtype)) for g in grads]
+        return *grads, None, None, None, None
+
+
+def _pass(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    loss: TokenLoss,
+    rows: int,
+    weights: Tensor | None,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the loss of each token, and the gradients of hidden, weight and bias of the sum of losses times `weights`.
+
+    `needed`: True for each of the three gradients that is needed. Without `weights` there are none.
+    """
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    # CPUs multiply 16-bit matrices up to 20 times as slowly as float32 ones; elsewhere the product is summed in float32.
+    dtype = wide if weight.device.type == "cpu" else weight.dtype
+    grads = [
+        torch.zeros_like(t, dtype=dtype) if t is not None and need and weights is not None else None
+        for t, need in zip((hidden, weight, bias), needed, strict=True)
+    ]
+    weight_in_product = weight.to(dtype)
+    losses = torch.empty(labels.shape, dtype=wide, device=labels.device)
+    for start in range(0, len(labels), rows):
+        chunk = slice(start, start + rows)
+        logits = F.linear(hidden[chunk], weight, bias).to(wide)
+        losses[chunk], log_sum = loss.losses(logits, labels[chunk])
+        if weights is None:
+            continue
+        grad = loss.backward_(logits, log_sum, labels[chunk], weights[chunk]).to(dtype)
+        if grads[0] is not None:
+            grads[0][chunk] = grad @ weight_in_product
+        if grads[1] is not None:
+            grads[1].addmm_(grad.t(), hidden[chunk].to(dtype))
+        if grads[2] is not None:
+            grads[2].add_(grad.sum(0))
+    return losses, [None if grad is None else grad.to(weight.dtype) for grad in grads]
