@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,17 @@ CHUNK_BYTES = 128 * 2**20  # float32 logits of one chunk; a matrix product of th
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """The loss of one token as a function of its logits; see `linear_cross_entropy` for the fields."""
+    """The loss of one token as a function of its logits, with the arguments of `linear_cross_entropy`."""
 
     ignore_index: int
     label_smoothing: float
     z_loss: float
     soft_cap: float | None
+    chunk_tokens: int | None
+
+    def num_rows(self, num_words: int) -> int:
+        """Return the number of tokens of a chunk."""
+        return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
 
     @property
     def is_plain(self) -> bool:
@@ -100,18 +105,17 @@ def linear_cross_entropy(
     Raises:
         UsageError: if `head` is no linear layer, shapes do not match, or labels on the host are outside of the vocabulary.
     """
-    loss = TokenLoss(ignore_index, label_smoothing, z_loss, soft_cap)
+    loss = TokenLoss(ignore_index, label_smoothing, z_loss, soft_cap, chunk_tokens)
     if shift:
         hidden, labels = hidden[..., :-1, :], labels[..., 1:]
     _check(hidden, head, labels, loss, reduction)
     shape, labels = labels.shape, labels.flatten()
 
     def compute(hidden: Tensor) -> Tensor:
-        hidden = hidden.flatten(0, -2)
-        weight, bias = head.weight, head.bias
+        inputs = Inputs(hidden.flatten(0, -2), head.weight, head.bias, labels)
         if reduction == "none":
-            return _summed(hidden, weight, bias, labels, loss, chunk_tokens, "none").view(shape)
-        total = _summed(hidden, weight, bias, labels, loss, chunk_tokens, "sum")
+            return _summed(inputs, loss, "none").view(shape)
+        total = _summed(inputs, loss, "sum")
         return total if reduction == "sum" else total / _divisor(head, labels, loss, over_ranks)
 
     call: Callable[[Tensor], Tensor] = compute
@@ -173,21 +177,22 @@ def _divisor(head: nn.Linear, labels: Tensor, loss: TokenLoss, over_ranks: bool)
     return reduced(count, axes).clamp(min=1.0) * context.scale
 
 
-def _summed(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    loss: TokenLoss,
-    rows: int | None,
-    reduction: str,
-) -> Tensor:
+class Inputs(NamedTuple):
+    """The tensors of which a loss is computed."""
+
+    hidden: Tensor  # (tokens, width)
+    weight: Tensor  # (words, width), of the head
+    bias: Tensor | None  # (words,)
+    labels: Tensor  # (tokens,), int64
+
+
+def _summed(inputs: Inputs, loss: TokenLoss, reduction: str) -> Tensor:
     """Return the sum of all tokens' losses, or each of them if `reduction` is "none"."""
-    rows = rows or max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    hidden, weight, bias, labels = inputs
     # With 16-bit inputs torch's function returns a 16-bit sum, whose error is a thousandth (torch 2.13).
     is_exact = hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64)
     if loss.is_plain and is_exact and hasattr(F, "linear_cross_entropy"):
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=min(rows, max(1, len(labels))))
+        rows = min(loss.num_rows(weight.shape[0]), max(1, len(labels)))
         return F.linear_cross_entropy(
             hidden,
             weight,
@@ -195,9 +200,9 @@ def _summed(
             linear_bias=bias,
             reduction=reduction,
             ignore_index=loss.ignore_index,
-            options=options,
+            options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows),
         )
-    losses: Tensor = ChunkedLoss.apply(hidden, weight, bias, labels, loss, rows, reduction)  # type: ignore[no-untyped-call]
+    losses: Tensor = ChunkedLoss.apply(loss, reduction, *inputs)  # type: ignore[no-untyped-call]
     return losses
 
 
@@ -209,31 +214,21 @@ class ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        loss: TokenLoss,
-        rows: int,
-        reduction: str,
-    ) -> Tensor:
-        ctx.loss, ctx.rows, ctx.reduction = loss, rows, reduction
-        needed = ctx.needs_input_grad[:3]
+    def forward(ctx: Any, loss: TokenLoss, reduction: str, *inputs: Tensor) -> Tensor:
+        ctx.loss, ctx.reduction, ctx.needed = loss, reduction, ctx.needs_input_grad[2:5]
+        tensors = Inputs(*inputs)
         if reduction == "none":
-            ctx.save_for_backward(hidden, weight, bias, labels)
-            return _pass(hidden, weight, bias, labels, loss, rows, None, needed)[0]
-        ones = torch.ones(labels.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=labels.device)
-        losses, ctx.grads = _pass(hidden, weight, bias, labels, loss, rows, ones if any(needed) else None, needed)
+            ctx.save_for_backward(*inputs)
+            return _pass(tensors, loss, None, ctx.needed)[0]
+        dtype = torch.promote_types(tensors.weight.dtype, torch.float32)
+        ones = torch.ones(tensors.labels.shape, dtype=dtype, device=tensors.labels.device)
+        losses, ctx.grads = _pass(tensors, loss, ones if any(ctx.needed) else None, ctx.needed)
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.reduction == "none":
-            hidden, weight, bias, labels = ctx.saved_tensors
-            needed = ctx.needs_input_grad[:3]
-            grads = _pass(hidden, weight, bias, labels, ctx.loss, ctx.rows, grad, needed)[1]
+            grads = _pass(Inputs(*ctx.saved_tensors), ctx.loss, grad, ctx.needed)[1]
         elif ctx.grads is None:
             raise UsageError(
                 "the backward of linear_cross_entropy ran twice; call the function again for each backward."
@@ -241,23 +236,18 @@ class ChunkedLoss(torch.autograd.Function):
         else:
             grads, ctx.grads = ctx.grads, None
             grads = [g if g is None else g.mul_(grad.to(g.dtype)) for g in grads]
-        return *grads, None, None, None, None
+        return None, None, *grads, None
 
 
 def _pass(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    loss: TokenLoss,
-    rows: int,
-    weights: Tensor | None,
-    needed: tuple[bool, ...],
+    inputs: Inputs, loss: TokenLoss, weights: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return the loss of each token, and the gradients of hidden, weight and bias of the sum of losses times `weights`.
 
     `needed`: True for each of the three gradients that is needed. Without `weights` there are none.
     """
+    hidden, weight, bias, labels = inputs
+    rows = loss.num_rows(weight.shape[0])
     wide = torch.promote_types(weight.dtype, torch.float32)
     # CPUs multiply 16-bit matrices up to 20 times as slowly as float32 ones; elsewhere the product is summed in float32.
     dtype = wide if weight.device.type == "cpu" else weight.dtype

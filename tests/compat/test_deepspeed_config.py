@@ -234,7 +234,7 @@ def scales(section: dict[str, Any], overflows: list[bool]) -> list[float]:
     scaler = read({"fp16": {"enabled": True, **section}}).scaler("cpu")
     param = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([param], lr=1.0)
-    found = []
+    scales = []
     for overflow in overflows:
         scaler.scale(param.sum()).backward()
         if overflow:
@@ -243,8 +243,8 @@ def scales(section: dict[str, Any], overflows: list[bool]) -> list[float]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        found.append(scaler.get_scale())
-    return found
+        scales.append(scaler.get_scale())
+    return scales
 
 
 def test_loss_scaling_by_deepspeeds_rules() -> None:

@@ -152,16 +152,16 @@ def trained(mesh: DeviceMesh, policy: str, strategy: str = "FULL_SHARD") -> FSDP
 @on_world(2)
 def test_offloading_changes_no_bit(mesh: DeviceMesh) -> None:
     """With shards on the host results are equal bit for bit. torch's own needs an accelerator for this."""
-    found = []
+    results = []
     for offload in (False, True):
         shared: dict[str, Any] = {"device_mesh": mesh, "cpu_offload": CPUOffload(offload_params=offload)}
         model = FSDP(seeded(), auto_wrap_policy=POLICIES["module"], **shared)
         losses = train(model, dist.get_rank(), clip=0.5)
         shard_buffers = {type(g.shard_buffer).__name__ for u in units_of(model) for g in u.groups}
         assert shard_buffers == {"HostShards" if offload else "FlatShards"}
-        found.append((losses, model.state_dict()))
-    assert found[0][0] == found[1][0]
-    assert_same_state(found[1][1], found[0][1], 0.0)
+        results.append((losses, model.state_dict()))
+    assert results[0][0] == results[1][0]
+    assert_same_state(results[1][1], results[0][1], 0.0)
 
 
 # What each one wraps is compared with torch's in test_fsdp1_beside_torch.py.

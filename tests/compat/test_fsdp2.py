@@ -143,7 +143,7 @@ def test_training_is_that_of_fully_shard(world, build, num_ranks):
 @on_world(2)
 def test_cpu_offload(mesh) -> None:
     trains_as_torchs(mesh, "narrow", offload_policy=theirs.CPUOffloadPolicy(pin_memory=False))
-    found = []
+    results = []
     for offload in (None, ours.CPUOffloadPolicy()):
         model = sharded(ours, mesh, offload_policy=offload)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -156,8 +156,8 @@ def test_cpu_offload(mesh) -> None:
             one_loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append(full(model.state_dict().items()))
-    assert_close(found[1], found[0], 0.0)
+        results.append(full(model.state_dict().items()))
+    assert_close(results[1], results[0], 0.0)
     shard_buffers = [type(g.shard_buffer).__name__ for unit in units_of(model) for g in unit.groups]
     assert set(shard_buffers) == {"HostShards"}
     model.to(torch.float64)

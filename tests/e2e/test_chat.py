@@ -26,9 +26,9 @@ def place(place: Path) -> Path:
     language_folders.llama(place / "base")
     with (place / "talks.jsonl").open("w") as file:
         for i in range(40):
-            said = [f"add {i % 7}", "so it is " * (1 + i % 4), *["thanks", "ok"] * (i % 3 == 0)]
+            texts = [f"add {i % 7}", "so it is " * (1 + i % 4), *["thanks", "ok"] * (i % 3 == 0)]
             roles = ("user", "assistant") * 2
-            talk = [{"role": role, "content": content} for role, content in zip(roles, said, strict=False)]
+            talk = [{"role": role, "content": content} for role, content in zip(roles, texts, strict=False)]
             file.write(json.dumps({"messages": talk}) + "\n")
     (place / "marked.jinja").write_text(TEMPLATE)
     return place

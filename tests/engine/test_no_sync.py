@@ -72,7 +72,7 @@ def test_cleared_gradients_take_what_was_added_up_with_them(mesh, strategy: str,
 
 @on_world(2)
 def test_a_gradient_that_is_scaled_is_not_cleared(mesh) -> None:
-    """What was reduced is scaled, what adds up is not there yet."""
+    """Reduced gradients are scaled; local sums under no_sync have no gradient yet."""
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
     accumulate(model, "sl!s", ACTS["scaled"], is_sharded=True)
     first = {name: grad.clone() for name, grad in grads_of(model).items()}

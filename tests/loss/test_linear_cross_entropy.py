@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import accordion as acc
 from accordion.engine.communicator import Communicator, reduced
-from accordion.losses import TokenLoss, _pass
+from accordion.losses import Inputs, TokenLoss, _pass
 from tests import devices
 from tests.support.ranked import on_world, under_strategies
 
@@ -64,8 +64,8 @@ def test_it_equals_the_plain_loss_without_a_sharded_model(form: str, reduction: 
 def test_own_chunks_equal_torchs_function() -> None:
     """The installed torch computes a plain loss; versions before 2.13 have no such function and take our chunks."""
     hidden, labels = batch()
-    weight, loss = torch.randn(WORDS, FEATURES), TokenLoss(-100, 0.0, 0.0, None)
-    losses, grads = _pass(hidden, weight, None, labels, loss, 4, torch.ones(TOKENS), (True, True, False))
+    weight, loss = torch.randn(WORDS, FEATURES), TokenLoss(-100, 0.0, 0.0, None, 4)
+    losses, grads = _pass(Inputs(hidden, weight, None, labels), loss, torch.ones(TOKENS), (True, True, False))
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     F.cross_entropy(F.linear(*leaves), labels, reduction="sum").backward()
     torch.testing.assert_close(losses, F.cross_entropy(F.linear(hidden, weight), labels, reduction="none"))

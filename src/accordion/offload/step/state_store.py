@@ -89,7 +89,7 @@ class States:
         )  # fmt: skip
 
     def _allocator(self, place: str, num_bytes: int) -> Callable[[int, torch.dtype], Values]:
-        """Return a function (numel, dtype) -> new elements in the tier `place`, where it has allocated `num_bytes` for them."""
+        """Allocate `num_bytes` in the tier `place`; return a function (numel, dtype) that returns new elements of them."""
         folder = folder_of(place)
         if folder is not None:
             allocator = FileAllocator(folder, num_bytes, checksums=self._resources.checksums)
