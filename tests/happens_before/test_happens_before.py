@@ -71,8 +71,9 @@ ON_DEVICE: dict[str, Steps] = {
     "nested units": steps(units={nn.Linear, "GPTBlock"}),
     "some gradients absent": steps(build=lambda: Blocks(programs.Router)),
 }
-# Waits of the host in a step: to check the forward and the backward for NaN; at its end, for gradients that no rank had.
-WAITS = {"full, finite": 2, "some gradients absent": 1}
+# Waits of the host in a step: with `debug`, to check the forward for writes and for NaN, and the backward for NaN; at its end,
+# for gradients that no rank had.
+WAITS = {"full, finite": 3, "some gradients absent": 1}
 OFFLOADS: dict[str, tuple[dict[str, str], dict[str, object]]] = {
     "states on the host": ({"optimizer": "host"}, {}),
     "parameters on the host": ({"params": "host", "optimizer": "host"}, {}),
