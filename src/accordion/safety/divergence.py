@@ -181,7 +181,8 @@ class DivergenceMonitor(Observer):
     # -- meetings
 
     def meet(self, report: Mapping[str, Any]) -> dict[int, dict[str, Any]] | None:
-        """Wait until every rank has joined its next meeting; return the `report` of each rank, or None if all are equal.
+        """Wait until every rank has joined its next meeting. Return None if all reports are equal, else rank -> its `report`
+        together with its facts for `advice`.
 
         `report`: JSON data; `report["what"]` tells what this rank does, for messages. Raises `DivergenceError` if a rank has
         ended, or ranks wait for each other elsewhere. Without other ranks, returns None at once.
