@@ -270,7 +270,8 @@ class Cluster:
 
 
 def gpu_named(name: str, **rates: float) -> Gpu:
-    """Return the GPU called `name`, with `rates` in place of the table's figures. Raises `UsageError` for unknown names.
+    """Return the GPU called `name`, with `rates` in place of the table's figures. Raises `UsageError` for an unknown name
+    or a rate out of range.
 
     Args:
         rates: any of memory_gib, tflops, bandwidth_gbps and link_gbps. A GPU that is not in the table needs all four.
