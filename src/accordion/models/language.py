@@ -47,7 +47,7 @@ def language_model(
 
 def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torch.dtype) -> nn.Module:
     """Return the model that `auto`, an `Auto` class of transformers, builds from `config`, on meta, in train mode. Raises
-    `UsageError`."""
+    `UsageError` if it cannot. `where`: name of `config` in errors. `attention`: `attn_implementation`; None: the default."""
     how = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):

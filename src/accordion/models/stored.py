@@ -61,16 +61,16 @@ class StoredModel:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return accordion's cache folder under XDG_CACHE_HOME of `environ`, or ~/.cache. Its subfolder `tokenizers` has trained
-    ones."""
+    """Return accordion's cache folder under XDG_CACHE_HOME of `environ`, or ~/.cache. Its subfolder `tokenizers` has the
+    tokenizers that runs have trained."""
     return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
 
 
 def find_model(source: str, cache: Path | None = None, *, like: str | None = None) -> StoredModel:
     """Return the model that `source` names, without reading its weights. Raises `UsageError` if there is none.
 
-    Args: `cache`: the folder that `cache_folder` returns; `like`: folder of transformers whose config.json is used in place of
-    the configuration in a checkpoint, or folder of the base of an adapter.
+    `cache`: the folder that `cache_folder` returns, in which tokenizers are looked up. `like`: a folder of transformers. For a
+    checkpoint, its config.json replaces the stored configuration. For an adapter, it is the base model.
     """
     kind, path = located(source)
     if kind == "checkpoint":
@@ -83,7 +83,8 @@ def find_model(source: str, cache: Path | None = None, *, like: str | None = Non
 
 
 def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], str]:
-    """Return (kind, path) of the model `source`; for a run, the path of its newest good checkpoint. Raises `UsageError`."""
+    """Return (kind, path) of the model `source`: a checkpoint, or a folder of transformers or of a PEFT adapter. For a run's
+    folder, `path` is its newest good checkpoint. A URL is a checkpoint, unchecked. Raises `UsageError` if there is no model."""
     path = Path(source)
     if "://" in source or (path / MANIFEST).is_file():
         return "checkpoint", source
@@ -140,7 +141,8 @@ def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredMod
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> str | None:
-    """Return the path of a checkpoint's tokenizer, near `path` or in `like`, its model's source or `cache`; None if unknown."""
+    """Return the path of a checkpoint's tokenizer; None if there is none. It is looked up near `path`, in `like`, in the folder
+    with which the run's model began, and in `cache`. `extra`: what the saver stored in the checkpoint."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
@@ -320,7 +322,8 @@ def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: 
 
 
 def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
-    """Return PEFT's configuration of the adapter in the folder `path` or, if `lora` is not None, one made of these settings."""
+    """Return PEFT's configuration of an adapter: read from the folder `path`, or if `lora` is not None, made of `lora`, which
+    has the settings that `lora_config` takes. `base`: path of the base model, which the made one names."""
     check_peft()
     from peft import PeftConfig
 
@@ -367,7 +370,8 @@ def manifest_at(path: str) -> Manifest:
 
 
 def extra_of(path: str) -> Mapping[str, Any]:
-    """Return `extra`, which the saver of a checkpoint passed, from its manifest; {} if it is no dict. Raises `UsageError`."""
+    """Return `extra`, which the saver of a checkpoint passed, from the manifest; {} if it is no dict. Raises `UsageError` if
+    the manifest cannot be read."""
     extra = manifest_at(path).extra
     return extra if isinstance(extra, dict) else {}
 

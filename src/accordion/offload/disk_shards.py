@@ -28,7 +28,8 @@ class StagingBuffer:
     emptying: dict[int, Transfer] = field(default_factory=dict)  # by id of the shard buffer
 
     def claim(self, unit: int) -> int:
-        """Use the buffer for the unit of this index, after all reads and copies if another had it. Return the new `times`."""
+        """Give the buffer to the unit with index `unit`. If another unit has it, first wait for its reads and copies. Return
+        `times`, the number of changes of the unit so far."""
         if self.unit != unit:
             self.wait()
             self.unit, self.times = unit, self.times + 1

@@ -125,7 +125,8 @@ class Tiers:
         return None
 
     def read_ahead(self, index: int) -> None:
-        """Start reading the shards of the unit that is gathered after unit `index`, if they are on disk and not being stepped."""
+        """Start reading the shards of the unit that is gathered after unit `index`, if they are on disk and not being stepped.
+        Does nothing if both units use the same staging buffer, or if the next unit is not known."""
         unit = self._units[index]() if index in self._units else None
         if unit is None:
             return

@@ -66,7 +66,7 @@ def plan(
 
 
 def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Collection[str]]:
-    """Return (`sharding` with defaults for the fields that it lacks, names of the fields that it fixes)."""
+    """Return (`sharding` with defaults for the fields that it lacks, bf16 for the precision; names of the fields it fixes)."""
     if isinstance(sharding, Sharding):
         return sharding, [f.name for f in fields(Sharding)]
     words = dict(sharding or {})

@@ -178,7 +178,7 @@ class Rates:
     Args:
         end: speed of kernels: -1 for the GPU's `slow`, 1 for its `fast`, 0 for the middle.
         link: share that collectives reach of the peak of the link in a node.
-        network: share that they reach of the network links which a node's ranks of the mesh axis have together.
+        network: share that collectives reach of the network links of a node: one for each rank that a mesh axis has there.
         host: factor on the rates of a machine's memory and disk, which are guesses.
         caller_s: seconds that Python and torch take on the host for each kernel. The device waits if its queue is empty.
     """
@@ -270,7 +270,8 @@ class Cluster:
 
 
 def gpu_named(name: str, **rates: float) -> Gpu:
-    """Return the GPU called `name`, with `rates` in place of the table's figures. Raises `UsageError` for unknown names.
+    """Return the GPU called `name`, with `rates` in place of the table's figures. Raises `UsageError` for an unknown name
+    or a rate out of range.
 
     Args:
         rates: any of memory_gib, tflops, bandwidth_gbps and link_gbps. A GPU that is not in the table needs all four.

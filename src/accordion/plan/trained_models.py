@@ -117,7 +117,7 @@ def remarks_on(config: Any, model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """How a language model computes loss and attention, and which of its parameters are trained."""
+    """How a language model computes loss and attention, which of its parameters are trained, and how they are stored."""
 
     loss: str = "plain"  # a key of `LOSSES`
     attention: str = "auto"  # a key of `ATTENTIONS`

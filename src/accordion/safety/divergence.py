@@ -181,7 +181,8 @@ class DivergenceMonitor(Observer):
     # -- meetings
 
     def meet(self, report: Mapping[str, Any]) -> dict[int, dict[str, Any]] | None:
-        """Wait until every rank has joined its next meeting; return the `report` of each rank, or None if all are equal.
+        """Wait until every rank has joined its next meeting. Return None if all reports are equal, else rank -> its `report`
+        together with its facts for `advice`.
 
         `report`: JSON data; `report["what"]` tells what this rank does, for messages. Raises `DivergenceError` if a rank has
         ended, or ranks wait for each other elsewhere. Without other ranks, returns None at once.
@@ -258,7 +259,8 @@ class DivergenceMonitor(Observer):
     # -- in a collective
 
     def wait(self, pending: Pending, what: str) -> None:
-        """Wait for the works of `pending`, `what` in messages; raise `DivergenceError` if a rank has failed or diverged."""
+        """Wait for the works of `pending`. Raise `DivergenceError` if a rank has failed or diverged. `what`: text on what this
+        rank does, for messages."""
         # Without a timeout of ours, a work waits until the backend's.
         timeout = MEETING_POLL if pending.communicator.can_poll else None
         for work in pending.works:
@@ -271,7 +273,8 @@ class DivergenceMonitor(Observer):
             self.busy(None)
 
     def _wait_long(self, work: Any, ranks: list[int], what: str) -> None:
-        """Wait for `work` of `ranks`, and join meetings of others. Raises `DivergenceError` if a rank has ended or diverged."""
+        """Wait for `work` of `ranks`, and join the meetings that other ranks open meanwhile. Raises `DivergenceError` if a rank
+        has ended or diverged. `what`: text on what this rank does, for messages."""
         done, long_wait = False, _Wait(ranks, what)
         gone_s: float | None = None  # when a rank was first seen to be gone
         called_s: float | None = None  # when another rank first opened a meeting

@@ -105,7 +105,8 @@ def _refuse_pickle(protocol: object) -> NoReturn:
 
 def _refusing(of: weakref.ref[nn.Module], method: Any, why: str, by: weakref.ref[Engine]) -> Callable[..., Any]:
     """Return `method` of the module `of`, wrapped so that it raises `UsageError(why)` while the engine `by` exists. But
-    `save_pretrained` runs with full tensors, in `full_params`, and if transformers itself has sharded the model."""
+    `save_pretrained` still runs if its `state_dict` has full tensors, inside `full_params`, or if transformers itself has
+    sharded the model."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +169,8 @@ def _read_outside(error: BaseException, units: Sequence[Unit]) -> UsageError:
 
 
 def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> None:
-    """Have `module._apply` (`to`, `half`, `to_empty`) raise `UsageError` if dtype or device of shards would change."""
+    """Have `module._apply` (`to`, `half`, `to_empty`) raise `UsageError` if dtype or device of shards would change. If no
+    forward runs, a unit with `UnitPolicy.on_convert` calls that and is converted after it."""
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module, hooks = of(), by()

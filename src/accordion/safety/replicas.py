@@ -38,7 +38,7 @@ class ReplicaCheck(Observer):
 def compare_replicas(engine: Engine, at: int | None = None) -> None:
     """Raise `DivergenceError` on every rank if replicas of a shard differ. A collective; does nothing without replicas.
 
-    `at`: index, modulo the shard's size, of the first of `SAMPLE` elements to compare in each parameter; None for all elements.
+    `at`: position of the `SAMPLE` elements to compare in each parameter, as in `_sample`; None for all elements.
     """
     context, monitor = engine.context, monitor_of(engine.context)
     if context.replicate.num_ranks < 2 or context.cut_twice or context.replicate.gather.is_fake:
@@ -78,7 +78,8 @@ def different(details: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _sample(shard: Tensor, at: int | None) -> Tensor:
-    """Return `SAMPLE` elements of `shard` that begin at element `at` modulo its size; all elements if `at` is None."""
+    """Return `SAMPLE` consecutive elements of `shard`; all elements if `at` is None or if there are no more. They begin at
+    element `at`, modulo the number of elements at which they can begin."""
     if at is None:
         return shard
     begin = at % max(1, shard.numel() - SAMPLE + 1)

@@ -33,8 +33,8 @@ CANDIDATES = {*PRODUCTS, *ATTENTION}
 
 
 class _Choice:
-    """Callback for each operator of a forward: True, to keep its result, for every other product and attention without
-    dropout."""
+    """Callback for each operator of a forward that returns True to keep the result: of every second matrix product, and of
+    attention without dropout."""
 
     def __init__(self) -> None:
         self._num_products = 0
@@ -65,7 +65,8 @@ class _Mode(_torch.DispatchMode):
 
 
 class _Keep(_Mode):
-    """The mode of a region's forward: adds an entry to `results` per product or attention; None if it is written into later.
+    """The mode of a region's forward: adds an entry to `results` for each product or attention. The entry is None if the result
+    is not kept, or if a later operator writes into it.
 
     Each kept result has its own pair of torch's modes for selective checkpointing. One pair for all would count all operators,
     and gathers of units inside differ in number; it would also miss writes through views with own version counters (GRU).
@@ -95,7 +96,8 @@ class _Keep(_Mode):
 
 
 class _Give(_Mode):
-    """The mode of a region's recomputation: returns each kept result once. A second backward (retain_graph) computes all."""
+    """The mode of a region's recomputation: returns each kept result once, in place of running the operator. In a second
+    backward (retain_graph) all operators run."""
 
     def __enter__(self) -> Any:
         self._next = 0
@@ -182,7 +184,8 @@ def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, options: A
 def _checkpoint_offloaded(
     function: Callable[..., Any], offload: OffloadInput, args: Any, kwargs: Any, options: Any
 ) -> Any:
-    """Call `checkpoint` for `function`; `offload` stores the first input that has a `grad_fn` until the recomputation."""
+    """Call `checkpoint` for `function` and return the result. `offload` stores the first input with a `grad_fn` until the
+    recomputation."""
     values = [*args, *kwargs.values()]
     index = next((i for i, v in enumerate(values) if isinstance(v, Tensor) and v.grad_fn is not None), None)
     if index is None:

@@ -46,7 +46,8 @@ def check_model(model: nn.Module, mesh: DeviceMesh | None) -> None:
 
 
 def check_entry_point(module: nn.Module, name: str) -> None:
-    """Raise `UsageError` if `module` has no method `name`, or if it is a generator or coroutine, which runs after its call."""
+    """Raise `UsageError` if `module` has no method `name`, or if that method is a generator or coroutine function, whose body
+    runs after the call has returned."""
     method = getattr(type(module), name, None)
     if not callable(method):
         raise UsageError(f"{type(module).__name__} has no method {name!r}; name one that its class defines.")

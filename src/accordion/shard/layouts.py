@@ -19,7 +19,8 @@ from accordion.shard.topology import device_of
 
 
 class TensorParallelView:
-    """Makes the DTensor that a parameter was, of the full local tensor, which data parallelism shards; it is a `ParamView`.
+    """A `ParamView` for a parameter that was a DTensor before `shard`. Data parallelism shards its local tensor. A call with
+    the gathered local tensor returns the DTensor with the old `mesh` and `placements`.
 
     `summed`: axes of `mesh` on which the parameter is replicated and over which the engine sums gradients.
     """
@@ -64,7 +65,8 @@ class TensorParallelView:
 
 
 class _Seen(torch.autograd.Function):
-    """`TensorParallelView.seen` with a backward that leaves partial gradients on the axes over which the engine sums."""
+    """Autograd function: the forward returns the DTensor of a full local tensor, as `TensorParallelView.seen`; the backward
+    returns the local gradient. On the axes `summed` it stays a partial sum; on the others it gets the view's placements."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, around: TensorParallelView) -> DTensor:

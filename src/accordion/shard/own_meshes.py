@@ -99,8 +99,9 @@ def _check_mesh(key: type[nn.Module] | str, asked: DeviceMesh, mesh: DeviceMesh,
 
 
 def _check_parameter(o: Owned, own_mesh: DeviceMesh | None, mesh: DeviceMesh) -> None:
-    """Raise `UsageError` if `o` cannot be sharded over `own_mesh`. A plain tensor needs all ranks of `mesh` in it. A DTensor
-    must be `Shard` on a mesh that adds the missing ranks. Other subclasses are refused. With None, a DTensor is refused."""
+    """Raise `UsageError` if `o` cannot be sharded over `own_mesh`, or if that is None, over the model's `mesh`. On `mesh`
+    DTensors are refused. A mesh of its own needs all ranks of `mesh` for a plain tensor; a DTensor must be `Shard` on a mesh
+    that adds the missing ranks; other subclasses are refused."""
     # If ranks were missing, the full value would be unknown, and each of several replicas would sum only some of its gradients.
     name, param = o.names[0], o.original
     if own_mesh is None:

@@ -38,9 +38,10 @@ def is_extended(param: Tensor) -> bool:
 
 
 def check_tensor(name: str, tensor: Tensor, *, offloads: bool, may_follow: bool = False) -> None:
-    """Raise `UsageError` for a tensor subclass that does not define both methods or would be offloaded; plain tensors pass.
+    """Raise `UsageError` for a tensor subclass that does not define both `fsdp_pre_all_gather` and `fsdp_post_all_gather`, or
+    that defines them and would be offloaded (`offloads`). Plain tensors pass.
 
-    `may_follow`: the two methods may be set later, on the class or on the local tensor.
+    `name`: of the parameter, in errors. `may_follow`: a subclass without both passes too, since they may be set later.
     """
     kind = type(tensor.data)
     if hasattr(tensor, PRE) and hasattr(tensor, POST):
@@ -229,7 +230,7 @@ class _SubclassBuffers:
 
 
 class _SubclassGroup(Group):
-    """A group of subclass parameters of one compute dtype, with their own all-gather and the usual reduce."""
+    """A group of subclass parameters of one compute dtype, which are gathered by their own methods and reduced like others."""
 
     def __init__(
         self,

@@ -166,9 +166,10 @@ def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: Comm
 def secondary_communicator(
     context: ShardingContext, num_ranks: int, make: CommunicatorMaker = communicator_over
 ) -> Communicator | None:
-    """Return a communicator of this rank and its neighbors, `num_ranks` of the ranks that shard. A collective.
+    """Return a communicator of `num_ranks` neighboring ranks, this one included, out of the ranks that shard. A collective.
 
-    Returns None if these are all ranks, or if `num_ranks` does not divide their number. All models over one group share it.
+    Returns None if `num_ranks` is not less than the number of ranks that shard, or does not divide it. Models over the same
+    group share the process group.
     """
     whole = context.shard.gather
     if num_ranks >= whole.num_ranks or whole.num_ranks % num_ranks:

@@ -114,8 +114,8 @@ def _of_package(key: str, name: str) -> ModuleType:
 
 
 def options_kind(key: str, class_path: str) -> type[Any]:
-    """Make a dataclass with a field for each option of the class or function at `class_path`, and a field `class_path`; its
-    docstring has their help texts. `key`: "task" or "optimizer". Raises `UsageError` if a parameter without a default has a
+    """Return a new dataclass with a field for each option of the class or function at `class_path`, and a field `class_path`.
+    Its docstring has their help texts. `key`: "task" or "optimizer". Raises `UsageError` if a parameter without a default has a
     type that cannot be written on a command line."""
     target = target_of(key, class_path)
     texts = _arg_texts(target)
@@ -139,9 +139,9 @@ def options_kind(key: str, class_path: str) -> type[Any]:
 
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
-    """Return the part at `values["class_path"]`. Its options are those of that class, from `values` (option -> value) or else
-    their defaults; other `values` are ignored. `key`: "task" or "optimizer". Raises `UsageError` if an option has neither or
-    there is no such class, `TaskError` if its import fails."""
+    """Return the class at `values["class_path"]` with its options. Their values are from `values` (option -> value), or else
+    the defaults; other `values` are ignored. `key`: "task" or "optimizer". Raises `UsageError` if there is no such class, or
+    if an option has neither value nor default; `TaskError` if the import fails."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():

@@ -61,7 +61,8 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
-    """Return a function params -> optimizer for `parts["optimizer"]`; None without it. Raises `UsageError` if it has none."""
+    """Return a function params -> optimizer made of `parts["optimizer"]`; None if `parts` has none. Raises `UsageError` if that
+    class or function does not exist, or cannot be called with parameters alone."""
     part = parts.get("optimizer")
     if part is None:
         return None
@@ -110,7 +111,8 @@ def of_object(task: object) -> LoadedTask:
 
 
 def _check_takes(function: Callable[..., Any], takes: tuple[str, ...], name: str) -> None:
-    """Raise `UsageError` if `function`, called `name` in errors, does not take the arguments `takes` in this order."""
+    """Raise `UsageError` if `function`, called `name` in errors, cannot be called with the arguments `takes`, in this order.
+    A `dataset` may also take `rank` and `world`. A function without a signature passes."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -147,7 +149,7 @@ def read_task(class_path: str, words: Sequence[str], prog: str) -> LoadedTask:
 
 
 def model_of(task: LoadedTask) -> nn.Module:
-    """Call the task's `model()` and return its module. Raises `UsageError` if it is none, or has no parameter to train."""
+    """Call the task's `model()` and return its result. Raises `UsageError` unless that is a module with a trained parameter."""
     model: object = task.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the task's model() returned a {type(model).__name__}; it must return a torch.nn.Module.")
@@ -159,7 +161,7 @@ def model_of(task: LoadedTask) -> nn.Module:
 
 
 def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
-    """Call the task's `dataset(split)`, with `rank` and `world` if it takes them. Returns its data; None if it has none."""
+    """Call the task's `dataset(split)`, with `rank` and `world` if it takes them. Returns its result: data, or None."""
     places = {"rank": rank, "world": world}
     try:
         takes = inspect.signature(task.dataset).parameters

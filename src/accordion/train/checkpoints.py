@@ -39,7 +39,8 @@ def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path 
 
     If an earlier start of the same command resumed from that checkpoint and saved newer ones, the newest of them is returned,
     so that a job that is queued again does not repeat its steps. `folder`: has the run's checkpoints. `say`: reports newer
-    checkpoints that are unusable. Raises `UsageError` if `checkpoint.resume` names no checkpoint that can be used.
+    checkpoints that are unusable. Raises `UsageError` if `checkpoint.resume` names no checkpoint that can be used, or is "none"
+    although `folder` has checkpoints.
     """
     resume = config.checkpoint.resume
     if resume in ("auto", "none"):

@@ -42,7 +42,7 @@ SHORT = {  # a flag's short form -> what it stands for
 
 def read(words: list[str]) -> JobConfig:
     """Return the configuration given by `words` and the run files they name; flags override files, in any order. Raises
-    `UsageError`, and `SystemExit` after printing help or the configuration if `words` ask for it."""
+    `UsageError` for wrong keys or values, and `SystemExit` after printing help or the configuration if `words` ask for it."""
     return _checked(_values(words))
 
 
@@ -129,7 +129,8 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: launch.Forwarding, began_s: float) -> int:
-    """Prepare the run, start its ranks and return the exit code. A signal before the ranks start: `NothingStartedError`."""
+    """Prepare the run, start its ranks and return the exit code. Raises `NothingStartedError` if a signal arrives before the
+    ranks can handle it."""
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(config, named, world)
     place = launch.RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="accordion train")

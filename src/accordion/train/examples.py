@@ -107,8 +107,8 @@ class Encoder:
         return Example(ids, answers)
 
     def _blanks_after_an_end(self, text: str, ids: np.ndarray, starts: np.ndarray, span: Span) -> np.ndarray:
-        """Return a mask, (tokens,), of the blank tokens in `span` after the special token that ends an answer. They are not
-        learnt. `starts`: of each token in `text`."""
+        """Return a bool mask, (tokens,): True for the tokens in `span`, an answer, after its last special token, if all text
+        there is blank. They are not learnt. `starts`: index in `text` at which each token begins."""
         inside = np.flatnonzero((starts >= span[0]) & (starts < span[1]))
         last = next((i for i in reversed(inside) if ids[i] in self._special), None)
         mask = np.zeros(len(ids), dtype=bool)

@@ -164,8 +164,9 @@ class LanguageWork:
         return None
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Fill the sharded `model` with random or pretrained weights, and its adapters like PEFT. If they have dropout, ranks
-        draw different random numbers afterwards. Raises `UsageError` if packed examples attend to each other. Collective."""
+        """Fill the sharded `model` with random or pretrained weights, and initialise adapters as PEFT does. If adapters have
+        dropout, ranks draw different random numbers afterwards. Raises `UsageError` if packed examples attend to each other.
+        Collective."""
         fill(model, self.config.model, seed)
         if not self.is_text and self.config.data.packing == "documents":
             check_apart(model)

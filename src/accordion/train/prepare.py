@@ -74,7 +74,7 @@ def prepare(
     task: object | None = None,
 ) -> Prepared:
     """Check all inputs of a run, write tokens to the cache and create the run's folders. Returns the checked inputs. Raises
-    `UsageError`, or `TaskError` if the user's code fails.
+    `UsageError` for inputs that cannot be used, and `TaskError` if the user's code fails.
 
     Args:
         place: rank of this process; rank 0 also checks that no other job uses the folders of the run.

@@ -73,7 +73,8 @@ class RunSaves:
 
     def resume(self) -> int:
         """Load the checkpoint `prepared.resume` and report settings that differ from it. Returns the number of steps done, 0
-        without one. If `checkpoint.resume` names it, later checkpoints are moved aside. Raises `CheckpointError`."""
+        without one. If `checkpoint.resume` names it, later checkpoints are moved aside. Raises `CheckpointError` if it
+        cannot be loaded."""
         run, path = self._run, self._run.prepared.resume
         if path is None:
             return 0

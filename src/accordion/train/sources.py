@@ -100,8 +100,9 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a file or of a saved datasets folder. Raises `UsageError` with the file and the line or row. `key`:
-    name of the file in the source; with the number of a row, it decides the row's split."""
+    """Yield the rows of a file or of a saved datasets folder, with the fields named in `fields`. Raises `UsageError`, which
+    names the line or row, for one that cannot be read or lacks a needed field. `key`: name of the file in the source; with the
+    number of a row, it decides the row's split."""
     rows = _saved if path.is_dir() else _table if suffix_of(path) in TABLES else _json
     yield from rows(path, key, fields)
 
@@ -165,7 +166,8 @@ def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
 
 
 def _tables(path: Path, fields: Fields) -> tuple[list[str], Iterator[Any]]:
-    """Return (names of the columns, tables of consecutive rows) of a file. Other columns of parquet files are not read."""
+    """Return (names of all columns, tables of consecutive rows) of a file. Of a parquet file the tables have only the columns
+    in `fields`."""
     suffix, options = suffix_of(path), dict[str, Any]()
     if suffix == ".parquet":
         from pyarrow import parquet
@@ -256,13 +258,15 @@ class Source:
     unread: Mapping[str, str]
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield all documents, long ones in pieces, in a fixed order. Raises `UsageError` with the file and the line or row."""
+        """Yield all documents, long ones in pieces, in a fixed order. Raises `UsageError`, which names the file and the line or
+        row, for text that cannot be read."""
         for key, path in self.files:
             with _named(path):
                 yield from _rows_as_pieces(path, key, self.fields) if _has_rows(path) else self._text(path, key)
 
     def rows(self) -> Iterator[DataRow]:
-        """Yield every row in a fixed order. Raises `UsageError` with the file and the line or row."""
+        """Yield every row in a fixed order. Raises `UsageError`, which names the file and the line or row, for a row that
+        cannot be read."""
         for key, path in self.files:
             with _named(path):
                 yield from read_rows(path, key, self.fields)
@@ -295,7 +299,7 @@ def _has_rows(path: Path) -> bool:
 
 
 def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
-    """Yield the text of each row as a document. Rows of tables without text are left out."""
+    """Yield the text of each row as a document. In tables, rows without text are left out."""
     (field,) = fields.needed
     is_json = not path.is_dir() and suffix_of(path) not in TABLES
     for row in read_rows(path, key, fields):

@@ -113,7 +113,8 @@ class Buffers:
         return {b.name: b.module for b in self.all if id(b.storage) not in self._computed and id(b.meta) not in ignore}
 
     def compute_left(self, ignore: Iterable[int] = (), params: Collection[int] = (), seed: int = 0) -> list[str]:
-        """Run the modules' own code for buffers without a value and parameters with the ids `params`. Return names of failures.
+        """Run the modules' own code for buffers without a value and parameters with the ids `params`. Return the names of the
+        buffers that still have no value, and of those parameters that nothing was written into.
 
         Changes no other parameter and no random generator. `ignore`: ids of buffers to leave out. `seed`: equal
         on all ranks, for equal values.

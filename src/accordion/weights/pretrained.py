@@ -136,7 +136,8 @@ def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return `folder` if it exists, else the download of the model of that name from the hub. Raises `CheckpointError`."""
+    """Return `folder` if it exists, else the folder of the downloaded hub model of that name. Raises `CheckpointError` if there
+    is neither."""
     path = Path(folder)
     if path.is_dir():
         return path
@@ -283,7 +284,8 @@ def _misfits(tensors: Mapping[str, StoredRows], wanted: Mapping[str, Tensor]) ->
 
 
 def equal_rows(a: Rows, b: Rows) -> bool:
-    """Return True if two lazy tensors have equal values; reads at most 16 MiB of each at a time."""
+    """Return True if two lazy tensors of one shape have equal values, with `b` cast to the dtype of `a`. Reads at most 16 MiB
+    of each at a time, or one row."""
     if not a.shape:
         return torch.equal(a.whole(), b.whole())
     step = max(1, COMPARE_BYTES // max(1, a.shape[1:].numel() * a.dtype.itemsize))
@@ -315,7 +317,8 @@ def _named(
 
 
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
-    """Return the name in `wanted` that equals `key` without wrappers and `prefixes`, or with one prefix added; else None."""
+    """Return the name in `wanted` that means `key`; None without one. These are tried in order: `key`; `key` without names of
+    wrappers; that with ever more of `prefixes` removed from its start; and each of these with one prefix added."""
     names = [key]
     key = without_wrappers(key, INSIDE)
     while True:

@@ -102,7 +102,8 @@ class WorkerTeam:
             raise
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call `method(*args)` on all ranks at once; return the results in rank order. Raises `BenchError` if a rank fails."""
+        """Call `method(*args)` on all ranks at once; return the results in rank order. If a rank fails or does not answer in
+        time, kill the team and raise `BenchError`."""
         for end in self._ends:
             with contextlib.suppress(OSError):  # `_answers` reports a rank that has died
                 end.send((method, args))

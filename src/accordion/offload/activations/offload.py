@@ -69,7 +69,8 @@ class ActivationOffload:
                 )
 
     def begin_backward(self) -> None:
-        """Call in a backward: an input that is offloaded later is the first of its forward. Logs sizes that changed."""
+        """Record that a backward runs, so that the next offloaded input is the first of a new forward and has no input `before`
+        it. Logs the sizes of the stores if they have changed."""
         self._last, sizes = None, (self.host_bytes, self.disk_bytes)
         if sizes != self._reported_bytes:
             self._reported_bytes = sizes

@@ -103,7 +103,8 @@ class DiskActivationStore:
         return sum(stage.buffer.num_bytes for stage in self._stages if stage.buffer is not None)
 
     def take(self, num_bytes: int) -> DiskSlot:
-        """Return a slot of `num_bytes` in the smallest free range that fits, or at the file's end. Raises `OffloadError`."""
+        """Return a slot of `num_bytes`: in the smallest free range that fits, or else at the end of the file, which grows.
+        Raises `OffloadError` if the disk has no room."""
         self._collect()
         fits = [(stop - start, start, stop) for start, stop in self._free if stop - start >= num_bytes]
         if fits:

@@ -129,7 +129,8 @@ def chunk_numel(itemsize: int, total: int) -> int:
 
 
 def chunks_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
-    """Split the steps `todos` into chunks, in the order of the parameters' states, without elements of other parameters."""
+    """Yield the chunks of the steps `todos`, block by block, in the order of the states in a block. A chunk may have elements
+    of several parameters whose states are adjacent, but none of a parameter that is not in `todos`."""
     by_block: dict[int, list[ParamStep]] = {}
     for todo in todos:
         by_block.setdefault(id(todo.place.block), []).append(todo)

@@ -54,7 +54,8 @@ def planned(o: Options, task_words: list[str]) -> SavedAnswer:
 
 
 def workload_of(o: Options, task_words: list[str]) -> Workload:
-    """Return a workload: a language model, or a task with arguments `task_words`. Raises `UsageError`, `TaskError`."""
+    """Return a workload: a language model, or a task with arguments `task_words`. Raises `UsageError` for a wrong option or
+    task, and `TaskError` if the task's code fails."""
     model: Any = o.model
     loss = batch = None
     if o.task is not None:
@@ -95,13 +96,13 @@ def _task(o: Options, task_words: list[str]) -> tuple[Any, Any, Any]:
 
 
 def cluster_in(o: Options) -> Cluster:
-    """Return the GPUs that the options describe. Raises `UsageError`."""
+    """Return the GPUs that `--gpu` and `--gpus` describe. Raises `UsageError` if these cannot be parsed."""
     gpus, node = counts_of(o.gpus)
     return cluster_of(o.gpu, gpus=gpus, node=node)
 
 
 def sharding_of(o: Options) -> dict[str, Any]:
-    """Return the fields of the sharding that the options fix. Raises `UsageError`."""
+    """Return name -> value of the fields of `Sharding` that the options fix. Raises `UsageError` for a wrong precision."""
     fixed = {name: getattr(o, name) for name in FIXED if getattr(o, name) is not None}
     for word in [] if o.sharding is None else o.sharding.split(","):
         name, _, value = word.partition("=")
@@ -110,7 +111,7 @@ def sharding_of(o: Options) -> dict[str, Any]:
 
 
 def search_of(o: Options) -> Search:
-    """Return the values to try for fields that no option fixes. Raises `UsageError`."""
+    """Return the values to try for fields that no option fixes. Raises `UsageError` if a value is not allowed."""
     return Search(
         micro_batches=MICRO_BATCHES if o.micro_batch is None or o.task is not None else [o.micro_batch],
         replicas=o.replicas,
@@ -122,7 +123,8 @@ def search_of(o: Options) -> Search:
 
 
 def adapters_of(text: str) -> tuple[int, str, str]:
-    """Return (rank, comma-separated layers, "nf4" or "") from "16,targets=q_proj+v_proj,base=nf4". Raises `UsageError`."""
+    """Return (rank, comma-separated layers or "all", "nf4" or "") from "16,targets=q_proj+v_proj,base=nf4". Raises `UsageError`
+    for other text."""
     rank, *words = text.split(",")
     more = dict(word.partition("=")[::2] for word in words)
     targets, base = more.pop("targets", "all").replace("+", ","), more.pop("base", "")
@@ -134,7 +136,8 @@ def adapters_of(text: str) -> tuple[int, str, str]:
 
 
 def precision_of(text: str) -> Precision:
-    """Return the precision that `--precision` describes; bf16-pure keeps no float32 masters. Raises `UsageError`."""
+    """Return the precision that `--precision` describes; bf16-pure keeps no float32 masters. Raises `UsageError` for other
+    text."""
     name, _, more = text.partition(",")
     key, _, dtype = more.partition("=")
     known = (*COMPUTE_DTYPES, PURE)
@@ -147,7 +150,8 @@ def precision_of(text: str) -> Precision:
 
 
 def counts_of(text: str | None) -> tuple[list[int], int]:
-    """Return the numbers of GPUs to try, and the GPUs per node, from "16", "2x8" or "8,16". Raises `UsageError`."""
+    """Return (numbers of GPUs to try, GPUs per node) from "16", "2x8" or "8,16". Without "x", a node has at most eight. Raises
+    `UsageError` for other text."""
     nodes, _, each = (text or str(NODE)).rpartition("x")
     words = each.split(",") if not nodes else [nodes, each]
     if not all(word.isdecimal() and 0 < int(word[:9]) <= LARGEST_GPUS and len(word) < 9 for word in words):

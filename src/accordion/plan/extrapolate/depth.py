@@ -211,7 +211,8 @@ class _Extension:
         return self._numbers.setdefault(name, len(self._numbers))
 
     def _references(self, event: Free | Land | Wait, segment: _Segment, block: int | None) -> Sequence[int]:
-        """Return the numbers in the deep log to which `event` refers. `block`: of its segment there. May raise `KeyError`."""
+        """Return the numbers, in the deep log, of the allocations or transfers that stand for the one that `event` refers to.
+        `block`: index in the deep model of the block of `segment`. Raises `KeyError` if the deep log has no such number yet."""
         origin = self._origins.get(_key(event))
         if origin is None or origin.block is None:
             return [self._number(origin or _key(event))]

@@ -42,8 +42,8 @@ class _Pool:
         del self.by_end[start + size]
 
     def take_fitting(self, size: int) -> tuple[int, int] | None:
-        """Remove the smallest block that is large enough, the pool's last one only if need be. Returns (start, size) or
-        None."""
+        """Remove the smallest block that is large enough and return (start, size); None if there is none. The block at the end
+        of the pool is left for growth if a larger block fits too."""
         i, last = bisect_left(self.by_size, size << BITS), len(self.by_size) - 1
         if i > last:
             return None

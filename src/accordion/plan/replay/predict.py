@@ -139,7 +139,8 @@ def step_of_choice(
     first, second = (step_of(replace(log, events=log.events[:end]), run, cluster, rate) for end in marks[1:3])
 
     def more(values: Callable[[Step], Mapping[Any, float]]) -> dict[Any, float]:
-        """Return key -> seconds in the step with all micro-batches; `values` returns them for a simulated step."""
+        """Extrapolate figures of the simulated steps to the step with all micro-batches. `values`: takes a simulated step and
+        returns key -> seconds. Returns key -> seconds in the whole step."""
         total, one, two = map(values, (step, first, second))
         added = {key: between * (two.get(key, 0.0) - one.get(key, 0.0)) for key in {**total, **two}}
         return {key: max(0.0, total.get(key, 0.0) + seconds) for key, seconds in added.items()}

@@ -35,7 +35,8 @@ class Candidate:
         least_bytes: lower bound of its GPU memory.
         host_bytes, disk_bytes: bytes that its offload takes on one machine.
         memory: None if the choice was ruled out by `least_bytes` or by `bound`.
-        steps: times by name of the assumed rates: "middle", and for the best choice also "low" and "high". None as `memory`.
+        steps: times by name of the assumed rates: "middle", and for the best choice (if none fits, the closest) also "low" and
+            "high". None if `memory` is None.
         is_traced: True if memory and time are from the choice's own trace, not from other traces.
         bound: reason why the choice was ruled out before it was traced, or "".
         why: reason why the choice was not chosen, or "".
@@ -82,7 +83,8 @@ class Evaluator:
         return [c for choice in chosen for c in self._offloads(choice)]
 
     def _offloads(self, choice: Choice) -> Iterator[Candidate]:
-        """Yield candidates with one offload after the other until one fits; if the last cannot fit, only the first and last."""
+        """Yield candidates with one offload after the other until one fits. Yield the first alone if `_bound_of` rules it out,
+        and only the first and the last if the last cannot fit."""
         choices = [_with_states(choice, offload) for offload in self._space.offloads_of(choice)]
         first = self.candidate(choices[0])
         yield first
@@ -234,7 +236,8 @@ class Evaluator:
         candidate.steps = {rate: self._step(log, choice, rate, drawn=rate == "middle") for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the fastest candidate that fits by its own trace, or None. Traces candidates, and updates them in place."""
+        """Return the candidate that `fastest` chooses by figures from its own trace; None if none fits. Traces candidates that
+        may be it, and updates them in place."""
         seen: list[Candidate] = []
         while (best := self.fastest(candidates)) is not None and all(c is not best for c in seen):
             if not best.is_traced:

@@ -36,8 +36,8 @@ class Traces:
         return self._last[1]
 
     def trace(self, choice: Choice) -> Log:
-        """Return the log of a step of `choice` with its offload, traced now if it was not before. Work on the host is not in
-        it."""
+        """Return the log of a step of `choice` with its offload, without the work on the host. Traces the step unless that was
+        done before."""
         choice = moved_as(choice)
         if choice not in self.traced:
             self._say(f"tracing {choice}")

@@ -31,7 +31,8 @@ EVENLY = (
 
 
 def experts_in(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Return name -> module for modules that hold experts: with `num_experts`, and in each parameter one matrix per expert."""
+    """Return name -> module for the modules of `model` that hold experts. Such a module has `num_experts` of at least 2, no
+    parameters in submodules, one slice per expert in each parameter (one has 3 dims or more), and a forward as in `ROUTED`."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
 

@@ -44,7 +44,8 @@ BY_PHASE = {  # category of new memory, if it is not set
 
 
 class Tracker(StorageWatch):
-    """A dispatch mode that collects the event log of a step in `events`, with the known workspaces of CUDA kernels."""
+    """A dispatch mode that collects the event log of a step in `events`: storages, operators, collectives and transfers, and if
+    `with_workspaces` is set, also the known workspaces of CUDA kernels."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -151,7 +151,8 @@ class Hub:
         self.say_ended(wording.failure(error, self.position.phase), echo=is_echo)
 
     def end(self) -> None:
-        """Close the hub; report first that this rank leaves, unless it has reported its end."""
+        """Close the hub; report first that this rank leaves, unless it has reported its end. If an uncaught error ends the
+        program, report that and print advice on it."""
         if self.is_closed:
             return
         is_exit = sys.is_finalizing() or not threading.main_thread().is_alive()
@@ -217,7 +218,8 @@ class Hub:
         return next(((rank, text) for rank, _, text in causes), None)
 
     def where(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Ask `ranks` for their positions; return the texts of the ranks that answer within `ANSWER_S`."""
+        """Ask those of `ranks` that have not ended for their positions. Return rank -> text for the ranks that answer within
+        `ANSWER_S`."""
         wanted = {rank for rank in ranks if rank not in (*self.ended, self.rank)}
         with self._changed:
             self._num_questions += 1
