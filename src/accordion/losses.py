@@ -167,7 +167,8 @@ def _check(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss, red
 
 
 def _divisor(head: nn.Linear, labels: Tensor, loss: TokenLoss, over_ranks: bool) -> Tensor:
-    """Return the number of this rank's tokens that have a loss, or its mean over ranks; at least one token in all."""
+    """Return the number of this rank's tokens that have a loss, at least 1. With `over_ranks` and a sharded `head`, return its
+    mean over the head's ranks, at least 1 / ranks; this is collective."""
     count = (labels != loss.ignore_index).sum().float()
     contexts = [hooks.engine.context for hooks in hooks_of(head)]
     if not over_ranks or not contexts:

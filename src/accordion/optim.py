@@ -246,7 +246,7 @@ def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mappin
 
 
 def inner_of(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer in the attribute `optimizer`, to any depth, if this one wraps another (accelerate's), or itself."""
+    """Return the innermost optimizer in wrappers such as accelerate's (attribute `optimizer`); `optimizer` if it wraps none."""
     inner: Any = getattr(optimizer, "optimizer", None)
     is_outer = isinstance(optimizer, Optimizer) and isinstance(inner, Optimizer) and inner is not optimizer
     return inner_of(inner) if is_outer else optimizer

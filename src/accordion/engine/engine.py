@@ -133,7 +133,7 @@ class Engine:
             self.drop_kept(lambda lease: stale or lease.root < self.root_call - WAITING_ROOTS)
 
     def collects(self) -> bool:
-        """Return True unless a backward runs inside the outermost call: only then are pre-backward nodes collected for it."""
+        """Return True if new pre-backward nodes belong to the outermost call: not in a backward that began inside that call."""
         return _torch.current_graph_task() == self._nodes_of
 
     def take_pre_backward_nodes(self) -> list[Tensor]:

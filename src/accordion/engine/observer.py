@@ -41,7 +41,8 @@ class CallInForward(Protocol):
     def may_come_back(self) -> bool: ...
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
-        """Gradient hook: record that a backward has reached the call, and gather the unit if it needs `fulls`."""
+        """Gradient hook: record that a backward has reached this call. If `needs_full_in_backward`, gather the unit and show
+        its full parameters `fulls` to modules."""
 
     def has_begun(self) -> bool:
         """Return True if the backward that runs now has reached this call."""

@@ -192,7 +192,8 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str
 
 
 def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
-    """Write the adapter alone, with the path of its base in its config, to the folder `draft`. Return the file names."""
+    """Write the adapter of `stored` and the tokenizer to the folder `draft`; return the file names. Its config has the path of
+    the base model. `dtype`: for floating-point tensors; None keeps theirs. Raises `UsageError` if there is no adapter."""
     if stored.adapter is None:
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
     weights = adapter_weights(stored.adapter, ours=stored.lora is not None)

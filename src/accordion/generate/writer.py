@@ -37,8 +37,9 @@ class TextWriter:
         self._model.generation_config = self._settings  # `generate` would merge the model's own settings into ours
 
     def write(self, prompts: Mapping[int, tuple[int, ...]], streamer: Any = None) -> list[WrittenText]:
-        """Generate text for `prompts` ({index: token ids}) in one batch, with a seed of its own; return it in their order.
+        """Generate text for `prompts` ({index: token ids}) in one batch; return the texts in their order.
 
+        Sets torch's seed to `options.seed` plus the lowest index, so that a text does not depend on the batches before it.
         `streamer`: of transformers, prints the text of a single prompt while it grows.
         """
         longest = max(len(ids) for ids in prompts.values())
