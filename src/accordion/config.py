@@ -80,7 +80,8 @@ class Precision:
     """The dtypes of computation, reduction, outputs, sharded parameters and buffers.
 
     Args:
-        params: dtype in which parameters are gathered and used; None: their own, also of batch norms unless `buffers` is set
+        params: dtype in which parameters are gathered and used; None: their own. Batch norms keep their own dtype in any case,
+            unless `buffers` is set
         reduce: dtype in which gradients are summed over ranks; None: that of the gradients
         output: dtype of floating outputs of the root, or of a unit in `overrides`; None: unchanged
         master: dtype of the sharded parameters; wider and frozen ones keep their own. None: all keep their own
@@ -250,7 +251,8 @@ def folder_of(place: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """Recompute activations of every `every`-th unit, 0: none. `selective`: but not attention and every other matmul."""
+    """Recompute the activations of every `every`-th unit; 0: of none. `selective`: store the results of attention and of every
+    other matrix product instead of recomputing them."""
 
     every: int = 0
     selective: bool = False

@@ -24,7 +24,8 @@ def runtime_version(device_type: str) -> str | None:
 
 
 def blocking_events(module: Any) -> Callable[[], Any]:
-    """Return a function that makes an event of `module` (`torch.cuda`) on which waiting threads sleep, or None without one."""
+    """Return a function that makes an event of `module` (`torch.cuda`) on which waiting threads sleep instead of polling; it
+    returns None if `module` has no such events."""
     try:
         module.Event(blocking=True)
     except TypeError:

@@ -401,7 +401,7 @@ class Engine:
         return None if following is None else self.units[following]
 
     def is_among_last(self, unit: Unit) -> bool:
-        """Return True if `unit` was the last of the last forward, or the one before it and the last is one layer (a head)."""
+        """Return True if `unit` ran last in the last forward, or last but one before a unit that is one layer (a head)."""
         following = self.order.after(FORWARD, unit.index)
         if following is not None and self.units[following].is_layer:
             return self.order.ends_with(FORWARD, following)

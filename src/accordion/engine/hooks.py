@@ -336,7 +336,7 @@ class Hooks:
 
     def end_dummy(self, call: Call, fulls: Sequence[Tensor]) -> None:
         """End the call that `begin_dummy` returned. If that was differentiable, this rank joins the unit's collectives in the
-        next backward too, with zeros as its gradients."""
+        backward too, with zeros as its gradients."""
         for watch in self.engine.observers.unit_leaves:
             watch(call, (), None)
         with torch.enable_grad():

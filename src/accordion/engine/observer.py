@@ -48,7 +48,8 @@ class CallInForward(Protocol):
         """Return True if the backward that runs now has reached this call."""
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """Record the backward as `begin` does, and gather the unit, because one of its full parameters `fulls` is read."""
+        """Record that a backward has reached this call, and gather the unit in any case, because code is about to read one of
+        its full parameters `fulls`."""
 
 
 class Observer:

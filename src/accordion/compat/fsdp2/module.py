@@ -156,7 +156,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
             _settle_sync(part)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose if backwards on a 2-D mesh reduce gradients (True), or accumulate full ones without communication (False)."""
+        """Choose if backwards on a 2-D mesh reduce gradients (True), or add up full ones on each rank (False)."""
         for part in _parts(self, recurse):
             part.settings.all_reduce = requires_all_reduce
             _settle_sync(part)
@@ -173,7 +173,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         part.settings.finalizes = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce gradients accumulated without communication; free full parameters unless `set_reshard_after_backward(False)`.
+        """Reduce gradients that were only added up on each rank; free full parameters, except those of modules with
+        `set_reshard_after_backward(False)`.
 
         Collective, on the root, outside forward and backward. A handle (`async_op`) must be waited for before the next call.
         """
