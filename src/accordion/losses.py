@@ -56,8 +56,7 @@ class TokenLoss:
         return losses.where(counts, 0.0), log_sum
 
     def backward_(self, logits: Tensor, log_sum: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Overwrite `logits`, as `losses` left them, with the gradient of the sum of losses times `weights` (tokens,); return
-        them. `log_sum`: the second result of `losses`."""
+        """Overwrite `logits`, as `losses` left them, with the gradient of sum(losses * weights), and return them."""
         counts = labels != self.ignore_index
         weights = weights.where(counts, 0.0)
         slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap).square()

@@ -231,8 +231,7 @@ def _mean_loss(mesh: DeviceMesh, closure: Callable[[], Any]) -> Tensor:
 
 
 def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
-    """Set `.grad` of each local tensor in `pairs` (parameter, its local tensor) to the local gradient of its parameter; return
-    the states of these parameters in `state`, with local tensors as keys and values."""
+    """Give each local tensor in `pairs` (parameter, local tensor) its `.grad`; return `state` with local keys and values."""
     local_states: defaultdict[Any, Any] = defaultdict(dict)
     for p, local in pairs:
         if local is not p:
@@ -254,8 +253,7 @@ def inner_of(optimizer: Optimizer) -> Optimizer:
 
 
 def _refuse_stored_step(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if a wrapper of an optimizer has stored the inner one's bound `step`, which it would go on to call
-    after `wrap_optimizer` has replaced it."""
+    """Raise `UsageError` if a wrapper has stored the bound `step` of its inner optimizer, which `wrap_optimizer` replaces."""
     while inner_of(optimizer) is not optimizer:
         inner: Any = optimizer.optimizer  # type: ignore[attr-defined]
         if any(getattr(v, "__self__", 0) is inner and v.__name__ == "step" for v in vars(optimizer).values()):

@@ -41,15 +41,14 @@ class CallInForward(Protocol):
     def may_come_back(self) -> bool: ...
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
-        """Gradient hook: record that a backward has reached this call. If `needs_full_in_backward`, gather the unit and show
-        its full parameters `fulls` to modules."""
+        """Gradient hook: record that a backward has reached the call. If `needs_full_in_backward`, gather the unit and show its
+        full parameters `fulls` to modules."""
 
     def has_begun(self) -> bool:
         """Return True if the backward that runs now has reached this call."""
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """Record that a backward has reached this call, and gather the unit in any case, because code is about to read one of
-        its full parameters `fulls`."""
+        """Record that a backward has reached the call, and gather the unit in any case: one of `fulls` is about to be read."""
 
 
 class Observer:

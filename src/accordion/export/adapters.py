@@ -72,8 +72,8 @@ def merged(
 
 
 def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
-    """Return the sum of the base weight, which `read` returns, and the adapter of the PEFT `layer`. The layer stays unchanged,
-    with its base weight on meta. Raises `UsageError` if PEFT cannot merge it."""
+    """Return the weight that `read` returns plus the adapter of the PEFT `layer`, which stays unmerged, with its base weight on
+    meta. Raises `UsageError` if PEFT cannot merge it."""
     below = layer.get_base_layer()
     meta, below.weight = below.weight, nn.Parameter(read(), requires_grad=False)
     try:
@@ -89,8 +89,7 @@ def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
 
 
 def _load(whole: Any, stored: StoredModel) -> None:
-    """Load the adapter of `stored` into `whole`, a PEFT model on meta, of which only the adapter's tensors get memory. Raises
-    `UsageError` if the adapter cannot be read or lacks tensors."""
+    """Load the adapter of `stored` into the PEFT model `whole`; the base stays on meta. Raises `UsageError` if that fails."""
     from peft import set_peft_model_state_dict
 
     assert stored.adapter is not None

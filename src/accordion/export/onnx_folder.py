@@ -132,7 +132,7 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _computed(model: nn.Module, owners: Mapping[str, nn.Module], start: int) -> dict[str, Tensor]:
-    """Fill the buffers named in `owners` with `start`, have `model` initialise their modules, and return them by name."""
+    """Fill the buffers in `owners` with `start`, let `model` initialise those of modules without parameters; return them."""
     for name, module in owners.items():
         key = name.rpartition(".")[2]
         buffer = module._buffers[key]

@@ -37,9 +37,8 @@ class TextWriter:
         self._model.generation_config = self._settings  # `generate` would merge the model's own settings into ours
 
     def write(self, prompts: Mapping[int, tuple[int, ...]], streamer: Any = None) -> list[WrittenText]:
-        """Generate text for `prompts` ({index: token ids}) in one batch; return the texts in their order.
+        """Generate text for `prompts` ({index: token ids}) in one batch, seeded by `seed` + lowest index; return it in order.
 
-        Sets torch's seed to `options.seed` plus the lowest index, so that a text does not depend on the batches before it.
         `streamer`: of transformers, prints the text of a single prompt while it grows.
         """
         longest = max(len(ids) for ids in prompts.values())

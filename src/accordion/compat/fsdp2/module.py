@@ -173,8 +173,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         part.settings.finalizes = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce gradients that were only added up on each rank; free full parameters, except those of modules with
-        `set_reshard_after_backward(False)`.
+        """Reduce gradients that were only summed on each rank; free full parameters unless `set_reshard_after_backward(False)`.
 
         Collective, on the root, outside forward and backward. A handle (`async_op`) must be waited for before the next call.
         """
@@ -211,7 +210,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` with each 1-D buffer of reduced and divided gradients, on the stream of the reduce.
 
-        The hook may write into the buffer, which holds this rank's rows and a few elements of padding. `stream` has no effect.
+        The hook may write into the buffer: this rank's rows and padding. `stream` is ignored, and refused on a 2-D mesh.
         """
         part = fsdp_part(self)
         if stream is not None and part.asked.sharding.strategy.hybrid:
