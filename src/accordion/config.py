@@ -80,7 +80,7 @@ class Precision:
     """The dtypes of computation, reduction, outputs, sharded parameters and buffers.
 
     Args:
-        params: dtype in which parameters are gathered and used; None: their own, also of batch norms unless `buffers` is set
+        params: dtype in which parameters are gathered and used, those of batch norms only if `buffers` is set; None: their own
         reduce: dtype in which gradients are summed over ranks; None: that of the gradients
         output: dtype of floating outputs of the root, or of a unit in `overrides`; None: unchanged
         master: dtype of the sharded parameters; wider and frozen ones keep their own. None: all keep their own
@@ -250,7 +250,7 @@ def folder_of(place: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """Recompute activations of every `every`-th unit, 0: none. `selective`: but not attention and every other matmul."""
+    """Recompute activations of every `every`-th unit, 0: none. `selective`: store those of attention and every other matmul."""
 
     every: int = 0
     selective: bool = False

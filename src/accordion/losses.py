@@ -30,7 +30,7 @@ class TokenLoss:
     chunk_tokens: int | None
 
     def num_rows(self, num_words: int) -> int:
-        """Return the number of tokens of a chunk."""
+        """Return the number of tokens per chunk, given `num_words`, the size of the vocabulary."""
         return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
 
     @property
@@ -56,7 +56,7 @@ class TokenLoss:
         return losses.where(counts, 0.0), log_sum
 
     def backward_(self, logits: Tensor, log_sum: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Overwrite `logits`, as `losses` left them, with the gradient of the sum of losses times `weights` (tokens,)."""
+        """Overwrite `logits`, as `losses` left them, with the gradient of sum(losses * weights), and return them."""
         counts = labels != self.ignore_index
         weights = weights.where(counts, 0.0)
         slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap).square()
@@ -138,7 +138,7 @@ def head_returns_loss(head: nn.Linear, labels: Tensor, **options: Any) -> Iterat
 
 
 def _inside(hooks: Any, call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return `call` as a call of the unit of `hooks`, unless the unit shows its full parameters already."""
+    """Return a function that gathers the unit of `hooks` and then runs `call`; `call` itself if modules see full parameters."""
     if hooks.engine.suspended or hooks.unit.module_params.is_shown:
         return call
     return lambda hidden: hooks.enter(hooks.attached_modules()[0], call, (hidden,), {})
@@ -167,7 +167,8 @@ def _check(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss, red
 
 
 def _divisor(head: nn.Linear, labels: Tensor, loss: TokenLoss, over_ranks: bool) -> Tensor:
-    """Return the number of this rank's tokens that have a loss, or its mean over ranks; at least one token in all."""
+    """Return the number of this rank's tokens that have a loss, at least 1. With `over_ranks` and a sharded `head`, return its
+    mean over the head's ranks, at least 1 / ranks; this is collective."""
     count = (labels != loss.ignore_index).sum().float()
     contexts = [hooks.engine.context for hooks in hooks_of(head)]
     if not over_ranks or not contexts:
@@ -242,9 +243,9 @@ class ChunkedLoss(torch.autograd.Function):
 def _pass(
     inputs: Inputs, loss: TokenLoss, weights: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the loss of each token, and the gradients of hidden, weight and bias of the sum of losses times `weights`.
+    """Return (loss of each token, [gradient of hidden, of weight, of bias]) for the sum of losses times `weights` (tokens,).
 
-    `needed`: True for each of the three gradients that is needed. Without `weights` there are none.
+    A gradient is None if its entry of `needed` is False; all are None if `weights` is.
     """
     hidden, weight, bias, labels = inputs
     rows = loss.num_rows(weight.shape[0])

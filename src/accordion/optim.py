@@ -126,7 +126,7 @@ class LocalStep(Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of this rank's rows, after running steps; a mark on the states tells whose rows they are."""
+        """Wait for running steps; return the state dict of this rank's rows, with a mark on each state that names the rows."""
         self._wait()
         expose(self)
         mark_rows(self)
@@ -231,7 +231,7 @@ def _mean_loss(mesh: DeviceMesh, closure: Callable[[], Any]) -> Tensor:
 
 
 def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
-    """Set `.grad` of each local tensor in `pairs` (parameter, local tensor); return the local `state`, by local tensor."""
+    """Give each local tensor in `pairs` (parameter, local tensor) its `.grad`; return `state` with local keys and values."""
     local_states: defaultdict[Any, Any] = defaultdict(dict)
     for p, local in pairs:
         if local is not p:
@@ -246,14 +246,14 @@ def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mappin
 
 
 def inner_of(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer in the attribute `optimizer`, to any depth, if this one wraps another (accelerate's), or itself."""
+    """Return the innermost optimizer in wrappers such as accelerate's (attribute `optimizer`); `optimizer` if it wraps none."""
     inner: Any = getattr(optimizer, "optimizer", None)
     is_outer = isinstance(optimizer, Optimizer) and isinstance(inner, Optimizer) and inner is not optimizer
     return inner_of(inner) if is_outer else optimizer
 
 
 def _refuse_stored_step(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if an optimizer that wraps another stores its bound `step`, which `wrap_optimizer` would change."""
+    """Raise `UsageError` if a wrapper has stored the bound `step` of its inner optimizer, which `wrap_optimizer` replaces."""
     while inner_of(optimizer) is not optimizer:
         inner: Any = optimizer.optimizer  # type: ignore[attr-defined]
         if any(getattr(v, "__self__", 0) is inner and v.__name__ == "step" for v in vars(optimizer).values()):

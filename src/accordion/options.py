@@ -94,7 +94,7 @@ def one_of(choices: Sequence[str], default: str | None) -> Any:
 
 
 def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None:
-    """Parse `words` into an instance of the dataclass `kind`; for --help print that and return None. Raises `UsageError`."""
+    """Parse `words` into an instance of the dataclass `kind`; for --help print the help, return None. Raises `UsageError`."""
     values = values_of(kind, words, prog, about)
     return None if values is None else made(kind, values)
 
@@ -102,7 +102,7 @@ def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None
 def values_of(
     kind: type[Any], words: Sequence[str], prog: str, about: str, more: Mapping[str, tuple[str, str]] | None = None
 ) -> dict[str, Any] | None:
-    """Parse `words` into key ("steps" or "train.steps") -> value of the flags that are given; for --help print it, return None.
+    """Parse `words`; return key ("steps" or "train.steps") -> value of the flags in it. For --help print that, return None.
 
     `more`: flags that the caller has read and removed, for the help: flag -> (name of its value, help). Raises `UsageError`.
     """

@@ -115,9 +115,9 @@ def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
 
 
 def _refuse_on_all(other: Mark | None, tensors: Iterable[Tensor], what: str) -> None:
-    """Raise `UsageError` on all ranks of the meshes of `tensors` if any rank passes `other`, not None. Collective.
+    """Raise `UsageError` on all ranks of the meshes of `tensors` if any rank passes a mark as `other`. Collective.
 
-    `other`: mark of the wrong rows that this rank was given. `what`: name of the loaded tensors, for the message.
+    `other`: mark of another rank's rows that this rank has loaded, or None. `what`: name of these tensors, for the message.
     """
     # All-reduces the maximum of a number that packs this rank (counted from 1), the rank of the mark and its number of ranks.
     rank, source, num_ranks = (0, 0, 0) if other is None else (dist.get_rank() + 1, *other[:2])

@@ -49,10 +49,10 @@ def settle(engine: Engine, what: str) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Context manager in which forwards make backwards that do not communicate, but sum full gradients on each rank.
+    """Context manager: the backward of a forward inside it reduces no gradients, but sums full ones on each rank.
 
-    The next backward whose forward ran outside reduces these sums too, also of modules that it does not reach. Raises
-    `UsageError` with `step_in_backward`.
+    Parameters are gathered as usual. The next backward whose forward ran outside reduces these sums too, also of modules that
+    it does not reach. Raises `UsageError` with `step_in_backward`.
     """
     engine = sharded_engine(model, "no_sync")
     refuse_in_backward(engine, "no_sync")

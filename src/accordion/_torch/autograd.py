@@ -116,7 +116,7 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
 
 
 def hand_over_hooks(old: Tensor, new: Tensor) -> None:
-    """Make the gradient hooks of leaf `old` run for leaf `new` too; their handles then remove them from both."""
+    """Make leaf `new` share the gradient hooks of leaf `old`, in place of its own; their handles then remove them from both."""
     if old._backward_hooks is not None:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks is not None:

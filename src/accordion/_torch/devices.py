@@ -24,7 +24,7 @@ def runtime_version(device_type: str) -> str | None:
 
 
 def blocking_events(module: Any) -> Callable[[], Any]:
-    """Return a function that makes an event of `module` (`torch.cuda`) on which waiting threads sleep, or None without one."""
+    """Return a function that makes an event of `module` (`torch.cuda`) on which waiting threads sleep, or that returns None."""
     try:
         module.Event(blocking=True)
     except TypeError:

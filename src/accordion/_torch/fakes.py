@@ -40,7 +40,7 @@ def fake_device(tensor: Any) -> Any:
 
 
 def fake_metadata(tensor: Any) -> Any:
-    """Return (shape, strides, dtype, device) of a strided fake tensor; None for others, complex ones and known constants."""
+    """Return (shape, strides, dtype, device) of a fake tensor; None if it is not fake, not strided, complex, or constant."""
     if type(tensor) is not _fake.FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
         return None
     if tensor.dtype.is_complex:  # may be marked as conjugated

@@ -35,9 +35,9 @@ def data_parallel_mesh_dims() -> Any:
 
 
 def fsdp_module_base() -> type:
-    """Return `FSDPModule`, to inherit from, on torch 2.15 and later; before that `object`.
+    """Return a base class for our `FSDPModule`: torch's own on torch 2.15 and later; before that `object`.
 
-    Earlier pipelines of torch use private state of its instances, and treat modules of other classes as ordinary ones.
+    Before 2.15, pipelines of torch read private state of each `FSDPModule`, which ours lacks, but not of other modules.
     """
     from torch.distributed.fsdp import FSDPModule
 

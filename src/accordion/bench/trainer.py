@@ -86,10 +86,10 @@ class Trainer:
         return losses
 
     def turn(self, warm: int, count: int) -> list[Times]:
-        """Run `warm` steps, then `count` measured ones. Return seconds by name for each, such as "forward", "step" and "cpu".
+        """Run `warm` steps, then `count` measured ones. Return the result of `Clock.times` for each measured step.
 
-        As in a real job, the host does not wait for an accelerator between the steps. On an accelerator, "host" and "cpu" are
-        those of one more step, which begins when the device is idle.
+        As in a real job, the host does not wait for an accelerator between the steps. On an accelerator, one more step follows
+        when the device is idle, and all results have the "host" and "cpu" of that step.
         """
         batches = [self._batch() for _ in range(warm + count)]
         clocks = [self._step(batch)[1] for batch in batches][warm:]

@@ -156,7 +156,7 @@ def _named(places: Sequence[Place]) -> str:
 def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) -> list[Place]:
     """Return the places of states that describe this rank's shard of a parameter, even if they are equal on all ranks.
 
-    These are the plain tensors, except 0-d ones, that an optimizer of `wrap_optimizer` has created for sharded parameters.
+    These are the plain tensors, except 0-d ones and "step", that an optimizer of `wrap_optimizer` has for sharded parameters.
     """
     wrapped: object = optimizer
     if not isinstance(wrapped, LocalStep):

@@ -53,7 +53,8 @@ def opened(folder: Folder) -> Files:
 
 
 def look_into(folder: Folder) -> Files:
-    """Read the manifest in `folder`; return it with the files, none opened yet. Raises `CheckpointError`, `OSError`."""
+    """Read the manifest in `folder`; return it with the files, none opened yet. Raises `CheckpointError` if it is missing or
+    unusable, `OSError` if the folder is missing or cannot be read."""
     mark, sizes = folder.mark(), folder.sizes()
     if MANIFEST not in sizes:
         instead = ""

@@ -91,7 +91,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 def read_header(path: Path) -> list[StoredTensor]:
     """Read the header of a safetensors file; return its tensors, in the order of their bytes.
 
-    Raises `CheckpointError` if they do not fill the file without gaps and overlaps, or if the header has a key twice.
+    Raises `CheckpointError` for another file, an unknown dtype, a key twice, and tensors that overlap or leave a gap in it.
     """
     with opened(path) as file, named(f"{path} is no safetensors file"):
         try:

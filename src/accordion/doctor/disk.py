@@ -64,8 +64,8 @@ def measured(folder: Path, num_bytes: int) -> tuple[float, float]:
 
 
 def _rate(block: Callable[[int], int], num_bytes: int, settle: Callable[[], None]) -> tuple[int, float]:
-    """Call `block` until `num_bytes` or 5 s are reached; return (bytes transferred, bytes per second). `block(offset)`
-    transfers one block and returns its bytes. `settle` waits until they are on disk."""
+    """Call `block` until `num_bytes` are transferred, or for 5 s; return (bytes transferred, bytes per second). `block(offset)`
+    transfers one block and returns its number of bytes; 0 ends the transfer. `settle()` waits until the bytes are on disk."""
     done, began = 0, time.perf_counter()
     while done < num_bytes and time.perf_counter() - began < BUDGET_S:
         count = block(done)

@@ -133,7 +133,7 @@ class Engine:
             self.drop_kept(lambda lease: stale or lease.root < self.root_call - WAITING_ROOTS)
 
     def collects(self) -> bool:
-        """Return True unless a backward runs inside the outermost call: only then are pre-backward nodes collected for it."""
+        """Return True if new pre-backward nodes belong to the outermost call: not in a backward that began inside that call."""
         return _torch.current_graph_task() == self._nodes_of
 
     def take_pre_backward_nodes(self) -> list[Tensor]:
@@ -401,7 +401,7 @@ class Engine:
         return None if following is None else self.units[following]
 
     def is_among_last(self, unit: Unit) -> bool:
-        """Return True if `unit` was the last of the last forward, or the one before it and the last is one layer (a head)."""
+        """Return True if `unit` ran last in the last forward, or last but one before a unit that is one layer (a head)."""
         following = self.order.after(FORWARD, unit.index)
         if following is not None and self.units[following].is_layer:
             return self.order.ends_with(FORWARD, following)

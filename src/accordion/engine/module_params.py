@@ -65,9 +65,9 @@ class ModuleParams:
         return [f if p.around is None else p.around(f) for f, p in zip(seen, self._params, strict=True)]
 
     def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
-        """Make modules see `fulls` in place of shards as `module.weight`, and if `registered` in `module.parameters()` too.
+        """Make `module.weight` return the tensor in `fulls` instead of the shard, until `hide(fulls)`.
 
-        A backward passes `registered=False`: if it raises, no hook runs that would put the shards back.
+        If `registered`, so does `module.parameters()`. A backward passes False: if it raises, no hook puts the shards back.
         """
         self._shown.append((fulls, registered))
         self._install()

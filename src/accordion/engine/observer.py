@@ -41,13 +41,14 @@ class CallInForward(Protocol):
     def may_come_back(self) -> bool: ...
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
-        """Gradient hook: record that a backward has reached the call, and gather the unit if it needs `fulls`."""
+        """Gradient hook: record that a backward has reached the call. If `needs_full_in_backward`, gather the unit and show its
+        full parameters `fulls` to modules."""
 
     def has_begun(self) -> bool:
         """Return True if the backward that runs now has reached this call."""
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """Record the backward as `begin` does, and gather the unit, because one of its full parameters `fulls` is read."""
+        """Record that a backward has reached the call, and gather the unit in any case: one of `fulls` is about to be read."""
 
 
 class Observer:

@@ -130,7 +130,7 @@ def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dt
 
 
 def local_view(padded: Tensor, c: Cut, rank: int) -> Tensor:
-    """Return the shard of `rank` without padding, as a view of the 1-D `padded` with the tensor's own dims.
+    """Return the shard of `rank`, in the tensor's own dims, as a view of `padded`: the same shard as 1-D, with padding.
 
     A shard is stored with its cut dim first, so that its rows are dense: fused optimizers read memory in order.
     """

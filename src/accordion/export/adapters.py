@@ -72,7 +72,8 @@ def merged(
 
 
 def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
-    """Return the merged weight of a PEFT layer, whose base weight stays on meta and is read by `read`. Raises `UsageError`."""
+    """Return the weight that `read` returns plus the adapter of the PEFT `layer`, which stays unmerged, with its base weight on
+    meta. Raises `UsageError` if PEFT cannot merge it."""
     below = layer.get_base_layer()
     meta, below.weight = below.weight, nn.Parameter(read(), requires_grad=False)
     try:
@@ -88,7 +89,7 @@ def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
 
 
 def _load(whole: Any, stored: StoredModel) -> None:
-    """Load the adapter of `stored` into `whole`, a PEFT model on meta; only its own tensors get memory. Raises `UsageError`."""
+    """Load the adapter of `stored` into the PEFT model `whole`; the base stays on meta. Raises `UsageError` if that fails."""
     from peft import set_peft_model_state_dict
 
     assert stored.adapter is not None

@@ -192,7 +192,8 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str
 
 
 def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
-    """Write the adapter alone, with the path of its base in its config, to the folder `draft`. Return the file names."""
+    """Write the adapter of `stored`, whose config names the path of the base, and the tokenizer to the folder `draft`. Return
+    the file names. `dtype`: of floating-point tensors; None keeps theirs. Raises `UsageError` if there is no adapter."""
     if stored.adapter is None:
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
     weights = adapter_weights(stored.adapter, ours=stored.lora is not None)
@@ -228,8 +229,7 @@ def _onnx(stored: StoredModel, draft: Path, dtype: torch.dtype | None, name: str
 
 
 def _onnx_file(stored: StoredModel, at: Path, dtype: torch.dtype | None) -> Exported:
-    """Write the graph to `at`, NAME.onnx, and the weights to NAME.onnx.data next to it. Return both paths.
-    Raises `UsageError` if NAME.onnx.data exists."""
+    """Write the graph to `at`, weights to NAME.onnx.data next to it; return both. Raises `UsageError` if the latter exists."""
     data = at.with_name(f"{at.name}.data")
     if data.exists():
         raise UsageError(f"{data}, for the weights of {at.name}, exists; pass another path or remove it.")

@@ -66,8 +66,8 @@ def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]
 
 
 def _traced(model: nn.Module, buffers: dict[str, Tensor]) -> Any:
-    """Return the onnx_ir model of `model`, whose parameters, and buffers named in `buffers`, fake tensors replace. Raises
-    `UsageError` if torch cannot trace it."""
+    """Trace `model` and return its onnx_ir model. Replaces all parameters of `model`, and its buffers that `buffers` names, by
+    fake tensors. Raises `UsageError` if torch cannot trace it."""
     with _torch.fake_tensors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quiet = logging.getLogger("torch.onnx")
@@ -132,7 +132,7 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _computed(model: nn.Module, owners: Mapping[str, nn.Module], start: int) -> dict[str, Tensor]:
-    """Fill the buffers named in `owners` with `start`, have `model` initialise their modules, and return them by name."""
+    """Fill the buffers in `owners` with `start`, let `model` initialise those of modules without parameters; return them."""
     for name, module in owners.items():
         key = name.rpartition(".")[2]
         buffer = module._buffers[key]

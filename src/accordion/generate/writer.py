@@ -37,7 +37,7 @@ class TextWriter:
         self._model.generation_config = self._settings  # `generate` would merge the model's own settings into ours
 
     def write(self, prompts: Mapping[int, tuple[int, ...]], streamer: Any = None) -> list[WrittenText]:
-        """Generate text for `prompts` ({index: token ids}) in one batch, with a seed of its own; return it in their order.
+        """Generate text for `prompts` ({index: token ids}) in one batch, seeded by `seed` + lowest index; return it in order.
 
         `streamer`: of transformers, prints the text of a single prompt while it grows.
         """

@@ -143,7 +143,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().join_uneven_inputs(joinables, even_batches)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Clip gradients as accelerate does and return their norm; for sharded models, that is over the rows of all ranks."""
+        """Unscale and clip gradients as accelerate does; return their norm, for sharded models over the rows of all ranks."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(param) for param in params}
         models = [m for m in self._models if engine_of(m) is not None and any(id(p) in ids for p in m.parameters())]

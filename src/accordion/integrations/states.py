@@ -98,7 +98,8 @@ def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
 
 
 def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
-    """Return `value` with each full tensor that `whole` marked sharded again, like a parameter of its shape in `models`."""
+    """Return `value` with each full tensor that `whole` has marked replaced by a DTensor, sharded like a parameter of its shape
+    in `models`, if possible one with its former placements; replicated if no parameter has its shape."""
     params = [param for model in models for param in model.parameters() if isinstance(param, DTensor)]
 
     def sharded(tensor: Tensor) -> Any:
@@ -128,8 +129,8 @@ class SavedFull:
 
 
 def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state dict. Raises `UsageError` if a state of a sharded parameter is a plain tensor and not 0-d:
-    it may differ between ranks, so a full checkpoint cannot contain it."""
+    """Return `optimizer.state_dict()`, DTensors included, after a check that a full checkpoint can be made of it. Raises
+    `UsageError` if a sharded parameter has a plain tensor as state, not 0-d, which may differ between ranks."""
     state: dict[str, Any] = optimizer.state_dict()
     for index, param in _numbered(optimizer, state):
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:

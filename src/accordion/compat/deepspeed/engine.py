@@ -192,7 +192,7 @@ class DeepSpeedEngine(nn.Module):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of all gradients in the last step, before clipping; None if neither clipping nor fp16 is enabled."""
+        """Return the last step's norm of all gradients, before clipping; None before a step, and without clipping and fp16."""
         return None if self._norm is None else float(self._norm)
 
     @property

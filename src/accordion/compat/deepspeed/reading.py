@@ -197,7 +197,7 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _row(name: str) -> str | None:
-    """Return the name in `KEYS` for the dotted key `name`: itself, or a section that takes any key; None if there is none."""
+    """Return the key of `KEYS` for the dotted key `name`: itself, or the section around it if that takes any key; else None."""
     row = name
     while row and row not in KEYS:
         row = row.rpartition(".")[0]

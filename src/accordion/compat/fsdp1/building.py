@@ -111,8 +111,8 @@ def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
 
 
 def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[tuple[nn.Module, Arguments]]) -> None:
-    """Initialise the modules of the sharded `root` with ids in `on_meta`, by the `param_init_fn` of their nearest wrapper, else
-    by `reset_parameters`. If all are on meta and no wrapper has a function, call `initialise(root)` instead."""
+    """Initialise the modules of the sharded `root` with ids in `on_meta`, by the `param_init_fn` of their nearest wrapper,
+    or `reset_parameters`, or raise `UsageError`. If all are on meta and no wrapper has a function, call `initialise(root)`."""
     # Inner wrappers come later in the list, so theirs replaces that of outer ones.
     functions = {id(module): options.param_init_fn for wrapper, options in wrappers for module in wrapper.modules()}
     owners = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]

@@ -214,7 +214,8 @@ class Part:
         return self.unit
 
     def wired(self) -> ShardingContext:
-        """Return the context (streams, communicators) of all engines that this part will have. Collective the first time."""
+        """Return the context (streams, communicators) of this part's engines: its own or, on the same mesh, that of the part in
+        `shares`. Collective the first time, because communicators are created."""
         source = None if self.shares is None else self.shares()
         mesh, strategy = self.asked.mesh, self.asked.sharding.strategy
         if source is not None and source.asked.mesh == mesh:

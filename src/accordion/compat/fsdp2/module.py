@@ -156,7 +156,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
             _settle_sync(part)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose if backwards on a 2-D mesh reduce gradients (True), or accumulate full ones without communication (False)."""
+        """Choose if backwards on a 2-D mesh reduce gradients (True), or add up full ones on each rank (False)."""
         for part in _parts(self, recurse):
             part.settings.all_reduce = requires_all_reduce
             _settle_sync(part)
@@ -173,7 +173,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         part.settings.finalizes = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce gradients accumulated without communication; free full parameters unless `set_reshard_after_backward(False)`.
+        """Reduce gradients that were only summed on each rank; free full parameters unless `set_reshard_after_backward(False)`.
 
         Collective, on the root, outside forward and backward. A handle (`async_op`) must be waited for before the next call.
         """
@@ -210,7 +210,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` with each 1-D buffer of reduced and divided gradients, on the stream of the reduce.
 
-        The hook may write into the buffer, which holds this rank's rows and a few elements of padding. `stream` has no effect.
+        The hook may write into the buffer: this rank's rows and padding. `stream` is ignored, and refused on a 2-D mesh.
         """
         part = fsdp_part(self)
         if stream is not None and part.asked.sharding.strategy.hybrid:
