@@ -277,7 +277,7 @@ def test_a_sharded_model_is_converted(mesh) -> None:
     assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
     model.set_requires_gradient_sync(False)
     model(batch(model)[0]).sum().backward()
-    with pytest.raises(ValueError, match="accumulated without communication"):
+    with pytest.raises(ValueError, match="accumulated and not reduced"):
         model.to(torch.float32)
 
 

@@ -202,10 +202,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return folder
         if not self.project_configuration.automatic_checkpoint_naming:
             raise UsageError("load_state needs a folder, because automatic_checkpoint_naming is off.")
-        folders = sorted(
-            Path(self.project_dir, "checkpoints").glob("checkpoint_*"), key=lambda p: int(p.name.rpartition("_")[2])
-        )
-        for folder in reversed(folders):
+        folders = [p for p in Path(self.project_dir, "checkpoints").glob("checkpoint_*") if p.name[11:].isdigit()]
+        for folder in sorted(folders, key=lambda p: int(p.name[11:]), reverse=True):
             if not any(why_incomplete(folder / name) for name in names):
                 return folder
         raise CheckpointError(f"{self.project_dir}/checkpoints has no complete checkpoint of {', '.join(names)}.")

@@ -96,8 +96,9 @@ class Arguments:
             return None
         kind = self.device_type()
         if group is None:
-            count = torch.accelerator.device_count() if kind != "cpu" else dist.get_world_size()
-            shape = (dist.get_world_size() // count, count)
+            num_ranks = dist.get_world_size()
+            count = min(torch.accelerator.device_count(), num_ranks) if kind != "cpu" else num_ranks
+            shape = (num_ranks // count, count)
             return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
         if not hybrid:
             if not isinstance(group, dist.ProcessGroup):

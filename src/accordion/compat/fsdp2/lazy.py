@@ -317,7 +317,7 @@ class Tree:
             )
         if any(unit.local_sums.any_held() for unit in engine.units):
             raise UsageError(
-                "this would lose gradients that were accumulated without communication. Run a backward that synchronises, or "
+                "this would lose gradients that were accumulated and not reduced. Run a backward that synchronises, or "
                 "zero_grad(), before the parameters change their dtype, device or memory."
             )
         parts = [part for part in (ref() for ref in self._parts) if part is not None]
