@@ -12,7 +12,7 @@ from accordion.garbage import without_collections
 
 
 def is_encoder(config: Any) -> bool:
-    """Return True if transformers has a masked language model for `config`, and `config` names no causal one."""
+    """Return True if transformers has a masked language model for `config`, and `config` is not marked as a causal one."""
     with without_collections():
         from transformers import MODEL_FOR_MASKED_LM_MAPPING
     named = getattr(config, "architectures", None) or ()
@@ -21,8 +21,8 @@ def is_encoder(config: Any) -> bool:
 
 
 def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Module:
-    """Return the masked language model of `config` on meta, in float32. Raises `UsageError` if it cannot be built. `where`:
-    name of `config` in errors. `attention`: `attn_implementation` of transformers, or None for its default."""
+    """Return the masked language model of `config` on meta, in float32. Raises `UsageError` if transformers cannot build it.
+    `where`: name of `config` in errors. `attention`: `attn_implementation` of transformers, or None for its default."""
     from transformers import AutoModelForMaskedLM
 
     return built(AutoModelForMaskedLM, config, where, attention, torch.float32)
@@ -46,8 +46,8 @@ def language_model(
 
 
 def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torch.dtype) -> nn.Module:
-    """Return the model that `auto`, an `Auto` class of transformers, builds from `config`, on meta, in train mode. Raises
-    `UsageError` if it cannot. `where`: name of `config` in errors. `attention`: `attn_implementation`; None: the default."""
+    """Build a model of `config` with `auto`, an `Auto` class of transformers, and return it on meta, in train mode. Raises
+    `UsageError` if `auto` fails. `where`: name of `config` in errors. `attention`: `attn_implementation`; None: the default."""
     how = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
@@ -58,5 +58,5 @@ def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torc
 
 
 def brief(error: Exception) -> str:
-    """Return the first sentence of an error, at most 200 characters, since transformers' errors list every model it knows."""
+    """Return the first sentence of an error's text, at most 200 characters: errors of transformers list every model it knows."""
     return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".") + "."

@@ -47,8 +47,8 @@ TRAINED: Mapping[str, LlamaShape] = {  # `vocab` is also the size of the tokeniz
 
 
 def llama_config(shape: LlamaShape, positions: int, **more: Any) -> LlamaConfig:
-    """Return a `LlamaConfig` with the sizes in `shape`, at most `positions` tokens and the end token 0. `more`: other arguments
-    of `LlamaConfig`."""
+    """Return a `LlamaConfig` with the sizes in `shape`, for sequences of up to `positions` tokens. Token 0 ends a text; there is
+    no start token. `more`: other arguments of `LlamaConfig`."""
     from transformers import LlamaConfig
 
     return LlamaConfig(

@@ -69,8 +69,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 def find_model(source: str, cache: Path | None = None, *, like: str | None = None) -> StoredModel:
     """Return the model that `source` names, without reading its weights. Raises `UsageError` if there is none.
 
-    `cache`: the folder that `cache_folder` returns, in which tokenizers are looked up. `like`: a folder of transformers. For a
-    checkpoint, its config.json replaces the stored configuration. For an adapter, it is the base model.
+    `source`: as in `TAKES`. `cache`: the folder that `cache_folder` returns, to look up the tokenizer of a checkpoint, or None.
+    `like`: a folder of transformers, which is the base model if `source` is an adapter. If `source` is a checkpoint of a whole
+    model, the config.json in `like` replaces the checkpoint's own configuration.
     """
     kind, path = located(source)
     if kind == "checkpoint":
@@ -83,8 +84,8 @@ def find_model(source: str, cache: Path | None = None, *, like: str | None = Non
 
 
 def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], str]:
-    """Return (kind, path) of the model `source`: a checkpoint, or a folder of transformers or of a PEFT adapter. For a run's
-    folder, `path` is its newest good checkpoint. A URL is a checkpoint, unchecked. Raises `UsageError` if there is no model."""
+    """Return (kind, path) of the model at `source`. Kinds: "checkpoint", "folder" (of transformers), "adapter" (of PEFT). For a
+    run's folder, return its newest good checkpoint. A URL counts as a checkpoint. Raises `UsageError` if there is no model."""
     path = Path(source)
     if "://" in source or (path / MANIFEST).is_file():
         return "checkpoint", source
@@ -105,7 +106,8 @@ def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], st
 
 
 def _checkpoints_of_run(path: Path) -> Path:
-    """Return the folder of the checkpoints of the run at `path`; `path` itself if it is not of a run."""
+    """Return the folder of a run's checkpoints: the one that `path`/config.yaml names if it exists, otherwise `path`/checkpoints.
+    If `path` has neither, return `path`."""
     inside = path / "checkpoints"
     if not (path / RUN_FILE).is_file():
         return inside if inside.is_dir() else path
@@ -141,8 +143,8 @@ def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredMod
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> str | None:
-    """Return the path of a checkpoint's tokenizer; None if there is none. It is looked up near `path`, in `like`, in the folder
-    with which the run's model began, and in `cache`. `extra`: what the saver stored in the checkpoint."""
+    """Return the path of a checkpoint's tokenizer; None if there is none. Looks in `path` and two folders above, in `like`, in
+    the folder of the model that the run started from, and in `cache`. `extra`: the checkpoint's `extra`."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
@@ -259,7 +261,7 @@ def ends_of(*eos: int | list[int] | None) -> list[int]:
 
 
 def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the model of `stored` on meta, in eval mode, with its adapter. Raises `UsageError` if it cannot be built."""
+    """Return the model of `stored` on meta, in eval mode; a PEFT model if it has an adapter. Raises `UsageError` if it fails."""
     model = language_model(configuration_of(stored), repr(stored.path), dtype=dtype).eval()
     if stored.adapter is None:
         return model
@@ -284,7 +286,8 @@ def check_peft() -> None:
 
 
 def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
-    """Return a `LoraConfig`. `lora`: `r`, `alpha`, `dropout`, `targets` (AUTO, or names joined by commas). `base`: its path."""
+    """Return PEFT's `LoraConfig`. `lora` has `r`, `alpha`, `dropout` and `targets` (`AUTO`, or names of layers joined by commas).
+    `base`: path of the base model. Raises `UsageError` if PEFT is not installed."""
     check_peft()
     from peft import LoraConfig
 
@@ -300,8 +303,9 @@ def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
 
 
 def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: str = "adapter.targets") -> nn.Module:
-    """Freeze `model`, on meta, add LoRA layers, and return it as a model of PEFT in train mode. Raises `UsageError`, naming
-    `key`, for unsuitable layers. `lora`: `r`, `alpha`, `dropout`, `targets`. `base`: path of the base's weights."""
+    """Freeze `model`, which is on meta, add LoRA layers, and return it as a PEFT model in train mode. Raises `UsageError` if
+    `model` lacks a layer in `lora["targets"]`, or if that cannot have an adapter. `lora`, `base`: as for `lora_config`. `key`:
+    name of the option with the targets, for errors."""
     config = lora_config(lora, base)
     from peft import get_peft_model
 
@@ -322,8 +326,8 @@ def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: 
 
 
 def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
-    """Return PEFT's configuration of an adapter: read from the folder `path`, or if `lora` is not None, made of `lora`, which
-    has the settings that `lora_config` takes. `base`: path of the base model, which the made one names."""
+    """Return PEFT's configuration of an adapter. If `lora` is None, read it from the folder `path`. Otherwise make it with
+    `lora_config(lora, base)`, where `base` is the path of the base model."""
     check_peft()
     from peft import PeftConfig
 
@@ -331,7 +335,7 @@ def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
 
 
 def adapter_weights(path: str, *, ours: bool) -> dict[str, Tensor]:
-    """Return PEFT's name -> tensor of an adapter, on the CPU. `ours`: `path` is a checkpoint, else a folder of PEFT."""
+    """Return an adapter's weights on the CPU, by PEFT's names. `ours`: `path` is a checkpoint of accordion, else one of PEFT."""
     if not ours:
         from peft import load_peft_weights
 
@@ -346,7 +350,7 @@ def adapter_weights(path: str, *, ours: bool) -> dict[str, Tensor]:
 
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
-    """Return the floating-point dtype that most bytes of the stored weights have; float32 if none is floating-point."""
+    """Return the floating-point dtype of most bytes of the stored weights, or float32. Raises `UsageError` for broken files."""
     sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
         for name, entry in manifest_at(stored.path).tensors.items():
@@ -370,19 +374,19 @@ def manifest_at(path: str) -> Manifest:
 
 
 def extra_of(path: str) -> Mapping[str, Any]:
-    """Return `extra`, which the saver of a checkpoint passed, from the manifest; {} if it is no dict. Raises `UsageError` if
-    the manifest cannot be read."""
+    """Return the argument `extra` with which a checkpoint was saved, from its manifest; {} if it is no dict. Raises `UsageError`
+    if the manifest cannot be read."""
     extra = manifest_at(path).extra
     return extra if isinstance(extra, dict) else {}
 
 
 def computing(model: nn.Module) -> Any:
-    """Return `model` without the outer module that PEFT puts around it, if there is one; adapter layers inside are kept."""
+    """Return the model inside of `model` if that is a PEFT model, with the adapter's layers in it; otherwise `model` itself."""
     return model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
 
 
 def check_weights(model: nn.Module, stored: StoredModel) -> None:
-    """Raise `UsageError` or `CheckpointError` if names or shapes of `stored` do not fit `model`, which may be on meta."""
+    """Raise `UsageError` or `CheckpointError` if names or shapes in `stored` do not fit `model`. Adapters are not checked."""
     if stored.kind == "folder":
         check_pretrained(model, Path(stored.path))
         return

@@ -29,7 +29,8 @@ class AdaptedLinear(nn.Module):
 
 
 class FourBitLinear(nn.Module):
-    """Stand-in for a frozen linear layer with 4-bit weights, which forward and backward widen. Its values are wrong."""
+    """Stand-in for a frozen linear layer with 4-bit weights. Forward and backward convert them to the input's dtype, as the real
+    layer does, but the values are wrong."""
 
     def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
@@ -57,7 +58,8 @@ class _FourBit(torch.autograd.Function):
 
 
 def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return weights (out, width) in `dtype`, made with one kernel from `weight` (out, width / 2) with two in a byte."""
+    """Return a weight of shape (out, width) in `dtype` from `weight`, (out, width / 2), which packs two elements in a byte. Runs
+    one kernel; the values are wrong."""
     both = weight.unsqueeze(-1).expand(*weight.shape, 2)
     return (both + torch.zeros((), dtype=dtype, device=weight.device)).flatten(1)
 

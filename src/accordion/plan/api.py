@@ -47,8 +47,8 @@ def plan(
         search: the values to try for fields that `sharding` does not fix.
         say: called with a line of text before each trace.
 
-    Raises `UsageError` if arguments contradict each other, if this process has a process group, or if a line of the model,
-    which the message names, needs the values of a tensor.
+    Raises `UsageError` if arguments contradict each other, if this process has a process group, or if the model needs the values
+    of a tensor; the message names the line that does.
     """
     workload = Workload(subject) if isinstance(subject, str) else subject
     cluster = cluster_of(cluster) if isinstance(cluster, str) else cluster
@@ -66,7 +66,8 @@ def plan(
 
 
 def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Collection[str]]:
-    """Return (`sharding` with defaults for the fields that it lacks, bf16 for the precision; names of the fields it fixes)."""
+    """Return (all fields as a `Sharding`, names of the fields that `sharding` fixes). Fields that `sharding` lacks get their
+    defaults, but the precision gets bf16."""
     if isinstance(sharding, Sharding):
         return sharding, [f.name for f in fields(Sharding)]
     words = dict(sharding or {})
@@ -74,8 +75,8 @@ def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Col
 
 
 def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: Workload) -> Search:
-    """Return a copy of `search` that tries only the values of `base` for its fields named in `fixed`, and no values that the
-    workload does not support."""
+    """Return a copy of `search` that tries fewer values: of each field named in `fixed` only the value in `base`, and no values
+    that the workload does not support."""
     search = search.narrowed(base, fixed)
     if not isinstance(workload.model, str):
         search = replace(search, micro_batches=[1])
@@ -116,7 +117,7 @@ def _check(workload: Workload, cluster: Cluster, base: Sharding, search: Search)
 
 
 def _check_beside_experts(workload: Workload, base: Sharding, search: Search) -> None:
-    """Raise `UsageError` for options that cannot be planned together with `expert_parallel`."""
+    """Raise `UsageError` if another option is set that cannot be planned together with `expert_parallel`."""
     hybrid = next((s.name for s in search.strategies if s.hybrid), None)
     unsupported = {
         f"engine {workload.engine!r}": workload.engine != "accordion",

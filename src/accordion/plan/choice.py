@@ -97,7 +97,7 @@ class Choice:
 
     @property
     def num_traced(self) -> int:
-        """Number of micro-batches that a trace runs: the first, one for all that follow, and the last if it alone reduces."""
+        """Number of micro-batches to trace: the first, one for all later ones, and the last if only that reduces gradients."""
         each_reduces = self.strategy.grads is Place.SHARD and not self.no_sync
         return min(self.accumulate, 2 if each_reduces else 3)
 
@@ -111,8 +111,8 @@ class Choice:
         return replace(self, sharding=replace(self.sharding, **fields))
 
     def keeping(self, ranks: int) -> Choice:
-        """Return a copy with `secondary` set to `ranks`: so many neighbouring ranks keep one copy of a unit between them from
-        its forward to its backward. It is set to None if this saves no messages, or if `ranks` does not divide the shards."""
+        """Return a copy with `secondary` set to `ranks`: each group of `ranks` neighbouring ranks keeps one copy of a unit from
+        its forward to its backward. If this saves no messages, or `ranks` does not divide the shards, `secondary` is None."""
         s = self.strategy
         has_copies = s.params is Place.REPLICATE or s.keep_until_backward or s.optim_over_replicas
         gains = not has_copies and 1 < ranks < self.shards and self.shards % ranks == 0
@@ -144,15 +144,16 @@ def _in_memory(place: str) -> str:
 
 
 def traced_as(choice: Choice) -> Choice:
-    """Return the choice to trace for the log of `choice` without offloaded states. Similar choices share it. It has
-    `num_traced` micro-batches, and offloads only the inputs of recomputed units: to the host, also in place of a disk."""
+    """Return the choice to trace for a log of `choice` in which parameters and states are not offloaded. Choices with other
+    offloads of these get an equal one. It has `num_traced` micro-batches, and offloads only the inputs of recomputed units: to
+    the host, also in place of a disk."""
     inputs = Offload(activations=in_memory(choice.offload).activations)
     return replace(choice.but(offload=inputs), accumulate=choice.num_traced)
 
 
 def moved_as(choice: Choice) -> Choice:
-    """Return the choice to trace for the log of `choice` with its offload. It has `num_traced` micro-batches, and the host in
-    place of a disk, which makes no difference to the device."""
+    """Return the choice to trace for a log of `choice` with its offload. It has `num_traced` micro-batches, and offloads to the
+    host in place of a disk, which makes no difference to the device."""
     return replace(choice.but(offload=in_memory(choice.offload)), accumulate=choice.num_traced)
 
 
@@ -166,7 +167,7 @@ class Search:
         micro_batches: samples of one rank in one forward.
         offloads: placements of parameters and states; each is tried if the one before it does not fit.
         activations: placements of the inputs of recomputed units; all but the first are tried only if nothing fits.
-        replicas: copies of the model under a hybrid strategy. None: as many as shard each copy over one, two or four nodes.
+        replicas: copies of the model under a hybrid strategy. None: try those that shard each copy over one, two or four nodes.
         copies: also try the fastest configurations with `Sharding.secondary` set to the ranks of a node.
         accumulate: micro-batches per step.
         global_batch: samples per step over all GPUs; replaces `accumulate`.
@@ -209,8 +210,8 @@ class Search:
             check_offload(offload)
 
     def narrowed(self, sharding: Sharding, fixed: Collection[str]) -> Search:
-        """Return a copy that tries only the values of `sharding` for its fields named in `fixed`. Raises `UsageError` if fixed
-        values contradict others."""
+        """Return a copy that tries, of each field named in `fixed`, only the value in `sharding`. With `no_sync` it tries no
+        offload. Raises `UsageError` if values contradict each other."""
         narrow: dict[str, Any] = {}
         if "strategy" in fixed:
             narrow |= {"strategies": [sharding.strategy], "copies": False}
@@ -251,7 +252,8 @@ class Search:
 
 
 def check_offload(offload: Offload) -> None:
-    """Raise `UsageError` if `offload` has a placement that cannot be planned."""
+    """Raise `UsageError` if `offload` cannot be planned: it sets more than places, puts parameters on a disk, or puts parameters
+    but no optimizer states off the device."""
     planned = Offload(params=offload.params, optimizer=offload.optimizer, activations=offload.activations)
     if offload != planned or folder_of(offload.params) or (offload.params != DEVICE and offload.optimizer == DEVICE):
         raise UsageError(

@@ -145,8 +145,9 @@ class Log:
 
 
 def without_host(log: Log) -> Log:
-    """Return a copy of `log` without the allocations and operators on the host; `host_bytes` is the most that is live at once.
-    If no host memory is live before the step, return `log` itself."""
+    """Return a copy of `log` without the allocations and operators on the host. Its `host_bytes` is the most host memory that
+    is live at once, and its `unmodelled` says that the host takes no time. If no host memory is live before the step, return
+    `log` itself."""
     live = {alloc.number: alloc.num_bytes for alloc, _ in log.held if alloc.stream == HOST}
     if not live:
         return log

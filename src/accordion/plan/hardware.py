@@ -116,7 +116,7 @@ def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
 
 
 def with_attention(gpu: Gpu, kernel: str) -> Gpu:
-    """Return a copy of `gpu` whose `attention` is for `kernel`, a key of `Efficiency.attention`."""
+    """Return a copy of `gpu` whose `attention`, the share of peak flops, is that of `kernel`, a key of `Efficiency.attention`."""
     known = BY_KIND.get(gpu.kind, GUESSED).attention
     return replace(gpu, attention=gpu.attention * known[kernel] / known[ATTENTION])
 
@@ -178,7 +178,7 @@ class Rates:
     Args:
         end: speed of kernels: -1 for the GPU's `slow`, 1 for its `fast`, 0 for the middle.
         link: share that collectives reach of the peak of the link in a node.
-        network: share that collectives reach of the network links of a node: one for each rank that a mesh axis has there.
+        network: share that collectives reach of a node's network peak: one link for each rank of the mesh axis on the node.
         host: factor on the rates of a machine's memory and disk, which are guesses.
         caller_s: seconds that Python and torch take on the host for each kernel. The device waits if its queue is empty.
     """

@@ -43,7 +43,8 @@ class _Fused(torch.autograd.Function):
 
 
 class ChunkedHead(nn.Linear):
-    """A language model's head, changed to return the loss. Before a call, append its labels to `labels`, which it pops."""
+    """A language model's head that returns the loss in place of logits. Append labels to `labels` before a call: the call uses
+    and removes the last ones."""
 
     labels: list[Tensor]  # each (batch, seq); a call takes the last one
 

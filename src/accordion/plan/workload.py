@@ -91,7 +91,8 @@ class Trained:
 
 
 def trained(workload: Workload) -> Trained:
-    """Return a workload's model on the meta device, with its loss and batches. Raises `UsageError` if it cannot be planned."""
+    """Return a workload's model on the meta device, with its loss and batches. Raises `UsageError` if it cannot be planned, for
+    example because it cannot be read or has DTensors."""
     if not isinstance(workload.model, str):
         assert workload.loss is not None
         return _of_module(workload.model, workload.loss, workload.batch)

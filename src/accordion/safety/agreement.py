@@ -58,7 +58,7 @@ class CatchUp(NamedTuple):
 
 
 def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
-    """Return the step that all ranks take next, or which ranks catch up first; None if dummy calls cannot bring ranks together.
+    """Return the step that all ranks take next. If some ranks are behind, return `CatchUp`; if dummy calls cannot help, None.
 
     Steps inside a call come before steps after it; ties are broken by the unit's position in the model. `reports`: one per
     rank, with `step` (fields of its next `UnitCall`, or None), `root` (number of its forward), `num_done` (steps done in it,
@@ -123,7 +123,8 @@ class OrderAgreement(Observer):
             self.must(f"begins a forward {gradients}{'' if reduces else ', under no_sync'}")
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
-        """Agree with all ranks to call `unit`, unless the last forward did so here; first make dummy calls that others need."""
+        """Wait until all ranks call `unit`; make dummy calls of units that others call first. Does nothing if the last forward
+        called `unit` at this point too, and ranks need not agree on each step."""
         depth = self._engine.depth - len(self.open_dummies)
         step = UnitCall(unit.index, differentiable, depth, unit.trained.indices, reads=by_read)
         if self._silent or (self.trusts_history and self._expected.matches(FORWARD, step)):
@@ -133,7 +134,7 @@ class OrderAgreement(Observer):
         self.agree(step, f"enters unit {unit.index} ({unit.name or 'root'}) in its forward, {doing}")
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """Before the forward of `call` ends, make dummy calls of units inside it that other ranks still call; return `out`."""
+        """Before the forward of `call` ends, make dummy calls of inner units that other ranks still call. Returns `out`."""
         if call.is_dummy or call.root == IN_BACKWARD:
             return out
         if error is None and not self._silent and call.unit.index in self._outer_units:
@@ -224,7 +225,7 @@ class OrderAgreement(Observer):
             self._follow(outcome)
 
     def must(self, what: str) -> None:
-        """Wait until all ranks are about to do `what`, which has no dummy call; raise `DivergenceError` if a rank is not."""
+        """Wait until all ranks are about to do `what`, which has no dummy call. Raises `DivergenceError` if a rank cannot."""
         while (
             reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()})
         ) is not None:

@@ -110,7 +110,7 @@ class DivergenceMonitor(Observer):
         return None if hub is None or hub.is_closed else hub
 
     def listen(self, join: Join) -> None:
-        """Have the bound method `join`, referenced weakly, called if another rank opens a meeting while this rank waits."""
+        """Register the bound method `join`, by a weak reference: called if another rank opens a meeting while this rank waits."""
         self._join = weakref.WeakMethod(join)
 
     def check(self) -> None:
@@ -371,7 +371,8 @@ class DivergenceMonitor(Observer):
         self._post = None
 
     def looks(self, device: torch.device) -> bool:
-        """Return True if ranks compare the tags in collectives: always on a CPU; elsewhere only soon after a meeting."""
+        """Return True if ranks compare the tags that collectives carry to identify their unit: on a CPU always, on other devices
+        only soon after a meeting."""
         return self.listens and (self.num_since_meeting <= COMPARED_PASSES or device.type == "cpu")
 
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
@@ -386,9 +387,9 @@ class DivergenceMonitor(Observer):
             self._fail_mismatch(what)
 
     def send_steps(self, num: int, chain: int) -> None:
-        """Send `chain`, the digest of this rank's optimizer steps up to its backward number `num`, in every few backwards.
-
-        Raises `DivergenceError`, at the same backward on every rank, if earlier digests of ranks have differed.
+        """In every few backwards, have the first rank compare `chain` of all ranks: the digest of a rank's optimizer steps up to
+        its backward number `num`. Nobody waits. Raises `DivergenceError` if earlier digests differed, at the same backward on
+        every rank.
         """
         if (hub := self._hub) is None:
             return

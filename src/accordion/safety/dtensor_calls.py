@@ -107,7 +107,8 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Write into a tensor; raise `UsageError` if it is a view gathered into new memory, as `weight[0]`."""
+    """Run an in-place operator. Raises `UsageError` if it writes into a view that was gathered into new memory, as `weight[0]`,
+    or copies rows of other ranks into a parameter."""
     tensor, param = args[0], _param_of(args[0])
     if param is not None:
         _begin_write(tensor, param)
@@ -117,8 +118,8 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _begin_write(tensor: Tensor, param: Param) -> None:
-    """Raise `UsageError` if `tensor` is a view gathered into new memory; if it is not `param` itself (`.data`), increment the
-    version counter of `param`."""
+    """Prepare a write into `tensor`, which is `param` or a view of it. Raises `UsageError` if it is a view that was gathered into
+    new memory. If it is not `param` itself (but its `.data`), increment the version counter of `param`."""
     base, storage = _torch.base_of(tensor), _torch.local_of(tensor).untyped_storage()
     if isinstance(base, DTensor) and _torch.local_of(base).untyped_storage() is not storage:
         raise UsageError(

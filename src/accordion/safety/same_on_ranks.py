@@ -82,8 +82,9 @@ def same_structure(
 ) -> None:
     """Raise `DivergenceError` on every rank if arguments, units or parameters differ between ranks; the error names them.
 
-    `chosen`: (name, module) of each unit, the root first. `arguments`: other arguments of `shard` as text; None also leaves out
-    buffers. `refused`: this rank's own error, which it raises after the comparison, so that the other ranks do not wait for it.
+    `owned`: the parameters. `chosen`: (name, module) of each unit, the root first. `arguments`: other arguments of `shard` as
+    text; None: buffers are not compared either. `refused`: this rank's own error. It is raised after the comparison, so that the
+    other ranks do not wait for this rank.
     """
     sync = (arguments or {}).get("sync") == "True"
     known = STRATEGIES.get(strategy.name) == strategy
@@ -258,7 +259,7 @@ def _same_on_their_ranks(
 
 
 def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
-    """Return the first rank's value of `tensor`, on the context's device. A collective; overwrites a tensor on that device."""
+    """Return the first rank's value of `tensor`, on the context's device. If `tensor` is there, overwrite it. A collective."""
     data = torch.empty_like(tensor, device=context.device) if tensor.is_meta else tensor.detach().to(context.device)
     broadcast([data], _communicators(context))
     return data

@@ -34,7 +34,7 @@ class ListeningParameters(dict[str, Any]):
 
 
 class WeightReads(Observer):
-    """Observer that unshards a layer when one of its parameters is read, until the call of a unit around the read ends.
+    """Observer that unshards a layer when one of its parameters is read, until the unit's call that has read it ends.
 
     The read begins a call of the layer, as its forward does, so that the backward unshards the layer too.
     """
@@ -63,7 +63,7 @@ class WeightReads(Observer):
         self._begun.append((engine.depth, hooks, module))
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """End the calls that reads began inside `call`; return `out` with copies of the parameters in it that are freed now."""
+        """End the calls that reads began inside `call`. Returns `out`, in which freed parameters are replaced by copies."""
         if not self._begun or call.is_dummy:
             return out
         depth, failed = self._engine.depth, None

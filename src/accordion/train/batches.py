@@ -29,13 +29,13 @@ class Batches(Protocol):
     def position(self) -> dict[str, Any]: ...
     def state(self) -> dict[str, Any]: ...
     def resume(self, position: dict[str, Any]) -> bool:
-        """Continue at `position`, after what `state()` returns was loaded. Returns False if `position` is of other data."""
+        """Continue at `position`. Load the checkpoint into the objects in `state()` first. Returns False for other data."""
         ...
 
 
 class OrderedBatches:
     """Micro-batches of a dataset with `__len__` and `__getitem__`. All ranks have the same shuffled order of the samples, and
-    each reads the positions of its `share`. `pins`: use pinned memory."""
+    each reads the positions of its `share`. `pins`: use pinned memory. `order`: class of the sampler that shuffles."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class LoaderBatches:
     """Batches of a loader. After its last batch the loader is started again, with `set_epoch(epoch)` if it has that.
 
     Random numbers drawn while reading depend on the epoch alone, and are equal on all ranks. A loader with `state_dict`
-    resumes from its state; any other loader reads the batches of the epoch again. `counter`: key of `position()` for what was
-    read of the epoch, to which each batch adds `size`.
+    resumes from its state; any other loader reads the batches of the epoch again. `counter`: key in `position()` of the number
+    that was read of the epoch so far. Each batch adds `size` to it.
     """
 
     def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
@@ -196,7 +196,8 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
 
 
 def check_kind(data: Any, split: str) -> None:
-    """Raise `UsageError` if `data` is no loader, iterable or dataset with samples, or has the same samples for all ranks."""
+    """Raise `UsageError` if `data` is no loader, iterable or dataset, is a dataset without samples, or is a `DataLoader` with one
+    of torch's own samplers, by which all ranks would read the same samples. `split`: argument of the task's `dataset`."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
     if isinstance(data, DataLoader):
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
@@ -234,8 +235,8 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 
 
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
-    """Return an iterator of (batch, number of samples that count), with equally many pairs on every rank. Every rank must call
-    the model, so a rank that has no samples left gets samples of others, of which none counts."""
+    """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank. All ranks must
+    call the model equally often, so a rank that has no samples left gets a batch of which none counts."""
     check_kind(data, "validation")
     if not is_loader(data) and not is_indexed(data):
         data = DataLoader(RankSamples(data, share, drops=False), share.micro_batch, collate_fn=collate)

@@ -102,7 +102,8 @@ def _of_same_command(folder: Path, origin: Path, config: JobConfig) -> Path | No
 
 
 def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the keys in both `before` and `current`, `group.key` -> value, whose values differ and change the computation."""
+    """Return the keys that have different values in `before` and `current`, `group.key` -> value, and change the computation.
+    Keys that only one of them has are left out."""
     keys = [
         key
         for key in current
@@ -180,7 +181,8 @@ def newest_in(folder: Path) -> str | None:
 
 
 def _extra(path: Path) -> Mapping[str, Any]:
-    """Return the JSON data of the checkpoint `path`. Raises `UsageError` if `accordion train` did not write it."""
+    """Return the data that a run stored as `extra` of the checkpoint `path`: "step", "config" and others. Raises `UsageError` if
+    the checkpoint cannot be read, or was not written by `accordion train`."""
     try:
         extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
@@ -238,8 +240,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
-    """Raise `UsageError` if a run cannot continue from the checkpoint `path`, because it is after step `steps`, has another
-    tokenizer, or is of a run on a task and this one is on text, or the reverse. `tokenizer_digest`: None for a task."""
+    """Raise `UsageError` if this run cannot continue from the checkpoint `path`: it is after step `steps`, has another tokenizer,
+    or is of a run on text while this run is on a task, or the reverse. `tokenizer_digest`: of this run; None for a task."""
     extra = _extra(path)
     if extra["step"] > steps:
         raise UsageError(

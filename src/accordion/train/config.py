@@ -306,8 +306,8 @@ def _check_text(config: Config) -> None:
 
 
 def fine_tuning(config: Job, named: Collection[str]) -> Job:
-    """Return `config` with the default learning rate for pretrained weights if it trains them. `config` is returned as it is if
-    the user set a rate or an optimizer. `named`: keys that the user set."""
+    """Return `config`, with the lower default learning rate of fine-tuning if it starts from pretrained weights. If the user set
+    a rate or an optimizer, return `config` as it is. `named`: keys that the user set."""
     if not isinstance(config, Config) or config.model.init != "pretrained":
         return config
     if "train.lr" in named or "optimizer" in config.parts:
@@ -318,8 +318,8 @@ def fine_tuning(config: Job, named: Collection[str]) -> Job:
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
     """Return `config` with the `train.accumulate` that makes `train.global_batch` on `num_ranks` ranks; if no global batch is
-    set, `config` itself. `named`: keys that the user set. Raises `UsageError` if the global batch is not divisible, or if
-    another of these keys sets the batch too."""
+    set, `config` itself. `named`: keys that the user set. Raises `UsageError` if the global batch is no multiple of the
+    micro-batches of all ranks, or if the user set `train.accumulate` or `train.deepspeed` too."""
     options = config.train
     if not options.global_batch:
         return config

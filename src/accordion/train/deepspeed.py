@@ -17,8 +17,8 @@ MICRO, ACCUMULATION, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def settings_of(config: JobConfig, precision: str) -> Settings | None:
-    """Read the file `train.deepspeed` and return its settings; None if that key is not set. For values "auto" in the file, the
-    run's keys and `precision` are used: "bf16", "fp16", "fp32" or "auto". Raises `UsageError` for a wrong file."""
+    """Read the file `train.deepspeed` and return its settings; None if that key is not set. A value "auto" in the file becomes
+    that of the run's key, and for dtypes `precision`: "bf16", "fp16", "fp32" or "auto". Raises `UsageError` for a wrong file."""
     if config.train.deepspeed is None:
         return None
     run = config.train
@@ -38,7 +38,7 @@ def settings_of(config: JobConfig, precision: str) -> Settings | None:
 
 def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
     """Return `config` for `num_ranks` ranks: with `train.accumulate` from `train.global_batch`, and with the keys that the file
-    `train.deepspeed` decides. `named`: keys that the user set. Raises `UsageError` if the file is wrong or contradicts one."""
+    `train.deepspeed` sets. `named`: keys that the user set. Raises `UsageError` if the file is wrong, or contradicts these."""
     config = spread(config, named, num_ranks)
     settings = settings_of(config, str(precision_words(config.shard.precision)))
     if settings is None:
@@ -79,7 +79,7 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
 
 
 def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Yield (key of the run, its value, keys of the file that can set it) for each key that the file decides."""
+    """Yield (key of the run, its value by the file, keys of the file that can set it) for each key that the file sets."""
     zero = "zero_optimization."
     groups = (f"{zero}zero_hpz_partition_size", f"{zero}mics_shard_size")
     yield "shard.strategy", settings.sharding.strategy.name, (f"{zero}stage", *groups)

@@ -76,7 +76,8 @@ class Encoder:
         return Example(np.array(ids), np.arange(len(ids)) >= len(before))
 
     def _plain(self, text: str) -> list[int]:
-        """Return the tokens of a prompt as the model sees it: with a beginning-of-text token, without an end-of-text token."""
+        """Return the tokens of a prompt as the model sees it: with the tokenizer's beginning-of-text token, if it adds one, and
+        without an end-of-text token."""
         ids = list(self._tokenizer(text)["input_ids"])
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id and text else ids
 
@@ -119,7 +120,8 @@ class Encoder:
         return mask
 
     def _rendered(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return (rendered conversation, spans in it that the template marks as answers). Raises `UsageError` without any."""
+        """Return (rendered conversation, spans in it that the template marks as answers). Raises `UsageError` if the template
+        fails or marks no answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -145,7 +147,7 @@ class Encoder:
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _before_first(self, until: str, content: str, tools: Tools, where: str) -> str:
-        """Return the part before the answer `content` in `until`, a rendered conversation that begins with this answer."""
+        """Return the part of `until`, the rendered conversation of one answer alone, that comes before `content`, its text."""
         # transformers renders no prompt without messages, so the end of another prompt shows where the answer begins.
         question = [{"role": "user", "content": "?"}]
         prompt = self._render(question, tools, where, prompt=True)
@@ -185,14 +187,14 @@ class Encoder:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return `value` without null fields of objects, at every level. Arrow adds the fields of any row to all rows."""
+    """Return `value` without null fields of objects, at every level: Arrow gives each row the fields of all rows, as null."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _tools_of(row: DataRow) -> Tools:
-    """Return the tools of a row, given as a list or as JSON text; None without any. Raises `UsageError` for anything else."""
+    """Return the tools of a row, given as a list or as JSON text; None if it has none. Raises `UsageError` for other values."""
     tools = row.values.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools

@@ -254,8 +254,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
     @contextmanager
     def to_ranks(self, started_file: str) -> Iterator[None]:
-        """Context manager during which all new child processes are ranks. Each creates `started_file` when it starts. Signals
-        after the body do nothing."""
+        """Context manager in whose body signals are forwarded to new child processes, which are the ranks. Each rank creates
+        `started_file` when it starts. Signals after the body only set `came`."""
         self._others = {child.pid for child in multiprocessing.active_children()}
         self._starts, self._begun = True, Path(started_file).exists
         try:

@@ -105,8 +105,8 @@ def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
 
 @contextmanager
 def documents_in_rows(*, several: bool) -> Iterator[None]:
-    """Context manager that replaces the function by which transformers finds documents in a row. `several`: rows have several
-    documents, and one starts at each jump of the position ids; otherwise a row is one document."""
+    """Context manager that replaces the function by which transformers finds documents in a row, if it has one. `several`: rows
+    have several documents, and one starts at each jump of the position ids; otherwise a row is one document."""
     # transformers' function reads the position ids in each forward, so the host waits for the device. No argument of a forward
     # avoids that alone: a mask is read too or disables flash attention, and a cache keeps all keys.
     from transformers import masking_utils

@@ -20,7 +20,7 @@ FLEETING = (
 
 
 class Skips:
-    """Counts skipped steps: `total` of all, and nonfinite ones in a row. Raises an error if those are more than allowed."""
+    """Counts skipped steps: all of them in `total`, and nonfinite ones in a row, of which `nonfinite` limits the number."""
 
     def __init__(self, most: int) -> None:
         """`most`: largest number of steps in a row that may be skipped; 0: the first nonfinite step ends the run."""

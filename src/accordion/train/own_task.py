@@ -180,8 +180,8 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
 
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
-    """Try `make` on a matrix and a vector. Raises `UsageError` if it rejects its options or returns no optimizer that can be
-    used; exceptions of the user's own code are not converted. Does nothing if `make` is None."""
+    """Call `make` on a matrix and a vector, to try it. Raises `UsageError` if it rejects its options, returns no optimizer, or
+    returns one whose step needs a closure. Exceptions of the user's own code pass unchanged. Does nothing if `make` is None."""
     if make is None:
         return
     params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))

@@ -55,8 +55,8 @@ class Claim:
     """Ownership of folders until `release`, or until this process ends."""
 
     def __init__(self, folders: Mapping[str, Path], job: str | None, wait_s: float, say: Say) -> None:
-        """Take `folders` (setting -> existing folder). Raises `UsageError` if another job owns one, unless that exits within
-        `EXIT_S`, or within `wait_s` if it is an earlier start of this job. `job`: the launcher's name for this job."""
+        """Take `folders` (setting -> existing folder). If another job owns one, wait `EXIT_S` for it to exit, or `wait_s` for an
+        earlier start of this job; then raise `UsageError`. `job`: the launcher's name for this job. `say`: shows a line."""
         self._job, self._wait_s, self._say = job, wait_s, say
         self._locks: dict[Path, FileLock] = {}
         try:

@@ -32,7 +32,7 @@ class LearningRates:
         ]
 
     def before(self, step: int) -> float:
-        """Set the rates of `step` = 1, 2, ... (not counting skipped steps), if no scheduler does. Returns the first group's."""
+        """Set the rates for `step` = 1, 2, ... (without skipped steps), unless `prescribed` is None. Returns the first group's."""
         if self._prescribed is not None:
             for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
                 group["lr"] = self._prescribed(step, float(options["lr"]))
@@ -50,8 +50,8 @@ class LearningRates:
     def resume(self, num_steps: int, *, changed: bool) -> None:
         """Give an optimizer that was loaded from a checkpoint the options of this run, such as weight decay.
 
-        With a scheduler, loaded too, this is done only if `changed`: keys of the optimizer or scheduler differ from those of
-        the run that saved the checkpoint. The scheduler is then stepped `num_steps` times from its beginning.
+        With a scheduler, which was loaded too, do nothing unless `changed`: keys of the optimizer or scheduler differ from those
+        of the run that saved the checkpoint. In that case, also step the scheduler `num_steps` times from its beginning.
         """
         groups = list(zip(self._optimizer.param_groups, self._options, strict=True))
         if self._scheduler is None:

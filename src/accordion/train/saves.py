@@ -31,8 +31,8 @@ class RunSaves:
         self._under_way: tuple[Saving, float, int | None] | None = None
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
-        """Save the checkpoint after `step`, once the save before it has finished. `last`: not in the background. `name`: of the
-        folder, instead of that of the step. Raises `CheckpointError`, also for the save before it."""
+        """Save a checkpoint after `step`, once the save before it has finished. `last`: not in the background. `name`: name of
+        the folder, if not that of the step. Raises `CheckpointError` if this save or the one before it fails."""
         run = self._run
         saver_of(run.model).wait()
         self.poll()
@@ -72,9 +72,9 @@ class RunSaves:
         return "the same command with --checkpoint.resume auto" if refuses else "the same command"
 
     def resume(self) -> int:
-        """Load the checkpoint `prepared.resume` and report settings that differ from it. Returns the number of steps done, 0
-        without one. If `checkpoint.resume` names it, later checkpoints are moved aside. Raises `CheckpointError` if it
-        cannot be loaded."""
+        """Load the checkpoint `prepared.resume` into the objects of the run, and report settings that changed since. Returns the
+        number of steps done; 0 if there is no such checkpoint. Unless `checkpoint.resume` is "auto", checkpoints of later steps
+        are moved aside. Raises `CheckpointError` if the checkpoint cannot be loaded."""
         run, path = self._run, self._run.prepared.resume
         if path is None:
             return 0

@@ -352,7 +352,7 @@ def first_of(words: Sequence[str], most: int = 20) -> str:
 
 
 def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | None:
-    """Return the reason why a file cannot be read as data; None if it can. Single rows are not checked."""
+    """Return the reason why a file cannot be read as data; None if it can. Reads its first bytes; of JSON and CSV a row too."""
     if not path.is_file():
         return "a link to nothing" if path.is_symlink() and not path.exists() else f"is {NOT_REGULAR}"
     has_rows, suffix = _has_rows(path), suffix_of(path)

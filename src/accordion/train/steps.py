@@ -116,7 +116,7 @@ class Steps:
         return not metrics.skipped
 
     def _metrics(self, taken: Taken) -> StepMetrics:
-        """Return the metrics of a step without its duration, and record the wish of all ranks to end. Waits for the device."""
+        """Return the metrics of a step without its duration. Records if a rank wishes to end the run. Waits for the device."""
         (loss_sum, norm_sum), (peak, wish), _ = taken.figures.read()
         self._run.ending.decide(wish)
         loss, norm = loss_sum / self._run.place.world, norm_sum / self._run.place.world

@@ -26,7 +26,7 @@ def of_table() -> Page:
 
 
 def of_plan(plan: Plan, change: str = "") -> Page:
-    """Return a plan's page. `change`: if nothing fits, text on the smallest change that does."""
+    """Return a plan's page. `change`: text on the smallest change of the options that makes a step fit; "" to leave it out."""
     tables = [_verdict(plan)]
     if plan.chosen.memory is not None:
         tables += [*_time(plan), _bytes(plan), _live(plan)]

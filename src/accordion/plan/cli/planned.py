@@ -31,8 +31,8 @@ FIXED = ("strategy", "units", "offload", "checkpoint_activations")
 
 
 def planned(o: Options, task_words: list[str]) -> SavedAnswer:
-    """Return the plan that `o` describes; write its HTML page for `--html`; print progress to stderr. `task_words`: arguments
-    of the task. Raises `UsageError`, or `TaskError` if the task's code fails."""
+    """Make the plan that `o` describes, and return its output. Writes its HTML page for `--html`, and prints progress to stderr.
+    `task_words`: arguments of the task. Raises `UsageError` for wrong options, and `TaskError` if the task's code fails."""
     say = partial(print, file=sys.stderr)
     cluster, sharding, search = cluster_in(o), sharding_of(o), search_of(o)
     workload = workload_of(o, task_words)
@@ -96,7 +96,7 @@ def _task(o: Options, task_words: list[str]) -> tuple[Any, Any, Any]:
 
 
 def cluster_in(o: Options) -> Cluster:
-    """Return the GPUs that `--gpu` and `--gpus` describe. Raises `UsageError` if these cannot be parsed."""
+    """Return the GPUs that `--gpu` and `--gpus` describe. Raises `UsageError` if one of them is wrong."""
     gpus, node = counts_of(o.gpus)
     return cluster_of(o.gpu, gpus=gpus, node=node)
 

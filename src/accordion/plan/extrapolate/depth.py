@@ -15,7 +15,7 @@ PERIODS = 3  # periods in the middle: the second one is repeated if the first an
 
 
 def num_traced(num_blocks: int, period: int, later: int = 0) -> int:
-    """Return the number of blocks to trace of a model with `num_blocks` equal blocks.
+    """Return the number of blocks to trace, from which the log of a model with `num_blocks` equal blocks can be derived.
 
     Args:
         period: distance of blocks with equal events; 2 if every second block is recomputed.
@@ -26,7 +26,8 @@ def num_traced(num_blocks: int, period: int, later: int = 0) -> int:
 
 
 class _Origin(NamedTuple):
-    """Position of the event that creates an allocation or transfer; identifies it in the traced log and in the deep model's."""
+    """Position of the event that creates an allocation or a transfer. Identifies the allocation or transfer, in the traced log as
+    well as in the deep model's."""
 
     phase: StepPhase
     block: int | None  # index of the equal block; None outside of them
@@ -46,7 +47,7 @@ class _Segment:
     events: list[Event]
 
     def origin(self, at: int, block: int | None) -> _Origin:
-        """Return the origin of the allocation or transfer of event number `at`, in the copy of this segment for `block`."""
+        """Return the origin of the allocation or transfer by event number `at`, in the copy of this segment for `block`."""
         return _Origin(self.place.phase, block, self.part, self.visit, at)
 
 
@@ -68,12 +69,13 @@ class Shortened:
 
 
 def extend(log: Log, short: Shortened) -> Log:
-    """Return the log of the deep model. `log`: of the shortened model. Raises `IrregularError` if blocks do not repeat."""
+    """Return the log of the deep model, derived from `log`, the shortened model's. Raises `IrregularError` if events of the
+    blocks do not repeat."""
     return log if short.traced == short.total else _Extension(log, short).log()
 
 
 def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> int:
-    """Return by how many more allocations are live after the step in `events` than before it (`allocs`). Raises
+    """Return the number of allocations that are live after the step in `events`, minus the number before it (`allocs`). Raises
     `IrregularError` if the step frees memory that was not allocated."""
     live = {alloc.number for alloc, _ in allocs}
     for event in events:
@@ -172,7 +174,8 @@ class _Extension:
         return event
 
     def _order(self) -> Iterator[tuple[_Segment, int | None]]:
-        """Yield (segment, index of its block in the deep model or None), in the order of events in the deep model."""
+        """Yield (segment, index of its block in the deep model) in the order of the deep model's events. Segments of a repeated
+        block are yielded once for each copy. Outside of blocks the index is None."""
         runs = groupby(self._segments, lambda segment: self._is_repeated(segment.block))
         for is_repeated, run in runs:
             segments = list(run)
@@ -190,8 +193,8 @@ class _Extension:
     # -- events
 
     def _deep_events(self, event: Event, at: int, segment: _Segment, block: int | None) -> Iterator[Event]:
-        """Yield the deep model's events for event number `at` of `segment`: of a free or a wait, one for each block that it
-        refers to, otherwise one. `block`: index in the deep model of this copy of the segment; None outside of blocks."""
+        """Yield the deep model's events in place of `event`, number `at` of `segment`: one event, or for a free or a wait, one
+        for each block to which it refers. `block`: index in the deep model of this copy of `segment`; None outside of blocks."""
         if isinstance(event, Alloc):
             number = self._number(segment.origin(at, block))
             yield Alloc(number, event.num_bytes, event.category, event.stream, event.operator)
@@ -211,8 +214,9 @@ class _Extension:
         return self._numbers.setdefault(name, len(self._numbers))
 
     def _references(self, event: Free | Land | Wait, segment: _Segment, block: int | None) -> Sequence[int]:
-        """Return the numbers, in the deep log, of the allocations or transfers that stand for the one that `event` refers to.
-        `block`: index in the deep model of the block of `segment`. Raises `KeyError` if the deep log has no such number yet."""
+        """Return the numbers, in the deep log, of the allocations or transfers to which the copies of `event` refer. There is one
+        number, or one for each copy of a repeated block if `segment` is outside of blocks. `block`: index in the deep model of
+        this copy of `segment`. Raises `KeyError` if the deep log has not created such an allocation or transfer so far."""
         origin = self._origins.get(_key(event))
         if origin is None or origin.block is None:
             return [self._number(origin or _key(event))]

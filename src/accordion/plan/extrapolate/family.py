@@ -14,7 +14,8 @@ class UnlikeError(Exception):
 
 
 class Family:
-    """Extrapolates a step's logs, each (micro-batch, log), to other micro-batches. Raises `UnlikeError` if events differ."""
+    """Extrapolates two logs of a step, each given as (micro-batch, log), to other micro-batches: `at(micro_batch)` returns the
+    log. The constructor raises `UnlikeError` if the two logs differ in more than sizes."""
 
     def __init__(self, base: tuple[int, Log], more: tuple[int, Log]) -> None:
         self._base, self._more = base, more

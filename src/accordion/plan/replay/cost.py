@@ -80,8 +80,9 @@ class Costs:
         return max(op.flops / (peak * gpu.products * speed), by_memory, LAUNCH_S)
 
     def of_collective(self, c: Collective) -> float:
-        """Return the seconds of one collective of n ranks: its latency, and (n - 1) / n of its bytes over the slowest link,
-        twice that for a sum; of an all-to-all, the slower of its messages inside the node and to other nodes."""
+        """Return the seconds of one collective of n ranks: latency, plus the time to send (n - 1) / n of its bytes over the
+        slowest link. A sum sends twice as many. An all-to-all takes as long as its messages inside the node, or as those to
+        other nodes if they are slower."""
         axis = self.axes[c.axis]
         if axis.ranks == 1:
             return 0.0

@@ -39,8 +39,8 @@ NORM, SCALE = "_foreach_norm", "_foreach_mul_"  # kernels of clipping; later ker
 
 def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
     """Return stream -> bytes that one rank reads and writes in a step of `choice`. Streams are `FETCH` and `STORE` (copies from
-    and to the host), `STEPPER` (the optimizer), `HOST` (clipping, sums of gradients) and `DISK_STREAM`; those without work are
-    left out. `log`: of the step without offloaded states. `compute_bytes`: bytes per element of the compute dtype."""
+    and to the host), `STEPPER` (the optimizer), `HOST` (clipping, sums of gradients) and `DISK_STREAM`; one without work has 0
+    or is left out. `log`: of the step without offloaded states. `compute_bytes`: bytes per element of the compute dtype."""
     offload, states, work = choice.offload, state_by_unit(log), dict[str, float]()
     if folder_of(offload.activations):  # the last inputs are still in the staging buffers
         inputs = inputs_of(log)
@@ -78,7 +78,8 @@ def _step_bytes(log: Log) -> tuple[int, int]:
 
 
 def _gathered_units(log: Log) -> list[int]:
-    """Return the unit indices that the last micro-batch gathers, in order; on one rank, those of each forward and backward."""
+    """Return the indices of the units that the last micro-batch gathers, in order. If the log has no gathers (one rank), return
+    the unit of each forward and backward."""
     visits: list[list[int]] = []  # [unit, 1 if a gather ends in this part of the step]
     streams: dict[int, str] = {}
     for event in log.events:

@@ -101,7 +101,8 @@ def _later(run: TrainingSetup) -> int:
 
 @lru_cache(4)
 def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
-    """Return the memory that a step needs. If its peak exceeds `enough_bytes`, reserved bytes are a lower bound: the peak."""
+    """Return the memory that a step needs. If its allocated peak exceeds `enough_bytes`, the allocator is not replayed: reserved
+    bytes are then a lower bound, the peak."""
     peak = peak_of(log)
     if enough_bytes is not None and peak.num_bytes > enough_bytes:
         return MemoryNeed(peak=peak, reserved_bytes={"at_least": peak.num_bytes})
@@ -128,8 +129,8 @@ def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
 def step_of_choice(
     log: Log, run: TrainingSetup, choice: Choice, cluster: Cluster, rate: str, *, drawn: bool = False
 ) -> Step:
-    """Return the time of a step of `choice` with all its micro-batches. `log`: with only `run.accumulate` of them. `rate`:
-    "low", "middle" or "high". `drawn`: with bars for a chart, of the micro-batches in `log`."""
+    """Return the time of a step of `choice` with all its micro-batches. `log` has `run.accumulate` of them; each missing one
+    takes as long as the second. `rate`: "low", "middle" or "high". `drawn`: with bars for a chart, of those in `log`."""
     step = step_of(log, run, cluster, rate, drawn=drawn)
     between = choice.accumulate - run.accumulate
     if between <= 0:

@@ -49,8 +49,8 @@ class Floor:
     Args:
         num_bytes: the most allocated bytes.
         seconds: time of the step without waits for other streams.
-        gathered, reduced: bytes of each all-gather of one forward, and of each reduction of one backward. Every strategy has
-            to send as much over its own axes of the mesh.
+        gathered, reduced: bytes of each all-gather of one forward, and of each reduction of one backward. Every strategy reduces
+            as much over its own axes of the mesh, and gathers as much if it shards parameters.
         far: True if these messages are sent between nodes.
         blocks_s: seconds of the repeated blocks' forwards, over all micro-batches.
         light_s: the part of `blocks_s` that is neither a matrix product nor attention.

@@ -130,7 +130,8 @@ class Evaluator:
         return sorted((c for c in on_all if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))
 
     def with_copies(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return new candidates: the fastest ones that gather from other nodes, with a copy kept inside each node."""
+        """Return new candidates: the fastest of `candidates`, changed so that each node keeps a copy of a unit from its forward
+        to its backward. Choices for which this saves no messages are left out."""
         if not self._space.search.copies:
             return []
         fastest = [c.choice for c in self._fastest_first(candidates)]
@@ -138,7 +139,8 @@ class Evaluator:
         return [self.candidate(choice) for choice in more[:NUM_VARIED]]
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return new candidates if nothing fits: those that need least memory, with inputs of recomputed units offloaded."""
+        """Return new candidates if nothing fits, else []: those of `candidates` that need least memory, changed to offload the
+        inputs of recomputed units."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
         if any(c.fits for c in on_all):
             return []
@@ -159,8 +161,8 @@ class Evaluator:
         return sorted(chosen, key=lambda c: self._least_s(c) / (c.micro_batch * c.accumulate))
 
     def _floor(self, choice: Choice) -> Floor | None:
-        """Return the floor for a choice; None if no FULL_SHARD choice that bounds it was evaluated. If none was with the same
-        recomputation, the floor is derived from the step without recomputation."""
+        """Return the floor for a choice, from the FULL_SHARD choice that bounds it. If that was not evaluated, derive the floor
+        from the FULL_SHARD choice without recomputation. None if that was not evaluated either."""
         full = as_full_shard(choice)
         how = choice.sharding.checkpointing
         if full in self._floors or not how.every:
@@ -236,8 +238,8 @@ class Evaluator:
         candidate.steps = {rate: self._step(log, choice, rate, drawn=rate == "middle") for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the candidate that `fastest` chooses by figures from its own trace; None if none fits. Traces candidates that
-        may be it, and updates them in place."""
+        """Return the candidate that `fastest` chooses, with figures from its own trace; None if none fits. If its figures are
+        from other traces, trace it, update it in place, and choose again."""
         seen: list[Candidate] = []
         while (best := self.fastest(candidates)) is not None and all(c is not best for c in seen):
             if not best.is_traced:

@@ -22,8 +22,8 @@ ON_HOST = OFFLOADS[2]  # parameters, gradients and states
 
 
 def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
-    """Search with one of `attempts` after the other, and return text on the first that fits, such as "--micro-batch 1 needs
-    70.0 of 79.1 GiB"; if none does, on the GPU memory that a rank needs. `known`: `logs` of the search of `space`."""
+    """Search one of `attempts` after the other. Return text on the first in which a choice fits, such as "--micro-batch 1 needs
+    70.0 of 79.1 GiB". If none fits, return text on the size of GPU that would. `known`: `logs` of the search of `space`."""
     smallest: Candidate | None = None
     for flags, attempt in attempts(space):
         result = search_in(attempt, say, known=known)
@@ -41,7 +41,8 @@ def smallest_change(space: Space, say: Say, known: Mapping[Choice, Log]) -> str:
 
 
 def attempts(space: Space) -> Iterator[tuple[str, Space]]:
-    """Yield (flags, the space with these flags), from the smallest change to the largest; most include those before them."""
+    """Yield (flags of the command line, the space with these flags), from the smallest change to the largest. Most changes
+    include those before them."""
     flags, search = "", space.search
     narrow: dict[str, Any] = {"activations": search.activations[:1], "micro_batches": [1]}
     if min(search.micro_batches) > 1:
@@ -96,7 +97,8 @@ def _with_more_gpus(flags: str, space: Space) -> Iterator[tuple[str, Space]]:
 
 
 def _further_offloads(space: Space) -> Sequence[Offload]:
-    """Return the `OFFLOADS` that leave less on GPU or host than the fixed one; none without a fixed one, or for FSDP2."""
+    """Return the entries of `OFFLOADS` after the one that the search fixes, which leave less on GPU or host. [] for FSDP2, or if
+    the search does not fix one."""
     fixed = space.search.offloads[0]
     if len(space.search.offloads) > 1 or space.engine != "accordion" or fixed not in OFFLOADS:
         return []

@@ -71,7 +71,8 @@ def _described(value: Any) -> Any:
 
 
 def _maker(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Make | None:
-    """Return a function that creates `out`, the result of a call, once more; None if the operator cannot be cached."""
+    """Return a function that creates a new result with the metadata of `out`, the result of one call; None if the operator
+    cannot be cached."""
     schema, inputs = func._schema, tensors_of((args, kwargs))
     writes = any(a.alias_info is not None for a in schema.arguments)
     if writes:

@@ -112,7 +112,7 @@ class Tracker(StorageWatch):
         return self._transfers
 
     def workspace(self, num_bytes: int) -> None:
-        """Log `num_bytes` that the last operator allocated and freed in its kernel; nothing if 0."""
+        """Log that the last operator allocated and freed `num_bytes` in its kernel. Log nothing if `num_bytes` is 0."""
         if num_bytes > 0:
             self._count += 1
             self.events.append(Alloc(self._count, num_bytes, Category.OTHER, self.stream, self._operator))

@@ -114,8 +114,8 @@ class Hub:
     # -- what this rank reports
 
     def post(self, model: str, report: dict[str, Any] | None) -> None:
-        """Send all ranks a `report` on the model named `model`, with the keys `what` this rank does, and the `ranks` it waits
-        for, or why it has `failed`; None withdraws the last one."""
+        """Send `report`, on the model named `model`, to all ranks; None withdraws the last one. Keys of `report`: `what` this
+        rank does, the `ranks` that it waits for, and why it has `failed`."""
         message = Post(rank=self.rank, model=model, report=report)
         self._note(message)
         self._links.send(message)
@@ -207,7 +207,7 @@ class Hub:
     def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
         """Return (rank, text) of the first failure or end, after waiting up to `wait_s` for one; None without any.
 
-        Follow-on errors count only without another cause. With `model`, failed steps of other models do not count.
+        Errors that another rank caused count only if there is no other. With `model`, failed steps of other models do not count.
         """
 
         def causes_of_model() -> list[tuple[int, str, str]]:
