@@ -44,7 +44,7 @@ class Contents:
 
 
 def only_one(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """Return the optimizer that steps: the inner one if `optimizer` wraps one. Raises `UsageError` if it is no optimizer."""
+    """Return `optimizer`, or the inner one if it wraps another; None for None. Raises `UsageError` if that is no optimizer."""
     if optimizer is None:
         return None
     inner = inner_of(optimizer)
@@ -90,7 +90,8 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def named_tensors(model: nn.Module, wrappers: Iterable[str] = WRAPPERS) -> dict[str, Tensor]:
-    """Return {name without `wrappers`: parameter or persistent buffer}, tied ones under each name. Raises `CheckpointError`."""
+    """Return {name without `wrappers`: parameter or persistent buffer}, tied ones under each of their names. Raises
+    `CheckpointError` if the state dict has other values than tensors, or if two names are equal without `wrappers`."""
     tensors: dict[str, Tensor] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):

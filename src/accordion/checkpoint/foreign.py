@@ -55,7 +55,8 @@ def check_unique(names: Mapping[Any, str]) -> None:
 
 
 def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
-    """Return the model in safetensors files. `tensors`: name -> (path of its file, tensor). Raises `CheckpointError`."""
+    """Return the model in safetensors files. `tensors`: name -> (path of its file, tensor). Raises `CheckpointError` if two names
+    are equal without the prefixes of wrappers, or a name is no Unicode."""
     plain = plain_names(tensors)
     check_unique(plain)
     ours: dict[str, Tensor] = {}
@@ -108,7 +109,8 @@ def _check_archive(file: BinaryIO) -> None:
 
 
 def _model_state(saved: Any) -> tuple[dict[Any, Any], list[str]]:
-    """Return (model's state dict: `saved`, or its value for a key such as "model"; other keys). Raises `CheckpointError`."""
+    """Return (the model's state dict, keys of `saved` that are left out). The state dict is the value of `saved` for a key such as
+    "model", or else `saved` itself. Raises `CheckpointError` if `saved` is no dict."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"it holds a {type(saved).__name__} and no state dict.")
     for key in MODEL_KEYS:

@@ -137,7 +137,8 @@ def code_of(name: str, dtype: torch.dtype) -> str:
 
 
 def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], about: Mapping[str, str] | None = None) -> bytes:
-    """Return a safetensors header, after its length, for data in the order of `entries`: (name, code of the dtype, shape)."""
+    """Return the beginning of a safetensors file: the header's length and the header. `entries`: (name, code of the dtype, shape)
+    of each tensor, in the order of the data. `about`: texts for the header's metadata."""
     words: dict[str, Json] = {} if about is None else {"__metadata__": dict(about)}
     at = 0
     for name, code, shape in entries:

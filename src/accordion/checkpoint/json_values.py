@@ -54,7 +54,8 @@ def as_bytes(value: Json) -> Tensor:
 
 
 def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the Python value that `encode` made into `value`. `tensor`: returns a tensor by name. Raises `CheckpointError`."""
+    """Return the Python value that `encode` made into `value`. `tensor`: returns a tensor by name. Raises `CheckpointError` if
+    `value` has a kind of object that this version does not know."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):

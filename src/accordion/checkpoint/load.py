@@ -97,7 +97,8 @@ class _Request:
 
 
 def _checked(files: Files, request: _Request) -> _Plan:
-    """Plan this load, compare all checksums, and return the plan. Raises `CheckpointError` on every rank. Collective."""
+    """Plan this load, compare all checksums, and return the plan. Collective. Raises `CheckpointError` on every rank if the
+    checkpoint is damaged or does not fit, or if ranks were given different checkpoints."""
     team = request.team
     if len(set(team.gathered(files.digest))) > 1:
         this = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
@@ -218,7 +219,8 @@ def _state_to_load(manifest: Manifest, team: Team) -> str:
 
 
 def _check(files: Files, plan: _Plan, team: Team) -> None:
-    """Compare the checksums of all that this load uses, on the first rank also of all `state=`. Raises `CheckpointError`."""
+    """Compare the checksums of all bytes that this load uses; the first rank also compares those of the `state=` of all ranks.
+    Raises `CheckpointError` if one differs."""
     reads = [*plan.of_model, *plan.of_optimizer]
     for name, entry in files.manifest.tensors.items():
         is_used = plan.state is not None and (name == plan.state or name.startswith(plan.state + "/"))
@@ -230,7 +232,8 @@ def _check(files: Files, plan: _Plan, team: Team) -> None:
 
 
 def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Return {key: saved state} for the objects in `state`, if any, and more. Raises `CheckpointError` if one is missing."""
+    """Return {key: saved state} of all objects that were saved with `state=`; {} if this load has none. Raises `CheckpointError`
+    if a key of `state` is missing."""
     if plan.state is None:
         return {}
 

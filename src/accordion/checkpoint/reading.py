@@ -120,7 +120,7 @@ class Read:
     fresh: bool = False
 
     def span(self) -> tuple[int, int]:
-        """Return (start, end), the range of bytes in the chunk with all rows (along dim 0) of which `box` has elements."""
+        """Return (start, end), the range of bytes in the chunk that has all rows (along dim 0) in which `box` has elements."""
         rows, shape = self.box.within(self.chunk.box), self.chunk.box.shape
         if not rows:
             return 0, self.entry.num_bytes(self.chunk.box)
@@ -261,7 +261,8 @@ class Files:
         return str(total.hexdigest())
 
     def fill_all(self, reads: Iterable[Read]) -> None:
-        """Fill the tensors of `reads`, without comparing checksums, except those that `faults` fills. Call `faults` first."""
+        """Fill the tensors of `reads`, without comparing checksums. Call `faults` first: it fills those for which `Read.at_once`
+        returns memory, which are skipped here."""
         for read in reads:
             if read.at_once() is None:
                 assert read.into is not None

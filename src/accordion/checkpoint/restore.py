@@ -101,8 +101,8 @@ def restored(
     """Return (the state dict to load into `optimizer`, {saved name: tensor in it that is still to be filled}).
 
     A parameter keeps its current states if the saved optimizer lacks it, if it was saved with another shape, or if its saved
-    states belong to other parts of it. The states of all others become the saved ones, or none. If the optimizer is of another
-    kind, all stay.
+    states belong to other rows of it. Any other parameter gets its saved states, or none if none were saved. If the saved
+    optimizer is of another class, nothing changes.
     """
     tensors: dict[str, Tensor] = {}
 

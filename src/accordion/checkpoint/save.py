@@ -124,7 +124,7 @@ class SaveJob:
     keep: int
 
     def run(self, agree: Callable[[Callable[[], object]], object], host: memoryview | None = None) -> None:
-        """Write the checkpoint, then remove older ones as `keep` says. Collective. After an error it is removed if incomplete.
+        """Write the checkpoint, then remove older ones as `keep` says. Collective. If writing fails, remove what was written.
 
         `agree`: calls a function on each rank and raises on all ranks if one fails, as `Team.agree` does. `host`: the bytes of
         this rank's parts in host memory; None reads them from their devices.
@@ -155,7 +155,8 @@ class SaveJob:
 
 
 def _state_tensors(state: Mapping[str, Stateful], team: Team) -> dict[str, Tensor]:
-    """Return by name what this rank saves for `state`: all state dicts as bytes of JSON, and the tensors in them."""
+    """Return name -> tensor to save on this rank for `state`: one with all state dicts as bytes of JSON, and each tensor in them.
+    Raises `CheckpointError` for values that JSON cannot hold, and for DTensors."""
     if not state:
         return {}
     state_key = state_name(team.index)

@@ -95,7 +95,7 @@ class Resets:
     def _arguments(
         self, module: nn.Module, method: Callable[..., Any], adapter: str
     ) -> tuple[list[str], dict[str, Any]]:
-        """Return (names of missing arguments, name -> value of others) of the reset `method`, from the config or the layer."""
+        """Return (arguments of the reset `method` without a value, name -> value of all others, from the config or the layer)."""
         missing, arguments = [], {}
         config = self.configs.get(adapter)
         for name, parameter in list(inspect.signature(method).parameters.items())[1:]:

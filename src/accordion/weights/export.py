@@ -140,7 +140,8 @@ def _names_of_adapters(model: nn.Module, values: Mapping[str, Any]) -> set[str] 
 
 
 def load_exported(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Fill a sharded model, or the adapters of a PEFT model, from a folder that `save_pretrained` wrote. Collective."""
+    """Fill a sharded model, or the adapters of a PEFT model, from a folder that `save_pretrained` wrote. Collective. Raises
+    `CheckpointError` if weights are missing or do not fit."""
     if not is_peft(model):
         load_pretrained(model, folder)
         return

@@ -221,10 +221,10 @@ def _reset(
     families: bool = True,
     known: Collection[str] = (),
 ) -> None:
-    """Reset a module and its submodules, children first, in the order of `nn.Module.apply`. `only`: modules to reset or enter.
+    """Reset a module and its submodules, children first, in the order of `nn.Module.apply`.
 
-    `adapters`: resets adapter layers. `families`: initialise models of transformers too. `known`: packages whose modules are
-    left out, because an enclosing model has initialised them.
+    `adapters`: resets adapter layers. `only`: modules to reset; any other is skipped with its submodules. None: all. `families`:
+    initialise models of transformers too. `known`: packages whose modules an enclosing model has initialised; they are skipped.
     """
     if only is not None and module not in only:
         return
@@ -278,7 +278,8 @@ def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> N
 
 
 def _agree_on_generators(engine: Engine, when: str) -> None:
-    """Raise `DivergenceError` on every rank if their random generators differ, because they would draw different parameters."""
+    """Raise `DivergenceError` on every rank if the ranks' random generators differ, since they would draw different parameters.
+    `when`: "before" or "after" `initialise`, for the message. Collective."""
     device = engine.context.device
     states = [torch.get_rng_state()]
     if device.type != "cpu":

@@ -112,7 +112,7 @@ def remember_source(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def source_of(model: nn.Module) -> str | None:
-    """Return the folder that `remember_source` stored in `model` or a module in it; None if there is none any more."""
+    """Return the folder that `remember_source` stored in `model` or in a module inside it; None if there is none."""
     return next((vars(module)[SOURCE] for module in model.modules() if SOURCE in vars(module)), None)
 
 
@@ -317,8 +317,9 @@ def _named(
 
 
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
-    """Return the name in `wanted` that means `key`; None without one. These are tried in order: `key`; `key` without names of
-    wrappers; that with ever more of `prefixes` removed from its start; and each of these with one prefix added."""
+    """Return the name in `wanted` for which `key`, a name in a file, stands; None if there is none. Tries `key` itself, then `key`
+    without the names of wrappers, then removes one of `prefixes` after another from its start. At last it tries each of these
+    names with one of `prefixes` added."""
     names = [key]
     key = without_wrappers(key, INSIDE)
     while True:

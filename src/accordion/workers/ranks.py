@@ -67,8 +67,8 @@ class Seat:
 
 
 class WorkerTeam:
-    """Context manager for the rank processes of one contender, a program to compare with others. They are started, as `world`
-    describes, when it is created; the exit kills them. Raises `BenchError` if one fails.
+    """Context manager for the rank processes of one contender, a program to compare with others. The constructor starts them, as
+    `world` describes, and raises `BenchError` if one fails. The exit of the context kills them.
 
     `make(seat, *args)` is called in each process and returns the object whose methods `ask` calls; it must be a function of a
     module, since it is pickled by name. `environ`: environment variables, set before `make` is called.

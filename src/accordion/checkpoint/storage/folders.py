@@ -35,7 +35,8 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 
 
 def checkpoint_at(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder to read for the checkpoint at `path`, a hidden one while a save replaces it. Raises `UsageError`."""
+    """Return the folder to read for the checkpoint at `path`: while a save replaces that, a hidden one with the older checkpoint.
+    Raises `UsageError` if `path` is no path, or a URL that fsspec cannot open."""
     return readable(folder_at(path))
 
 

@@ -153,7 +153,7 @@ class Local:
         self._lock.release()
 
     def discard(self) -> None:
-        """Remove this folder, which `begin` returned, and unlock its name. Raises `OSError`."""
+        """Remove this folder, which `begin` returned, and unlock the checkpoint's name. Raises `OSError` if removing fails."""
         try:
             if self.path.exists():
                 claims.remove(self.path)
@@ -162,7 +162,8 @@ class Local:
                 self._lock.release()
 
     def remove(self, mark: object) -> None:
-        """Remove this checkpoint, unless a job saves under its name or `mark()` no longer equals `mark`. Raises `OSError`."""
+        """Remove this checkpoint. Does nothing if a job saves under its name, or if `mark()` no longer equals `mark`, because a
+        save has replaced it. Raises `OSError` if removing fails."""
         try:
             lock = claims.NameLock.take(self.path.with_name(claims.replaced(self.path.name) or self.path.name))
         except CheckpointError:

@@ -207,7 +207,8 @@ class Hub:
     def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
         """Return (rank, text) of the first failure or end, after waiting up to `wait_s` for one; None without any.
 
-        Errors that another rank caused count only if there is no other. With `model`, failed steps of other models do not count.
+        An error that another rank caused counts only if there is no other cause. With `model`, failed steps of other models do
+        not count.
         """
 
         def causes_of_model() -> list[tuple[int, str, str]]:
