@@ -109,8 +109,8 @@ def _check_archive(file: BinaryIO) -> None:
 
 
 def _model_state(saved: Any) -> tuple[dict[Any, Any], list[str]]:
-    """Return (the model's state dict, keys of `saved` that are left out). The state dict is the value of `saved` for a key such as
-    "model", or else `saved` itself. Raises `CheckpointError` if `saved` is no dict."""
+    """Return (the model's state dict, keys of `saved` that are left out). The state dict is the value of `saved` for a key such
+    as "model", or else `saved` itself. Raises `CheckpointError` if `saved` is no dict."""
     if not isinstance(saved, dict):
         raise CheckpointError(f"it holds a {type(saved).__name__} and no state dict.")
     for key in MODEL_KEYS:

@@ -144,9 +144,9 @@ def _in_memory(place: str) -> str:
 
 
 def traced_as(choice: Choice) -> Choice:
-    """Return the choice to trace for a log of `choice` in which parameters and states are not offloaded. Choices with other
-    offloads of these get an equal one. It has `num_traced` micro-batches, and offloads only the inputs of recomputed units: to
-    the host, also in place of a disk."""
+    """Return the choice to trace for a log of `choice` in which parameters and states stay on the device. It has `num_traced`
+    micro-batches, and offloads only the inputs of recomputed units: to the host, also in place of a disk. It is equal for all
+    choices that differ only in the offload of parameters and states, so they share a trace."""
     inputs = Offload(activations=in_memory(choice.offload).activations)
     return replace(choice.but(offload=inputs), accumulate=choice.num_traced)
 
@@ -252,8 +252,8 @@ class Search:
 
 
 def check_offload(offload: Offload) -> None:
-    """Raise `UsageError` if `offload` cannot be planned: it sets more than places, puts parameters on a disk, or puts parameters
-    but no optimizer states off the device."""
+    """Raise `UsageError` if `offload` cannot be planned: it has settings besides `params`, `optimizer` and `activations`, has
+    parameters on a disk, or offloads parameters but no optimizer states."""
     planned = Offload(params=offload.params, optimizer=offload.optimizer, activations=offload.activations)
     if offload != planned or folder_of(offload.params) or (offload.params != DEVICE and offload.optimizer == DEVICE):
         raise UsageError(

@@ -134,7 +134,7 @@ Event = Alloc | Free | Op | Collective | Launch | Land | Mark | Wait | Enter
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Log:
-    """The log of a step after the optimizer's states exist. It is never changed, so results computed from it may be cached."""
+    """The log of a step that begins with existing optimizer states. Nobody changes it, so results from it may be cached."""
 
     held: list[tuple[Alloc, int | None]]  # live before the step, with the index of the unit (None: of no unit)
     events: list[Event]
@@ -145,9 +145,9 @@ class Log:
 
 
 def without_host(log: Log) -> Log:
-    """Return a copy of `log` without the allocations and operators on the host. Its `host_bytes` is the most host memory that
-    is live at once, and its `unmodelled` says that the host takes no time. If no host memory is live before the step, return
-    `log` itself."""
+    """Return a copy of `log` without the allocations and operators on the host. Its `host_bytes` is the most host memory that is
+    live at once. Its `unmodelled` notes that the log has no time for the step on the host. If no host memory is live before the
+    step, return `log` itself."""
     live = {alloc.number: alloc.num_bytes for alloc, _ in log.held if alloc.stream == HOST}
     if not live:
         return log

@@ -116,7 +116,7 @@ def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ra
     """Return `config` with the global batch of the run that saved the checkpoint `path`, for `num_ranks` ranks.
 
     `train.micro_batch` is lowered if it does not divide a rank's share of that batch. `config` is returned as it is if `path`
-    is None, if `num_ranks` does not divide that batch, or if the user set another. `named`: keys that the user set.
+    is None, if `num_ranks` does not divide that batch, or if the user set the batch. `named`: keys that the user set.
     """
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named

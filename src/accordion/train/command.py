@@ -94,8 +94,8 @@ def _expanded(word: str) -> str:
 
 
 def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
-    """Return part -> class path ("task" -> "net.py:Task"), from the run files `files` and from `flags`, which override them.
-    Class paths are read before all else, since the options of a class are keys too."""
+    """Return "task" or "optimizer" -> class path, such as "net.py:Task", from the run files `files` and from `flags`, which
+    override them. Class paths are read before other keys, since the options of a class are keys too."""
     paths: dict[str, str] = {}
     for file in files:
         content = flattened(content_of(file))

@@ -257,8 +257,8 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
     """Return the run's tokenizer, a fast one of transformers: of `data.tokenizer`, of the model's folder, or else one with up
-    to `model_vocab` tokens that is trained on `source` and stored in `cache`. Raises `UsageError` if it is unusable, for a chat
-    also if it has no chat template."""
+    to `model_vocab` tokens that is trained on `source` and stored in `cache`. Raises `UsageError` if it cannot be read or is not
+    fast, and for chats, if it has no chat template."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(

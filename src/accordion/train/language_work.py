@@ -110,7 +110,7 @@ class LanguageWork:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        """Return the mean loss over the validation labels of all ranks that are not `IGNORED`. Collective."""
+        """Return the mean loss over the validation labels of all ranks, except `IGNORED` ones. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
         batches, chunked = validation_batches(rows, order, share, self._collate()), self.is_chunked
@@ -237,7 +237,7 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 def label_losses(model: nn.Module, batch: Batch, *, chunked: bool = False) -> tuple[Tensor, Tensor]:
     """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32.
 
-    `chunked`: the head computes the loss for some tokens at a time; see `check_chunked_loss`.
+    `chunked`: the head computes the loss for some tokens at a time, so the logits of all tokens are never in memory.
     """
     shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     labels: Tensor = batch["labels"]

@@ -71,7 +71,7 @@ def trained(
 
 
 def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: ExitStack) -> tuple[int, Outcome]:
-    """Run the steps after the first `done`. Returns (number of steps done, outcome). `stack`: is closed by the caller."""
+    """Run the steps after the first `done`. Returns (number of steps done, outcome). `stack`: closes `Steps` at its end."""
     screen = run.screen
 
     def record(metrics: StepMetrics) -> None:

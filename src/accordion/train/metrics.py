@@ -53,7 +53,7 @@ class Validation:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of this rank: allocated on the accelerator, or resident in the process on CPU."""
+    """Return the peak memory of this rank in bytes: allocated on the accelerator, or on CPU, resident in the process."""
     if device.type != "cpu":
         return int(torch.accelerator.memory.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_folder(path: str) -> dict[str, Any]:
-    """Return the content of config.json in the folder `path`. Raises `UsageError` if that is no model, or a quantised one."""
+    """Return the content of config.json in the folder `path`. Raises `UsageError` if it has no model, or a quantised one."""
     folder = Path(path)
     if not folder.is_dir():
         raise UsageError(f"model.path {path!r} is no folder; give one with config.json, or take a model.preset.")

@@ -47,7 +47,7 @@ def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 
 class ExampleRows(Dataset[Row]):
-    """Dataset of rows of examples. Each is truncated to `seq_len` labels, and left out if that cuts off all of its answers.
+    """Dataset of rows of examples. Each example is truncated to `seq_len` labels, and left out if no answer remains.
 
     `packing`: "documents" (several examples in a row), "length" (one, sorted by length) or "none" (one).
     """

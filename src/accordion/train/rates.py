@@ -32,7 +32,8 @@ class LearningRates:
         ]
 
     def before(self, step: int) -> float:
-        """Set the rates for `step` = 1, 2, ... (without skipped ones), unless `prescribed` is None. Returns the first group's."""
+        """Set the rates of all groups for `step`, if `prescribed` is given; return the first group's rate. `step`: 1, 2, ...,
+        without skipped steps."""
         if self._prescribed is not None:
             for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
                 group["lr"] = self._prescribed(step, float(options["lr"]))

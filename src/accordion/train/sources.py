@@ -61,8 +61,8 @@ class Fields:
         return (*self.needed, *self.optional)
 
     def row(self, where: str, values: Mapping[str, Any], split: Split, what: str = "field") -> DataRow:
-        """Return a row with the fields in `values` that have one of `names`; its `left` has the names of the others. Raises
-        `UsageError` if a needed field is missing. `what`: the word for a field in this error."""
+        """Return a row with those fields of `values` (name -> value) that are in `names`. The names of all other fields go into
+        its `left`. Raises `UsageError` if a needed field is missing. `what`: the word for a field in this error."""
         for name in self.needed:
             if name not in values:
                 near = nearest(name, list(values)[:20]) if values else "it is empty."

@@ -317,7 +317,7 @@ def _named(
 
 
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
-    """Return the name in `wanted` for which `key`, a name in a file, stands; None if there is none. Tries `key` itself, then `key`
+    """Return the name in `wanted` that `key`, a name in a file, stands for; None if there is none. Tries `key` itself, then `key`
     without the names of wrappers, then removes one of `prefixes` after another from its start. At last it tries each of these
     names with one of `prefixes` added."""
     names = [key]

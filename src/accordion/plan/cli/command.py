@@ -52,7 +52,7 @@ def show(page: Page) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Raise `UsageError` if `path` is a folder or its folder is missing, before a search that takes a minute."""
+    """Raise `UsageError` if `path` is a folder, or if the folder above it is missing. Called before the search, which is slow."""
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir():
         problem = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {str(folder)!r}"

@@ -69,7 +69,7 @@ def _verdict(plan: Plan) -> Table:
 
 
 def _time(plan: Plan) -> list[Table]:
-    """Return the tables of the step's time at middle rates, by kind and by unit; none if the step was not traced."""
+    """Return the tables of the step's time at middle rates, by kind and by unit; [] if the step was not traced."""
     steps = plan.chosen.steps
     if steps is None or plan.log is None:
         return []

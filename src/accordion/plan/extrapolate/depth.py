@@ -161,7 +161,8 @@ class _Extension:
                 raise IrregularError
 
     def _shape(self, event: Event, block: int) -> object:
-        """Return `event` of `block` in a form that is equal for equal blocks: relative origins in place of numbers."""
+        """Return a description of `event`, of the block with index `block`. It is equal for the same event of equal blocks: it
+        refers to other events by their positions relative to `block`, not by numbers."""
         if isinstance(event, Alloc):
             return (Alloc, event.num_bytes, event.stream)
         if isinstance(event, (Launch, Mark)):

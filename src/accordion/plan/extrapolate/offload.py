@@ -34,7 +34,7 @@ COPIED = 2  # a copy reads and writes
 
 
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
-    """Return the log of a step with offloaded parameters and states, derived from `log`, that of the step without them.
+    """Return the log of a step with offloaded parameters and states, derived from `log`, in which they are on the device.
 
     The result has the memory and work of the device only; `replay.host_work` adds the time of copies, host and disk. Offload of
     activations must be in `log` already. Do not use this for a single rank, whose offload has to be traced.

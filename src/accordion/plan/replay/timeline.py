@@ -236,7 +236,8 @@ class TimePart:
 
 
 def by_kind(step: Step) -> list[TimePart]:
-    """Return the compute stream's time by kind, longest first, which adds up to the step; then the work on side streams."""
+    """Return the time of each kind of work: first on the compute stream, where the sum is the step's time, then on side streams.
+    Either list begins with the longest."""
     waits: dict[str, float] = {}
     for stream, seconds in step.waits.items():
         name = WAITED_FOR.get(stream, "waiting for others")

@@ -71,7 +71,8 @@ class Floor:
 
 
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
-    """Return the floor from the FULL_SHARD step of `choice`: its `log`, its peak of allocated bytes, and its time in `step`."""
+    """Return the floor that a FULL_SHARD step gives. `choice`, `log`, `step`: its configuration, log and time. `num_bytes`: its
+    peak of allocated bytes."""
     starts = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
     last = starts[-1] if starts else 0
     gathered: list[int] = []

@@ -207,8 +207,8 @@ class Evaluator:
     # -- figures
 
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
-        """Compute a candidate's figures from `log`, that of its step without offloaded states, and return the candidate.
-        `traced`: log of its step with offload, for the memory; None: the memory is derived from `log`."""
+        """Set a candidate's figures, and return the candidate. `log`: of its step without offloaded states. `traced`: of its step
+        with offload, to compute the memory; None: that is derived from `log`. Stores its bounds for later choices too."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         candidate.is_traced = self.traces.is_own(log) and (traced is not None or not choice.offload.is_any)
         candidate.memory = memory_of(traced or self._offloaded(choice, log), self._most)
@@ -221,7 +221,7 @@ class Evaluator:
         return candidate
 
     def _offloaded(self, choice: Choice, log: Log) -> Log:
-        """Return the log of the step of `choice`, derived from `log`, that of the step without offloaded states."""
+        """Return the log of the step of `choice` with its offload, derived from `log`, which has no offloaded states."""
         return offloaded(log, choice.offload, self._space.compute_bytes)
 
     def _step(self, log: Log, choice: Choice, rate: str, *, drawn: bool = False) -> Step:

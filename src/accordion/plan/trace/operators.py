@@ -93,7 +93,7 @@ def unknown_workspace_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[i
 
 @cache
 def row_of(func: Any) -> Operator:
-    """Return the table's row of an operator, or that of its family."""
+    """Return the table's row of an operator, or of its family; without one, `CUSTOM` or, for torch's own operators, `PLAIN`."""
     if func._schema.name in OPERATORS:
         return OPERATORS[func._schema.name]
     if func.namespace not in NAMESPACES:
@@ -177,7 +177,8 @@ def _copy_in(args: Any, out: Any) -> int:
 
 
 def _flash_backward(args: Any) -> int:
-    """Return the workspace bytes: the query's gradient in float32; with fewer key heads, gradients of all heads too."""
+    """Return the workspace bytes of FlashAttention's backward: the query's gradient in float32. If there are fewer key heads than
+    query heads, also the gradients of key and value for each query head."""
     query, key = args[1], args[2]
     rounded = -(-query.shape[2] // 128) * 128
     sums = query.shape[0] * query.shape[1] * rounded * (query.shape[3] + 1) * 4
