@@ -169,7 +169,8 @@ def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> l
 
 
 def own_box(name: str, tensor: Tensor) -> Box:
-    """Return the box of `tensor` on this rank, all of a plain tensor. Raises `CheckpointError` if the local shape differs."""
+    """Return the box of `tensor` that this rank has: of a plain tensor, all of it. Raises `CheckpointError` if the local tensor
+    of a DTensor has another shape than its placements give."""
     if not isinstance(tensor, DTensor):
         return box_of(tensor.shape, ())
     box, local_shape = box_of(tensor.shape, cuts(name, tensor, own_coordinate(tensor))), tuple(local_of(tensor).shape)

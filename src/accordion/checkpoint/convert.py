@@ -183,7 +183,7 @@ def ties_of(files: Files) -> dict[str, str]:
 def _configuration(
     files: Files, folder: Path, like: str | os.PathLike[str] | None, dtype: torch.dtype | None
 ) -> list[str]:
-    """Write the configuration of `like`, or else of the checkpoint, to `folder`; return file names, none if it is unknown."""
+    """Write the configuration of `like`, or else of the checkpoint, to `folder`; return the file names, [] if there is none."""
     if like is not None:
         if not (Path(like) / CONFIG).is_file():
             raise UsageError(f"like {str(like)!r} has no {CONFIG}; give a folder of transformers.")

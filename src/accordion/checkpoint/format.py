@@ -54,7 +54,7 @@ CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items(
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: checksums, each of `piece_bytes`."""
+    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: a checksum of each `piece_bytes`."""
 
     file: str
     box: Box
@@ -103,7 +103,7 @@ class Manifest:
 
 
 def holds(to: torch.dtype, saved: torch.dtype) -> bool:
-    """Return True if a load may cast `saved` to `to`: floats to any floats, integers to types that hold all of their values."""
+    """Return True if `saved` may be cast to `to`: floats to floats, complex to complex, integers to types that hold all values."""
     if saved == to:
         return True
     if saved.is_floating_point or saved.is_complex:

@@ -210,7 +210,8 @@ def _plan(files: Files, wanted: Contents, states: RankStates | None, request: _R
 
 
 def _state_to_load(manifest: Manifest, team: Team) -> str:
-    """Return the name of the tensor with the saved `state=`: this rank's if as many ranks saved as load, else the first's."""
+    """Return the name of the tensor with the saved `state=`: this rank's if as many ranks saved as load, else the first rank's.
+    Raises `CheckpointError` if there is none."""
     saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.split("/")[2:] == ["state"]}
     if not saved:
         raise CheckpointError("it was saved without state=; load it without state=.")

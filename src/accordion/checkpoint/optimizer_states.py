@@ -80,7 +80,8 @@ SAME_ON_ALL = {
 
 
 def _refuse(unequal: Mapping[str, list[str]], call: str) -> None:
-    """Raise `CheckpointError` if `unequal` ({fact: values}) has more than states of parameters. `call`: "save" or "load"."""
+    """Raise `CheckpointError` if `unequal` ({fact: values}) has a fact other than a state of a parameter. `call`: "save" or
+    "load", for the message."""
     for begins, what in SAME_ON_ALL.items():
         name = next((name for name in unequal if name.startswith(begins)), None)
         if name is not None:
@@ -239,7 +240,8 @@ class RankStates:
     why: str | None
 
     def put_into(self, param: str, entry: Json) -> Json:
-        """Return `entry`, the state of `param` in the manifest, placeholders replaced by this rank's values, or dropped."""
+        """Return `entry`, the state of `param` in the manifest, with this rank's values in place of placeholders. A placeholder
+        without a value is dropped."""
         if entry == {OF_RANK: True}:
             return self.states.get((param, None), {})
         values = {key: self.states.get((param, key), value) for key, value in entry.items()}

@@ -159,7 +159,7 @@ def read_files(
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Return {tensor: file name} from the index in `folder`. Raises `CheckpointError` for a path as file name, and damage."""
+    """Return {tensor: file name} from the index in `folder`. Raises `CheckpointError` if it is damaged or has a path as name."""
     path = folder / HF_INDEX
     with opened(path) as file, named(f"{path} is no index of safetensors"):
         places = json.loads(file.read().decode(), object_pairs_hook=without_twins)["weight_map"]

@@ -69,9 +69,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 def find_model(source: str, cache: Path | None = None, *, like: str | None = None) -> StoredModel:
     """Return the model that `source` names, without reading its weights. Raises `UsageError` if there is none.
 
-    `source`: as in `TAKES`. `cache`: the folder that `cache_folder` returns, to look up the tokenizer of a checkpoint, or None.
-    `like`: a folder of transformers, which is the base model if `source` is an adapter. If `source` is a checkpoint of a whole
-    model, the config.json in `like` replaces the checkpoint's own configuration.
+    `source`: a checkpoint, a run's folder, or a folder of transformers or PEFT. `cache`: folder that `cache_folder` returns, to
+    look up the tokenizer of a checkpoint. `like`: a folder of transformers, which is the base model if `source` is an adapter. If
+    `source` is a checkpoint of a whole model, the config.json in `like` replaces the checkpoint's own configuration.
     """
     kind, path = located(source)
     if kind == "checkpoint":
@@ -261,7 +261,7 @@ def ends_of(*eos: int | list[int] | None) -> list[int]:
 
 
 def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the model of `stored` on meta, in eval mode; a PEFT model if it has an adapter. Raises `UsageError` if it fails."""
+    """Return the model of `stored` on meta, in eval mode; with an adapter, a PEFT model. Raises `UsageError` if that fails."""
     model = language_model(configuration_of(stored), repr(stored.path), dtype=dtype).eval()
     if stored.adapter is None:
         return model
@@ -304,8 +304,8 @@ def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
 
 def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: str = "adapter.targets") -> nn.Module:
     """Freeze `model`, which is on meta, add LoRA layers, and return it as a PEFT model in train mode. Raises `UsageError` if
-    `model` lacks a layer in `lora["targets"]`, or if that cannot have an adapter. `lora`, `base`: as for `lora_config`. `key`:
-    name of the option with the targets, for errors."""
+    `model` lacks a layer in `lora["targets"]`, or if that cannot have an adapter. `lora`: `r`, `alpha`, `dropout`, `targets`.
+    `base`: path of the base's weights. `key`: name of the option with the targets, for errors."""
     config = lora_config(lora, base)
     from peft import get_peft_model
 
@@ -335,7 +335,7 @@ def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
 
 
 def adapter_weights(path: str, *, ours: bool) -> dict[str, Tensor]:
-    """Return an adapter's weights on the CPU, by PEFT's names. `ours`: `path` is a checkpoint of accordion, else one of PEFT."""
+    """Return an adapter's weights on the CPU, by PEFT's names. `ours`: `path` is a checkpoint of accordion, not a PEFT folder."""
     if not ours:
         from peft import load_peft_weights
 

@@ -1,1 +1,1 @@
-"""Memory and time of a training step, before launch; read api, search, predict, trace, in this order."""
+"""Predict memory and time of a training step before launch. The code is best read in the order api, search, predict, trace."""

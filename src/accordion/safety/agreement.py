@@ -31,8 +31,8 @@ logger = logging.getLogger("accordion")
 class UnitCall(NamedTuple):
     """One step of a forward: the call of the unit with index `unit` begins or, if `leaves` is True, ends.
 
-    `differentiable`: a backward may reach the call. `depth`: number of calls in progress around the step; an ending call counts
-    itself. `trained`: indices of the unit's parameters that require gradients. `reads`: the call begins because code reads the
+    `differentiable`: a backward may reach the call. `depth`: number of unit calls in progress at the step, with a call that ends
+    in it. `trained`: indices of the unit's parameters that require gradients. `reads`: the call begins because code reads the
     unit's weight, not because the unit's forward runs.
     """
 
@@ -45,8 +45,8 @@ class UnitCall(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """Decision that ranks which are behind repeat steps of their last forward, without exchanging messages, until they have
-    done `num_done` steps of forward number `root`, as other ranks have."""
+    """Decision that some ranks catch up first: they repeat the steps of their last forward, without exchanging messages, until
+    they have done `num_done` steps of forward number `root`, as other ranks have."""
 
     root: int
     num_done: int | None  # None: to the end
@@ -178,7 +178,7 @@ class OrderAgreement(Observer):
 
     @property
     def trusts_history(self) -> bool:
-        """True if this rank may take a step, if `_expected` predicts it, without asking the other ranks."""
+        """True if this rank may take the steps that `_expected` predicts without asking the other ranks."""
         return not (self.always or self._is_new or self._num_to_follow)
 
     @cached_property
@@ -225,7 +225,7 @@ class OrderAgreement(Observer):
             self._follow(outcome)
 
     def must(self, what: str) -> None:
-        """Wait until all ranks are about to do `what`, which has no dummy call. Raises `DivergenceError` if a rank cannot."""
+        """Wait until all ranks are about to do `what`, which has no dummy call. Raises `DivergenceError` if a rank will not."""
         while (
             reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()})
         ) is not None:

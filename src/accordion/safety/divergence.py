@@ -231,7 +231,7 @@ class DivergenceMonitor(Observer):
     # -- other ranks that are gone
 
     def _gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
-        """If a rank of `ranks` has ended, return (rank, text) of the first failure, maybe of another rank; else None."""
+        """Return None if no rank of `ranks` has ended, else (rank, text) of the first failure, which may be another rank's."""
         if (hub := self._hub) is None or (gone := hub.gone(ranks)) is None:
             return None
         return hub.cause(0.0, self._prefix) or gone

@@ -118,8 +118,8 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _begin_write(tensor: Tensor, param: Param) -> None:
-    """Prepare a write into `tensor`, which is `param` or a view of it. Raises `UsageError` if it is a view that was gathered into
-    new memory. If it is not `param` itself (but its `.data`), increment the version counter of `param`."""
+    """Prepare a write into `tensor`, which is `param` or a view of it. Raises `UsageError` for a view that was gathered into new
+    memory. If `tensor` is another object than `param`, as `param.data`, increment the version counter of `param`."""
     base, storage = _torch.base_of(tensor), _torch.local_of(tensor).untyped_storage()
     if isinstance(base, DTensor) and _torch.local_of(base).untyped_storage() is not storage:
         raise UsageError(
@@ -166,8 +166,8 @@ def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the number in a tensor of one element, reduced over ranks (a collective) unless it is replicated. torch returns
-    this rank's part, for `grad.norm().item()` a partial sum."""
+    """Return the number in a tensor of one element, reduced over ranks (a collective) unless it is replicated. torch itself would
+    return this rank's part of it, for `grad.norm().item()` a partial sum."""
     tensor: DTensor = args[0]
     if not _is_ours(tensor):
         return _torch.unanswered(operator, args, kwargs)

@@ -83,7 +83,7 @@ class FiniteCheck(Observer):
 
 
 class OverflowSpread(Observer):
-    """Observer that, if any rank's gradient shards have inf or NaN, adds inf to the gradients that are not sharded.
+    """Observer that adds inf to the gradients that are not sharded, if the gradient shards of any rank have inf or NaN.
 
     It acts after each reduce, for units in fp16. `torch.amp.GradScaler` reduces its flag over ranks only if the first gradient
     is sharded; otherwise one rank might skip a step that others take.

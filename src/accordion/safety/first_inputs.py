@@ -55,7 +55,7 @@ def have_own_data(engine: Engine) -> bool:
 
 @torch.no_grad()
 def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
-    """Start to copy (checksum, 1 if its elements differ else 0) of each tensor to the host, and return one copy per device.
+    """Start to copy (checksum, 0 if all elements are equal else 1) of each tensor to the host. Return one copy per device.
 
     Tensors on meta, without elements, or of a subclass are left out.
     """
@@ -70,6 +70,6 @@ def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
 
 
 def digest_of(copies: Iterable[HostCopy]) -> int | None:
-    """Return a digest of `copies`, made by `checksums_of`; None if no tensor has elements that differ."""
+    """Return a digest of `copies`, made by `checksums_of`; None if each tensor consists of equal elements."""
     pairs = [pair for copy in copies for pair in copy.read()[0]]
     return zlib.crc32(repr(pairs).encode()) if any(differs for _, differs in pairs) else None

@@ -59,7 +59,7 @@ class PassHistory:
         return True
 
     def note(self, phase: Phase, event: Hashable) -> None:
-        """Record `event`, expected or not, in the `phase` in progress; nothing if there is none."""
+        """Record `event`, expected or not, in the `phase` in progress. Do nothing if no such phase is in progress."""
         if self.matches(phase, event) or phase not in self._open:
             return
         run = self._open[phase]

@@ -72,7 +72,7 @@ def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] 
 
 
 def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
-    """Return the optimizer that `make` returns for the trained parameters of `model`. Raises `UsageError` for other results."""
+    """Return `make(trained parameters of model)`. Raises `UsageError` if that is no `torch.optim.Optimizer`."""
     optimizer: object = make([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")

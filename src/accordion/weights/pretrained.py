@@ -117,8 +117,8 @@ def source_of(model: nn.Module) -> str | None:
 
 
 def fill_from_source(model: nn.Module) -> None:
-    """Load the weights of a sharded model from the folder that `source_of` returns, and forget it; do nothing if that is None.
-    Collective."""
+    """Load the weights of a sharded model from the folder that `source_of` returns, then forget the folder. Do nothing if there
+    is none. Collective."""
     folder = source_of(model)
     if folder is not None:
         load_pretrained(model, folder)

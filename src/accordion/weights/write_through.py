@@ -52,7 +52,7 @@ class Full:
         self.storage.resize_(0)
 
     def take(self, value: Tensor) -> None:
-        """Write this rank's rows of `value`, a full tensor, to the shard; do nothing without `writes_shard`."""
+        """Write this rank's rows of `value`, a full tensor, to the shard. Do nothing if `writes_shard` is False."""
         if self.writes_shard:
             _torch.local_of(self.param.sharded).copy_(own_part(value, self.param))
 

@@ -34,8 +34,8 @@ def cache_folder() -> Path:
 
 
 def place_of(o: Options) -> Path | None:
-    """Return the path of the cache file for the options `o`. None if they plan a task, or if `o.model` is no preset and no JSON
-    file or folder with a config.json."""
+    """Return the path of the cache file for the options `o`. None if they plan a task, or if `o.model` is neither a preset, nor a
+    JSON file, nor a folder with a config.json."""
     folder = Path(o.model)
     config = _text(folder / "config.json" if folder.is_dir() else folder)
     if o.task is not None or (o.model not in PUBLISHED and not config.lstrip().startswith("{")):

@@ -236,8 +236,8 @@ class TimePart:
 
 
 def by_kind(step: Step) -> list[TimePart]:
-    """Return the time of each kind of work: first on the compute stream, where the sum is the step's time, then on side streams.
-    Either list begins with the longest."""
+    """Return the times of the compute stream by kind, whose sum is the step's time, followed by those of work on side streams.
+    Each of the two parts is sorted, longest first."""
     waits: dict[str, float] = {}
     for stream, seconds in step.waits.items():
         name = WAITED_FOR.get(stream, "waiting for others")

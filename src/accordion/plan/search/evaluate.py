@@ -131,7 +131,7 @@ class Evaluator:
 
     def with_copies(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return new candidates: the fastest of `candidates`, changed so that each node keeps a copy of a unit from its forward
-        to its backward. Choices for which this saves no messages are left out."""
+        to its backward. Choices for which this saves no messages are left out. [] if the search tries no copies."""
         if not self._space.search.copies:
             return []
         fastest = [c.choice for c in self._fastest_first(candidates)]

@@ -61,7 +61,7 @@ class Position:
 class Hub:
     """This rank's side of the connections between `links.ranks`: sends reports, and stores those of other ranks.
 
-    `ended`: by rank, text on how its program has ended. `lost`: the same, only of ranks whose connection is closed.
+    `ended`: by rank, text on how its program has ended. `lost`: the entries of `ended` for ranks whose connection is closed.
     A meeting is a barrier with a name at which ranks exchange reports if these differ.
     """
 
@@ -314,8 +314,8 @@ class Hub:
         return next(iter([*posts, *causes.values()]), "")
 
     def _log_wait(self, rank: int, text: str, place: str) -> None:
-        """Log that `rank` will not join, unless it or this rank, which may wait on its device, has moved on since `text`, the
-        reason, and `place`, this rank's position, were taken."""
+        """Log that `rank` will not join a collective for which this rank may wait on its device. `text`: the reason. `place`:
+        this rank's position. Does nothing if either has changed since it was taken, because a rank has moved on."""
         if not self.is_closed and self._why_not(rank) == text and str(self.position) == place:
             log.error(
                 "rank %d %s, and this rank %s and may wait for it on its device, where waits never time out; all ranks must "

@@ -45,7 +45,7 @@ class PositionQuestion(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionAnswer(HubMessage):
-    """The answer of `rank`, in `where` the text of what it does, to question `number` of rank `to`."""
+    """The answer of `rank` to question `number` of rank `to`. `where`: text on what `rank` does."""
 
     number: int
     to: int
