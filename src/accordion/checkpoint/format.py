@@ -103,7 +103,7 @@ class Manifest:
 
 
 def holds(to: torch.dtype, saved: torch.dtype) -> bool:
-    """Return True if `saved` may be cast to `to`: floats to floats, complex to complex, integers to types that hold all values."""
+    """Return True if `saved` may be cast to `to`: floats to floats, complex to complex, integers if `to` holds all of `saved`."""
     if saved == to:
         return True
     if saved.is_floating_point or saved.is_complex:

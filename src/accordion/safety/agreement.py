@@ -278,7 +278,7 @@ class OrderAgreement(Observer):
         self.open_dummies.append((step.depth, hooks, *hooks.begin_dummy(step.differentiable, step.reads)))
 
     def close(self, depth: int) -> None:
-        """End the open dummy calls at `depth` or deeper, innermost first."""
+        """End the open dummy calls (calls that only match collectives of other ranks) at `depth` or deeper, innermost first."""
         while self.open_dummies and self.open_dummies[-1][0] >= depth:
             _, hooks, call, fulls = self.open_dummies.pop()
             hooks.end_dummy(call, fulls)

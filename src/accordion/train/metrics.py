@@ -74,8 +74,8 @@ class MetricsLog:
         say: Callable[[str], None],
         trackers: Mapping[str, RunTracker] | None = None,
     ) -> None:
-        """Open the file to continue after `first_step` steps; lines of later steps are removed. Raises `OSError`, after closing
-        the trackers. `say`: shows a line. `trackers`: name -> tracker that is open; the exit closes it."""
+        """Open the file to continue after `first_step` steps, and remove the lines of later steps. If this fails, close the
+        trackers and raise `OSError`. `say`: shows a line. `trackers`: name -> open tracker; the exit closes it."""
         self._trackers = dict(trackers or {})
         self._path, self._say, self._is_lost = run_dir / METRICS, say, False
         try:

@@ -101,7 +101,8 @@ class RunSaves:
         return done
 
     def _order_folder(self, path: Path, done: int) -> None:
-        """Move checkpoints of later steps aside and update the best one, for a run that resumes from `path` at step `done`."""
+        """Prepare the folder of checkpoints after resuming from `path` at step `done`. Unless `checkpoint.resume` is "auto", move
+        checkpoints of later steps aside. Link the best checkpoint if that was not done, and read its loss."""
         run = self._run
         if self._options.resume != "auto" and run.place.rank == 0:
             # Later starts would take them as the newest. Moved only now, after the chosen one has loaded.

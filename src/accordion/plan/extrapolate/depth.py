@@ -69,8 +69,8 @@ class Shortened:
 
 
 def extend(log: Log, short: Shortened) -> Log:
-    """Return the log of the deep model, derived from `log`, the shortened model's. Raises `IrregularError` if events of the
-    blocks do not repeat."""
+    """Return the log of a deep model, derived from `log`, that of the model with fewer equal blocks. `short`: how the deep model
+    was shortened. Raises `IrregularError` if the events of the blocks do not repeat."""
     return log if short.traced == short.total else _Extension(log, short).log()
 
 
@@ -150,7 +150,7 @@ class _Extension:
         return block is not None and self._start <= block < self._start + self._period
 
     def _check(self) -> None:
-        """Raise `IrregularError` unless middle blocks at the distance of a period have equal events."""
+        """Raise `IrregularError` unless the middle blocks repeat: blocks that are a period apart must have equal events."""
         shapes: dict[tuple[StepPhase, int, int, int], list[object]] = {}
         for segment in self._segments:
             if segment.block is None or not self._is_middle(segment.block):
@@ -236,7 +236,8 @@ class _Extension:
         return [self._numbers[origin._replace(block=b)] for b in blocks]
 
     def _refers_to_one_block(self, segment: _Segment, origin: _Origin) -> bool:
-        """Return True if `segment`, outside of blocks, refers to the block of `origin` only, not to all equal blocks."""
+        """Return True if `segment`, which is outside of blocks, refers to the event `origin` of one block only, and not to the
+        same event of all equal blocks."""
         # A backward ends before the transfers of blocks 0 to `later` have ended, so these are waited for after it, block by
         # block. If the same event of a later block is referred to as well, then the segment refers to each block.
         assert origin.block is not None

@@ -67,7 +67,8 @@ def peak_of(log: Log) -> MemoryPeak:
 
 
 def _peak_at(log: Log, num_bytes: int, at: int, held_bytes: int, highest: dict[str, int]) -> MemoryPeak:
-    """Return the peak of `num_bytes` that is reached after event number `at` of the log; -1: before the step."""
+    """Describe a peak of `num_bytes`, reached after event number `at` of `log`; -1: before the first event. `held_bytes` and
+    `highest` are put into the result as they are."""
     live = {a.number: a for a, _ in log.held}
     place = StepPart(StepPhase.FORWARD, -1)
     for event in log.events[: at + 1]:

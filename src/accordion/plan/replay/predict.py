@@ -49,7 +49,7 @@ class MemoryNeed:
         return self.possible_bytes < cluster.card_bytes
 
     def is_open(self, cluster: Cluster) -> bool:
-        """Return True if it depends on the unknown workspace of an operator whether the step fits."""
+        """Return True if the unknown workspace of an operator decides if the step fits."""
         return self.needed_bytes < cluster.card_bytes <= self.possible_bytes
 
 

@@ -162,7 +162,7 @@ class _Clock:
         self._wait(stream, waited, self._streams.get(transfer, ""))
 
     def step(self) -> Step:
-        """Return the simulated time. Call once, at the end: waits for the streams that are still busy."""
+        """Return the simulated time, with a wait at its end for streams that are still busy. Call it once, after all events."""
         busy = self._busy
         total = max(busy.values(), default=0.0)
         self._in_place[0] += total - self._entered

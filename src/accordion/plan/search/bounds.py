@@ -132,6 +132,7 @@ def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
 
 
 def as_full_shard(choice: Choice) -> Choice:
-    """Return the choice whose floor bounds `choice`: FULL_SHARD without replicas and copies, states on the device."""
+    """Return the FULL_SHARD choice whose memory and time are lower bounds for `choice`: without replicas and copies of units, and
+    with states on the device."""
     inputs = replace(NO_OFFLOAD, activations=choice.offload.activations)
     return replace(choice.but(strategy=FULL_SHARD, offload=inputs), replicas=1).keeping(0)

@@ -54,7 +54,7 @@ class Candidate:
     why: str = ""
 
     def is_open(self, cluster: Cluster) -> bool:
-        """Return True if it depends on the unknown workspace of an operator whether the choice fits into the GPU."""
+        """Return True if the unknown workspace of an operator decides if the choice fits into the GPU."""
         return self.memory is not None and self.memory.is_open(cluster)
 
     @property
@@ -161,8 +161,8 @@ class Evaluator:
         return sorted(chosen, key=lambda c: self._least_s(c) / (c.micro_batch * c.accumulate))
 
     def _floor(self, choice: Choice) -> Floor | None:
-        """Return the floor for a choice, from the FULL_SHARD choice that bounds it. If that was not evaluated, derive the floor
-        from the FULL_SHARD choice without recomputation. None if that was not evaluated either."""
+        """Return lower bounds of a choice's memory and time, from the FULL_SHARD choice that bounds it. If that was not
+        evaluated, derive them from the FULL_SHARD choice without recomputation. None if that was not evaluated either."""
         full = as_full_shard(choice)
         how = choice.sharding.checkpointing
         if full in self._floors or not how.every:

@@ -66,7 +66,7 @@ def closest(candidates: Sequence[Candidate], space: Space) -> Candidate:
 
 
 def why_not(candidate: Candidate, best: Candidate | None, space: Space) -> str:
-    """Return the reason why `candidate` was not chosen: it does not fit, or it is slower than `best`."""
+    """Return the reason why `candidate` was not chosen: it does not fit, or is slower than `best`; "" for neither."""
     cluster = space.cluster
     card = cluster.card_bytes / GIB
     if candidate.bound:

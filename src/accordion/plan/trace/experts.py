@@ -78,7 +78,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> Me
 
 
 def silent_exchange(tracker: Tracker) -> Exchange:
-    """Return an exchange that sends nothing, logs an all-to-all and returns uninitialized rows."""
+    """Return a stand-in for an all-to-all of rows: a function that logs it, sends nothing and returns uninitialized rows."""
 
     def exchange(rows: Tensor) -> Tensor:
         tracker.collective(ALL_TO_ALL, rows.nbytes, EXPERTS)
