@@ -240,5 +240,5 @@ def rank_prefix(rank: int) -> str:
 
 
 def state_name(rank: int) -> str:
-    """Return the name of the tensor that holds, as bytes of JSON, the states of the objects in `state=` of `rank`."""
+    """Return the name of the tensor that holds, as bytes of JSON, the states of the objects that `rank` saved by `state=`."""
     return f"{rank_prefix(rank)}state"

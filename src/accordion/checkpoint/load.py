@@ -253,7 +253,8 @@ def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
 
 
 def _reads(name: str, entry: TensorEntry, tensor: Tensor, fresh: bool = False) -> Iterable[Read]:
-    """Iterate over the reads that fill this rank's shard of `tensor` (`fresh`: a new one). Raises `CheckpointError` on meta."""
+    """Iterate over the reads that fill this rank's shard of `tensor`. `fresh`: `tensor` is new, so it may be filled before all
+    checksums are compared. Raises `CheckpointError` if `tensor` is on the meta device."""
     local = local_data(tensor)
     if local.is_meta:
         raise CheckpointError(f"{name} is on the meta device; call to_empty before loading.")

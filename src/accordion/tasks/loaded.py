@@ -198,7 +198,7 @@ def example_of(task: LoadedTask, micro_batch: int) -> Any:
 
 
 def is_loader(data: object) -> bool:
-    """Return True if `data` yields batches and not samples."""
+    """Return True if `data` yields batches, not samples: if it is a `DataLoader`, or an iterable with `batch_size`."""
     return isinstance(data, DataLoader) or (hasattr(data, "batch_size") and hasattr(data, "__iter__"))
 
 

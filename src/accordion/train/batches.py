@@ -263,7 +263,7 @@ def _in_step(loader: Any, device: torch.device) -> Iterator[tuple[Any, int]]:
 
 
 def rows_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the rows of its first tensor; 1 if it has none."""
+    """Return the number of samples in a batch: the rows of its first tensor, or 1 if that has no dims or there is no tensor."""
     leaves = tree_leaves(batch)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     return int(first.shape[0]) if first is not None and first.dim() else 1
@@ -286,7 +286,7 @@ def means_of(
     values_of: Callable[[Any], Mapping[str, Any]],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return name -> mean over the validation batches of all ranks, with the model in evaluation mode; empty without batches.
+    """Return name -> mean over the validation batches of all ranks, with the model in evaluation mode; {} without batches.
     Collective. Random numbers that are drawn meanwhile do not change those of the training.
 
     `batches`: (batch, number of its samples that count). `values_of(batch)` returns name -> mean or (sum, count).

@@ -111,7 +111,7 @@ def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run the subcommand: start the ranks, or be one if torchrun or srun started this process. Returns the exit code."""
+    """Run the subcommand: start the ranks, or be one rank if torchrun or srun started this process. Returns the exit code."""
     began_s = time.time()
     values = _values(words)
     config, named = _checked(values), frozenset(values)

@@ -94,7 +94,7 @@ def _result(prepared: Prepared, outcome: loop.Outcome) -> Fit:
 
 @contextmanager
 def _reported_to_other_ranks() -> Iterator[None]:
-    """Context manager that reports an exception of its body to the other ranks, which needs the process group; reraises it."""
+    """Context manager that reports an exception of its body to the other ranks, and raises it again. Needs the process group."""
     try:
         yield
     except BaseException as error:

@@ -307,6 +307,6 @@ def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
 
 
 def trained_model(config: Config) -> nn.Module:
-    """Return the model of `config` on the meta device; with adapters on frozen weights if it has adapters."""
+    """Return the model of `config` on the meta device. If `config` names adapters, add them and freeze all other parameters."""
     model = causal_model(config.model, config.data)
     return model if config.adapter.kind == "none" else with_lora(model, asdict(config.adapter), config.model.path)

@@ -276,7 +276,7 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
 def _failed(error: ChildFailedError, *, asked: bool) -> int:
     """Report ranks that ended by a signal, and return the exit code of the job. `asked`: signals were forwarded to ranks.
-    Raises `NothingStartedError` if these signals ended the ranks."""
+    Raises `NothingStartedError` if these signals ended the ranks before they could save."""
     by_signal = {PREEMPTED, *(-number for number in SIGNALS)}
     if error.get_first_failure()[1].exitcode == PREEMPTED:
         return PREEMPTED

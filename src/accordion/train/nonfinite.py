@@ -69,7 +69,7 @@ def source_of(model: nn.Module, again: Callable[[Callable[[Tensor], Tensor]], ob
 
 
 def _finite_everywhere(loss: Tensor) -> Tensor:
-    """Return `loss`. Raises `NonFiniteError` on every rank if it is NaN or inf on any. Collective."""
+    """Return `loss`. Raises `NonFiniteError` on every rank if the loss of any rank is NaN or inf. Collective."""
     losses: list[Tensor] = [torch.empty_like(loss.detach()) for _ in range(dist.get_world_size())]
     dist.all_gather(losses, loss.detach())
     wrong = next((rank for rank, value in enumerate(losses) if not math.isfinite(float(value))), None)

@@ -229,8 +229,8 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
-    """Read a training batch, and compute its loss if the model is small and on the CPU. Restores the random numbers. Raises
-    `TaskError` if the user's code fails, and `UsageError` if the loss depends on no parameter."""
+    """Try a task: read a training batch, and if the model is small and on the CPU, compute its loss. Random generators are as
+    before afterwards. Raises `TaskError` if the user's code fails, and `UsageError` if the loss depends on no parameter."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))

@@ -100,9 +100,9 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a file or of a saved datasets folder, with the fields named in `fields`. Raises `UsageError`, which
-    names the line or row, for one that cannot be read or lacks a needed field. `key`: name of the file in the source; with the
-    number of a row, it decides the row's split."""
+    """Yield the rows of a file or of a saved datasets folder, with the fields named in `fields`. Raises `UsageError` for a row
+    that cannot be read or lacks a needed field; the error names its line or number. `key`: name of the file in the source. `key`
+    and the number of a row decide the row's split."""
     rows = _saved if path.is_dir() else _table if suffix_of(path) in TABLES else _json
     yield from rows(path, key, fields)
 

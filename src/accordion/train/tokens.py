@@ -113,7 +113,7 @@ def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache:
 
 
 def keep_tokenizer(spec: str, digest: str, cache: Path) -> None:
-    """Write `spec`, the content of tokenizer.json, into `cache` under `digest`, for `accordion generate`."""
+    """Write `spec`, the content of tokenizer.json, into `cache` under `digest`, unless it is there. For `accordion generate`."""
     path = cache / "tokenizers" / digest / "tokenizer.json"
     if not path.exists():
         write_whole(path, spec)
