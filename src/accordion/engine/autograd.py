@@ -62,9 +62,10 @@ class AwaitReduce(torch.autograd.Function):
 
 
 def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tuple[Tensor | None, ...] | None:
-    """Wait for the reduces `parts` of a call, and write the sharded gradients of parameters without hooks to `.grad`.
+    """Wait for the reduces `parts` of a call, and add the sharded gradients to `.grad` of parameters that have no hooks.
 
-    Returns (None, None, one gradient or None per trained parameter) for autograd to accumulate; None if there are none.
+    `accumulates`: False to leave all gradients to autograd. Returns the gradients that autograd must accumulate, as (None, None,
+    one gradient or None per trained parameter); None if there are none.
     """
     engine = call.engine
     if engine.arriving:
@@ -170,8 +171,9 @@ class Gather(torch.autograd.Function):
 class OutputNode(torch.autograd.Function):
     """The identity on the outputs of the model's outermost call; its backward calls `begin`, which starts that call's backward.
 
-    Inputs: `tensors` has `num_outputs` outputs, then one tensor of each inner call. `zero`: the gradient of those. `shared`:
-    outputs that share memory with others, or with inputs; if one was modified in place, the backward raises `UsageError`.
+    `tensors`: `num_outputs` outputs, then one tensor per inner call; the backward gives each of the latter the gradient `zero`.
+    `shared`: outputs that share memory with an input or another output; if one was modified since, the backward raises
+    `UsageError`. It also does so for a gradient that is a DTensor, or batched with reduces to come.
     """
 
     # Gradients of the inner calls' tensors make the Gather of each call run, in one order on all ranks, also on a rank that
@@ -195,7 +197,7 @@ class OutputNode(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Return the tangents of forward-mode differentiation, through an `OutputNode` of their own for their backward."""
+        """Return the outputs' tangents, passed through a second `OutputNode`. Raises `UsageError` for batched tangents."""
         outputs = tangents[4 : len(tangents) - len(ctx.to_reach)]
         having = [tangent for tangent in outputs if tangent is not None]
         if any(map(_torch.is_batched, having)):

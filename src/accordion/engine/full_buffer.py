@@ -78,7 +78,7 @@ class FullBuffer:
             self.flat.data.fill_(float("nan"))
 
     def stay(self, stays: bool) -> None:
-        """Allocate the storage and let `close` do nothing until `stay(False)`, which frees it: CUDA graphs record addresses."""
+        """True: allocate the storage and make `close` do nothing, since CUDA graphs record addresses. False: undo, and free."""
         if stays:
             self.open()
             self.close = lambda: None  # type: ignore[method-assign]

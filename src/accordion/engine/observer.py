@@ -29,7 +29,7 @@ class CallInForward(Protocol):
     """Protocol for one run of a unit's forward, as observers see it.
 
     `root`: number of the outermost call, -1 in a backward. `is_dummy`: True if this rank only joins the collectives of ranks
-    that call the unit. `needs_full_in_backward`: the backward gathers the unit. `may_come_back`: a backward may reach the call.
+    that call the unit. `needs_full_in_backward`: the backward gathers the unit. `may_come_back`: a backward may reach this call.
     """
 
     unit: Unit
@@ -84,7 +84,7 @@ class Observer:
         """Called when a backward reaches the first unit."""
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
-        """Called when a backward reaches `call`, before the unit is gathered; also before a recomputation, with None."""
+        """Called when a backward reaches `call`, before the unit is gathered; before a recomputation, `call` is None."""
 
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Called with this rank's full gradients of a call's trained parameters, before they are reduced or summed."""

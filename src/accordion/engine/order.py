@@ -31,7 +31,7 @@ class UnitOrder:
         self._last[phase] = START
 
     def visit(self, phase: Phase, unit: int) -> None:
-        """Record that `unit` is about to run. Before the first backward, the reverse of the forward is recorded for it."""
+        """Record that `unit` is about to run. Until a backward has run, its order is taken to be the reverse of the forward's."""
         last = self._last[phase]
         if last == unit:
             return

@@ -69,7 +69,7 @@ class SecondaryGroup(CutGroup):
         return self._leaving
 
     def leaves(self, keeps: bool) -> None:
-        """Turn slices of later forwards on or off; without slices, backwards gather from all ranks."""
+        """Set whether later forwards keep slices of the full parameters. Without slices, backwards gather from all ranks."""
         self._leaving.leaves = keeps
 
     def gather(self) -> Transfer | None:

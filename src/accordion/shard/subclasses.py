@@ -61,7 +61,8 @@ def check_tensor(name: str, tensor: Tensor, *, offloads: bool, may_follow: bool 
 
 
 def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool, sync: bool) -> None:
-    """Raise `UsageError` for a tensor subclass that the strategy or the other settings cannot shard."""
+    """Raise `UsageError` for a parameter that is a tensor subclass and cannot be sharded: without the methods of FSDP2, on the
+    meta device, with `offloads` or `sync`, or with a strategy that keeps full copies or cuts rows twice."""
     for o in owned:
         if _torch.is_plain(o.original):
             continue
@@ -179,7 +180,7 @@ class Extended:
 
 
 def _sent(tensor: Tensor, c: Cut) -> Tensor:
-    """Return `tensor` as a plain tensor, with padding rows if this rank has fewer, because all ranks must send equal parts."""
+    """Return `tensor` as a plain tensor. If this rank has fewer rows than others, zeros pad it: all ranks send equal sizes."""
     if not _torch.is_plain(tensor):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     short = 0 if c.dim is None or not tensor.dim() else c.chunk - tensor.shape[0]
@@ -201,7 +202,7 @@ class _Shown(torch.autograd.Function):
 
 
 class _SubclassGather(Transfer):
-    """A gather after whose end `then` is called on the compute stream."""
+    """A gather that calls `then` when the compute stream waits for its end."""
 
     __slots__ = ("then",)
     then: Callable[[], None]
@@ -230,7 +231,7 @@ class _SubclassBuffers:
 
 
 class _SubclassGroup(Group):
-    """A group of subclass parameters of one compute dtype, which are gathered by their own methods and reduced like others."""
+    """A group of subclass parameters of one compute dtype. Their own methods gather them; gradients are reduced as usual."""
 
     def __init__(
         self,
