@@ -117,8 +117,8 @@ class Settings:
 def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -> Settings:
     """Read a `ds_config.json`, from a path or as a dict, and return its `Settings`. Needs neither DeepSpeed nor a process group.
 
-    `auto`: values for keys that are `"auto"`, by dotted key, as the Hugging Face Trainer fills them from its arguments;
-    docs/compat_deepspeed.md lists the value of each without one. Raises `UsageError` for a wrong key or value.
+    `auto`: values for keys that are `"auto"`, by dotted key, as the Hugging Face Trainer fills them from its arguments.
+    docs/compat_deepspeed.md lists what each becomes without an entry. Raises `UsageError` for a wrong key or value.
     """
     values = dict(_flat(_content(source)))
     keys = {name: _key(name, value) for name, value in {**dict.fromkeys(auto or {}), **values}.items()}
@@ -178,8 +178,8 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of each key in nested sections; a section without rows in `KEYS` is a value itself. Raises
-    `UsageError` if a section is not a dict."""
+    """Yield (dotted key, value) of each key in nested sections. A dict of which `KEYS` has no keys inside is yielded as a value.
+    Raises `UsageError` if a section is not a dict."""
     for key, value in content.items():
         name = f"{prefix}{key}"
         if not prefix and key == "bfloat16":
@@ -197,7 +197,7 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _row(name: str) -> str | None:
-    """Return the key of `KEYS` for the dotted key `name`: itself, or the section around it if that takes any key; else None."""
+    """Return the key in `KEYS` for the dotted key `name`: `name`, or the section around it if that takes any key, or None."""
     row = name
     while row and row not in KEYS:
         row = row.rpartition(".")[0]
@@ -244,7 +244,7 @@ def _resolved(name: str, value: Any, key: Key, auto: Mapping[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, key: Key) -> Any:
-    """Return the value, with whole numbers as int. Raises `UsageError` if the key does not take it."""
+    """Return `value`, as an int if `key` takes whole numbers. Raises `UsageError` if `key` does not take this value."""
     takes = None if value == "auto" else key.takes  # some are resolved later, from other keys
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if takes is bool and not isinstance(value, bool):

@@ -72,7 +72,8 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that are gathered together.
-        mesh: the ranks, by default all. A 1-D mesh shards, a 2-D one replicates on its first axis. Experts may have fewer.
+        mesh: the ranks, by default all. A 1-D mesh shards, a 2-D one replicates on its first axis. Inner modules, such as
+            experts, may have a mesh of fewer ranks.
         reshard_after_forward: True frees full parameters after the forward, False keeps them until the backward, and None
             leaves this to the engine. An int n, which must divide the ranks, keeps them sharded over n ranks.
         shard_placement_fn: parameter -> Shard(dim), None for dim 0, or torch's ShardPlacementResult with a mesh of its own.

@@ -88,7 +88,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Gather the full parameters of this module, but not those of FSDP modules inside it.
 
         They are plain tensors in `parameters()` until `reshard`, a forward that reshards, or the end of a backward. With
-        `async_op`, a handle is returned at once, whose `wait` registers them.
+        `async_op`, return a handle at once; its `wait` registers them.
         """
         part = fsdp_part(self)
         if async_op:
@@ -150,13 +150,14 @@ class FSDPModule(_Base):  # type: ignore[misc]
     # -- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose if backwards reduce gradients (True), or add up full ones on each rank until one that reduces (False)."""
+        """Choose if backwards reduce gradients (True), or only add up full ones on each rank for a later reduce (False)."""
         for part in _parts(self, recurse):
             part.settings.sync = part.settings.all_reduce = requires_gradient_sync
             _settle_sync(part)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose if backwards on a 2-D mesh reduce gradients (True), or add up full ones on each rank (False)."""
+        """Choose if backwards on a 2-D mesh reduce gradients (True), or only add up full ones on each rank for a later reduce
+        (False). Without effect on a 1-D mesh."""
         for part in _parts(self, recurse):
             part.settings.all_reduce = requires_all_reduce
             _settle_sync(part)
@@ -165,8 +166,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Accepted without effect: each backward waits for its own reduces, which is right for every micro-batch."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Accepted without effect: `finalize_backward` always reduces. Raises `RuntimeError` in a backward or if not the
-        root."""
+        """Accepted without effect: `finalize_backward` always reduces. Raises `RuntimeError` for a change in a backward, and on
+        a module that is not the root."""
         part = _root_part(self, "set_manual_backward_finalization")
         if part.settings.finalizes != enabled and _torch.is_in_backward():
             raise RuntimeError("set_manual_backward_finalization cannot change in a backward; call it between steps.")
@@ -175,7 +176,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce gradients that were only summed on each rank; free full parameters unless `set_reshard_after_backward(False)`.
 
-        Collective, on the root, outside forward and backward. A handle (`async_op`) must be waited for before the next call.
+        Collective. With `async_op`, return a handle, whose `wait` must be called before the next `finalize_backward`. Raises
+        `RuntimeError` if it was not, in a forward or backward, and on a module that is not the root.
         """
         part = _root_part(self, "finalize_backward")
         if part.handle is not None:
@@ -234,7 +236,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Accepted without effect: reduces have a communicator of their own if that helps."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accepted without effect if positive: reduces of large gradients have no buffers, and never wait for each other's."""
+        """Accepted without effect if positive: reduces of large gradients have no input buffers that others could wait for."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers is a {type(max_input_buffers).__name__}; pass an int.")
         if max_input_buffers < 1:
