@@ -213,10 +213,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without(self, pairs: list[Pair], hooks: dict[int, Any]) -> Iterator[list[nn.Module]]:
-        """Context manager that hides `pairs` from accelerate's own save or load, but has it call `hooks` with all models.
+        """Context manager in which accelerate's own save or load skips `pairs`, but still calls `hooks` with all models.
 
-        Yields a list, to which models of `pairs` are added on all ranks when a hook on the first rank removes them from its
-        list, which tells that the hook itself saves or loads them.
+        Yields a list of models that the caller must not save or load, because a hook does. It is filled on all ranks when hooks
+        run, with each model of `pairs` that a hook on the first rank removes from its list of models or weights.
         """
         models, optimizers, objects, hidden = self._models, self._optimizers, self._custom_objects, dict(hooks)
         sharded, taken = [model for model, _ in pairs], list[nn.Module]()
