@@ -51,7 +51,7 @@ class Shape:
 
     @cached_property
     def _masters(self) -> tuple[Message, list[torch.dtype]] | None:
-        """(layout, dtypes) of the shards that are stepped in another dtype than they are gathered in; None without any."""
+        """(layout, dtypes) of the shards that are stepped in another dtype than they are gathered in; None if there are none."""
         wide = [i for i, dtype in enumerate(self.dtypes) if dtype != self.gathered]
         return (some_of(self.msg, wide), [self.dtypes[i] for i in wide]) if wide else None
 
@@ -199,7 +199,7 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
 
 
 def _to_host(kind: str, offload: Offload) -> Offload:
-    """Return `offload` with `kind`, one of its fields, on the host if that was on disk; else return it unchanged."""
+    """Return `offload` with its field `kind` ("params", "grads" or "optimizer") changed from disk to host; else unchanged."""
     is_on_disk = folder_of(getattr(offload, kind) or HOST) is not None
     return _without_budgets(offload, **{kind: HOST}) if is_on_disk else offload
 

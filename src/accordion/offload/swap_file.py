@@ -73,7 +73,7 @@ class SwapFile:
             return False
 
     def grow(self, num_bytes: int) -> None:
-        """Extend the file by `num_bytes`, a multiple of a page, out of reach of `mapped`. Raise `OffloadError` without room."""
+        """Extend the file by `num_bytes`, whole pages, which `mapped` cannot reach. Raise `OffloadError` without room."""
         try:
             os.posix_fallocate(self._plain, self.num_bytes, num_bytes)
         except OSError as error:

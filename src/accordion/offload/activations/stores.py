@@ -133,7 +133,8 @@ class DiskActivationStore:
         self._released.append((start, stop, moves))
 
     def stage(self, num_bytes: int) -> Stage:
-        """Return the least recently used host buffer, of at least `num_bytes`, after its last use, whose error it raises."""
+        """Return the least recently used host buffer, replaced if it is smaller than `num_bytes`. First waits for its last use,
+        and raises the error of that use."""
         self._stages.append(self._stages.pop(0))
         stage = self._stages[-1]
         stage.clear()

@@ -140,7 +140,7 @@ class States:
             ]
 
     def adopt(self, state: Any) -> None:
-        """Copy states that a load has put into `state`, the optimizer's, to this store, and put views of the store there."""
+        """Copy states that a load has put into `state` (`optimizer.state`) to this store; replace them by views of the store."""
         for place in self._places.values():
             p = place.param
             for key in place.shown if p in state else ():
