@@ -30,7 +30,7 @@ class Strategy:
     `hybrid`: the mesh has two dims, ("replicate", "shard"); `optim_over_replicas` shards the optimizer over both. `reduce`: the
     algorithm of gradient reduces; "exchange" is an all-to-all and a local sum, "auto" uses it inside a node for large messages.
 
-    Raises `UsageError` for an optimizer that is replicated while something is sharded, and for `optim_over_replicas` alone.
+    Raises `UsageError` if only the optimizer state is replicated, and for `optim_over_replicas` without `hybrid`.
     """
 
     name: str
@@ -67,7 +67,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def strategy_named(name: str | Strategy) -> Strategy:
-    """Return the strategy called `name`, such as "full_shard"; a `Strategy` is returned as it is. Raises `UsageError`."""
+    """Return the strategy called `name`, such as "full_shard"; a `Strategy` itself. Raises `UsageError` for unknown names."""
     if not isinstance(name, str):
         return name
     if name not in STRATEGIES:
@@ -257,7 +257,7 @@ class ActivationCheckpointing:
 
 
 def checkpointing_named(text: str) -> ActivationCheckpointing:
-    """Return the `ActivationCheckpointing` for "none", "full", "selective" or "every:K". Raises `UsageError`."""
+    """Return the `ActivationCheckpointing` for "none", "full", "selective" or "every:K". Raises `UsageError` for others."""
     if not isinstance(text, str):
         raise UsageError(
             f"checkpoint_activations is {text!r}, of type {type(text).__name__}; pass 'none', 'full', 'selective' or 'every:2'."

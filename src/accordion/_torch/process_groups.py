@@ -51,7 +51,7 @@ def collective(group: Any, name: str) -> Callable[..., Any]:
 def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]:
     """Return (timeout, new NCCL options) like those of the backend of `group` for `device`, for another group.
 
-    The timeout is None if the backend reports none, the options if it is not NCCL. No public names (2.11 to 2.13).
+    The timeout is None if the backend reports none. The options are None if it is not NCCL. No public names (2.11 to 2.13).
     """
     try:
         backend = group._get_backend(device)
