@@ -30,7 +30,8 @@ class Strategy:
     `hybrid`: the mesh has two dims, ("replicate", "shard"); `optim_over_replicas` shards the optimizer over both. `reduce`: the
     algorithm of gradient reduces; "exchange" is an all-to-all and a local sum, "auto" uses it inside a node for large messages.
 
-    Raises `UsageError` if only the optimizer state is replicated, and for `optim_over_replicas` without `hybrid`.
+    Raises `UsageError` if the optimizer state is replicated while parameters or gradients are sharded, and for
+    `optim_over_replicas` without `hybrid`.
     """
 
     name: str

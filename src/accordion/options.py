@@ -54,7 +54,7 @@ def at_least(least: float, default: Any, most: float = LARGEST, **needs: Any) ->
 
 def needing(default: Any, **needs: Any) -> Any:
     """Return a dataclass field that may be set only if other fields have certain values, which `check_values` checks. `needs`:
-    name of the other field -> its allowed values, or True if it must only be set."""
+    name of the other field -> its allowed values, or True if any value but an empty one will do."""
     return field(default=default, metadata={"needs": needs})
 
 

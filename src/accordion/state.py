@@ -129,7 +129,7 @@ Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | No
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if they are none, except for ()."""
+    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if it chooses none but is not ()."""
     if only is None:
         return dict(values)
     if only == ():

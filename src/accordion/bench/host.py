@@ -60,7 +60,7 @@ class HostLoop:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTime:
     """Host time of one contender. `unit`: CPU seconds per unit and step. `extra`: `unit` minus that of the unsharded model
-    ("plain"). Both are spreads over rounds; the value of a round is the median of its steps. `by_round`: `extra` of each round."""
+    ("plain"). Both are spreads over rounds; a round's value is the median of its steps. `by_round`: `extra` of each round."""
 
     unit: Spread
     extra: Spread

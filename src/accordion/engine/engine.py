@@ -145,7 +145,8 @@ class Engine:
 
     def leave(self, error: BaseException | None) -> None:
         """End a call of a unit; `error`: the exception that ended it, or None. The end of the outermost call, outside of a
-        backward, also frees units that were prefetched but not used, and notifies observers. Under no_grad the host waits."""
+        backward, also frees units that were prefetched but not used, and notifies observers. Under no_grad the host then waits
+        for running steps and copies."""
         self.depth -= 1
         if self.depth:
             return

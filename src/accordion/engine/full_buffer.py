@@ -78,7 +78,7 @@ class FullBuffer:
             self.flat.data.fill_(float("nan"))
 
     def stay(self, stays: bool) -> None:
-        """True: allocate the storage and make `close` do nothing, since CUDA graphs record addresses. False: undo, and free."""
+        """`stays` True: allocate the memory, and make `close` do nothing: CUDA graphs record addresses. False: undo, and free."""
         if stays:
             self.open()
             self.close = lambda: None  # type: ignore[method-assign]

@@ -87,7 +87,7 @@ class OffDeviceShards(ShardBuffer):
             self._is_written = True
 
     def settle(self, version: int) -> None:
-        """Before a gather: copy `locals` into the rows, unless these already have `version` of the shards or a step wrote them."""
+        """Before a gather: copy `locals` into the rows, unless these have `version` of the shards, or a step wrote them."""
         if self._row_version != version and not self._is_written:
             self.synchronize()
             self.write_rows()
