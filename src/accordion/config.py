@@ -111,7 +111,7 @@ class Precision:
         return self.params if self.params is not None and own.is_floating_point else own
 
     def master_dtype(self, own: torch.dtype, requires_grad: bool) -> torch.dtype:
-        """Return the dtype of the shard of a parameter of dtype `own`: the wider of it and `master`; frozen ones keep `own`."""
+        """Return the dtype of a parameter's shard: the wider of its dtype `own` and `master`, or `own` if it is frozen."""
         is_stepped = requires_grad and own.is_floating_point
         return wider(own, self.master) if is_stepped and self.master is not None else own
 
@@ -251,7 +251,7 @@ def folder_of(place: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """Recompute activations of every `every`-th unit, 0: none. `selective`: store those of attention and every other matmul."""
+    """Recompute activations of every `every`-th unit (0: of none). `selective`: except attention and every other matmul."""
 
     every: int = 0
     selective: bool = False

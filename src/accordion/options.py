@@ -150,7 +150,7 @@ def hint_of(flag: str, flags: Sequence[str], prog: str) -> str:
 
 
 def made(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return an instance of the dataclass `kind` from field name (or "group.field") -> value; others have their defaults."""
+    """Return an instance of the dataclass `kind` from field name (or "group.field") -> value; defaults for missing fields."""
     hints = get_type_hints(kind)
     arguments = {key: value for key, value in values.items() if "." not in key}
     for name, group in hints.items():

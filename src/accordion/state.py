@@ -51,8 +51,8 @@ def settle(engine: Engine, what: str) -> None:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Context manager: the backward of a forward inside it reduces no gradients, but sums full ones on each rank.
 
-    Parameters are gathered as usual. The next backward whose forward ran outside reduces these sums too, also of modules that
-    it does not reach. Raises `UsageError` with `step_in_backward`.
+    Parameters are gathered as usual. The next backward of a forward outside reduces these sums too, even for modules that this
+    backward does not reach. Raises `UsageError` with `step_in_backward`.
     """
     engine = sharded_engine(model, "no_sync")
     refuse_in_backward(engine, "no_sync")
@@ -129,7 +129,7 @@ Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | No
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if it chooses none but is not ()."""
+    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if it chooses none, unless ()."""
     if only is None:
         return dict(values)
     if only == ():
@@ -200,8 +200,8 @@ def attach_state_dict_hooks(model: nn.Module) -> None:
     """Register hooks on `model`, so that `load_state_dict` accepts full tensors too, of which each rank keeps its rows.
 
     With full tensors `load_state_dict` is collective. Ranks first compare names, shapes and checksums; if these differ, all
-    ranks raise `DivergenceError`, and nothing changes. With this rank's rows of every parameter it does not communicate.
-    `load_state_dict` and `state_dict` of any part of the model wait for optimizer steps in progress.
+    ranks raise `DivergenceError`, and nothing changes. If each parameter gets this rank's rows as a DTensor, they compare
+    nothing. `load_state_dict` and `state_dict` of any module inside also wait for optimizer steps in progress.
     """
     for module in model.modules():
         module.register_load_state_dict_pre_hook(_own_rows)

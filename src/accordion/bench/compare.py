@@ -78,7 +78,7 @@ def compare(
     """Train under each contender in `names`, compare their losses, then measure each in `rounds` turns of `STEPS` steps.
 
     Other contenders than this engine are left out if they do not start. `make`: creates the trainer of one rank. Prints
-    progress. Raises `BenchError` if a contender fails later, or if losses differ; nothing is measured then.
+    progress. Raises `BenchError` if a contender fails later, or if losses differ, before anything is measured.
     """
     with ExitStack() as stack:
         teams, left_out = [], {}

@@ -43,7 +43,7 @@ def start(seat: Seat) -> RankExam:
 
 
 class RankExam:
-    """The part of one rank in the checks that all ranks run together."""
+    """Runs one rank's side of the checks that all ranks run together."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device

@@ -172,8 +172,8 @@ class OutputNode(torch.autograd.Function):
     """The identity on the outputs of the model's outermost call; its backward calls `begin`, which starts that call's backward.
 
     `tensors`: `num_outputs` outputs, then one tensor per inner call; the backward gives each of the latter the gradient `zero`.
-    `shared`: outputs that share memory with an input or another output; if one was modified since, the backward raises
-    `UsageError`. It also does so for a gradient that is a DTensor, or batched with reduces to come.
+    `shared`: outputs that share memory with an input or another output. The backward raises `UsageError` if one of these was
+    modified in place, for a gradient that is a DTensor, and for batched gradients (`is_grads_batched`) of parameters.
     """
 
     # Gradients of the inner calls' tensors make the Gather of each call run, in one order on all ranks, also on a rank that

@@ -200,7 +200,7 @@ def group_of_job(communicator: Communicator, ranks: list[int], device: torch.dev
 
 
 def carried(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a view of it as bytes if not all backends support its dtype; its last dim must be contiguous."""
+    """Return `tensor`, or a view of it as bytes if not all backends support its dtype. The last dim must be contiguous."""
     return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 

@@ -223,8 +223,8 @@ class Hooks:
     def _input(self, nodes: list[Any], cast: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
         """Return an input cast to the unit's dtype, and append its autograd node to `nodes` if it requires a gradient.
 
-        `cast`: result by id of the input, for inputs that occur twice. If `unit.views_inputs`, the result is a view, whose
-        gradient is that of this call alone; `may_view` False prevents that for tensors in lists and mappings of the caller.
+        `cast`: result by id of the input, for inputs that occur twice. If `unit.views_inputs`, the result is a view, so that its
+        gradient counts this call alone. `may_view`: False for tensors in lists and mappings of the caller, which stay.
         """
         if id(tensor) in cast:
             return cast[id(tensor)]

@@ -30,7 +30,7 @@ class _Sum:
 class LocalSums:
     """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype.
 
-    `pending`: indices of parameters for which `add` was called since the last `take`; the same on all ranks.
+    `pending`: indices of parameters for which `add` was called since the last `take`, equal on all ranks.
     """
 
     def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:

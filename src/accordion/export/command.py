@@ -92,7 +92,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def export(options: ExportOptions, cache: Path) -> Exported:
-    """Write the model as `options` say, and return the files. `cache`: folder for files from the hub.
+    """Write the model as `options` say, and return what was written. `cache`: accordion's cache folder, which has tokenizers.
 
     Raises `UsageError` for wrong options or input, and `CheckpointError` for a damaged source. An error leaves no files.
     """

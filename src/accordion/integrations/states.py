@@ -115,7 +115,7 @@ def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
 class SavedFull:
     """Wrapper of an object that a library saves: its state dict has full tensors, which are sharded again when it is loaded.
 
-    `keep`: this rank saves; on others `state_dict` has None in place of sharded tensors.
+    `keep`: True on ranks that save. On all others, `state_dict` has None in place of sharded tensors.
     """
 
     def __init__(self, inner: Any, models: Iterable[nn.Module], keep: bool) -> None:

@@ -198,7 +198,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         return handle
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this module's own gradients by `factor` instead of the number of ranks."""
+        """Divide the sum of this module's own gradients by `factor` (above 0) instead of the number of ranks."""
         if not factor > 0:
             raise UsageError(f"the gradient divide factor is {factor!r}; pass a positive number.")
         part = fsdp_part(self)
@@ -236,7 +236,10 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Accepted without effect: reduces have a communicator of their own if that helps."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accepted without effect if positive: reduces of large gradients have no input buffers that others could wait for."""
+        """Accepted without effect: reduces of large gradients have no input buffers that others could wait for.
+
+        Raises `TypeError` unless `max_input_buffers` is an int, and `UsageError` if it is less than 1.
+        """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers is a {type(max_input_buffers).__name__}; pass an int.")
         if max_input_buffers < 1:

@@ -82,8 +82,8 @@ class ActivationOffload:
 
 
 class OffloadedInput:
-    """An input of a recomputed unit that is stored in `slot`. `before`: the input offloaded before it in the same forward,
-    which the backward needs after it; None for the first one."""
+    """An input of a recomputed unit that is stored in `slot`. `before`: the previous offloaded input of this forward, which the
+    backward needs next; None for the first one."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ class StateBlock:
     Args: `runs`: name -> `numel` elements, for each state that has the parameter's shape; `itemsize`: the smallest of
     parameter, gradient, row (the shard's copy in the gathered dtype) and states; `max_numel`: elements of the largest chunk;
     `steps_on_device`: chunks are stepped there, not on the host; `total_bytes`: bytes per element of parameter, gradient and
-    row; `disk_bytes`: bytes per element of those of them on disk.
+    row; `disk_bytes`: the part of `total_bytes` that is on disk.
     """
 
     runs: dict[str, Values]

@@ -232,7 +232,7 @@ def local_state(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor, local: Tensor) -> None:
-    """Write the states `inner` of a step into `outer`, the states of `p`; those of the shape of `local` as DTensors like `p`."""
+    """Write the states `inner` of a step into `outer`, the states of `p`. Tensors of the shape of `local` become DTensors."""
     for key, value in inner.items():
         current = outer.get(key)
         if current is value or (isinstance(current, DTensor) and _torch.local_of(current) is value):
