@@ -26,7 +26,8 @@ NUM_TAGS = 120  # tags identify units; int8 counts to 127, bfloat16 to 256
 
 
 def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) -> tuple[Message, Message]:
-    """Return (layout of gathers over the `shard` axis, layout of shards). The two differ only with `hybrid_shard_optim`."""
+    """Return (layout of gathers over the `shard` axis, layout of shards) for tensors divided as `cuts` and gathered in `dtype`.
+    The two differ only with `hybrid_shard_optim`."""
     limit = context.shard.gather.pack_limit_bytes
     outer = message(cuts, dtype.itemsize, num_flags=1, pack_limit_bytes=limit)
     if not context.cut_twice:

@@ -338,8 +338,8 @@ class Hooks:
         return call, fulls
 
     def end_dummy(self, call: Call, fulls: Sequence[Tensor]) -> None:
-        """End the call that `begin_dummy` returned. If that was differentiable, this rank joins the unit's collectives in the
-        backward too, with zeros as its gradients."""
+        """End the call; `call`, `fulls`: as `begin_dummy` returned them. If the call was differentiable, this rank joins the
+        unit's collectives in the backward too, with zeros as its gradients."""
         for watch in self.engine.observers.unit_leaves:
             watch(call, (), None)
         with torch.enable_grad():

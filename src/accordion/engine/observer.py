@@ -71,7 +71,7 @@ class Observer:
         """Called when the unit of `call` is gathered, and its modules see the full parameters `fulls`."""
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """Called at the end of a forward of a unit, with its result `out` or with `error`; return `out` or a replacement."""
+        """Called at the end of the forward `call`, with its result `out` or with `error`. Return `out` or a replacement."""
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:

@@ -120,7 +120,7 @@ def zeros_on(device: torch.device) -> Allocate:
 
 
 def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, list[int], Message]]:
-    """Return (dtype, indices of the shards of that dtype, their layout) for each dtype in `dtypes`, one per shard."""
+    """Divide the shards of layout `msg` by dtype (`dtypes`, one per shard). Returns (dtype, indices, layout) per dtype."""
     result = []
     for dtype in dict.fromkeys(dtypes):
         chosen = [i for i, d in enumerate(dtypes) if d == dtype]

@@ -119,7 +119,7 @@ def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
 
 
 def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
-    """Return folder -> bytes of the file for shards and gradients that this rank has in it."""
+    """Return folder -> bytes of this rank's file in it, for shards and gradients. `offloads`, `shapes`: one entry per unit."""
     num_bytes_in: dict[Path, int] = {}
     for offload, groups in zip(offloads, shapes, strict=True):
         for s in groups if offload.offloads else ():
@@ -131,8 +131,8 @@ def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
 
 
 def device_bytes(offload: Offload, shapes: Sequence[Shape], num_states: int = NUM_STATES) -> int:
-    """Return the bytes of one unit on the device while it is not gathered: shards, or copies of them in the gathered dtype,
-    gradients, and `num_states` optimizer states, each if `offload` keeps it there."""
+    """Return the bytes of one unit, with the groups `shapes`, on the device while it is not gathered. These are shards, or copies
+    of them in the gathered dtype, gradients, and `num_states` optimizer states, each if `offload` keeps it there."""
     num_bytes = 0
     if not offload.offloads:
         num_bytes = sum(s.shard_bytes + s.trained_bytes for s in shapes)

@@ -115,7 +115,8 @@ class Settings:
 
 
 def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -> Settings:
-    """Read a `ds_config.json`, from a path or as a dict, and return its `Settings`. Needs neither DeepSpeed nor a process group.
+    """Read the `ds_config.json` at the path `source`, or a dict of its content, and return its `Settings`. DeepSpeed and a
+    process group are not needed.
 
     `auto`: values for keys that are `"auto"`, by dotted key, as the Hugging Face Trainer fills them from its arguments.
     docs/compat_deepspeed.md lists what each becomes without an entry. Raises `UsageError` for a wrong key or value.
@@ -207,7 +208,7 @@ def _row(name: str) -> str | None:
 
 
 def _key(name: str, value: Any) -> Key:
-    """Return the `Key` of the dotted key `name`. Raises `UsageError` if it does not exist, or asks for what is refused."""
+    """Return the `Key` of the dotted key `name`. Raises `UsageError` if there is none, or if its `value` is not supported."""
     row = _row(name)
     if row is None:
         section, _, leaf = name.rpartition(".")
@@ -266,7 +267,7 @@ def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _strategy(values: Mapping[str, Any]) -> tuple[Strategy, int | None]:
-    """Return the strategy and, for a hybrid one, the number of ranks that share one sharded copy; else None."""
+    """Return (strategy, number of ranks that share one sharded copy, or None if it is not hybrid)."""
     stage = values.get("zero_optimization.stage", 0)
     if stage > 3:
         raise UsageError(f"zero_optimization.stage is {stage}; valid: 0, 1, 2, 3.")

@@ -171,7 +171,7 @@ class StateDicts(Wrapper):
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
-        """Return the state dict of `optim` by qualified names, with this rank's shards as DTensors."""
+        """Return the state dict of `optim` by qualified names, with this rank's shards as DTensors. `group` is ignored."""
         settings = settings_for(StateDictType.SHARDED_STATE_DICT, None, None)
         return named_state(model, optim, optim.state_dict(), settings)
 
