@@ -147,7 +147,7 @@ class Communicator:
 
 
 class Axis:
-    """The ranks of one mesh axis, `one_node` if all are on one machine: communicators for gathers and for reduces."""
+    """One mesh axis: its communicators for gathers and for reduces. `one_node`: True if all ranks are on one machine."""
 
     def __init__(
         self,

@@ -165,7 +165,7 @@ def aligned(numel: int, itemsize: int) -> int:
 
 
 def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], int]:
-    """Return (aligned offset of each full parameter, size of the buffer) in elements. Those that `cuts` cut on dim 0 are padded."""
+    """Return (aligned offset of each full parameter, size of the buffer) in elements; parameters cut on dim 0 are padded."""
     offsets, at = [], 0
     for c in cuts:
         offsets.append(at)

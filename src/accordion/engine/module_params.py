@@ -67,7 +67,8 @@ class ModuleParams:
     def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
         """Make `module.weight` return the tensor in `fulls` instead of the shard, until `hide(fulls)`.
 
-        If `registered`, so does `module.parameters()`. A backward passes False: if it raises, no hook puts the shards back.
+        If `registered`, `module.parameters()` has it too. A backward passes False, because no hook would put the shards back
+        into the registry if it raised.
         """
         self._shown.append((fulls, registered))
         self._install()

@@ -31,7 +31,7 @@ class UnitOrder:
         self._last[phase] = START
 
     def visit(self, phase: Phase, unit: int) -> None:
-        """Record that `unit` is about to run. Until a backward has run, its order is taken to be the reverse of the forward's."""
+        """Record that `unit` is about to run. The first backward is expected to run in the reverse order of the forward."""
         last = self._last[phase]
         if last == unit:
             return

@@ -93,7 +93,7 @@ def follow_moved(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rows_of(value: Any, sharded: torch.Tensor) -> Any:
-    """Return the state `value` of a parameter: if it has the parameter's shape, as a DTensor of this rank's rows; else as it is."""
+    """Return the state `value` of a parameter; as a DTensor of this rank's rows if it has the parameter's shape."""
     if not (isinstance(value, torch.Tensor) and value.dim() and value.shape == sharded.shape):
         return value
     assert isinstance(sharded, DTensor), "shard replaces parameters by DTensors"

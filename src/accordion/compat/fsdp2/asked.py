@@ -183,9 +183,11 @@ def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
 
 
 def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
-    """Return (keep, number of ranks) for `reshard`, the argument `reshard_after_forward`. keep: True to keep full parameters until
-    the backward; None: the engine decides. The number, or None, is that of the ranks over which to reshard after the forward, if
-    these are fewer than all. Raises `UsageError` unless `reshard` is None, a bool, or an int that divides the ranks."""
+    """Return (keep, number of ranks) for `reshard`, the argument `reshard_after_forward`. keep: True to keep full parameters
+    until the backward; None: the engine decides. The number: over how many ranks to reshard after the forward; None: over all.
+
+    Raises `UsageError` unless `reshard` is None, a bool, or an int that divides the ranks.
+    """
     if reshard is None or isinstance(reshard, bool):
         return None if reshard is None else not reshard, None
     ranks = mesh.size(mesh.ndim - 1)

@@ -27,7 +27,7 @@ _Handle: Any = _torch.gradient_reduction_handle()
 
 
 class GradientReductionHandle(_Handle):  # type: ignore[misc]
-    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns; gradients are ready already."""
+    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns. Gradients are complete by then."""
 
     def __init__(self, part: Part | None = None) -> None:
         self._part = None if part is None else weakref.ref(part)
