@@ -48,7 +48,7 @@ def unread(make: Callable[[], Any]) -> Any:
 
 
 def at_least(least: float, default: Any, most: float = LARGEST, **needs: Any) -> Any:
-    """Return a dataclass field for a number from `least` to `most`, which `check_values` checks. `needs`: as for `needing`."""
+    """Return a dataclass field for a number from `least` to `most`, which `check_values` checks. `needs`: as in `needing`."""
     return field(default=default, metadata={"limits": (least, most), "needs": needs})
 
 

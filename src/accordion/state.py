@@ -212,7 +212,7 @@ def attach_state_dict_hooks(model: nn.Module) -> None:
 
 
 def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
-    """State dict hook: wait for running optimizer steps of all parameters if `module` is a unit, else of its own ones."""
+    """State dict hook: wait for running optimizer steps, of the whole model if `module` is a unit, else of its own parameters."""
     hooks = attached_to(module)
     if hooks is not None:
         hooks.engine.synchronize()

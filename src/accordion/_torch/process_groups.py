@@ -73,7 +73,7 @@ def named_group(
 ) -> Any:
     """Return a new process group of `ranks`. A collective of these ranks alone, which all pass the same unused `name`.
 
-    `device`: the device that the group is bound to, unless the job is bound to one. `options`: of NCCL. No public way.
+    `device`: the device that the group is bound to, unless the job is bound to one. `options`: NCCL's. No public names.
     """
     # `new_group(use_local_synchronization=True)` derives the name from the number of groups that a rank knows. If ranks know
     # different numbers (after one `new_group([0])`), each waits forever for the others under its own name. The group is

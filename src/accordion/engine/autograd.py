@@ -31,7 +31,7 @@ MOST_PUT_OFF = 2  # the most calls whose reduce over replicas may continue while
 class AwaitReduce(torch.autograd.Function):
     """Forward: return a scalar edge tensor, connected to the shards. Backward: wait for reduces, and write gradients.
 
-    `node`: lists the reduces that Gather's backward began. `leaf`: a dummy leaf tensor without a gradient.
+    `node`: has the reduces to wait for, which Gather's backward began. `leaf`: a dummy leaf tensor, whose value is returned.
     """
 
     @staticmethod

@@ -126,7 +126,7 @@ class Call:
         self.shown[task] = fulls
 
     def _watch_inputs(self, task: int) -> None:
-        """End the call's backward when the gradients of its inputs are computed, instead of when the Gather node runs."""
+        """Let hooks end the call's part of backward `task` when its inputs' gradients are computed, not when Gather runs."""
         # autograd runs the newest ready node first; Gather is older than all nodes of its call, which have thus run before it.
         # The exception is a node on another device's thread that has no gradient for a parameter.
         try:

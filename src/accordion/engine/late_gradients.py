@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class UndecidedGradients:
-    """Parameters for which this rank had no gradient in a backward, their `grad`, and the numbers of ranks that had one."""
+    """Records of parameters without a gradient on this rank, which has zeros as their `.grad`: how many ranks had a gradient.
+    The end of a backward then sets `.grad` to None if no rank had one."""
 
     # The numbers are read once, at the end of the backward, because each read makes the host wait for the device.
 

@@ -65,7 +65,7 @@ class Observer:
         """Called when an outermost forward begins. `differentiable`: gradients are enabled. `reduces`: False under no_sync."""
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
-        """Called before each forward of a unit outside of a backward gathers it. `by_read`: a read of its weight begins it."""
+        """Called before a forward outside of a backward gathers `unit`. `by_read`: a read of a weight begins this forward."""
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
         """Called when the unit of `call` is gathered, and its modules see the full parameters `fulls`."""

@@ -96,7 +96,8 @@ class FlatShards(ShardBuffer):
 
 
 class ShardBufferMaker(Protocol):
-    """Function that makes a group's shard buffer. `unit`: index of its unit. `dtypes`: of shards. `gathered`: of gathers."""
+    """Function that makes a group's shard buffer. `unit`: index of its unit. `msg`: layout of the shards. `dtypes`: of each shard.
+    `gathered`: the dtype in which all are gathered."""
 
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype

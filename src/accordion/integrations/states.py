@@ -98,8 +98,11 @@ def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
 
 
 def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
-    """Return `value` with each full tensor that `whole` has marked replaced by a DTensor, sharded like a parameter of its shape
-    in `models`, if possible one with its former placements; replicated if no parameter has its shape."""
+    """Return `value` with each full tensor that `whole` has marked replaced by a DTensor.
+
+    It is sharded like a parameter of `models` that has its shape, if possible one with its former placements. If no parameter
+    has its shape, it is replicated. If `models` has no sharded parameter, nothing is replaced.
+    """
     params = [param for model in models for param in model.parameters() if isinstance(param, DTensor)]
 
     def sharded(tensor: Tensor) -> Any:

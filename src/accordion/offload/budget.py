@@ -87,7 +87,8 @@ Shapes = Sequence[Sequence[Shape]]  # by unit and group
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """Bytes of a rank's arena: shards and gradient slots, gradients' landing buffer, staging buffers for shards on disk."""
+    """Bytes of a rank's arena. `shard_buffers`: of shards and gradient slots. `landing`: of the buffer through which gradients
+    are copied. `staging_buffers`: of each buffer through which shards on disk are gathered."""
 
     shard_buffers: int
     landing: int

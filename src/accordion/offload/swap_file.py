@@ -284,7 +284,7 @@ class CopyToDisk:
 
 
 def _unnamed(folder: Path, direct: bool) -> tuple[int, int]:
-    """Return two handles of a new unnamed file, for ordinary and for direct access; the same one if direct is impossible."""
+    """Return two handles of a new unnamed file, for ordinary and for direct access; twice one if direct access is impossible."""
     try:
         plain = _opened(folder)
     except OSError as error:

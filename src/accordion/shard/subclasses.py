@@ -80,7 +80,8 @@ def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool
 
 
 def extended_rows(tensor: Tensor, c: Cut, rank: int, device: torch.device) -> Tensor:
-    """Return this rank's rows of a subclass, by the operators that torch's FSDP2 requires: chunk, new_zeros, narrow, copy_."""
+    """Return the rows of `rank` of a tensor subclass, on `device`. Uses only operators that torch's FSDP2 also requires of it:
+    chunk, new_zeros, narrow, copy_."""
     tensor = tensor.to(device)
     if c.dim is None:
         return tensor
@@ -175,7 +176,7 @@ class Extended:
         self.seen = nn.Parameter(full, requires_grad=False)
 
     def shown(self, view: Tensor) -> Tensor:
-        """Return the tensor that modules see, as a function of `view`, which represents the parameter in autograd's graph."""
+        """Return the tensor that modules see, connected to `view`, which represents the parameter in autograd's graph."""
         return _Shown.apply(view, self)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -72,14 +72,14 @@ class Settings:
     ignored: tuple[str, ...]
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh | None:
-        """Return the mesh to pass to `shard`; None, for the default of all ranks, unless the strategy is hybrid. Collective."""
+        """Return the mesh to pass to `shard`: of two axes for a hybrid strategy, a collective; otherwise None (all ranks)."""
         if self.group_ranks is None:
             return None
         replicas = self.replicas(dist.get_world_size())
         return init_device_mesh(device_type, (replicas, self.group_ranks), mesh_dim_names=("replicate", "shard"))
 
     def replicas(self, num_ranks: int) -> int:
-        """Return the number of sharded copies of the model on `num_ranks` ranks. Raises `UsageError` if it is not whole."""
+        """Return the number of sharded copies of the model on `num_ranks` ranks. Raises `UsageError` if these do not divide."""
         if self.group_ranks is None:
             return 1
         if num_ranks % self.group_ranks:

@@ -379,7 +379,7 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:
-    """Return the `value` that the engine's first rank passed, a collective; without an engine, this rank's `value`."""
+    """Return the `value` of the first rank of the engine `from_first`, a collective; this rank's `value` if that is None."""
     if from_first is None:
         return value
     values = [value]

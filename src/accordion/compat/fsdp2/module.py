@@ -271,7 +271,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         log_once("set_symm_mem_for_comm has no effect: there are no staging buffers.")
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Make this module's next forward wait for `event`, of an optimizer step on another stream. Without effect on CPU."""
+        """Make this module's next forward wait for `event`, recorded after an optimizer step on another stream. CPU: no effect."""
         part = fsdp_part(self)
         if part.asked.mesh.device_type == "cpu":
             return

@@ -124,7 +124,7 @@ class UnitStep:
         self._chunk_steps: list[Future[None]] = []
 
     def begin(self, tiers: Tiers) -> None:
-        """Start the step on a thread of `tiers`; with debug="streams" it runs in `wait`, until which the parameters are NaN."""
+        """Start the step on a thread of `tiers`. With debug="streams", `wait` runs it, and parameters are NaN until then."""
         if not tiers.late:
             self._running = tiers.stepper.submit(self.run)
             return
