@@ -96,10 +96,8 @@ def one_of(choices: Sequence[str], default: str | None) -> Any:
 
 
 def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None:
-    """Parse `words` into an instance of the dataclass `kind`. For --help, print the help and return None.
-
-    `prog`, `about`: name and description of the command. Raises `UsageError` for a wrong flag or value.
-    """
+    """Parse `words` into an instance of the dataclass `kind`. For --help, print the help and return None. `prog`, `about`: name
+    and description of the command. Raises `UsageError` for a wrong flag or value."""
     values = values_of(kind, words, prog, about)
     return None if values is None else made(kind, values)
 
@@ -107,11 +105,9 @@ def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None
 def values_of(
     kind: type[Any], words: Sequence[str], prog: str, about: str, more: Mapping[str, tuple[str, str]] | None = None
 ) -> dict[str, Any] | None:
-    """Parse `words` with the fields of `kind`, and return key ("steps" or "train.steps") -> value of each flag that is given.
-
-    For --help, print the help and return None. `more`: flags that the caller has read and removed from `words`, for the help:
-    flag -> (name of its value, help). Raises `UsageError` for a wrong flag or value.
-    """
+    """Parse `words` with the fields of `kind`, and return key ("steps" or "train.steps") -> value of each flag that is given. For
+    --help, print the help and return None. `more`: flags that the caller has read and removed from `words`, for the help: flag ->
+    (name of its value, help). Raises `UsageError` for a wrong flag or value."""
     options = options_of(kind)
     helps = {"-h", "--help"} & set(words)
     texts = {kind: _texts(kind) for kind in {option.owner for option in options}} if helps else {}

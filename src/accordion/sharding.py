@@ -92,10 +92,8 @@ class Sharding:
         return self.secondary or 0
 
     def check_secondary(self, num_ranks: int, group: str = "") -> None:
-        """Raise `UsageError` if the strategy or the number of ranks on the shard axis does not allow `secondary`.
-
-        `group`: prefix of the field's name in the message, such as "shard.".
-        """
+        """Raise `UsageError` if the strategy or `num_ranks`, the ranks on the shard axis, does not allow `secondary`. `group`:
+        prefix of the field's name in the message, such as "shard."."""
         if self.secondary is None:
             return
         s, asked = self.strategy, f"{group}secondary is {self.secondary!r}"

@@ -70,10 +70,8 @@ class Owned:
 
 
 def units_named(text: str, name: str = "units") -> UnitChoice:
-    """Return the value for `units=` that `text` names: "auto" (None), "blocks", "min_params:N" or class names with commas.
-
-    Raises `UsageError` for another text. `name`: of the option, for the message.
-    """
+    """Return the value for `units=` that `text` names: "auto" (None), "blocks", "min_params:N" or class names with commas. Raises
+    `UsageError` for another text. `name`: of the option, for the message."""
     head, colon, count = text.partition(":")
     names = [part.strip() for part in text.split(",")]
     if text == AUTO:
@@ -134,11 +132,9 @@ def has_params(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> set[int]:
-    """Return ids of the modules in `model._no_split_modules` (transformers), or of those that are repeated in a list.
-
-    A module is repeated if its `ModuleList`, `Sequential` or `ModuleDict` has another one of its class. Modules in lists inside
-    that list count too. Single layers are not blocks.
-    """
+    """Return ids of the modules in `model._no_split_modules` (transformers), or of those that are repeated in a list. A module is
+    repeated if its `ModuleList`, `Sequential` or `ModuleDict` has another one of its class. Modules in lists inside that list
+    count too. Single layers are not blocks."""
     named = getattr(model, "_no_split_modules", None)
     if named:
         chosen = {id(m) for m in model.modules() if type(m).__name__ in named and m is not model}

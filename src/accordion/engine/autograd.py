@@ -29,10 +29,8 @@ MOST_PUT_OFF = 2  # the most calls whose reduce over replicas may continue while
 
 @_torch.run_at_once
 class AwaitReduce(torch.autograd.Function):
-    """Forward: return a scalar edge tensor, connected to the shards. Backward: wait for reduces, and write gradients.
-
-    `node`: has the reduces to wait for, which Gather's backward began. `leaf`: a dummy leaf tensor, whose value is returned.
-    """
+    """Forward: return a scalar edge tensor, connected to the shards. Backward: wait for reduces, and write gradients. `node`: has
+    the reduces to wait for, which Gather's backward began. `leaf`: a dummy leaf tensor, whose value is returned."""
 
     @staticmethod
     def forward(ctx: Any, node: weakref.ref[ReduceNode], leaf: Tensor, *shards: Tensor) -> Tensor:
@@ -63,10 +61,8 @@ class AwaitReduce(torch.autograd.Function):
 
 def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tuple[Tensor | None, ...] | None:
     """Wait for the reduces `parts` of a call, and add the sharded gradients to `.grad` of parameters that have no hooks.
-
     `accumulates`: False to leave all gradients to autograd. Returns the gradients that autograd must accumulate, as (None, None,
-    one gradient or None per trained parameter); None if there are none.
-    """
+    one gradient or None per trained parameter); None if there are none."""
     engine = call.engine
     if engine.arriving:
         engine.land_gradients()

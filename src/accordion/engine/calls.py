@@ -33,11 +33,9 @@ def transform_error() -> UsageError:
 
 
 class Call:
-    """One run of a unit's forward, and its state in each backward that reaches it (several with `retain_graph`).
-
-    `waiting`: id of a backward -> number of inputs whose gradients must be computed before the full parameters are freed; 0 if
-    the Gather node frees them. `shown`: id of a backward -> the full parameters that it uses.
-    """
+    """One run of a unit's forward, and its state in each backward that reaches it (several with `retain_graph`). `waiting`: id of
+    a backward -> number of inputs whose gradients must be computed before the full parameters are freed; 0 if the Gather node
+    frees them. `shown`: id of a backward -> the full parameters that it uses."""
 
     # Graph nodes refer to a call, and a call only to nodes of its inputs, which are earlier: no cycle keeps a graph alive.
 

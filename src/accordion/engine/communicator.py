@@ -43,11 +43,9 @@ def is_stream_ordered(backend: str, device: torch.device) -> bool:
 
 
 class Pending(NamedTuple):
-    """The `Work`s of a collective that the host must wait for; none if the backend runs in the order of streams.
-
-    `sends`: works of point-to-point messages. Wait for them after `works`, when all ranks have begun them, because a wait that
-    times out closes gloo's connections.
-    """
+    """The `Work`s of a collective that the host must wait for; none if the backend runs in the order of streams. `sends`: works
+    of point-to-point messages. Wait for them after `works`, when all ranks have begun them, because a wait that times out closes
+    gloo's connections."""
 
     communicator: Communicator
     works: Sequence[Any] = ()
@@ -173,21 +171,17 @@ class Axis:
 
 
 def own_communicator(communicator: Communicator, device: torch.device) -> Communicator:
-    """Return a communicator for reduces over the ranks of `communicator`: on NCCL a second one, otherwise `communicator`.
-
-    NCCL runs the collectives of one communicator one after the other, so that reduces would wait for gathers. All models over
-    these ranks share the second one, which takes hundreds of megabytes of device memory until the job ends. A collective.
-    """
+    """Return a communicator for reduces over the ranks of `communicator`: on NCCL a second one, otherwise `communicator`. NCCL
+    runs the collectives of one communicator one after the other, so that reduces would wait for gathers. All models over these
+    ranks share the second one, which takes hundreds of megabytes of device memory until the job ends. A collective."""
     if communicator.num_ranks == 1 or not communicator.is_ordered:
         return communicator
     return Communicator(group_of_job(communicator, communicator.ranks, device), device)
 
 
 def group_of_job(communicator: Communicator, ranks: list[int], device: torch.device) -> Any:
-    """Return a process group of `ranks` that all models share. The first call creates it, and is a collective.
-
-    `communicator`: its ranks must make that call together; the new group copies its backend options.
-    """
+    """Return a process group of `ranks` that all models share. The first call creates it, and is a collective. `communicator`:
+    its ranks must make that call together; the new group copies its backend options."""
     key = f"accordion/group/{_torch.group_name(communicator.group)}/{len(ranks)}/"
     groups = _torch.kept_with_job(key)
     if not groups:

@@ -301,9 +301,7 @@ class Engine:
 
     def accumulates(self) -> bool:
         """Return True if the engine may write `.grad` in this backward: not in `autograd.grad`, with `inputs`, or anomaly mode.
-
-        If True, also let the compute stream wait for other streams that wrote gradients.
-        """
+        If True, also let the compute stream wait for other streams that wrote gradients."""
         task = _torch.current_graph_task()
         if self._accumulates is None or self._accumulates[0] != task:  # computed once per backward
             self._accumulates = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.leaf)
@@ -362,10 +360,8 @@ class Engine:
             self._ended(reduced=True)
 
     def _reduce_leftovers(self) -> None:
-        """Reduce the sums of no_sync that no call of this backward has reduced, and add them to `.grad`, unit by unit.
-
-        Parameters that were frozen since are included: gradients of their earlier micro-batches belong to the step.
-        """
+        """Reduce the sums of no_sync that no call of this backward has reduced, and add them to `.grad`, unit by unit. Parameters
+        that were frozen since are included: gradients of their earlier micro-batches belong to the step."""
         for unit in [unit for unit in self.units if unit.local_sums.pending and unit.unit_policy.reduces]:
             trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
             none_ours = [False] * len(trained.indices)

@@ -40,10 +40,8 @@ class AxisGather:
             self._pack(full_buffer.flat.new_empty(msg.row_numel * num), shard_buffer, cast)
 
     def _pack(self, packed: Tensor, shard_buffer: ShardBuffer, cast: bool) -> None:
-        """Make the views that fill and unpack the message `packed` (num_ranks * row_numel,), then free its memory.
-
-        `cast`: True if shards must be copied into the message; False to send the shard buffer's own row, if there is one.
-        """
+        """Make the views that fill and unpack the message `packed` (num_ranks * row_numel,), then free its memory. `cast`: True
+        if shards must be copied into the message; False to send the shard buffer's own row, if there is one."""
         msg, num = self._msg, self._axis.num_ranks
         sizes = [msg.cuts[i].shard_numel for i in msg.packed]
         rows = packed.view(num, -1)
@@ -90,9 +88,7 @@ class AxisGather:
 
     def steps(self, check: Callable[[Tensor], None]) -> Steps:
         """Generator: gather and unpack, and yield works to wait for. If shards are off the device, call `load` before it.
-
-        `check`: called with the tags (num_ranks, num_flags) that all ranks sent.
-        """
+        `check`: called with the tags (num_ranks, num_flags) that all ranks sent."""
         if self._to and not self.off_device:
             self.load()
         if self._axis.num_ranks == 1:
@@ -130,10 +126,8 @@ def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 def in_runs(*sides: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Join neighbouring views of equal shape, so that fewer copies are needed. Yields one stacked view per list, for each run.
-
     `sides`: lists of views of equal length, such as destinations and sources. Views that are not equally spaced are yielded one
-    by one, each with a new dim 0 of size 1.
-    """
+    by one, each with a new dim 0 of size 1."""
     for _, group in groupby(zip(*sides, strict=True), key=lambda views: views[0].shape):
         run = list(group)
         gaps = {b[0].storage_offset() - a[0].storage_offset() for a, b in pairwise(run)}

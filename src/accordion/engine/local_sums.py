@@ -93,7 +93,7 @@ class LocalSums:
             self._params[i].sharded.grad = None
 
     def _sum_of(self, i: int) -> _Sum | None:
-        """Return the sum of parameter `i`, or None if there is none, or the user has cleared `.grad` or written into our zeros."""
+        """Return the sum of parameter `i`; None if there is none, or the user has cleared `.grad` or written into our zeros."""
         entry = self._sums.get(i)
         if entry is None:
             return None

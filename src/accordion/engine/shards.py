@@ -96,8 +96,8 @@ class FlatShards(ShardBuffer):
 
 
 class ShardBufferMaker(Protocol):
-    """Function that makes a group's shard buffer. `unit`: index of its unit. `msg`: layout of the shards. `dtypes`: of each shard.
-    `gathered`: the dtype in which all are gathered."""
+    """Function that makes a group's shard buffer. `unit`: index of its unit. `msg`: layout of its shards. `dtypes`: dtype of each
+    shard. `gathered`: dtype in which all are gathered."""
 
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype

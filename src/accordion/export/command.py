@@ -93,9 +93,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 def export(options: ExportOptions, cache: Path) -> Exported:
     """Write the model as `options` say, and return what was written. `cache`: accordion's cache folder, which has tokenizers.
-
-    Raises `UsageError` for wrong options or input, and `CheckpointError` for a damaged source. An error leaves no files.
-    """
+    Raises `UsageError` for wrong options or input, and `CheckpointError` for a damaged source. An error leaves no files."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")

@@ -39,10 +39,8 @@ TIMEOUT_S = 600  # how long a rank waits for another one before it exits
 def generate(
     place: RankPlace, store: Store, options: GenerateOptions, stored: StoredModel, prompts: Sequence[Prompt], kind: str
 ) -> None:
-    """Run one rank: load the model, generate texts for its share of `prompts`, and on rank 0 print those of all ranks.
-
-    `place`: rank and number of ranks. `store`: the job's. `kind`: device type.
-    """
+    """Run one rank: load the model, generate texts for its share of `prompts`, and on rank 0 print those of all ranks. `place`:
+    rank and number of ranks. `store`: the job's. `kind`: device type."""
     warnings.simplefilter("ignore")  # transformers warns about settings that are not the user's
     from transformers.utils import logging
 

@@ -53,10 +53,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @classmethod
     def of(cls, accelerator: accelerate.Accelerator, arguments: ShardArguments) -> Accelerator:
-        """Change the class of `accelerator` to this one, in place, and return it. It must not have prepared anything yet.
-
-        Raises `UsageError` if its class is not accelerate's own, or if it is configured for what sharding does not support.
-        """
+        """Change the class of `accelerator` to this one, in place, and return it. It must not have prepared anything yet. Raises
+        `UsageError` if its class is not accelerate's own, or if it is configured for what sharding does not support."""
         if type(accelerator) is not accelerate.Accelerator:
             raise UsageError(f"sharding needs an Accelerator of accelerate, not a {type(accelerator).__name__}.")
         accelerator.__class__ = cls
@@ -215,11 +213,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without(self, pairs: list[Pair], hooks: dict[int, Any]) -> Iterator[list[nn.Module]]:
-        """Context manager in which accelerate's own save or load skips `pairs`, but still calls `hooks` with all models.
-
-        Yields a list of models that the caller must not save or load, because a hook does. It is filled on all ranks when hooks
-        run, with each model of `pairs` that a hook on the first rank removes from its list of models or weights.
-        """
+        """Context manager in which accelerate's own save or load skips `pairs`, but still calls `hooks` with all models. Yields a
+        list of models that the caller must not save or load, because a hook does. It is filled on all ranks when hooks run, with
+        each model of `pairs` that a hook on the first rank removes from its list of models or weights."""
         models, optimizers, objects, hidden = self._models, self._optimizers, self._custom_objects, dict(hooks)
         sharded, taken = [model for model, _ in pairs], list[nn.Module]()
 

@@ -142,11 +142,9 @@ OffloadInput = Callable[[Tensor], OffloadedInput]
 
 
 def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload: OffloadInput | None = None) -> None:
-    """Wrap the forward of `module` in place, so that the backward recomputes it. `how`: recompute all, or keep some products.
-
-    The unit's hooks stay outside of the wrapper, so that the backward gathers the unit once. `offload`: stores the first input
-    that has a `grad_fn`, which is usually the previous unit's output, until the recomputation.
-    """
+    """Wrap the forward of `module` in place, so that the backward recomputes it. `how`: recompute all, or keep some products. The
+    unit's hooks stay outside of the wrapper, so that the backward gathers the unit once. `offload`: stores the first input that
+    has a `grad_fn`, which is usually the previous unit's output, until the recomputation."""
     instance_forward = module.__dict__.get("forward")  # assigned to the instance
     reference = weakref.ref(module)
     contexts: dict[str, Any] = {"context_fn": _selective_contexts} if how.selective else {}

@@ -195,11 +195,9 @@ def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Mo
 
 
 def entry_point(module: nn.Module, name: str) -> None:
-    """Let the method `name` of `module` use full parameters as `forward` does: `generate`, `encode` and the like.
-
-    `module`: the sharded model, or a module that is a unit. Raises `UsageError` for any other module, for a missing method, and
-    for a generator or coroutine.
-    """
+    """Let the method `name` of `module` use full parameters as `forward` does: `generate`, `encode` and the like. `module`: the
+    sharded model, or a module that is a unit. Raises `UsageError` for any other module, for a missing method, and for a generator
+    or coroutine."""
     hooks = attached_to(module)
     if hooks is None:
         raise UsageError(
@@ -211,9 +209,7 @@ def entry_point(module: nn.Module, name: str) -> None:
 
 class _Rows:
     """The layout and value of each parameter's rows; `fill` makes a sharded parameter of them, and replaces the old one by it.
-
-    `value_of`: returns the full value of a parameter, None if it has none yet. `unfilled`: sharded parameters without a value.
-    """
+    `value_of`: returns the full value of a parameter, None if it has none yet. `unfilled`: sharded parameters without a value."""
 
     def __init__(self, owned: Sequence[Owned], value_of: Callable[[Owned], Tensor | None]) -> None:
         self.unfilled: list[nn.Parameter] = []

@@ -188,9 +188,7 @@ def with_secondary(
 
 
 def keep_parts(group: Group, keeps: bool) -> None:
-    """Set whether a `SecondaryGroup` keeps secondary shards from now on; otherwise its backwards gather from all ranks.
-
-    Does nothing for groups of other classes.
-    """
+    """Set whether a `SecondaryGroup` keeps secondary shards from now on; otherwise its backwards gather from all ranks. Does
+    nothing for groups of other classes."""
     if isinstance(group, SecondaryGroup):
         group.leaves(keeps)

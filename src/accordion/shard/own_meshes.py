@@ -100,11 +100,9 @@ def _check_mesh(key: type[nn.Module] | str, asked: DeviceMesh, mesh: DeviceMesh,
 
 
 def _check_parameter(o: Owned, own_mesh: DeviceMesh | None, mesh: DeviceMesh) -> None:
-    """Raise `UsageError` if `o` cannot be sharded over `own_mesh` (None: over the model's `mesh`).
-
-    On the model's mesh, DTensors are refused. On a mesh of its own, a plain tensor needs all ranks of `mesh`, a DTensor must be
-    `Shard` over a second mesh that adds the missing ranks, and other subclasses are refused.
-    """
+    """Raise `UsageError` if `o` cannot be sharded over `own_mesh` (None: over the model's `mesh`). On the model's mesh, DTensors
+    are refused. On a mesh of its own, a plain tensor needs all ranks of `mesh`, a DTensor must be `Shard` over a second mesh that
+    adds the missing ranks, and other subclasses are refused."""
     # If ranks were missing, the full value would be unknown, and each of several replicas would sum only some of its gradients.
     name, param = o.names[0], o.original
     if own_mesh is None:

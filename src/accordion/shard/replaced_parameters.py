@@ -18,10 +18,8 @@ from accordion.units import Owned
 
 
 def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Replace parameter `o`, in all modules that read it, by a DTensor of this rank's rows `local`, and return the DTensor.
-
-    It takes over attributes and hooks. The old parameter loses its data, and its class becomes `Moved`.
-    """
+    """Replace parameter `o`, in all modules that read it, by a DTensor of this rank's rows `local`, and return the DTensor. It
+    takes over attributes and hooks. The old parameter loses its data, and its class becomes `Moved`."""
     shape = o.original.shape
     stride = torch.empty(shape, device="meta").stride()
     # With a local tensor on the meta device, because others are moved to the mesh's device, and rows may be on the host.

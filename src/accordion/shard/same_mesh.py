@@ -23,11 +23,9 @@ PREFIX = "accordion/meshes"
 
 
 def same_mesh(mesh: DeviceMesh) -> None:
-    """Barrier in the job's store: wait until all ranks of `mesh` have passed it to `shard` as often as this rank has.
-
-    If two ranks wait for each other in different meshes, which would never end, the ranks of both raise `DivergenceError`. If
-    ranks are missing after the job's timeout, the error names them. Does nothing in a job of one rank or of simulated ranks.
-    """
+    """Barrier in the job's store: wait until all ranks of `mesh` have passed it to `shard` as often as this rank has. If two
+    ranks wait for each other in different meshes, which would never end, the ranks of both raise `DivergenceError`. If ranks are
+    missing after the job's timeout, the error names them. Does nothing in a job of one rank or of simulated ranks."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return
     if _torch.backend_of(mesh.get_group(0), torch.device(mesh.device_type)) == "fake":  # the other ranks are simulated

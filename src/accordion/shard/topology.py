@@ -127,11 +127,9 @@ def beside(
     strategy: Strategy = FULL_SHARD,
     make: CommunicatorMaker = communicator_over,
 ) -> ShardingContext:
-    """Return the context of parameters with a mesh of their own, made of the model's ranks. A collective.
-
-    Streams, scale and monitor are those of `context`, the model's. On a mesh of two axes the first one replicates and the
-    second shards. A single axis shards, unless the model's `strategy` shards nothing; then the axis replicates.
-    """
+    """Return the context of parameters with a mesh of their own, made of the model's ranks. A collective. Streams, scale and
+    monitor are those of `context`, the model's. On a mesh of two axes the first one replicates and the second shards. A single
+    axis shards, unless the model's `strategy` shards nothing; then the axis replicates."""
     if mesh.ndim == 2:
         strategy = replace(HYBRID_SHARD, reduce=strategy.reduce)
     elif strategy.hybrid:

@@ -39,9 +39,7 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the options `--deepspeed` (without effect) and `--deepspeed_config FILE` to `parser`, and return `parser`.
-
-    `initialize(args=...)` reads the file if it gets no other configuration.
-    """
+    `initialize(args=...)` reads the file if it gets no other configuration."""
     group = parser.add_argument_group("DeepSpeed")
     group.add_argument("--deepspeed", action="store_true", help="accepted without effect: initialize() always shards")
     group.add_argument("--deepspeed_config", help="path of the ds_config.json")
@@ -101,11 +99,9 @@ def initialize(
 
 
 def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings: Settings) -> Optimizer:
-    """Return an optimizer of sharded parameters: `choice`, with its parameters replaced, or a new one.
-
-    A new one is created by the function `choice`, or by the configuration if `choice` is None, over `groups` (None: all
-    parameters that require gradients). Raises `UsageError` if `choice` has state, or if nothing names an optimizer.
-    """
+    """Return an optimizer of sharded parameters: `choice`, with its parameters replaced, or a new one. A new one is created by
+    the function `choice`, or by the configuration if `choice` is None, over `groups` (None: all parameters that require
+    gradients). Raises `UsageError` if `choice` has state, or if nothing names an optimizer."""
     if isinstance(choice, Optimizer):
         if choice.state:
             raise UsageError("initialize() got an optimizer with state; pass a new one, or a function that makes it.")
@@ -200,8 +196,7 @@ class DeepSpeedEngine(nn.Module):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of all gradients in the last step, before clipping. None before the first step, and if neither
-        clipping nor fp16 is on."""
+        """Return the last step's norm of all gradients, before clipping; None before a step, or with clipping and fp16 off."""
         return None if self._norm is None else float(self._norm)
 
     @property
@@ -213,10 +208,8 @@ class DeepSpeedEngine(nn.Module):
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None, **_: Any
     ) -> bool:
-        """Write the checkpoint `save_dir/tag` in this library's format, and name it in the file `latest`. Returns True.
-
-        Any number of ranks can load it. `tag`: by default "global_step" and the number of steps. Collective.
-        """
+        """Write the checkpoint `save_dir/tag` in this library's format, and name it in the file `latest`. Returns True. Any
+        number of ranks can load it. `tag`: by default "global_step" and the number of steps. Collective."""
         tag = tag or f"global_step{self.global_steps}"
         extra = {
             "client_state": dict(client_state or {}),
@@ -234,9 +227,7 @@ class DeepSpeedEngine(nn.Module):
         self, load_dir: str | Path, tag: str | None = None, **_: Any
     ) -> tuple[str | None, dict[str, Any]]:
         """Load `load_dir/tag`, by default the newest checkpoint, and return (its path, the `client_state` that was saved).
-
-        Returns (None, {}) if `tag` is None and the folder has no checkpoint. Collective.
-        """
+        Returns (None, {}) if `tag` is None and the folder has no checkpoint. Collective."""
         newest = Path(load_dir, LATEST)
         if tag is None and not newest.exists():
             return None, {}

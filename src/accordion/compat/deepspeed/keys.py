@@ -48,9 +48,7 @@ class Key:
 
 def _rows(table: dict[str, Any]) -> dict[str, Key]:
     """Return the rows of one table of keys.toml. A row's key is one dotted key, or several that share it, with spaces between.
-
-    The table's entry `prefix` is put before each dotted key, and removed from `table`.
-    """
+    The table's entry `prefix` is put before each dotted key, and removed from `table`."""
     prefix = table.pop("prefix", "")
     return {" ".join(f"{prefix}{name}" for name in names.split()): Key.of(row) for names, row in table.items()}
 

@@ -115,8 +115,7 @@ class Settings:
 
 
 def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -> Settings:
-    """Read the `ds_config.json` at the path `source`, or a dict of its content, and return its `Settings`. DeepSpeed and a
-    process group are not needed.
+    """Read the `ds_config.json` at the path `source`, or a dict of its content, without DeepSpeed; return its `Settings`.
 
     `auto`: values for keys that are `"auto"`, by dotted key, as the Hugging Face Trainer fills them from its arguments.
     docs/compat_deepspeed.md lists what each becomes without an entry. Raises `UsageError` for a wrong key or value.

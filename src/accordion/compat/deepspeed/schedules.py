@@ -22,10 +22,8 @@ TAKES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A learning rate schedule of a `ds_config.json`. Call it with an optimizer to create a scheduler of torch.
-
-    Rates are DeepSpeed's, step for step: the first two steps both count as the beginning of the warmup.
-    """
+    """A learning rate schedule of a `ds_config.json`. Call it with an optimizer to create a scheduler of torch. Rates are
+    DeepSpeed's, step for step: the first two steps both count as the beginning of the warmup."""
 
     type: str
     params: Mapping[str, Any]

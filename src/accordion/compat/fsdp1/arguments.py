@@ -87,10 +87,8 @@ class Arguments:
 
     def mesh(self) -> DeviceMesh | None:
         """Return the mesh for `shard`: `device_mesh`, or a mesh of `process_group`. If neither was passed, return None (all
-        ranks), or for a hybrid strategy a mesh that shards over a host's accelerators and replicates over hosts.
-
-        Raises `UsageError` if the strategy cannot use `process_group`.
-        """
+        ranks), or for a hybrid strategy a mesh that shards over a host's accelerators and replicates over hosts. Raises
+        `UsageError` if the strategy cannot use `process_group`."""
         hybrid = self.strategy.hybrid
         if self.device_mesh is not None:
             return self.device_mesh

@@ -82,9 +82,7 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
 
 def _master(root: nn.Module) -> torch.dtype:
     """Return the narrowest dtype of trained parameters. As `Precision.master` it changes no parameter: wider ones keep theirs.
-
-    Returns float32 if none is trained. Raises `UsageError` for two narrowest dtypes, such as bfloat16 and float16.
-    """
+    Returns float32 if none is trained. Raises `UsageError` for two narrowest dtypes, such as bfloat16 and float16."""
     dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
     if not dtypes:
         return torch.float32
@@ -114,11 +112,9 @@ def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
 
 
 def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[tuple[nn.Module, Arguments]]) -> None:
-    """Initialise the modules of the sharded `root` whose ids are in `on_meta`.
-
-    Each is initialised by the `param_init_fn` of its nearest wrapper, or by its `reset_parameters`. Raises `UsageError` if it
-    has neither. If all are on the meta device and no wrapper has a `param_init_fn`, `initialise(root)` does all of them.
-    """
+    """Initialise the modules of the sharded `root` whose ids are in `on_meta`. Each is initialised by the `param_init_fn` of its
+    nearest wrapper, or by its `reset_parameters`. Raises `UsageError` if it has neither. If all are on the meta device and no
+    wrapper has a `param_init_fn`, `initialise(root)` does all of them."""
     # Inner wrappers come later in the list, so theirs replaces that of outer ones.
     functions = {id(module): options.param_init_fn for wrapper, options in wrappers for module in wrapper.modules()}
     owners = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]

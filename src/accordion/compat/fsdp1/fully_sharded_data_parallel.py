@@ -148,9 +148,8 @@ class FullyShardedDataParallel(StateDicts):
     ) -> Generator[None]:
         """Context manager in which the parameters of the whole model around `module` are full on every rank. Collective.
 
-        `recurse`, `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: the shards keep what is
-        written into parameters and gradients. Raises `UsageError` for `rank0_only` with `writeback`, and for `offload_to_cpu`
-        on an accelerator.
+        `recurse`, `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: changes of both are kept in
+        the shards. Raises `UsageError` for `rank0_only` with `writeback`, and for `offload_to_cpu` on an accelerator.
         """
         if rank0_only and writeback:
             raise UsageError("summon_full_params(rank0_only=True) cannot write back: pass writeback=False.")

@@ -45,11 +45,9 @@ class StateDicts(Wrapper):
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the state dict with the unwrapped module's names. Tensors are full unless `state_dict_type` chose shards.
-
-        Full tensors make this a collective. With `keep_vars` it has the sharded parameters themselves. A `destination` gets the
-        entries and is returned.
-        """
+        """Return the state dict with the unwrapped module's names. Tensors are full unless `state_dict_type` chose shards. Full
+        tensors make this a collective. With `keep_vars` it has the sharded parameters themselves. A `destination` gets the
+        entries and is returned."""
         self._ready()
         raw = super().state_dict(prefix=prefix, keep_vars=True)
         tensors = OrderedDict((clean(name), value) for name, value in raw.items())
@@ -126,9 +124,7 @@ class StateDicts(Wrapper):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return the state dict of `optim` by qualified names, full (a collective) or sharded as `state_dict_type` chose.
-
-        `optim_state_dict`: the result of `optim.state_dict()`, if it was called already. `group` is ignored.
-        """
+        `optim_state_dict`: the result of `optim.state_dict()`, if it was called already. `group` is ignored."""
         numbered = optim.state_dict() if optim_state_dict is None else optim_state_dict
         settings = StateDicts.get_state_dict_type(model)
         return named_state(model, optim, numbered, settings)
@@ -142,10 +138,8 @@ class StateDicts(Wrapper):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Convert a result of `optim_state_dict`, from any number of ranks, to a dict for `optim.load_state_dict`.
-
-        With `load_directly`, also load it into `optim`. `group` is ignored. Raises `UsageError` if `is_named_optimizer`.
-        """
+        """Convert a result of `optim_state_dict`, from any number of ranks, to a dict for `optim.load_state_dict`. With
+        `load_directly`, also load it into `optim`. `group` is ignored. Raises `UsageError` if `is_named_optimizer`."""
         if is_named_optimizer:
             raise UsageError(
                 "is_named_optimizer=True is not supported: optimizers of torch.optim number their parameters."
@@ -179,10 +173,8 @@ class StateDicts(Wrapper):
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
     ) -> dict[str, Any]:
-        """Convert a full state dict by qualified names, equal on all ranks, to one for `optim.load_state_dict`.
-
-        `optim` is needed, and `optim_input` is ignored. Collective.
-        """
+        """Convert a full state dict by qualified names, equal on all ranks, to one for `optim.load_state_dict`. `optim` is
+        needed, and `optim_input` is ignored. Collective."""
         return state_by_id(model, _required(optim), full_optim_state_dict, full=True)
 
     @staticmethod
@@ -200,10 +192,8 @@ class StateDicts(Wrapper):
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Convert the first rank's full state dict by qualified names for `optim.load_state_dict` on every rank.
-
-        `optim` is needed; `optim_input` and `group` are ignored. Collective.
-        """
+        """Convert the first rank's full state dict by qualified names for `optim.load_state_dict` on every rank. `optim` is
+        needed; `optim_input` and `group` are ignored. Collective."""
         full = full_optim_state_dict or {}
         return state_by_id(model, _required(optim), full, full=True, from_first_rank=True)
 
@@ -224,10 +214,8 @@ def _required(optimizer: Optimizer | None) -> Optimizer:
 def settings_for(
     kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> StateDictSettings:
-    """Return torch's `StateDictSettings` of these configs; None becomes the default config of `kind`.
-
-    Raises `UsageError` for LOCAL_STATE_DICT, and for a config of another kind.
-    """
+    """Return torch's `StateDictSettings` of these configs; None becomes the default config of `kind`. Raises `UsageError` for
+    LOCAL_STATE_DICT, and for a config of another kind."""
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise UsageError(
             "LOCAL_STATE_DICT is not supported: it has flat parameters, which do not exist here. Use SHARDED_STATE_DICT, which "

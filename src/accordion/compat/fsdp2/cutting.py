@@ -30,10 +30,8 @@ CutRule = Callable[[nn.Parameter], tuple[int | None, DeviceMesh]]
 
 def cut_parameters(part: Part, cut_dim: CutRule) -> None:
     """Shard the parameters of one `fully_shard` call, `part`, and move its buffers to the device. Inner calls are left out.
-
     `cut_dim` chooses the dim and mesh of a parameter. Parameters on the meta device stay there. If a parameter is refused, none
-    is sharded, and the modules lose their reference to `part`.
-    """
+    is sharded, and the modules lose their reference to `part`."""
     modules = part.alive()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     others = [top for p in parts_below(modules) if p is not part for top in p.alive()]
@@ -155,8 +153,7 @@ def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) ->
 
 
 def _check_beside(name: str, param: DTensor, mesh: DeviceMesh) -> None:
-    """Raise `UsageError` unless the DTensor `param` is placed by Shard and Replicate on named axes that `mesh` does not have,
-    as under tensor parallelism."""
+    """Raise `UsageError` unless the DTensor `param` is placed by Shard and Replicate, on named axes that `mesh` does not have."""
     inner, names = param.device_mesh, param.device_mesh.mesh_dim_names
     outer = mesh.mesh_dim_names
     if inner == mesh or (names is not None and outer is not None and set(names) & set(outer)):

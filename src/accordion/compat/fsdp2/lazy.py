@@ -355,10 +355,8 @@ def part_of(module: nn.Module) -> Part | None:
 
 
 def _checked_parameters(root: nn.Module, parts: list[Part]) -> list[tuple[Owned, Layout]]:
-    """Remove the engines of `parts`, and return (parameter, layout) for each sharded parameter of `parts`.
-
-    Raises `UsageError` if an engine cannot be removed now, or if a parameter cannot be used.
-    """
+    """Remove the engines of `parts`, and return (parameter, layout) for each sharded parameter of `parts`. Raises `UsageError` if
+    an engine cannot be removed now, or if a parameter cannot be used."""
     _dissolve(root, parts)
     index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
     owned = list(_sharded(root, index, parts))
@@ -410,11 +408,9 @@ def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[
 
 
 def _dissolve(root: nn.Module, parts: list[Part]) -> None:
-    """Remove the engines of `parts`, before one engine is built for all of them; parameters stay sharded.
-
-    Raises `UsageError` in a forward or backward, if there are unreduced gradients, for a parameter that is tied to one of a
-    module outside `parts`, and for one on the meta device.
-    """
+    """Remove the engines of `parts`, before one engine is built for all of them; parameters stay sharded. Raises `UsageError` in
+    a forward or backward, if there are unreduced gradients, for a parameter that is tied to one of a module outside `parts`, and
+    for one on the meta device."""
     for part in parts:
         part.dissolve()
         for name, lender in part.borrowed:
@@ -477,10 +473,8 @@ def _kind(part: Part) -> str:
 
 
 def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Iterator[tuple[Owned, Layout]]:
-    """Yield each sharded parameter with its layout; skip plain ones, which were never sharded, and ignored ones.
-
-    Raises `UsageError` if a tensor of another kind or placement has been assigned since `fully_shard`.
-    """
+    """Yield each sharded parameter with its layout; skip plain ones, which were never sharded, and ignored ones. Raises
+    `UsageError` if a tensor of another kind or placement has been assigned since `fully_shard`."""
     layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
     ignored = {id(p) for part in parts for p in part.asked.ignored}
     for o in owned_parameters(root, index):

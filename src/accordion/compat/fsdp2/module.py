@@ -85,11 +85,9 @@ class FSDPModule(_Base):  # type: ignore[misc]
     # -- full parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the full parameters of this module, but not those of FSDP modules inside it.
-
-        They are plain tensors in `parameters()` until `reshard`, a forward that reshards, or the end of a backward. With
-        `async_op`, return a handle at once; its `wait` registers them.
-        """
+        """Gather the full parameters of this module, but not those of FSDP modules inside it. They are plain tensors in
+        `parameters()` until `reshard`, a forward that reshards, or the end of a backward. With `async_op`, return a handle at
+        once; its `wait` registers them."""
         part = fsdp_part(self)
         if async_op:
             part.lease.begin()
@@ -175,10 +173,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce gradients that were only summed on each rank; free full parameters unless `set_reshard_after_backward(False)`.
-
         Collective. With `async_op`, return a handle, whose `wait` must be called before the next `finalize_backward`. Raises
-        `RuntimeError` if it was not, in a forward or backward, and on a module that is not the root.
-        """
+        `RuntimeError` if it was not, in a forward or backward, and on a module that is not the root."""
         part = _root_part(self, "finalize_backward")
         if part.handle is not None:
             raise RuntimeError("the last finalize_backward has not been waited for; call wait() of its handle first.")
@@ -210,10 +206,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook` with each 1-D buffer of reduced and divided gradients, on the stream of the reduce.
-
-        The hook may write into the buffer: this rank's rows and padding. `stream` is ignored, and refused on a 2-D mesh.
-        """
+        """Call `hook` with each 1-D buffer of reduced and divided gradients, on the stream of the reduce. The hook may write into
+        the buffer: this rank's rows and padding. `stream` is ignored, and refused on a 2-D mesh."""
         part = fsdp_part(self)
         if stream is not None and part.asked.sharding.strategy.hybrid:
             raise UsageError(
@@ -236,10 +230,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Accepted without effect: reduces have a communicator of their own if that helps."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accepted without effect: reduces of large gradients have no input buffers that others could wait for.
-
-        Raises `TypeError` unless `max_input_buffers` is an int, and `UsageError` if it is less than 1.
-        """
+        """Accepted without effect: reduces of large gradients have no input buffers that others could wait for. Raises
+        `TypeError` unless `max_input_buffers` is an int, and `UsageError` if it is less than 1."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers is a {type(max_input_buffers).__name__}; pass an int.")
         if max_input_buffers < 1:
@@ -271,7 +263,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         log_once("set_symm_mem_for_comm has no effect: there are no staging buffers.")
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Make this module's next forward wait for `event`, recorded after an optimizer step on another stream. CPU: no effect."""
+        """Make this module's next forward wait for `event`, such as the end of a step on another stream. No effect on CPU."""
         part = fsdp_part(self)
         if part.asked.mesh.device_type == "cpu":
             return

@@ -226,11 +226,9 @@ def expose(optimizer: Optimizer) -> None:
 
 
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Step every parameter of `optimizer` that has a gradient now. `kind`: the optimizer's class before wrapping.
-
-    Steps on the device end before this returns. Steps on the host run on a thread during the next forward, with the present
-    gradients and hyperparameters; the gather of a unit waits for the step of that unit. Runs the optimizer's step hooks.
-    """
+    """Step every parameter of `optimizer` that has a gradient now. `kind`: the optimizer's class before wrapping. Steps on the
+    device end before this returns. Steps on the host run on a thread during the next forward, with the present gradients and
+    hyperparameters; the gather of a unit waits for the step of that unit. Runs the optimizer's step hooks."""
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, (), {})
     for engine in engines_of(optimizer):

@@ -37,9 +37,7 @@ class HostPipeline:
 
     def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
         """Read `chunk`, call `step(chunk, views)` and write it back, on a thread. Return a future that ends after the write.
-
-        `views`: a tensor for each span. Blocks until a buffer is free. A chunk with new states is done before this returns.
-        """
+        `views`: a tensor for each span. Blocks until a buffer is free. A chunk with new states is done before this returns."""
         buffer = self._free.get()
         if any(not span.reads for span in chunk.spans[: len(chunk.block.runs)]):
             # This step creates states outside of the buffer. Each thread's allocator would keep that memory after it is freed,
