@@ -19,11 +19,9 @@ from accordion.shard.topology import device_of
 
 
 class TensorParallelView:
-    """A `ParamView` for a parameter that was a DTensor before `shard`. Data parallelism shards its local tensor. A call with
-    the gathered local tensor returns the DTensor with the old `mesh` and `placements`.
-
-    `summed`: axes of `mesh` on which the parameter is replicated and over which the engine sums gradients.
-    """
+    """A `ParamView` for a parameter that was a DTensor before `shard`. Data parallelism shards its local tensor. A call with the
+    gathered local tensor returns the DTensor with the old `mesh` and `placements`. `summed`: axes of `mesh` on which the
+    parameter is replicated and over which the engine sums gradients."""
 
     def __init__(
         self,
@@ -87,11 +85,9 @@ class _Seen(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Mesh and placements of a sharded parameter, the cut of its local tensor, and the view that modules see.
-
-    `over`: the data-parallel axes, one or two. `rank`: of this process among the ranks with different rows. `keeps_dtype`: the
-    parameter is gathered in its own dtype, whatever `Precision` says.
-    """
+    """Mesh and placements of a sharded parameter, the cut of its local tensor, and the view that modules see. `over`: the
+    data-parallel axes, one or two. `rank`: of this process among the ranks with different rows. `keeps_dtype`: the parameter is
+    gathered in its own dtype, whatever `Precision` says."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]

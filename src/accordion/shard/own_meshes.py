@@ -52,9 +52,7 @@ def own_meshes(
     model: nn.Module, owned: Sequence[Owned], meshes: MeshChoice, mesh: DeviceMesh, strategy: Strategy
 ) -> list[DeviceMesh | None]:
     """Return for each parameter the mesh that `meshes` names for it, the last one if several do; None for the model's `mesh`.
-
-    Raises `UsageError` for a mesh or a parameter that does not fit, and for a key that names nothing.
-    """
+    Raises `UsageError` for a mesh or a parameter that does not fit, and for a key that names nothing."""
     chosen: list[DeviceMesh | None] = [None] * len(owned)
     for key, asked in meshes.items():
         named = [i for i, o in enumerate(owned) if _names(model, key, o)]
