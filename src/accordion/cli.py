@@ -19,7 +19,8 @@ from accordion.output import lasting_output
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: `accordion.<module>.run(arguments)`, or `run(arguments, environ)`. `needs`: packages in pip's `extra`."""
+    """A subcommand, which calls `accordion.<module>.run(arguments)`, or `run(arguments, environ)` if `takes_environ`. `needs`:
+    packages that must be installed, as pip's extra `extra` does."""
 
     about: str
     module: str

@@ -30,7 +30,8 @@ class Strategy:
     `hybrid`: the mesh has two dims, ("replicate", "shard"); `optim_over_replicas` shards the optimizer over both. `reduce`: the
     algorithm of gradient reduces; "exchange" is an all-to-all and a local sum, "auto" uses it inside a node for large messages.
 
-    Raises `UsageError` for an optimizer that is replicated while something is sharded, and for `optim_over_replicas` alone.
+    Raises `UsageError` if the optimizer state is replicated while parameters or gradients are sharded, and for
+    `optim_over_replicas` without `hybrid`.
     """
 
     name: str
@@ -67,7 +68,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def strategy_named(name: str | Strategy) -> Strategy:
-    """Return the strategy called `name`, such as "full_shard"; a `Strategy` is returned as it is. Raises `UsageError`."""
+    """Return the strategy called `name`, such as "full_shard"; a `Strategy` itself. Raises `UsageError` for unknown names."""
     if not isinstance(name, str):
         return name
     if name not in STRATEGIES:
@@ -110,7 +111,7 @@ class Precision:
         return self.params if self.params is not None and own.is_floating_point else own
 
     def master_dtype(self, own: torch.dtype, requires_grad: bool) -> torch.dtype:
-        """Return the dtype of the shard of a parameter of dtype `own`: the wider of it and `master`; frozen ones keep `own`."""
+        """Return the dtype of a parameter's shard: the wider of its dtype `own` and `master`, or `own` if it is frozen."""
         is_stepped = requires_grad and own.is_floating_point
         return wider(own, self.master) if is_stepped and self.master is not None else own
 
@@ -250,14 +251,14 @@ def folder_of(place: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """Recompute activations of every `every`-th unit, 0: none. `selective`: store those of attention and every other matmul."""
+    """Recompute activations of every `every`-th unit (0: of none). `selective`: except attention and every other matmul."""
 
     every: int = 0
     selective: bool = False
 
 
 def checkpointing_named(text: str) -> ActivationCheckpointing:
-    """Return the `ActivationCheckpointing` for "none", "full", "selective" or "every:K". Raises `UsageError`."""
+    """Return the `ActivationCheckpointing` for "none", "full", "selective" or "every:K". Raises `UsageError` for others."""
     if not isinstance(text, str):
         raise UsageError(
             f"checkpoint_activations is {text!r}, of type {type(text).__name__}; pass 'none', 'full', 'selective' or 'every:2'."

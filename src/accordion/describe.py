@@ -42,7 +42,10 @@ class Report:
 
 
 def describe(model: nn.Module) -> Report:
-    """Return a `Report` on the units of a sharded model and their bytes; no communication. Raises `UsageError` for others."""
+    """Return a `Report` on the units of a sharded model and their bytes, without communication.
+
+    Raises `UsageError` if `model` is not sharded.
+    """
     engine = sharded_engine(model, "describe")
     unsharded = 0
     for unit in engine.units:

@@ -30,7 +30,7 @@ class UsageError(AccordionError, ValueError):
 
 
 class AssertedUsageError(UsageError, AssertionError):
-    """A `UsageError` that is an AssertionError too, for callers that catch the one of torch's FSDP2."""
+    """A `UsageError` that is an AssertionError too, for callers that catch the AssertionError of torch's FSDP2."""
 
 
 class NonFiniteError(AccordionError, ArithmeticError):

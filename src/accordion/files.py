@@ -21,7 +21,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Return the text of a UTF-8 file. Raises `OSError`, also if it is not regular, or `UnicodeDecodeError`."""
+    """Return the text of a UTF-8 file. Raises `OSError` if it cannot be read or is no regular file, or `UnicodeDecodeError`."""
     with open_regular(Path(path)) as file:
         return file.read().decode("utf-8")
 

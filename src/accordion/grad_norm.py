@@ -16,7 +16,7 @@ from accordion.engine.communicator import Communicator, reduced
 
 @dataclass(slots=True)
 class NormPart:
-    """Tensors that are sharded over the ranks of `communicators`; without any, every rank has the whole tensors."""
+    """Tensors that are sharded over the ranks of `communicators`. If there are none, every rank has the whole tensors."""
 
     communicators: Sequence[Communicator]
     tensors: list[Tensor] = field(default_factory=list)
@@ -52,7 +52,8 @@ def _grouped(tensors: Iterable[Tensor], key: Callable[[Tensor], object]) -> list
 
 
 def scale_to(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Multiply all tensors in place by max_norm / norm (0-d) if that is below 1; no wait if all are on the norm's device."""
+    """Multiply all tensors in place by max_norm / norm (0-d) if that is below 1. The host waits only for tensors that are on
+    another device than `norm`."""
     multiply(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 

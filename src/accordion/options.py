@@ -48,17 +48,19 @@ def unread(make: Callable[[], Any]) -> Any:
 
 
 def at_least(least: float, default: Any, most: float = LARGEST, **needs: Any) -> Any:
-    """Return a dataclass field for a number from `least` to `most`, which `check_values` checks. `needs`: as for `needing`."""
+    """Return a dataclass field for a number from `least` to `most`, which `check_values` checks. `needs`: as in `needing`."""
     return field(default=default, metadata={"limits": (least, most), "needs": needs})
 
 
 def needing(default: Any, **needs: Any) -> Any:
-    """Return a dataclass field that needs others if it is set. `needs`: name of each -> allowed values, or True for any."""
+    """Return a dataclass field that may be set only if other fields have certain values, which `check_values` checks. `needs`:
+    name of the other field -> its allowed values, or True if any value but an empty one will do."""
     return field(default=default, metadata={"needs": needs})
 
 
 def check_values(group: Any, name: str) -> None:
-    """Raise `UsageError` if a field of the dataclass instance `group`, called `name` in messages, has a forbidden value."""
+    """Raise `UsageError` if a field of the dataclass instance `group` is outside of its limits, not finite, an empty text, or
+    set without the fields that it needs. `name`: of the group, in messages."""
     for f in fields(group):
         key, value = f"{name}.{f.name}", getattr(group, f.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -94,7 +96,8 @@ def one_of(choices: Sequence[str], default: str | None) -> Any:
 
 
 def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None:
-    """Parse `words` into an instance of the dataclass `kind`; for --help print the help, return None. Raises `UsageError`."""
+    """Parse `words` into an instance of the dataclass `kind`. For --help, print the help and return None. `prog`, `about`: name
+    and description of the command. Raises `UsageError` for a wrong flag or value."""
     values = values_of(kind, words, prog, about)
     return None if values is None else made(kind, values)
 
@@ -102,10 +105,9 @@ def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None
 def values_of(
     kind: type[Any], words: Sequence[str], prog: str, about: str, more: Mapping[str, tuple[str, str]] | None = None
 ) -> dict[str, Any] | None:
-    """Parse `words`; return key ("steps" or "train.steps") -> value of the flags in it. For --help print that, return None.
-
-    `more`: flags that the caller has read and removed, for the help: flag -> (name of its value, help). Raises `UsageError`.
-    """
+    """Parse `words` with the fields of `kind`, and return key ("steps" or "train.steps") -> value of each flag that is given. For
+    --help, print the help and return None. `more`: flags that the caller has read and removed from `words`, for the help: flag ->
+    (name of its value, help). Raises `UsageError` for a wrong flag or value."""
     options = options_of(kind)
     helps = {"-h", "--help"} & set(words)
     texts = {kind: _texts(kind) for kind in {option.owner for option in options}} if helps else {}
@@ -144,7 +146,7 @@ def hint_of(flag: str, flags: Sequence[str], prog: str) -> str:
 
 
 def made(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return an instance of the dataclass `kind` from field name (or "group.field") -> value; others have their defaults."""
+    """Return an instance of the dataclass `kind` from field name (or "group.field") -> value; defaults for missing fields."""
     hints = get_type_hints(kind)
     arguments = {key: value for key, value in values.items() if "." not in key}
     for name, group in hints.items():
@@ -189,7 +191,7 @@ class Option:
         return isinstance(self.hint, UnionType)
 
     def converted(self, value: Any, name: str) -> Any:
-        """Return `value`, text or parsed YAML, as the field's type. Raises `UsageError`, which begins with `name`."""
+        """Return `value`, text or parsed YAML, as the field's type. Raises `UsageError` if it is none; `name` begins its text."""
         if value is None and self.default is not None:
             raise UsageError(f"{name} is null; leave it out for its default.")
         if value is None or (value == "null" and self.is_optional):
@@ -220,7 +222,7 @@ class Option:
 
 
 def _several(value: Any, count: int, name: str) -> tuple[float, ...]:
-    """Return the `count` numbers in a text ("0.9,0.95") or list. Raises `UsageError`, which begins with `name`."""
+    """Return the `count` numbers in a text ("0.9,0.95") or list. Raises `UsageError` for others; `name` begins its text."""
     parts = value.split(",") if isinstance(value, str) else value
     try:
         if not isinstance(parts, list | tuple) or len(parts) != count or any(isinstance(p, bool) for p in parts):

@@ -92,10 +92,8 @@ class Sharding:
         return self.secondary or 0
 
     def check_secondary(self, num_ranks: int, group: str = "") -> None:
-        """Raise `UsageError` if the strategy or the number of ranks on the shard axis does not allow `secondary`.
-
-        `group`: prefix of the field's name in the message, such as "shard.".
-        """
+        """Raise `UsageError` if the strategy or `num_ranks`, the ranks on the shard axis, does not allow `secondary`. `group`:
+        prefix of the field's name in the message, such as "shard."."""
         if self.secondary is None:
             return
         s, asked = self.strategy, f"{group}secondary is {self.secondary!r}"
@@ -152,7 +150,7 @@ KINDS: Mapping[str, tuple[type, str]] = {
 
 
 def num_bytes_in(text: str) -> int:
-    """Return the number of bytes in a text such as "1000000" or "16GiB". Raises `ValueError`."""
+    """Return the number of bytes that a text such as "1000000" or "16GiB" names. Raises `ValueError` for other texts."""
     return int(float(text.removesuffix("GiB")) * 2**30) if text.endswith("GiB") else int(text)
 
 
@@ -174,14 +172,14 @@ def precision_named(name: str) -> Precision | None:
 
 
 def precision_words(precision: Precision | None) -> str | Precision:
-    """Return the name from which `precision_named` makes `precision`; `precision` itself if there is none."""
+    """Return the name from which `precision_named` makes `precision`; `precision` itself if no name does."""
     if precision is None:
         return AUTO
     return next((name for name, dtype in COMPUTE_DTYPES.items() if precision == Precision(params=dtype)), precision)
 
 
 def offload_named(text: str) -> Offload:
-    """Return the `Offload` for "none" or, for example, "optimizer=host,params=disk:/folder". Raises `UsageError`."""
+    """Return the `Offload` for "none" or, for example, "optimizer=host,params=disk:/folder". Raises `UsageError` for others."""
     values: dict[str, Any] = {}
     for part in [] if text == "none" else text.split(","):
         name, _, word = (piece.strip() for piece in part.partition("="))
@@ -206,7 +204,7 @@ def offload_words(offload: Offload) -> str | Offload:
 
 
 def unit_words(units: UnitChoice) -> Any:
-    """Return the text from which `units_named` makes `units`; `units` itself if there is none."""
+    """Return the text from which `units_named` makes `units`; `units` itself if no text does."""
     if units is None:
         return AUTO
     words = ",".join(units) if isinstance(units, list) and all(isinstance(u, str) for u in units) else str(units)

@@ -26,7 +26,7 @@ from accordion.safety.same_on_ranks import same_given
 
 
 def sharded_engine(model: nn.Module, what: str) -> Engine:
-    """Return the engine of a sharded model. Raises `UsageError` for others; `what`: name of the caller, for the message."""
+    """Return the engine of a sharded model. Raises `UsageError` if `model` is not sharded. `what`: the caller, in its text."""
     engine = engine_of(model) if isinstance(model, nn.Module) else None
     if engine is None:
         raise UsageError(f"{what} takes a model that shard() returned; this {type(model).__name__} is not sharded.")
@@ -51,8 +51,8 @@ def settle(engine: Engine, what: str) -> None:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Context manager: the backward of a forward inside it reduces no gradients, but sums full ones on each rank.
 
-    Parameters are gathered as usual. The next backward whose forward ran outside reduces these sums too, also of modules that
-    it does not reach. Raises `UsageError` with `step_in_backward`.
+    Parameters are gathered as usual. The next backward of a forward outside reduces these sums too, even for modules that this
+    backward does not reach. Raises `UsageError` with `step_in_backward`.
     """
     engine = sharded_engine(model, "no_sync")
     refuse_in_backward(engine, "no_sync")
@@ -129,7 +129,7 @@ Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | No
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` for none, unless it is ()."""
+    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if it chooses none, unless ()."""
     if only is None:
         return dict(values)
     if only == ():
@@ -191,7 +191,7 @@ def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, 
 
 
 def is_first_rank(engine: Engine) -> bool:
-    """Return True on one rank of the model: the first of those that shard it, also among ranks of tensor parallelism."""
+    """Return True on exactly one rank of the model: the first on each mesh axis, those of tensor parallelism included."""
     outer = [param.around for param in engine.params if param.around is not None]
     return engine.context.shard.rank == engine.context.replicate.rank == 0 and all(each.is_first for each in outer)
 
@@ -199,9 +199,9 @@ def is_first_rank(engine: Engine) -> bool:
 def attach_state_dict_hooks(model: nn.Module) -> None:
     """Register hooks on `model`, so that `load_state_dict` accepts full tensors too, of which each rank keeps its rows.
 
-    It is then collective unless it gets this rank's rows of every parameter: ranks first compare names, shapes and
-    checksums, and all raise `DivergenceError`, before anything changes, if these differ. `load_state_dict` and `state_dict` of
-    any part of the model wait for optimizer steps in progress.
+    With full tensors `load_state_dict` is collective. Ranks first compare names, shapes and checksums; if these differ, all
+    ranks raise `DivergenceError`, and nothing changes. If each parameter gets this rank's rows as a DTensor, they compare
+    nothing. `load_state_dict` and `state_dict` of any module inside also wait for optimizer steps in progress.
     """
     for module in model.modules():
         module.register_load_state_dict_pre_hook(_own_rows)
@@ -212,7 +212,7 @@ def attach_state_dict_hooks(model: nn.Module) -> None:
 
 
 def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
-    """State dict hook: wait for running optimizer steps of all parameters if `module` is a unit, else of its own ones."""
+    """State dict hook: wait for running optimizer steps, of the whole model if `module` is a unit, else of its own parameters."""
     hooks = attached_to(module)
     if hooks is not None:
         hooks.engine.synchronize()
@@ -246,7 +246,7 @@ def synchronize(model: nn.Module) -> None:
 
     With `Offload`, `step` of a wrapped optimizer returns while worker threads still step. Call this before you read a parameter
     or `optimizer.state` directly between a step and the next forward. The next forward, the state dicts of model and optimizer
-    and this library's functions wait by themselves; without `Offload` nothing is to be waited for.
+    and this library's functions wait by themselves. Without `Offload` there is nothing to wait for.
     """
     sharded_engine(model, "synchronize").synchronize()
 

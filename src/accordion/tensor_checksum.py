@@ -15,7 +15,7 @@ ROWS_AT_ONCE = 2**10  # rows that other devices sum at once: 128 MiB of products
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return name -> "with checksum <16 hex digits>" for tensors not on the meta device; waits once for each device."""
+    """Return name -> "with checksum <16 hex digits>" for tensors not on the meta device. The host waits once per device."""
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if not tensor.is_meta:

@@ -57,9 +57,9 @@ LARGE_SHARE = 0.5  # a layer outside the blocks with this share of the largest b
 
 @dataclass(slots=True)
 class Owned:
-    """A parameter of the model before sharding. `names`: all of its names (tied weights). `others`: parameters on its memory.
+    """A parameter of the model before sharding. `names`: all of its names (tied weights). `owner`: index of its unit.
 
-    `places`: (module, attribute name) of each module that has it. `owner`: index of the unit that gathers it.
+    `others`: other parameter objects that share its memory. `places`: (module, attribute name) of each module that has it.
     """
 
     names: list[str]
@@ -70,7 +70,8 @@ class Owned:
 
 
 def units_named(text: str, name: str = "units") -> UnitChoice:
-    """Return the value for `units=` in `text`: "auto" (None), "blocks", "min_params:N" or class names. Raises `UsageError`."""
+    """Return the value for `units=` that `text` names: "auto" (None), "blocks", "min_params:N" or class names with commas. Raises
+    `UsageError` for another text. `name`: of the option, for the message."""
     head, colon, count = text.partition(":")
     names = [part.strip() for part in text.split(",")]
     if text == AUTO:
@@ -131,10 +132,9 @@ def has_params(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> set[int]:
-    """Return ids of the modules in `model._no_split_modules` (transformers), or of those that are repeated in a list.
-
-    Repeated: a `ModuleList` or the like has two or more of one class, also in lists inside of it, which have no forward.
-    """
+    """Return ids of the modules in `model._no_split_modules` (transformers), or of those that are repeated in a list. A module is
+    repeated if its `ModuleList`, `Sequential` or `ModuleDict` has another one of its class. Modules in lists inside that list
+    count too. Single layers are not blocks."""
     named = getattr(model, "_no_split_modules", None)
     if named:
         chosen = {id(m) for m in model.modules() if type(m).__name__ in named and m is not model}
@@ -288,7 +288,8 @@ STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def gathered_dtype(o: Owned, precision: Precision) -> torch.dtype:
-    """Return the dtype in which a parameter is gathered: `precision.params`, or its own in batch norms without cast buffers."""
+    """Return the dtype in which a parameter is gathered: `precision.params`, or its own dtype if that is None. Parameters of
+    batch norms keep their own dtype unless `precision.buffers` is set."""
     # torch's kernels require a batch norm's parameters and statistics in equal dtypes (2.13), and statistics in two bytes
     # hardly change. Its inputs and outputs have the compute dtype.
     modules = [ref() for ref, _ in o.places]
@@ -298,10 +299,8 @@ def gathered_dtype(o: Owned, precision: Precision) -> torch.dtype:
 
 
 def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned]) -> list[list[int]]:
-    """Return for each unit, given its modules, the indices of other units whose parameters modules inside it read.
-
-    These are units inside it, and owners of tied weights.
-    """
+    """Return, for each unit, the indices of the other units whose parameters its modules read: units inside it, and owners of
+    tied weights. `units`: the modules of each unit."""
     owners: dict[int, set[int]] = {}
     for entry in owned:
         for ref, _ in entry.places:

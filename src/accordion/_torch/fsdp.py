@@ -18,7 +18,7 @@ def is_wrap_policy(policy: object) -> bool:
 
 
 def run_wrap_policy(policy: Any, root: Any, arguments: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Return module -> arguments of its wrapper (`arguments`, or as the policy has them) for modules that it selects."""
+    """Return {module: arguments of its wrapper} for modules in `root` that `policy` selects. It may change some `arguments`."""
     return dict(policy._run_policy(root, set(), arguments))
 
 

@@ -51,7 +51,7 @@ def collective(group: Any, name: str) -> Callable[..., Any]:
 def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]:
     """Return (timeout, new NCCL options) like those of the backend of `group` for `device`, for another group.
 
-    The timeout is None if the backend reports none, the options if it is not NCCL. No public names (2.11 to 2.13).
+    The timeout is None if the backend reports none. The options are None if it is not NCCL. No public names (2.11 to 2.13).
     """
     try:
         backend = group._get_backend(device)
@@ -73,7 +73,7 @@ def named_group(
 ) -> Any:
     """Return a new process group of `ranks`. A collective of these ranks alone, which all pass the same unused `name`.
 
-    `device`: the device that the group is bound to, unless the job is bound to one. `options`: of NCCL. No public way.
+    `device`: the device that the group is bound to, unless the job is bound to one. `options`: NCCL's. No public names.
     """
     # `new_group(use_local_synchronization=True)` derives the name from the number of groups that a rank knows. If ranks know
     # different numbers (after one `new_group([0])`), each waits forever for the others under its own name. The group is

@@ -41,7 +41,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors in a tensor subclass, by its `__tensor_flatten__` if any, or a plain `tensor`; all detached."""
+    """Yield a plain `tensor` itself, or those inside a subclass by its `__tensor_flatten__`, if it has that; all detached."""
     if is_plain(tensor):
         yield tensor.detach()
     elif hasattr(tensor.data, "__tensor_flatten__"):

@@ -78,7 +78,7 @@ def compare(
     """Train under each contender in `names`, compare their losses, then measure each in `rounds` turns of `STEPS` steps.
 
     Other contenders than this engine are left out if they do not start. `make`: creates the trainer of one rank. Prints
-    progress. Raises `BenchError` if a contender fails later, or if losses differ; nothing is measured then.
+    progress. Raises `BenchError` if a contender fails later, or if losses differ, before anything is measured.
     """
     with ExitStack() as stack:
         teams, left_out = [], {}
@@ -143,7 +143,7 @@ def _result(
     turns: list[list[Any]], memory: list[Any], wire: list[Any], tokens: int, peak_s: float | None
 ) -> ContenderResult:
     """Return one contender's figures from the results of `Trainer.turn` (by round and rank), `memory` and `wire` (by rank).
-    `tokens`: number of all ranks in a step. `peak_s`: seconds of a step whose matrix products run at peak speed."""
+    `tokens`: tokens of all ranks in a step. `peak_s`: seconds of a step whose matrix products run at peak speed."""
     steps: dict[str, list[list[float]]] = {  # part -> round -> step: the mean over ranks
         part: [[mean(rank[i][part] for rank in turn) for i in range(len(turn[0]))] for turn in turns]
         for part in (*PARTS, "step", "cpu")

@@ -156,9 +156,9 @@ def is_ours(name: str) -> bool:
 
 
 def chosen(against: str) -> tuple[list[str], dict[str, str]]:
-    """Return (this engine and the contenders in `against` that are installed, those that are not -> reason).
+    """Return (names of this engine and of the installed contenders in `against`, {name that is not installed: reason}).
 
-    `against`: names, separated by commas. Raises `UsageError` for unknown ones.
+    `against`: names, separated by commas. Raises `UsageError` for an unknown name.
     """
     names = list(dict.fromkeys([OURS, *(name.strip() for name in against.split(",") if name.strip())]))
     for name in names:
@@ -184,8 +184,8 @@ def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
 
 
 def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, offloads: bool = False) -> Loop:
-    """Return the `Loop` of DeepSpeed's ZeRO-3 with torch's fused AdamW; turns off log warnings. `zero`: further settings of
-    ZeRO. `offloads`: True if these keep the optimizer on the host, which needs one more setting."""
+    """Return the `Loop` of DeepSpeed's ZeRO-3 with torch's fused AdamW. Turns off log warnings. `zero`: further settings of ZeRO.
+    `offloads`: True if `zero` keeps the optimizer on the host, which needs one more setting."""
     logging.disable(logging.WARNING)
     import deepspeed as package  # type: ignore[import-not-found]
 

@@ -59,8 +59,8 @@ class HostLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTime:
-    """Host time of one contender. `unit`: CPU seconds per unit and step. `extra`: those beyond the unsharded model ("plain").
-    Both are spreads over rounds, each round being the median of its steps. `by_round`: `extra` of each round."""
+    """Host time of one contender. `unit`: CPU seconds per unit and step. `extra`: `unit` minus that of the unsharded model
+    ("plain"). Both are spreads over rounds; a round's value is the median of its steps. `by_round`: `extra` of each round."""
 
     unit: Spread
     extra: Spread

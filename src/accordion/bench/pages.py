@@ -97,7 +97,7 @@ def of_host(times: Mapping[str, dict[str, HostTime]], machine: dict[str, Any]) -
 
 
 def of_memory(memory: Mapping[str, dict[str, int]], about: str, machine: dict[str, Any]) -> Page:
-    """Return the page of `accordion bench memory`. `memory`: contender -> `Trainer.memory()`. `about`: its first note."""
+    """Return the page of `accordion bench memory`. `memory`: contender -> `Trainer.memory()`. `about`: the page's first note."""
     peers = [name for name in memory if not is_ours(name)]
     rows = [
         [

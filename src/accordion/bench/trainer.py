@@ -37,8 +37,8 @@ class Clock:
             self._events.append(event)
 
     def times(self) -> Times:
-        """Return seconds between the four marks of a step: "forward", "backward", "optimizer" and their sum "step" on the
-        device, and for the whole step also "host" (wall time) and "cpu" (of all threads)."""
+        """Return the seconds of a step, after its four marks: "forward", "backward", "optimizer" and their sum "step" are times
+        of the device; "host" is the wall time of the step, and "cpu" the CPU time of all threads."""
         marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
         parts = [b - a for a, b in pairwise(marks)]
         return {

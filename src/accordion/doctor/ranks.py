@@ -43,14 +43,15 @@ def start(seat: Seat) -> RankExam:
 
 
 class RankExam:
-    """The part of one rank in the checks that all ranks run together."""
+    """Runs one rank's side of the checks that all ranks run together."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
 
     def gathers(self) -> Answer:
-        """Test and time an all-gather, and time a copy. Collective. Returns a dict with host, torch (version), device_name,
-        right (the values were), num_bytes (received), gather_s and copy_bytes_per_s; after an exception, with error only."""
+        """Test and time an all-gather, and time a copy. Collective. Returns a dict with host, torch (its version), device_name,
+        right (True if all values were right), num_bytes (received), gather_s and copy_bytes_per_s; or, after an exception, a
+        dict with error alone."""
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks

@@ -29,10 +29,8 @@ MOST_PUT_OFF = 2  # the most calls whose reduce over replicas may continue while
 
 @_torch.run_at_once
 class AwaitReduce(torch.autograd.Function):
-    """Forward: return a scalar edge tensor, connected to the shards. Backward: wait for reduces, and write gradients.
-
-    `node`: lists the reduces that Gather's backward began. `leaf`: a dummy leaf tensor without a gradient.
-    """
+    """Forward: return a scalar edge tensor, connected to the shards. Backward: wait for reduces, and write gradients. `node`: has
+    the reduces to wait for, which Gather's backward began. `leaf`: a dummy leaf tensor, whose value is returned."""
 
     @staticmethod
     def forward(ctx: Any, node: weakref.ref[ReduceNode], leaf: Tensor, *shards: Tensor) -> Tensor:
@@ -62,10 +60,9 @@ class AwaitReduce(torch.autograd.Function):
 
 
 def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tuple[Tensor | None, ...] | None:
-    """Wait for the reduces `parts` of a call, and write the sharded gradients of parameters without hooks to `.grad`.
-
-    Returns (None, None, one gradient or None per trained parameter) for autograd to accumulate; None if there are none.
-    """
+    """Wait for the reduces `parts` of a call, and add the sharded gradients to `.grad` of parameters that have no hooks.
+    `accumulates`: False to leave all gradients to autograd. Returns the gradients that autograd must accumulate, as (None, None,
+    one gradient or None per trained parameter); None if there are none."""
     engine = call.engine
     if engine.arriving:
         engine.land_gradients()
@@ -170,8 +167,9 @@ class Gather(torch.autograd.Function):
 class OutputNode(torch.autograd.Function):
     """The identity on the outputs of the model's outermost call; its backward calls `begin`, which starts that call's backward.
 
-    Inputs: `tensors` has `num_outputs` outputs, then one tensor of each inner call. `zero`: the gradient of those. `shared`:
-    outputs that share memory with others, or with inputs; if one was modified in place, the backward raises `UsageError`.
+    `tensors`: `num_outputs` outputs, then one tensor per inner call; the backward gives each of the latter the gradient `zero`.
+    `shared`: outputs that share memory with an input or another output. The backward raises `UsageError` if one of these was
+    modified in place, for a gradient that is a DTensor, and for batched gradients (`is_grads_batched`) of parameters.
     """
 
     # Gradients of the inner calls' tensors make the Gather of each call run, in one order on all ranks, also on a rank that
@@ -195,7 +193,7 @@ class OutputNode(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Return the tangents of forward-mode differentiation, through an `OutputNode` of their own for their backward."""
+        """Return the outputs' tangents, passed through a second `OutputNode`. Raises `UsageError` for batched tangents."""
         outputs = tangents[4 : len(tangents) - len(ctx.to_reach)]
         having = [tangent for tangent in outputs if tangent is not None]
         if any(map(_torch.is_batched, having)):

@@ -25,7 +25,7 @@ ENDS_WITH_THE_BACKWARD = -1  # value in `Call.waiting`: no node shows when the g
 
 
 def transform_error() -> UsageError:
-    """Return an error to raise: the model was called in a transform of torch.func, or with batched forward-mode tangents."""
+    """Return the error for a model that is called inside a transform of torch.func, or with batched forward-mode tangents."""
     return UsageError(
         "a sharded model was called inside a transform of torch.func (jvp, vmap, grad, ...) or with batched tangents, and it "
         "supports neither; call it inside `accordion.full_params(model)`, or use torch.autograd.forward_ad for one tangent."
@@ -33,11 +33,9 @@ def transform_error() -> UsageError:
 
 
 class Call:
-    """One run of a unit's forward, with its state in each backward that reaches it; there may be several (`retain_graph`).
-
-    `waiting`: id of a backward -> number of inputs whose gradients are awaited before the full parameters are freed; 0 if the
-    Gather node does that. `shown`: id of a backward -> the full parameters that it uses.
-    """
+    """One run of a unit's forward, and its state in each backward that reaches it (several with `retain_graph`). `waiting`: id of
+    a backward -> number of inputs whose gradients must be computed before the full parameters are freed; 0 if the Gather node
+    frees them. `shown`: id of a backward -> the full parameters that it uses."""
 
     # Graph nodes refer to a call, and a call only to nodes of its inputs, which are earlier: no cycle keeps a graph alive.
 
@@ -74,10 +72,10 @@ class Call:
         return _torch.current_graph_task() in self.waiting
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
-        """Begin the backward of this call, unless it has begun: gather `fulls`, if it needs them, and show them to modules.
+        """Begin the backward of this call, unless it has begun. If it computes with parameters, gather and show `fulls`.
 
-        A hook on gradients; `grad` is not used. Raises `UsageError` for `create_graph=True`, for a deleted model, and if the
-        parameters were changed since the forward.
+        `fulls`: the call's full parameters, as modules see them. `grad`: not used; autograd passes it, because this is a hook on
+        gradients. Raises `UsageError` for `create_graph=True`, for a deleted model, and for parameters changed since the forward.
         """
         task, engine, unit = _torch.current_graph_task(), self.engine, self.unit
         if task in self.waiting:
@@ -106,7 +104,7 @@ class Call:
         engine.gather_ahead(BACKWARD, unit)
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """Begin the backward of this call, unless it has begun, and gather `fulls`, because one of them is about to be read."""
+        """Begin the backward of this call, unless it has begun, and always gather `fulls`: one of them is about to be read."""
         self.begin(fulls, None)
         task = _torch.current_graph_task()
         if task not in self.shown:  # an embedding's backward has no lease, but a hook reads its weight
@@ -126,7 +124,7 @@ class Call:
         self.shown[task] = fulls
 
     def _watch_inputs(self, task: int) -> None:
-        """End the call's backward when the gradients of its inputs are computed, instead of when the Gather node runs."""
+        """Let hooks end the call's part of backward `task` when its inputs' gradients are computed, not when Gather runs."""
         # autograd runs the newest ready node first; Gather is older than all nodes of its call, which have thus run before it.
         # The exception is a node on another device's thread that has no gradient for a parameter.
         try:
@@ -141,7 +139,7 @@ class Call:
     # -- it ends
 
     def end(self, task: int) -> None:
-        """Hide the full parameters that the backward with id `task` uses, and let them be freed; nothing if it uses none."""
+        """Hide the full parameters that the backward with id `task` uses, and end its lease. Does nothing if it uses none."""
         fulls = self.shown.pop(task, None)
         if fulls is not None:
             for handle in self.watching:

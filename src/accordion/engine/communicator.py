@@ -1,4 +1,4 @@
-"""Collectives between ranks, called on process groups without the `dist` wrappers. The engine communicates here alone."""
+"""Collectives between ranks, called on process groups without the `dist` wrappers. The engine communicates only through it."""
 
 from __future__ import annotations
 
@@ -43,11 +43,9 @@ def is_stream_ordered(backend: str, device: torch.device) -> bool:
 
 
 class Pending(NamedTuple):
-    """The `Work`s of a collective that the host must wait for; none if the backend runs in the order of streams.
-
-    `sends`: works of point-to-point messages, to wait for after `works`, when all ranks have begun them: a wait that times out
-    would close gloo's connections.
-    """
+    """The `Work`s of a collective that the host must wait for; none if the backend runs in the order of streams. `sends`: works
+    of point-to-point messages. Wait for them after `works`, when all ranks have begun them, because a wait that times out closes
+    gloo's connections."""
 
     communicator: Communicator
     works: Sequence[Any] = ()
@@ -55,11 +53,11 @@ class Pending(NamedTuple):
 
 
 class Communicator:
-    """A process group whose collectives return a `Pending` to wait for. `group` None: one rank, which never communicates.
+    """A process group whose collectives return a `Pending` to wait for. With `group` None it is one rank without collectives.
 
-    Properties of the backend: `exchanges`, all-to-all is faster than reduce-scatter at every size; `in_one_piece`, pieces do
-    not make an all-to-all faster; `sends`, point-to-point messages are faster than collectives; `can_poll`, a wait may time out
-    and be repeated (other backends fail after a timeout); `pack_limit_bytes`, smaller tensors are packed into one message.
+    Properties of the backend. `exchanges`: all-to-all is faster than reduce-scatter at every size. `in_one_piece`: to split an
+    all-to-all gains nothing. `sends`: point-to-point messages are faster than collectives. `can_poll`: a wait may time out and
+    be repeated (other backends fail after a timeout). `pack_limit_bytes`: smaller tensors are packed into one message.
     """
 
     # On a stream-ordered backend collectives run on the current stream with `asyncOp=False`; the default, True, moves them to a
@@ -113,7 +111,7 @@ class Communicator:
         return self._pending()
 
     def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
-        """All-to-all of 1-D (output, input, output split sizes, input split sizes) each; empty sizes mean equal parts."""
+        """All-to-all for each (output, input, output split sizes, input split sizes); tensors are 1-D, [] splits equally."""
         if self._async or len(sends) < 2 or not self._coalesces:
             return self._pending(
                 *[self._exchange(out, sent, a, b, self._exchange_options) for out, sent, a, b in sends]
@@ -147,7 +145,7 @@ class Communicator:
 
 
 class Axis:
-    """The ranks of one mesh axis, `one_node` if all are on one machine: communicators for gathers and for reduces."""
+    """One mesh axis: its communicators for gathers and for reduces. `one_node`: True if all ranks are on one machine."""
 
     def __init__(
         self,
@@ -173,21 +171,17 @@ class Axis:
 
 
 def own_communicator(communicator: Communicator, device: torch.device) -> Communicator:
-    """Return a communicator for reduces of the ranks of `communicator`: one of its own on NCCL, else `communicator` itself.
-
-    NCCL would run gathers and reduces of one communicator one after the other. All models over these ranks share the second
-    one, which takes hundreds of megabytes on a device; it is destroyed with the job's groups. Collective.
-    """
+    """Return a communicator for reduces over the ranks of `communicator`: on NCCL a second one, otherwise `communicator`. NCCL
+    runs the collectives of one communicator one after the other, so that reduces would wait for gathers. All models over these
+    ranks share the second one, which takes hundreds of megabytes of device memory until the job ends. A collective."""
     if communicator.num_ranks == 1 or not communicator.is_ordered:
         return communicator
     return Communicator(group_of_job(communicator, communicator.ranks, device), device)
 
 
 def group_of_job(communicator: Communicator, ranks: list[int], device: torch.device) -> Any:
-    """Return a process group of `ranks` that all models share. Collective at the first call, which creates the group.
-
-    `communicator`: its ranks make the call together, and its backend options are copied.
-    """
+    """Return a process group of `ranks` that all models share. The first call creates it, and is a collective. `communicator`:
+    its ranks must make that call together; the new group copies its backend options."""
     key = f"accordion/group/{_torch.group_name(communicator.group)}/{len(ranks)}/"
     groups = _torch.kept_with_job(key)
     if not groups:
@@ -200,7 +194,7 @@ def group_of_job(communicator: Communicator, ranks: list[int], device: torch.dev
 
 
 def carried(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a view of it as bytes if not all backends support its dtype; its last dim must be contiguous."""
+    """Return `tensor`, or a view of it as bytes if not all backends support its dtype. The last dim must be contiguous."""
     return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 

@@ -17,9 +17,10 @@ from accordion.engine.streams import SideStream, Waiter
 class ShardingContext:
     """The ranks, side streams and device over which a model, or one group of parameters, is sharded.
 
-    `shard`: axis over which ranks keep different rows. `replicate`: axis over which they keep the same, of one rank if there is
-    none. `cut_twice`: the optimizer's rows are divided over `replicate` too. `keeps_full`: full parameters stay in memory
-    between steps. `scale`: factor for sums of gradients. `where`: suffix that names the ranks in messages; "" for all.
+    `shard`: axis over which ranks keep different rows. `replicate`: axis over which ranks keep equal rows; one rank if there is
+    no such axis. `cut_twice`: the optimizer's rows are divided over `replicate` too. `keeps_full`: full parameters stay in
+    memory between steps; `keep_until_backward`: from a forward to its backward. `scale`: factor for sums of gradients. `where`:
+    suffix of messages that names the ranks; "" if these are all.
     """
 
     shard: Axis
@@ -42,7 +43,7 @@ class ShardingContext:
         return self.shard.num_ranks * self.replicate.num_ranks
 
     def levels(self, c: Cut) -> list[tuple[Axis, Cut]]:
-        """Return (axis, cut) for each division of a tensor cut as `c`: over `shard`, then over `replicate` if `cut_twice`."""
+        """Return (axis, division) for each axis that divides the tensor of `c`: `shard`, then `replicate` if `cut_twice`."""
         # If rows do not divide evenly, torch's strided placement assigns other rows; the engine never uses its redistribution.
         first = (self.shard, c)
         if not self.cut_twice:
@@ -58,7 +59,7 @@ class ShardingContext:
 
 
 def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
-    """Return the rows that this rank keeps of the tensor `full`, cut as `c`, as a view."""
+    """Return a view of the rows that this rank keeps of the tensor `full`, which is divided as `c` says."""
     for axis, level in context.levels(c):
         if level.dim is not None:
             start = min(axis.rank * level.chunk, level.rows)
@@ -67,7 +68,7 @@ def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
 
 
 def gathered(local: Tensor, c: Cut, context: ShardingContext) -> Tensor:
-    """All-gather the rows `local` of each rank into a new full tensor, detached, on the device. The host waits."""
+    """All-gather the rows `local` of each rank, divided as `c`, into a new detached tensor on the device. The host waits."""
     local = local.detach().to(context.device)
     for axis, level in reversed(context.levels(c)):
         if level.dim is None or axis.num_ranks == 1:

@@ -86,7 +86,7 @@ class Engine:
         return [param for unit in self.units for param in unit.params]
 
     def dismantle(self) -> None:
-        """Drop all state after the model was deleted, so that memory is freed without the garbage collector; nothing waits."""
+        """Drop all state of a deleted model, so that its memory is freed at once. The host does not wait for collectives."""
         for part in [*self.failed_reduces, *[part for parts in self.reduces_under_way for part in parts]]:
             part.abandon()
         for call in [call for calls in self._tasks.values() for call in calls]:
@@ -133,7 +133,7 @@ class Engine:
             self.drop_kept(lambda lease: stale or lease.root < self.root_call - WAITING_ROOTS)
 
     def collects(self) -> bool:
-        """Return True if new pre-backward nodes belong to the outermost call: not in a backward that began inside that call."""
+        """Return True if a node made now goes into `pre_backward_nodes`; False in a backward that began in the outermost call."""
         return _torch.current_graph_task() == self._nodes_of
 
     def take_pre_backward_nodes(self) -> list[Tensor]:
@@ -144,7 +144,9 @@ class Engine:
         return nodes
 
     def leave(self, error: BaseException | None) -> None:
-        """End a call of a unit, with `error` or None. The outermost one frees units that were prefetched but not used."""
+        """End a call of a unit; `error`: the exception that ended it, or None. The end of the outermost call, outside of a
+        backward, also frees units that were prefetched but not used, and notifies observers. Under no_grad the host then waits
+        for running steps and copies."""
         self.depth -= 1
         if self.depth:
             return
@@ -162,7 +164,7 @@ class Engine:
     def allocate(
         self, purpose: Purpose, function: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
     ) -> Result:
-        """Return the result of `function`, and tell observers that the memory which it allocates is for `purpose`."""
+        """Return `function(*args, **kwargs)`, and tell observers that the memory allocated inside is for `purpose`."""
         for notify in self.observers.memory_is_for:
             notify(purpose)
         result = function(*args, **kwargs)
@@ -177,17 +179,17 @@ class Engine:
         return unit.acquire()
 
     def reshard_unused(self, waits: bool = True) -> None:
-        """Free full parameters without a lease. `waits`: False to skip units whose gather still makes the host wait."""
+        """Free full parameters without a lease. With `waits` False, skip units whose gather the host would have to wait for."""
         for unit in self.units:
             unit.reshard(waits)
 
     def keep(self, unit: Unit, root: int) -> KeptLease:
-        """Keep the lease that the caller has on `unit` until the backward of forward number `root`; return its record."""
+        """Hand the caller's lease on `unit` to the engine until the backward of forward number `root`; return its record."""
         self.kept_leases.append(KeptLease(unit, root))
         return self.kept_leases[-1]
 
     def take(self, lease: KeptLease | None) -> bool:
-        """Take back a lease from `keep`: return True if it was still kept, and the caller must release it; otherwise False."""
+        """Take back a lease from `keep`. Returns True if it was still kept; the caller must then release it."""
         if lease is None or lease not in self.kept_leases:
             return False
         self.kept_leases.remove(lease)
@@ -244,7 +246,7 @@ class Engine:
     # -- backward
 
     def join(self, task: int, call: Any) -> None:
-        """Record that the backward with id `task` has reached `call`; the end of that backward ends the call."""
+        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call."""
         self._follow(task)
         self._tasks[task].append(call)
         if call.reduces:
@@ -263,7 +265,7 @@ class Engine:
         _torch.queue_callback(partial(self._end_of, task))
 
     def add_outside(self, unit: Unit, i: int, grad: Tensor) -> None:
-        """Add `grad` of the unit's parameter `i`, which no call produced, to the sums that the end of this backward reduces."""
+        """Add `grad`, a gradient of the unit's parameter `i` from outside of any call, to the sums that this backward reduces."""
         task = _torch.current_graph_task()
         self._follow(task)
         self._synced.add(task)
@@ -298,10 +300,8 @@ class Engine:
                 group.shard_buffer.synchronize()
 
     def accumulates(self) -> bool:
-        """Return True if the engine may write `.grad` itself; False in `autograd.grad`, with `inputs`, and in anomaly mode.
-
-        If True, also let the compute stream wait for other streams that wrote gradients.
-        """
+        """Return True if the engine may write `.grad` in this backward: not in `autograd.grad`, with `inputs`, or anomaly mode.
+        If True, also let the compute stream wait for other streams that wrote gradients."""
         task = _torch.current_graph_task()
         if self._accumulates is None or self._accumulates[0] != task:  # computed once per backward
             self._accumulates = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.leaf)
@@ -360,10 +360,8 @@ class Engine:
             self._ended(reduced=True)
 
     def _reduce_leftovers(self) -> None:
-        """Reduce the sums of no_sync that no call of this backward has taken into `.grad`, in unit order on all ranks.
-
-        Parameters that were frozen since are included: gradients of their earlier micro-batches belong to the step.
-        """
+        """Reduce the sums of no_sync that no call of this backward has reduced, and add them to `.grad`, unit by unit. Parameters
+        that were frozen since are included: gradients of their earlier micro-batches belong to the step."""
         for unit in [unit for unit in self.units if unit.local_sums.pending and unit.unit_policy.reduces]:
             trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
             none_ours = [False] * len(trained.indices)

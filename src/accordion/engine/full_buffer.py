@@ -78,7 +78,7 @@ class FullBuffer:
             self.flat.data.fill_(float("nan"))
 
     def stay(self, stays: bool) -> None:
-        """Allocate the storage and let `close` do nothing until `stay(False)`, which frees it: CUDA graphs record addresses."""
+        """`stays` True: allocate the memory, and make `close` do nothing: CUDA graphs record addresses. False: undo, and free."""
         if stays:
             self.open()
             self.close = lambda: None  # type: ignore[method-assign]

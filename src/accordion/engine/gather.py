@@ -17,7 +17,7 @@ from accordion.engine.streams import Steps
 
 
 class AxisGather:
-    """The all-gather of one group over one mesh axis, from `shard_buffer` into the tensors of `full_buffer`; used every step.
+    """The all-gather of one group over one mesh axis, from `shard_buffer` into `full_buffer`; every step uses the same object.
 
     Small shards are packed into one message (num_ranks, row_numel), which has memory between `open` and `close`.
     """
@@ -40,7 +40,8 @@ class AxisGather:
             self._pack(full_buffer.flat.new_empty(msg.row_numel * num), shard_buffer, cast)
 
     def _pack(self, packed: Tensor, shard_buffer: ShardBuffer, cast: bool) -> None:
-        """Make views that fill and unpack `packed` (num_ranks * row_numel,), and free its memory. `cast`: copy shards to it."""
+        """Make the views that fill and unpack the message `packed` (num_ranks * row_numel,), then free its memory. `cast`: True
+        if shards must be copied into the message; False to send the shard buffer's own row, if there is one."""
         msg, num = self._msg, self._axis.num_ranks
         sizes = [msg.cuts[i].shard_numel for i in msg.packed]
         rows = packed.view(num, -1)
@@ -71,25 +72,23 @@ class AxisGather:
         self._storage.resize_(0)
 
     def open(self) -> None:
-        """Allocate the packed message; called before `load` and `steps`."""
+        """Allocate the packed message. Call this before `load` and `steps`."""
         if self._storage is not None:
             self._storage.resize_(self._num_bytes)
 
     def close(self) -> None:
-        """Free the packed message, after the compute stream waits for the end of the gather."""
+        """Free the packed message. Call this when the compute stream waits for the end of the gather."""
         if self._storage is not None:
             self._storage.resize_(0)
 
     def load(self) -> None:
-        """Copy the shards that cannot be sent from the shard buffer: those that are not cut, or need a cast or packing."""
+        """Copy shards that need a cast or packing, or that are not divided, to the full buffer or the packed message."""
         if self._to:
             _torch.foreach_copy_(self._to, self._source, non_blocking=self.off_device)
 
     def steps(self, check: Callable[[Tensor], None]) -> Steps:
-        """Gather and unpack, as a generator that yields works to wait for. If shards are off the device, call `load` first.
-
-        `check`: called with the tags (num_ranks, num_flags) that all ranks sent.
-        """
+        """Generator: gather and unpack, and yield works to wait for. If shards are off the device, call `load` before it.
+        `check`: called with the tags (num_ranks, num_flags) that all ranks sent."""
         if self._to and not self.off_device:
             self.load()
         if self._axis.num_ranks == 1:
@@ -110,7 +109,7 @@ class AxisGather:
 
 
 def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (destination, source) views whose copies unpack `part` (num_ranks, chunk * row_numel) into the full tensor `to`."""
+    """Yield (destination, source) views; copying each pair unpacks `part` (num_ranks, chunk * row_numel) into the tensor `to`."""
     # No temporary copies: for a tensor that is not cut on dim 0 they may take gigabytes.
     if c.dim == 0:
         yield to.view(c.num_ranks, -1), part
@@ -126,10 +125,9 @@ def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 
 def in_runs(*sides: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield, for each run of neighbouring views of one shape, one stacked view per side; nine copies become two.
-
-    `sides`: lists of views of equal length, such as destinations and sources. A run that is not equally spaced is not joined.
-    """
+    """Join neighbouring views of equal shape, so that fewer copies are needed. Yields one stacked view per list, for each run.
+    `sides`: lists of views of equal length, such as destinations and sources. Views that are not equally spaced are yielded one
+    by one, each with a new dim 0 of size 1."""
     for _, group in groupby(zip(*sides, strict=True), key=lambda views: views[0].shape):
         run = list(group)
         gaps = {b[0].storage_offset() - a[0].storage_offset() for a, b in pairwise(run)}

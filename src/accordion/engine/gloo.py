@@ -22,7 +22,7 @@ TAG = 1 << 20  # first tag of those messages, above the tags of other code
 
 
 class GlooCommunicator(Communicator):
-    """A process group with gloo as its backend, for which reduces use an all-to-all and a local sum at every size."""
+    """A communicator with gloo as its backend, on which reduces use an all-to-all and a local sum at every size."""
 
     # gloo's reduce-scatter is an all-reduce (twice the bytes) that ignores timeouts (torch 2.13). `in_one_piece`: the host
     # would begin a second piece only when it waits for the first.

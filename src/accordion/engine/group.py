@@ -26,7 +26,8 @@ NUM_TAGS = 120  # tags identify units; int8 counts to 127, bfloat16 to 256
 
 
 def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) -> tuple[Message, Message]:
-    """Return (layout of gathers over the `shard` axis, layout of shards), which differ only with `hybrid_shard_optim`."""
+    """Return (layout of gathers over the `shard` axis, layout of shards) for tensors divided as `cuts` and gathered in `dtype`.
+    The two differ only with `hybrid_shard_optim`."""
     limit = context.shard.gather.pack_limit_bytes
     outer = message(cuts, dtype.itemsize, num_flags=1, pack_limit_bytes=limit)
     if not context.cut_twice:
@@ -35,9 +36,9 @@ def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) 
 
 
 class InnerShard(ShardBuffer):
-    """This rank's shard over the `shard` axis with `hybrid_shard_optim`, in the gathered dtype.
+    """With `hybrid_shard_optim`: this rank's shard over the `shard` axis, in the gathered dtype.
 
-    Once a step it is gathered over the `replicate` axis, over which the rows that the optimizer steps are cut further.
+    The optimizer steps smaller rows, which are divided over the `replicate` axis too. Once a step they are gathered into this.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class InnerShard(ShardBuffer):
 class GroupPlan(NamedTuple):
     """The arguments of a `Group`: parameters of one unit, the dtype in which they are gathered, and that of gradient sums.
 
-    `context`: the ranks over which they are sharded, None for those of the model. `secondary`: ranks that keep a copy of the
-    full parameters, sharded over them, from a forward to its backward; None for no copy.
+    `context`: the ranks over which they are sharded; None for those of the model. `secondary`: a few ranks that keep, divided
+    among them, a copy of the full parameters from a forward to its backward; None for no copy.
     """
 
     params: list[Param]
@@ -73,8 +74,8 @@ class GroupPlan(NamedTuple):
 class Group(ABC):
     """The parameters of one unit that are gathered in one dtype: their memory, their gather and the plans of their reduces.
 
-    `shard_buffer`: this rank's shards. `full_buffer`: memory of the full parameters; None if the shards are the full parameters
-    (`alias`). `views`: the full parameters. `filled`: `version()` of the shards from which they were gathered.
+    `shard_buffer`: this rank's shards. `full_buffer`: memory of the full parameters; None if the shards themselves are the full
+    parameters (`alias`). `views`: the full parameters. `filled`: `version()` of the shards from which they were gathered.
     """
 
     shard_buffer: ShardBuffer
@@ -112,7 +113,7 @@ class Group(ABC):
         self._expect()
 
     def remark(self, mark: int) -> None:
-        """Add `mark` to the tag (number of the unit) sent with later reduces, which fail if ranks have other marks."""
+        """Add `mark` to the tag (number of the unit) sent with later reduces. A reduce fails if ranks sent different tags."""
         if mark % NUM_TAGS != self._mark:
             self._mark = mark % NUM_TAGS
             for ones in self._ones.values():
@@ -124,7 +125,7 @@ class Group(ABC):
         return (self.index + self._mark) % NUM_TAGS + 1
 
     def _expect(self) -> None:
-        """Set `tag_sum`, the sum of all ranks' tags expected of a reduce, scaled as gradients are so that it is exact."""
+        """Set `tag_sum`, the sum of all ranks' tags that a reduce should return, scaled as its gradients are."""
         dtype, expected = self.reduce_dtype, self._reduce_tag * self.context.num_ranks
         self.tag_sum = torch.full((1,), expected, dtype=dtype, device=self.context.device)
         if dtype.is_floating_point:
@@ -137,8 +138,8 @@ class Group(ABC):
     def version(self) -> int:
         """Return a number that grows with every write to a shard: an optimizer step, a load, or a write of full parameters.
 
-        Operators on a DTensor raise the DTensor's version alone, operators on its local tensor that of the local tensor alone;
-        neither raises that of `shard_buffer.locals`, although the memory is the same.
+        It counts the versions of the DTensors and of their local tensors, because an operator on one leaves the other's as it
+        is. Neither operator changes the version of `shard_buffer.locals`, although the memory is the same.
         """
         return _torch.versions_of(self.sharded)
 
@@ -151,14 +152,17 @@ class Group(ABC):
 
     @abstractmethod
     def gather(self) -> Transfer | None:
-        """Begin to gather the full parameters; return the transfer, or None if there is nothing to do. `landed` follows it."""
+        """Begin to gather the full parameters; return the transfer, or None if there is nothing to do. Call `landed` later."""
 
     @abstractmethod
     def landed(self) -> None:
-        """Free the temporary memory of the gather; called after the compute stream waits for its transfer, or an error."""
+        """Free the gather's temporary memory. Call this when the compute stream waits for the transfer, or after an error."""
 
     def plans(self, chosen: Sequence[int], sent: torch.dtype) -> list[ReducePlan]:
-        """Return the plans, one per axis that cuts, to reduce gradients of parameters `chosen` (indices), sent as `sent`."""
+        """Return plans to reduce gradients of the parameters `chosen` (indices), one plan per axis that divides parameters.
+
+        `sent`: the dtype in which the gradients are sent. Plans are cached.
+        """
         key = tuple(chosen), sent
         plans = self._plans.get(key)
         if plans is None:
@@ -171,9 +175,9 @@ class Group(ABC):
         return plans
 
     def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
-        """Return (rows, count + 1) to send with `count` gradients: 1 for each, 0 for the indices `absent`, then the tag.
+        """Return a tensor (rows, count + 1) to send with `count` gradients: 1 for each, 0 for those in `absent`, then the tag.
 
-        All rows are equal. The sums over ranks tell how many ranks had each gradient, and if all reduce the same unit.
+        All rows are equal. Their sums over ranks tell how many ranks had each gradient, and if all ranks reduce the same unit.
         """
         key = (rows * count, dtype)
         if not absent and key in self._ones:
@@ -190,7 +194,7 @@ class Group(ABC):
 
 
 class CutGroup(Group):
-    """A group whose parameters are cut by rows over the ranks; the usual kind."""
+    """The usual group: its parameters are divided by rows over the ranks."""
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
         super().__init__(context, planned, place)
@@ -268,7 +272,7 @@ class CutGroup(Group):
             gathering.close()
 
     def _fetch(self, gathering: AxisGather, version: int) -> Transfer | None:
-        """Copy shards of `version` that are stored on host or disk to the device; return the copy under way, or None."""
+        """Begin to copy shards of `version` from host or disk to the device; return the transfer, or None if none is needed."""
         transfer = self.shard_buffer.refresh(version)
         if gathering.off_device:
             transfer = self.context.fetch_stream.copy(gathering.load, [], f"fetches {self.place}")
@@ -276,7 +280,7 @@ class CutGroup(Group):
         return transfer
 
     def _check(self, tags: Tensor) -> None:
-        """Raise an error if `tags`, those of all ranks in a gather, differ: ranks then got values of different units."""
+        """Raise an error if the `tags` that all ranks sent with a gather differ: the ranks have then gathered different units."""
         waiter = self.context.waiter
         if waiter.looks(self.context.device):
             waiter.same_everywhere(tags, self._tag, self._gathers)

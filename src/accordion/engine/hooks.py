@@ -55,7 +55,7 @@ class Hooks:
         return [module for module in (ref() for ref in self.modules) if module is not None]
 
     def detach(self, modules: Iterable[nn.Module]) -> None:
-        """Remove the hooks; `modules` must be all modules that were attached. They keep the shards as their parameters."""
+        """Remove the hooks. `modules` must be all modules that were attached; their parameters are then the shards."""
         for handle in self._handles:
             handle.remove()
         for module in modules:
@@ -95,7 +95,7 @@ class Hooks:
     def _edge(self, call: Call) -> Tensor:
         """Return the input of a call's Gather node, which links it to the AwaitReduce node; a leaf if nothing is reduced.
 
-        Sets `call.number`, the place of AwaitReduce in autograd's order: that of `reserve` in the unit before, or a new one.
+        Also sets `call.number`, the sequence number of AwaitReduce: that which `reserve` took a unit earlier, or a new one.
         """
         engine, trained = self.engine, call.trained
         if not call.sync or not trained.indices:
@@ -114,7 +114,7 @@ class Hooks:
         return node.edge
 
     def reserve(self, root_call: int) -> None:
-        """Reserve a place in autograd's order for the AwaitReduce node of the unit's next call in forward `root_call`."""
+        """Reserve an autograd sequence number for the AwaitReduce node of the unit's next call in forward `root_call`."""
         if self._reserved is None or self._reserved[0] != root_call:
             self._reserved = root_call, _torch.reserve_number()
 
@@ -223,8 +223,8 @@ class Hooks:
     def _input(self, nodes: list[Any], cast: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
         """Return an input cast to the unit's dtype, and append its autograd node to `nodes` if it requires a gradient.
 
-        `cast`: result by id of the input, for inputs that occur twice. If `unit.views_inputs`, the result is a view, whose
-        gradient is that of this call alone; `may_view` False prevents that for tensors in lists and mappings of the caller.
+        `cast`: result by id of the input, for inputs that occur twice. If `unit.views_inputs`, the result is a view, so that its
+        gradient counts this call alone. `may_view`: False for tensors in lists and mappings of the caller, which stay.
         """
         if id(tensor) in cast:
             return cast[id(tensor)]
@@ -239,7 +239,10 @@ class Hooks:
         return tensor
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        """Forward hook, after an error too (`out` None): end the call of `before`; return a replacement for `out` or None."""
+        """Forward hook, also after an error (`out` None): end the call of `before`; return a replacement for `out` or None.
+
+        Raises `UsageError` if the forward wrote into full parameters, because such a write does not reach the shards.
+        """
         if not self._calls or (entry := self._calls.pop()) is None:
             return None
         call, fulls = entry
@@ -275,11 +278,11 @@ class Hooks:
         return None if out is result else out
 
     def own_memory(self, tensor: Tensor) -> Tensor:
-        """Return an output `tensor`, or a copy if it is a view of a full parameter (learned positions), which will be freed."""
+        """Return the output `tensor`, copied if it is a view of a full parameter (learned positions), which will be freed."""
         return tensor.clone() if self.unit.holds(tensor) else tensor
 
     def _watch_outputs(self, call: Call, fulls: Sequence[Tensor], out: Any, inputs: Any) -> Any:
-        """Return `out`, changed so that a backward begins the call before it runs a node of it. `inputs`: (args, kwargs)."""
+        """Return `out` with nodes or hooks that begin the call's backward when its gradient comes. `inputs`: (args, kwargs)."""
         # A pre-backward node serves backwards through the model's outputs: autograd runs the newest ready node first, and the
         # outermost call makes these nodes ready. Hooks on outputs serve backwards of other tensors, or without gradients of
         # parameters. `safety/hidden_losses.py` serves losses that are not in the outputs.
@@ -309,7 +312,7 @@ class Hooks:
             self.engine.pre_backward_nodes.append(node)
 
     def _end_forward(self, call: Call, *, failed: bool = False) -> None:
-        """Let the full parameters be freed, or keep them if the policy says so or the backward begins with this unit."""
+        """End the forward's lease, or keep it for the backward if the policy says so or the backward begins with this unit."""
         engine, unit, keep = self.engine, self.unit, self.unit.unit_policy.keep
         if failed or call.reached is None or not call.needs_full_in_backward:
             keep = False
@@ -327,7 +330,7 @@ class Hooks:
     # -- dummy calls: a unit that this rank skipped is gathered, because other ranks call it
 
     def begin_dummy(self, differentiable: bool, by_read: bool) -> tuple[Call, Sequence[Tensor]]:
-        """Gather the unit for ranks that call it, which this one does not; return (call, full parameters) for `end_dummy`."""
+        """Join the gather of a unit that other ranks call and this rank skips; return (call, full parameters) for `end_dummy`."""
         with torch.set_grad_enabled(differentiable):
             call, fulls = self._begin(differentiable, by_read, is_dummy=True)
         for watch in self.engine.observers.unit_is_full:
@@ -335,8 +338,8 @@ class Hooks:
         return call, fulls
 
     def end_dummy(self, call: Call, fulls: Sequence[Tensor]) -> None:
-        """End the call that `begin_dummy` returned. If that was differentiable, this rank joins the unit's collectives in the
-        backward too, with zeros as its gradients."""
+        """End the call; `call`, `fulls`: as `begin_dummy` returned them. If the call was differentiable, this rank joins the
+        unit's collectives in the backward too, with zeros as its gradients."""
         for watch in self.engine.observers.unit_leaves:
             watch(call, (), None)
         with torch.enable_grad():

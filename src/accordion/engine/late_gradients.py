@@ -1,4 +1,4 @@
-"""Zeros as gradients of parameters without one on this rank; the end of the backward removes those that no rank needs."""
+"""Gradients of zeros, for parameters without a gradient on this rank. If no rank had one, the end of the backward drops it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class UndecidedGradients:
-    """Parameters for which this rank had no gradient in a backward, their `grad`, and the numbers of ranks that had one."""
+    """Records of parameters without a gradient on this rank, which has zeros as their `.grad`: how many ranks had a gradient.
+    The end of a backward then sets `.grad` to None if no rank had one."""
 
     # The numbers are read once, at the end of the backward, because each read makes the host wait for the device.
 
@@ -38,7 +39,10 @@ class UndecidedGradients:
         self._entries.clear()
 
     def settle(self) -> None:
-        """Set `.grad` to None for noted parameters without a gradient on any rank, and forget all. The host waits if any."""
+        """Set `.grad` to None for recorded parameters for which no rank had a gradient, and forget all records.
+
+        The host waits for the device if there is a record.
+        """
         if not self._entries:
             return
         entries, self._entries = self._entries, {}

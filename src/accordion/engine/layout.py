@@ -67,9 +67,10 @@ class Cut:
 
 
 def cut(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
-    """Return how to divide a tensor over ranks: by rows of dim 0, or of the dim with the least padding if dim 0 needs much.
+    """Return how to divide a tensor over ranks: by rows of dim 0, unless that needs much padding.
 
-    For example, fused experts (8, ...) on 64 ranks. 0-d tensors, and small ones with much padding on every dim, stay whole.
+    If it does, as for fused experts (8, ...) on 64 ranks, the tensor is divided on the dim with the least padding. 0-d tensors,
+    and small ones that need much padding on every dim, are not divided.
     """
     shape = tuple(shape)
 
@@ -173,7 +174,7 @@ def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], i
 
 
 def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
-    """Split tensors of `numels` elements into pieces of at most `most`, each a list of (index of tensor, start, stop)."""
+    """Divide tensors of `numels` elements into pieces of at most `most` elements. A piece is a list of (index, start, stop)."""
     pieces, left = list[list[tuple[int, int, int]]](), 0
     for i, numel in enumerate(numels):
         if pieces and numel <= left:

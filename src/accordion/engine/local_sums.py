@@ -30,7 +30,7 @@ class _Sum:
 class LocalSums:
     """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype.
 
-    `pending`: indices of parameters for which `add` was called since the last `take`; the same on all ranks.
+    `pending`: indices of parameters for which `add` was called since the last `take`, equal on all ranks.
     """
 
     def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:
@@ -59,10 +59,10 @@ class LocalSums:
             self._sums[i] = _Sum(grad.to(self._dtypes[i]), shown, shown._version, is_ours)
 
     def take(self, indices: Sequence[int], grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
-        """Return the sum plus the gradient in `grads` of each parameter in `indices`, None without both, and forget the sums.
+        """Return for each parameter in `indices` its sum plus its gradient in `grads`, and forget the sums.
 
-        `grads`: None to take the sums alone. A parameter that was frozen since the forward keeps its sum, and its gradient is
-        returned without it.
+        An entry is None if the parameter has neither. `grads`: None to take the sums alone; with gradients, a parameter that was
+        frozen since the forward keeps its sum, and only its gradient is returned.
         """
         result: list[Tensor | None] = []
         for i, grad in zip(indices, [None] * len(indices) if grads is None else grads, strict=True):
@@ -93,7 +93,7 @@ class LocalSums:
             self._params[i].sharded.grad = None
 
     def _sum_of(self, i: int) -> _Sum | None:
-        """Return the sum of parameter `i`; None without one, or if the user has cleared `.grad` or written into our zeros."""
+        """Return the sum of parameter `i`; None if there is none, or the user has cleared `.grad` or written into our zeros."""
         entry = self._sums.get(i)
         if entry is None:
             return None

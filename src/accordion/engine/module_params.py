@@ -14,7 +14,7 @@ from accordion.errors import UsageError
 
 
 class ModuleParams:
-    """Sets the parameters that a unit's modules see: the full ones of the last `show` without its `hide`, or the shards."""
+    """Sets the parameters that a unit's modules see: the full ones of the last `show` that is not undone, or else the shards."""
 
     def __init__(self, params: Sequence[Param]) -> None:
         self._params = params
@@ -35,7 +35,7 @@ class ModuleParams:
         return [module for module in (ref() for ref in refs) if module is not None]
 
     def check_registry(self) -> None:
-        """Raise `UsageError` if code has replaced a parameter of a module after `shard`; nothing while full ones are shown."""
+        """Raise `UsageError` if code has replaced a module's parameter since `shard`. Not checked while full ones are shown."""
         if self._shown:
             return
         shards = self._shards
@@ -58,7 +58,7 @@ class ModuleParams:
         )
 
     def around(self, fulls: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return `fulls` as modules see them: as tensor subclasses, or DTensors of tensor parallelism, if they were such."""
+        """Return `fulls` in the types that the parameters had before `shard`: tensor subclasses, DTensors or plain tensors."""
         if not self.has_around:
             return fulls
         seen = [f if p.extension is None else p.extension(f) for f, p in zip(fulls, self._params, strict=True)]
@@ -67,13 +67,14 @@ class ModuleParams:
     def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
         """Make `module.weight` return the tensor in `fulls` instead of the shard, until `hide(fulls)`.
 
-        If `registered`, so does `module.parameters()`. A backward passes False: if it raises, no hook puts the shards back.
+        If `registered`, `module.parameters()` has it too. A backward passes False, because no hook would put the shards back
+        into the registry if it raised.
         """
         self._shown.append((fulls, registered))
         self._install()
 
     def hide(self, fulls: Sequence[Tensor]) -> None:
-        """Undo the last `show(fulls)`; modules see what is shown by other calls under way, or shards."""
+        """Undo the last `show(fulls)`. Modules then see the tensors of the latest other `show`, or the shards."""
         for i in reversed(range(len(self._shown))):  # remove one entry: a recursive call may show the same list twice
             if self._shown[i][0] is fulls:
                 del self._shown[i]
@@ -90,7 +91,7 @@ class ModuleParams:
             self._install()
 
     def forget(self) -> None:
-        """Drop all references to modules, because the model is deleted."""
+        """Hide full parameters and drop all references to modules, because the model is deleted."""
         self.hide_all()
         self._places = []
 
@@ -124,10 +125,10 @@ class ModuleParams:
                 rnn.__dict__["_flat_weights"] = [tensors.get(n) for n in rnn._flat_weights_names]
 
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply the conversion `function` of `module.to(...)` and similar methods to full parameters, if they are shown.
+        """Apply the conversion `function` of `module.to(...)` and similar methods to the module's full parameters, if shown.
 
-        Otherwise raise `UsageError` if it would change dtype or device of a shard: torch would replace the sharded parameters
-        by others that neither the graph nor the engine knows.
+        If they are not shown, raise `UsageError` if the conversion would change dtype or device of a shard: torch would replace
+        the sharded parameters by others that neither the graph nor the engine knows.
         """
         for attributes, attr, i in self._places:
             if attributes is not module.__dict__:

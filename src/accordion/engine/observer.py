@@ -29,7 +29,7 @@ class CallInForward(Protocol):
     """Protocol for one run of a unit's forward, as observers see it.
 
     `root`: number of the outermost call, -1 in a backward. `is_dummy`: True if this rank only joins the collectives of ranks
-    that call the unit. `needs_full_in_backward`: the backward gathers the unit. `may_come_back`: a backward may reach the call.
+    that call the unit. `needs_full_in_backward`: the backward gathers the unit. `may_come_back`: a backward may reach this call.
     """
 
     unit: Unit
@@ -65,13 +65,13 @@ class Observer:
         """Called when an outermost forward begins. `differentiable`: gradients are enabled. `reduces`: False under no_sync."""
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
-        """Called before each forward of a unit outside of a backward gathers it. `by_read`: a read of its weight begins it."""
+        """Called before a forward outside of a backward gathers `unit`. `by_read`: a read of a weight begins this forward."""
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
         """Called when the unit of `call` is gathered, and its modules see the full parameters `fulls`."""
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """Called at the end of a forward of a unit, with its result `out` or with `error`; return `out` or a replacement."""
+        """Called at the end of the forward `call`, with its result `out` or with `error`. Return `out` or a replacement."""
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
@@ -84,7 +84,7 @@ class Observer:
         """Called when a backward reaches the first unit."""
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
-        """Called when a backward reaches `call`, before the unit is gathered; also before a recomputation, with None."""
+        """Called when a backward reaches `call`, before the unit is gathered; before a recomputation, `call` is None."""
 
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Called with this rank's full gradients of a call's trained parameters, before they are reduced or summed."""

@@ -31,7 +31,7 @@ class UnitOrder:
         self._last[phase] = START
 
     def visit(self, phase: Phase, unit: int) -> None:
-        """Record that `unit` is about to run. Before the first backward, the reverse of the forward is recorded for it."""
+        """Record that `unit` is about to run. The first backward is expected to run in the reverse order of the forward."""
         last = self._last[phase]
         if last == unit:
             return

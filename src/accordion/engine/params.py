@@ -16,9 +16,9 @@ from accordion.engine.layout import Cut
 
 
 class ParamView(Protocol):
-    """Protocol for tensor parallelism and the like: a tensor that the engine gathers is this rank's part of a larger tensor.
+    """Protocol for a parameter whose gathered tensor is only this rank's part of a larger one, as in tensor parallelism.
 
-    `communicators`: for the ranks over which the larger tensor is split. `is_first`: True on the first rank of each of them.
+    `communicators`: of the ranks over which the larger tensor is divided. `is_first`: True if this is the first rank of each.
     """
 
     @property

@@ -125,9 +125,9 @@ class PendingReduce:
     def finish_in_tier(
         self, adding: Sequence[bool], decide: bool = True
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """Return (rows of `finish` in the memory in which gradients are stored, copy to that memory under way or None).
+        """Call `finish(decide)` and begin to move its rows to the memory kind in which gradients are stored (offload).
 
-        `adding`: True for rows that the caller only adds to a gradient and then drops. `decide`: passed to `finish`.
+        Returns (rows there, copy under way or None). `adding`: True for rows that the caller only adds to a gradient.
         """
         rows, group = self.finish(decide), self._group
         # If the sums are cast to be gradients, the compute stream does that.
@@ -135,7 +135,7 @@ class PendingReduce:
         return group.shard_buffer.put(self._chosen, rows, adding, made_by)
 
     def counted(self) -> list[tuple[Tensor, int] | None]:
-        """Return for each parameter without a gradient on this rank (counts, k): counts[k] ranks have one. Others: None."""
+        """Return, per parameter, None if this rank has its gradient; otherwise (counts, k): counts[k] ranks have it."""
         if not self.absent or self._transfer is None:
             return [None] * len(self._chosen)
         sums, absent = self._last.flag_sums, set(self.absent)

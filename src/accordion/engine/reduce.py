@@ -23,8 +23,9 @@ CAST_BYTES, CAST_SHARE = 256 * 1024 * KIB, 8
 class ReducePlan:
     """The layout and algorithm of a reduce over an axis, computed once: gradients of dtype `sent` are summed in `dtype`.
 
-    `num_flags`: elements summed with them. `taken`: indices of large gradients that are their own results, on an axis of one
-    rank; `others`: the rest. `places`: (shape, stride, offset) of this rank's rows of each of `others` in the result buffer.
+    `num_flags`: extra elements summed with them. `taken`: on an axis of one rank, the indices of large gradients, which need no
+    copy to be the results. `others`: all other indices. `places`: for each of `others`, the (shape, stride, offset) of this
+    rank's rows in the result buffer.
     """
 
     def __init__(self, axis: Axis, cuts: Sequence[Cut], num_flags: int, sent: torch.dtype, dtype: torch.dtype) -> None:
@@ -136,11 +137,11 @@ class AxisReduce:
         return [*self.buffers, self._pack, *self._direct, *self._received]
 
     def free(self) -> None:
-        """Drop all memory but that of the results, after `steps`."""
+        """Drop all memory except that of the results. Call this after `steps`."""
         self._pack, self._direct, self._received = self._out_pack, [], []
 
     def load(self, grads: Sequence[Tensor], flags: Tensor, ours: Sequence[bool]) -> None:
-        """Set what is sent: `grads`, one per cut in full shape, and `flags` (num_ranks, num_flags), row r to rank r.
+        """Fill the buffers to send: full gradients `grads`, and `flags` (num_ranks, num_flags), of which row r goes to rank r.
 
         `ours`: True for gradients that may be overwritten, because nothing else refers to them.
         """

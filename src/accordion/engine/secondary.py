@@ -21,7 +21,7 @@ class LeavingBuffer(FullBuffer):
     """A full buffer of which each rank keeps a copy of one slice (`part`) after a forward has freed the buffer.
 
     The slices are equal parts of the whole buffer, so that one all-gather restores it. `leaves`: False to keep none. `shows`:
-    version of the shards from which the buffer was filled, `NO_VERSION` if unknown. `left`: that from which `part` was taken.
+    version of the shards in the buffer, `NO_VERSION` if unknown. `left`: version of the shards in `part`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SecondaryGroup(CutGroup):
         return self._leaving
 
     def leaves(self, keeps: bool) -> None:
-        """Turn slices of later forwards on or off; without slices, backwards gather from all ranks."""
+        """Set whether later forwards keep slices of the full parameters. Without slices, backwards gather from all ranks."""
         self._leaving.leaves = keeps
 
     def gather(self) -> Transfer | None:

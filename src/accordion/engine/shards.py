@@ -64,10 +64,10 @@ class ShardBuffer:
         adding: Sequence[bool],
         after: Transfer | None = None,
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """Move reduced gradients `rows` of the parameters `chosen` (indices) to the memory kind in which gradients are stored.
+        """Begin to move reduced gradients `rows` to the memory kind in which gradients are stored; by default do nothing.
 
-        Returns (rows there, copy under way or None); by default `rows` themselves. `adding`: True for rows that the caller
-        only adds to a gradient and then drops. `after`: the transfer that makes the rows; None to wait for the compute stream.
+        Returns (rows there, copy under way or None). `chosen`: indices of their parameters. `adding`: True for rows that the
+        caller only adds to a gradient. `after`: the transfer that makes the rows; None to wait for the compute stream.
         """
         return rows, None
 
@@ -96,7 +96,8 @@ class FlatShards(ShardBuffer):
 
 
 class ShardBufferMaker(Protocol):
-    """Function that makes a group's shard buffer. `unit`: index of its unit. `dtypes`: of shards. `gathered`: of gathers."""
+    """Function that makes a group's shard buffer. `unit`: index of its unit. `msg`: layout of its shards. `dtypes`: dtype of each
+    shard. `gathered`: dtype in which all are gathered."""
 
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
@@ -120,7 +121,7 @@ def zeros_on(device: torch.device) -> Allocate:
 
 
 def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, list[int], Message]]:
-    """Return (dtype, indices of the shards of that dtype, their layout) for each dtype in `dtypes`, one per shard."""
+    """Divide the shards of layout `msg` by dtype (`dtypes`, one per shard). Returns (dtype, indices, layout) per dtype."""
     result = []
     for dtype in dict.fromkeys(dtypes):
         chosen = [i for i, d in enumerate(dtypes) if d == dtype]
@@ -130,7 +131,7 @@ def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dt
 
 
 def local_view(padded: Tensor, c: Cut, rank: int) -> Tensor:
-    """Return the shard of `rank`, in the tensor's own dims, as a view of `padded`: the same shard as 1-D, with padding.
+    """Return a view of `padded`, the padded 1-D shard of `rank`, with the tensor's own dims and without padding.
 
     A shard is stored with its cut dim first, so that its rows are dense: fused optimizers read memory in order.
     """
@@ -143,7 +144,7 @@ def local_view(padded: Tensor, c: Cut, rank: int) -> Tensor:
 def own_storage(view: Tensor) -> Tensor:
     """Return a tensor over the memory of `view` whose storage has that memory alone; a fake or meta tensor stays as it is.
 
-    `copy.deepcopy` and `torch.save` of a DTensor around a view would copy the whole buffer, or take its offset for an address.
+    Otherwise `copy.deepcopy` and `torch.save` of the parameter would copy the whole buffer, or read it at a wrong offset.
     """
     if view.untyped_storage().device.type == "meta":  # a fake tensor has no address to be wrong about
         return view

@@ -41,7 +41,7 @@ class Waiter(Protocol):
         """Raise an error unless each row of `rows` (num_ranks, n) equals `expected` (n,). `what`: for the message."""
 
     def tell(self, text: str) -> None:
-        """Report to ranks that wait for this one that it has failed; their error has this rank's number and `text`."""
+        """Report to the ranks that wait for this one that it has failed. Their error then names this rank and has `text`."""
 
 
 class SideStream:
@@ -118,7 +118,7 @@ class SideStream:
     def copy(
         self, copies: Callable[[], None], tensors: list[Any], what: str, after: Transfer | None = None
     ) -> Transfer:
-        """Run `copies()` on this side stream and return its transfer; the other arguments are those of `start`."""
+        """Run `copies()` on this side stream and return its transfer. `tensors`, `what`, `after`: as for `start`."""
 
         def steps() -> Steps:
             copies()
@@ -218,7 +218,7 @@ class Transfer:
             stream.wait_event(self._end)
 
     def join(self, side_stream: SideStream) -> None:
-        """Let another side stream wait for the end. The caller must keep this transfer until one after it has landed."""
+        """Let another side stream wait for the end. Keep this transfer until a later one on that stream has landed."""
         self._finish()
         side_stream.wait(self._end)
 

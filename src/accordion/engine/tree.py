@@ -69,9 +69,9 @@ def _collect(tree: Any, tensors: list[Tensor]) -> None:
 
 
 def tensors_in(tree: Any, opaque_depth: int = 0) -> Iterator[Tensor]:
-    """Yield tensors that are attributes of plain objects in `tree`, which `map_tensors` does not enter.
+    """Yield the tensors in attributes of plain objects in `tree`. Tensors outside of plain objects are not yielded.
 
-    `opaque_depth`: how many objects deep; with 0 nothing is yielded. Tensors directly in `tree` are not yielded either.
+    `opaque_depth`: number of nested plain objects to enter; with 0 nothing is yielded.
     """
     if isinstance(tree, (list, tuple)):
         for item in tree:

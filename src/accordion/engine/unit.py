@@ -139,7 +139,7 @@ class Unit:
 
     @property
     def needs_full_in_backward(self) -> bool:
-        """Return False for a plain embedding, whose backward needs no weight, unless it is recomputed; otherwise True."""
+        """Return True, except for an `nn.Embedding` whose forward was not replaced: its backward needs no weight."""
         if not self._is_embedding:
             return True
         module = self.module()
@@ -240,7 +240,7 @@ class Unit:
         self.full_params = UNSHARDED
 
     def dismantle(self) -> None:
-        """Drop references to modules, and gathers under way, because the model is deleted; the host does not wait."""
+        """Drop references to modules and abandon running gathers, because the model is deleted. The host does not wait."""
         self.module_params.forget()
         for transfer in self._transfers:
             transfer.abandon()
@@ -252,7 +252,7 @@ class Unit:
             self.reshard()
 
     def reshard(self, waits: bool = True) -> None:
-        """Free the full parameters, unless a lease or a policy keeps them, or the host must wait first and `waits` is False."""
+        """Free the full parameters, unless a lease or a policy keeps them. `waits`: False to do nothing if the host must wait."""
         if self.leases or self.full_params is RESHARDED or self.context.waiter.broken is not None:
             return
         if self._transfers:

@@ -24,11 +24,11 @@ WRAPPED = re.compile(r"(^|\.)(base_layer|original_module|token_adapter)\.")
 def merged(
     stored: StoredModel, sources: Sequence[TensorSource], ties: Mapping[str, str]
 ) -> tuple[list[TensorSource], dict[str, str]]:
-    """Return (the base's tensors `sources` with the adapter of `stored` merged when they are read, the remaining `ties`).
+    """Return (sources, ties) of the model with its adapter. Each tensor is merged when it is read.
 
-    `ties`: other name of a tied tensor -> its name in `sources`. Tied tensors of which the adapter changes one become separate
-    tensors, as in the adapted model. A merge needs host memory for the adapter and three tensors of one layer. Raises
-    `UsageError` if the adapter cannot be merged.
+    `sources`: the base's tensors. `ties`: other name of a tied tensor -> its name in `sources`. If the adapter changes one of
+    two tied tensors, they become separate sources, as in the adapted model. A merge needs host memory for the adapter and three
+    tensors of one layer. Raises `UsageError` if the adapter cannot be merged.
     """
     whole: Any = meta_model(stored)
     config = next(iter(whole.peft_config.values()))
@@ -72,8 +72,8 @@ def merged(
 
 
 def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
-    """Return the weight that `read` returns plus the adapter of the PEFT `layer`, which stays unmerged, with its base weight on
-    meta. Raises `UsageError` if PEFT cannot merge it."""
+    """Return the merged weight of a PEFT layer: the base weight that `read` returns, plus the adapter in `layer`. The layer
+    itself stays unmerged, with its base weight on meta. Raises `UsageError` if PEFT cannot merge it."""
     below = layer.get_base_layer()
     meta, below.weight = below.weight, nn.Parameter(read(), requires_grad=False)
     try:
@@ -89,7 +89,8 @@ def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
 
 
 def _load(whole: Any, stored: StoredModel) -> None:
-    """Load the adapter of `stored` into the PEFT model `whole`; the base stays on meta. Raises `UsageError` if that fails."""
+    """Load the adapter of `stored` into the PEFT model `whole`; the base stays on meta. Raises `UsageError` if the weights
+    cannot be read or some are missing, and `CheckpointError` if their file is damaged."""
     from peft import set_peft_model_state_dict
 
     assert stored.adapter is not None

@@ -92,7 +92,8 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def export(options: ExportOptions, cache: Path) -> Exported:
-    """Write the model as `options` say. Raises `UsageError`, or `CheckpointError` for damage, and leaves no files then."""
+    """Write the model as `options` say, and return what was written. `cache`: accordion's cache folder, which has tokenizers.
+    Raises `UsageError` for wrong options or input, and `CheckpointError` for a damaged source. An error leaves no files."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")
@@ -192,8 +193,8 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str
 
 
 def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
-    """Write the adapter of `stored`, whose config names the path of the base, and the tokenizer to the folder `draft`. Return
-    the file names. `dtype`: of floating-point tensors; None keeps theirs. Raises `UsageError` if there is no adapter."""
+    """Write the adapter of `stored` and the tokenizer to the folder `draft`, and return the file names. The adapter's config
+    names the path of the base. `dtype`: of floating-point tensors; None keeps theirs. Raises `UsageError` without an adapter."""
     if stored.adapter is None:
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
     weights = adapter_weights(stored.adapter, ours=stored.lora is not None)
@@ -229,7 +230,7 @@ def _onnx(stored: StoredModel, draft: Path, dtype: torch.dtype | None, name: str
 
 
 def _onnx_file(stored: StoredModel, at: Path, dtype: torch.dtype | None) -> Exported:
-    """Write the graph to `at`, weights to NAME.onnx.data next to it; return both. Raises `UsageError` if the latter exists."""
+    """Write the graph to `at`, the weights to NAME.onnx.data next to it. Raises `UsageError` if the second file exists."""
     data = at.with_name(f"{at.name}.data")
     if data.exists():
         raise UsageError(f"{data}, for the weights of {at.name}, exists; pass another path or remove it.")

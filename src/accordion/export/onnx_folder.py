@@ -132,7 +132,8 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _computed(model: nn.Module, owners: Mapping[str, nn.Module], start: int) -> dict[str, Tensor]:
-    """Fill the buffers in `owners` with `start`, let `model` initialise those of modules without parameters; return them."""
+    """Fill the buffers `owners` (name -> module) with `start`, then let `model` initialise these modules, except those that have
+    parameters. Return {name: buffer}."""
     for name, module in owners.items():
         key = name.rpartition(".")[2]
         buffer = module._buffers[key]

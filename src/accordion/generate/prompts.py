@@ -50,7 +50,8 @@ def num_new(options: GenerateOptions, prompts: Sequence[Prompt], config: Any) ->
 
 
 def _read(options: GenerateOptions) -> list[tuple[str, str | list[Message]]]:
-    """Return (its name in error messages, its text or its messages of a chat) for each prompt. Raises `UsageError`."""
+    """Return, for each prompt, (name in error messages, text or messages of a chat). Raises `UsageError` if the file cannot be
+    read or has no prompt, or if a line of a .jsonl file is wrong."""
     if options.prompt is not None:
         return [("--prompt", options.prompt)]
     assert options.prompts is not None

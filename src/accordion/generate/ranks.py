@@ -39,7 +39,8 @@ TIMEOUT_S = 600  # how long a rank waits for another one before it exits
 def generate(
     place: RankPlace, store: Store, options: GenerateOptions, stored: StoredModel, prompts: Sequence[Prompt], kind: str
 ) -> None:
-    """Run one rank: load the model, generate texts for its share of `prompts`, print all on rank 0. `kind`: device type."""
+    """Run one rank: load the model, generate texts for its share of `prompts`, and on rank 0 print those of all ranks. `place`:
+    rank and number of ranks. `store`: the job's. `kind`: device type."""
     warnings.simplefilter("ignore")  # transformers warns about settings that are not the user's
     from transformers.utils import logging
 
@@ -122,7 +123,7 @@ def _fits(options: GenerateOptions, needed: int, place: RankPlace, device: torch
 
 
 def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
-    """Load the shards of `model`, then of its adapter, if any, from `stored`. `whole`: the PEFT model, or else `model`."""
+    """Load the shards of `model` from `stored`, then those of its adapter, if any. `whole`: the PEFT model, or else `model`."""
     if stored.kind == "checkpoint":
         load_saved(model, stored.path)
     else:

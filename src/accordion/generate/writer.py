@@ -37,9 +37,10 @@ class TextWriter:
         self._model.generation_config = self._settings  # `generate` would merge the model's own settings into ours
 
     def write(self, prompts: Mapping[int, tuple[int, ...]], streamer: Any = None) -> list[WrittenText]:
-        """Generate text for `prompts` ({index: token ids}) in one batch, seeded by `seed` + lowest index; return it in order.
+        """Generate text for `prompts` ({index: token ids}) in one batch, and return the texts in their order.
 
-        `streamer`: of transformers, prints the text of a single prompt while it grows.
+        The random seed is the option `seed` plus the lowest index. `streamer`: of transformers, prints the text of a single
+        prompt while it grows.
         """
         longest = max(len(ids) for ids in prompts.values())
         rows = [[self._pad] * (longest - len(ids)) + list(ids) for ids in prompts.values()]

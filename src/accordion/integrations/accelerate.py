@@ -53,8 +53,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @classmethod
     def of(cls, accelerator: accelerate.Accelerator, arguments: ShardArguments) -> Accelerator:
-        """Change the class of `accelerator`, which must not have prepared anything yet, to this one, and return it. Raises
-        `UsageError` if it is of a subclass of accelerate's, or configured for what sharding does not support."""
+        """Change the class of `accelerator` to this one, in place, and return it. It must not have prepared anything yet. Raises
+        `UsageError` if its class is not accelerate's own, or if it is configured for what sharding does not support."""
         if type(accelerator) is not accelerate.Accelerator:
             raise UsageError(f"sharding needs an Accelerator of accelerate, not a {type(accelerator).__name__}.")
         accelerator.__class__ = cls
@@ -213,17 +213,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without(self, pairs: list[Pair], hooks: dict[int, Any]) -> Iterator[list[nn.Module]]:
-        """Context manager that hides `pairs` from accelerate's own save or load, but has it call `hooks` with all models.
-
-        Yields a list, to which models of `pairs` are added on all ranks when a hook on the first rank removes them from its
-        list, which tells that the hook itself saves or loads them.
-        """
+        """Context manager in which accelerate's own save or load skips `pairs`, but still calls `hooks` with all models. Yields a
+        list of models that the caller must not save or load, because a hook does. It is filled on all ranks when hooks run, with
+        each model of `pairs` that a hook on the first rank removes from its list of models or weights."""
         models, optimizers, objects, hidden = self._models, self._optimizers, self._custom_objects, dict(hooks)
         sharded, taken = [model for model, _ in pairs], list[nn.Module]()
 
         def run_hooks(shown: list[Any], *rest: Any) -> None:
             """Call each hidden hook with all models: (models, weights, folder) in a save, (models, folder) in a load.
-            Collective. `shown`: accelerate's models. What a hook removes from its list leaves accelerate's list too."""
+            Collective. `shown`: accelerate's models. What a hook removes from its list is removed from accelerate's list too."""
             *weights, folder = rest
             listed = weights[0] if weights else shown  # hooks remove from it what they save or load themselves
             listed_items = iter(list(listed))

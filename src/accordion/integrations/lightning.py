@@ -284,10 +284,11 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         self._write_file(path, full, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Shard the model, and return the content of a file; of a folder, load the model and return all but optimizer states.
+        """Shard the model, then read a checkpoint. If it is a file, return its content. If it is a folder, load the model from
+        it, and return all its other content except optimizer states, which `load_optimizer_state_dict` reads.
 
-        "state_dict" of a folder has tensors of the loaded model. `load_optimizer_state_dict` reads the optimizer states.
-        Lightning calls this before `setup`, so that callbacks have their states when fitting starts.
+        "state_dict" of a folder has tensors of the loaded model. Lightning calls this before `setup`, so that callbacks have
+        their states when fitting starts.
         """
         path = str(self.broadcast(checkpoint_path))
         self._shard_all(self.lightning_module.trainer)
@@ -466,7 +467,7 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
 
 
 def _initialise(module: nn.Module) -> None:
-    """Initialise `module` with equal values on all ranks; if their generators differ, with the first rank's seed."""
+    """Initialise `module` with equal values on all ranks. If their random generators differ, use the first rank's seed."""
     seen = Team.of(()).shared(str(zlib.crc32(bytes(torch.get_rng_state().tolist()))))
     if len(set(seen)) == 1:
         initialise(module)
@@ -500,7 +501,10 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 
 
 def _models_in(model: nn.Module) -> list[nn.Module]:
-    """Return the submodules to shard separately. Raises `UsageError` unless each parameter is in exactly one of them."""
+    """Return the submodules to shard separately: children of `model`, and of lists among them, that have parameters.
+
+    Raises `UsageError` unless each parameter is in exactly one of them.
+    """
     direct = [name for name, _ in model.named_parameters(recurse=False)]
     if direct:
         raise UsageError(

@@ -48,7 +48,10 @@ class ShardArguments:
 
     @classmethod
     def of(cls, choice: Sharding | Mapping[str, Any] | None) -> ShardArguments:
-        """Convert a trainer's `sharding=`: a `Sharding`, arguments of `accordion.shard`, or None; others raise `UsageError`."""
+        """Convert a trainer's `sharding=`: a `Sharding`, a dict of arguments of `accordion.shard`, or None for the defaults.
+
+        Raises `UsageError` for another type.
+        """
         if isinstance(choice, Sharding):
             return cls(sharding=choice)
         if not isinstance(choice, Mapping | None):
@@ -89,9 +92,10 @@ class ShardArguments:
 
 
 def step_on_shards(optimizer: Optimizer) -> None:
-    """Make an optimizer, created before or after its model was sharded, step on the shards; faster if it is elementwise.
+    """Make an optimizer step on shards, in place, also if it was created before its model was sharded.
 
-    Raises `UsageError` for Adafactor, which needs whole matrices.
+    An elementwise one also gets the faster steps of `wrap_optimizer`. Raises `UsageError` for Adafactor, which needs whole
+    matrices.
     """
     inner = inner_of(optimizer)
     follow_moved(inner)

@@ -28,8 +28,8 @@ PLACED = "_accordion_placements"  # attribute of a full tensor: its placements w
 
 
 def paired(models: Sequence[nn.Module], optimizers: Iterable[Any]) -> list[Pair]:
-    """Return (model, its optimizers) for each of `models`; optimizers without parameters of any are left out.
-    Raises `UsageError` if an optimizer has parameters of one of them and others."""
+    """Return (model, its optimizers) for each of `models`. An optimizer without parameters of any model is left out. Raises
+    `UsageError` for an optimizer with parameters of several models, or with those of one model and others."""
     owner = {id(param): i for i, model in enumerate(models) for param in model.parameters()}
     pairs: list[Pair] = [(model, []) for model in models]
     for optimizer in optimizers:
@@ -98,8 +98,11 @@ def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
 
 
 def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
-    """Return `value` with each full tensor that `whole` has marked replaced by a DTensor, sharded like a parameter of its shape
-    in `models`, if possible one with its former placements; replicated if no parameter has its shape."""
+    """Return `value` with each full tensor that `whole` has marked replaced by a DTensor.
+
+    It is sharded like a parameter of `models` that has its shape, if possible one with its former placements. If no parameter
+    has its shape, it is replicated. If `models` has no sharded parameter, nothing is replaced.
+    """
     params = [param for model in models for param in model.parameters() if isinstance(param, DTensor)]
 
     def sharded(tensor: Tensor) -> Any:
@@ -115,7 +118,7 @@ def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
 class SavedFull:
     """Wrapper of an object that a library saves: its state dict has full tensors, which are sharded again when it is loaded.
 
-    `keep`: this rank saves; on others `state_dict` has None in place of sharded tensors.
+    `keep`: True on ranks that save. On all others, `state_dict` has None in place of sharded tensors.
     """
 
     def __init__(self, inner: Any, models: Iterable[nn.Module], keep: bool) -> None:
@@ -129,8 +132,8 @@ class SavedFull:
 
 
 def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
-    """Return `optimizer.state_dict()`, DTensors included, after a check that a full checkpoint can be made of it. Raises
-    `UsageError` if a sharded parameter has a plain tensor as state, not 0-d, which may differ between ranks."""
+    """Return `optimizer.state_dict()`, in which sharded states are still DTensors. Raises `UsageError` if a sharded parameter has
+    a plain tensor of one or more dims as state, because it may differ between ranks, and a full checkpoint cannot have it."""
     state: dict[str, Any] = optimizer.state_dict()
     for index, param in _numbered(optimizer, state):
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:

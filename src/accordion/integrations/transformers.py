@@ -145,11 +145,12 @@ class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
 
 
 def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """Return a model on the meta device that remembers the folder of its weights; when an integration shards it, it loads them.
+    """Return a model on the meta device that remembers the folder of its weights. They are loaded when an integration shards it.
 
-    No rank ever has the whole model in memory. PEFT may add adapters before that. Raises `CheckpointError` for a wrong folder.
-    `kind`: `AutoModelForCausalLM`, or a model class. `folder`: has the model's config and safetensors; or "owner/name" on the
-    hub. `kwargs`: values of the config, and `dtype`, by default the dtype of the files; others raise `UsageError`.
+    No rank ever has the whole model in memory. PEFT may add adapters before the model is sharded. `kind`: `AutoModelForCausalLM`
+    or a model class. `folder`: has the model's config and safetensors; or "owner/name" on the hub. `kwargs`: values of the
+    config, and `dtype`, by default that of the files. Raises `UsageError` for any other keyword, `CheckpointError` for a wrong
+    folder.
     """
     source = local_folder(folder)
     dtype = kwargs.pop("dtype", "auto")

@@ -51,7 +51,7 @@ class Shape:
 
     @cached_property
     def _masters(self) -> tuple[Message, list[torch.dtype]] | None:
-        """(layout, dtypes) of the shards that are stepped in another dtype than they are gathered in; None without any."""
+        """(layout, dtypes) of the shards that are stepped in another dtype than they are gathered in; None if there are none."""
         wide = [i for i, dtype in enumerate(self.dtypes) if dtype != self.gathered]
         return (some_of(self.msg, wide), [self.dtypes[i] for i in wide]) if wide else None
 
@@ -87,7 +87,8 @@ Shapes = Sequence[Sequence[Shape]]  # by unit and group
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """Bytes of a rank's arena: shards and gradient slots, gradients' landing buffer, staging buffers for shards on disk."""
+    """Bytes of a rank's arena. `shard_buffers`: of shards and gradient slots. `landing`: of the buffer through which gradients
+    are copied. `staging_buffers`: of each buffer through which shards on disk are gathered."""
 
     shard_buffers: int
     landing: int
@@ -119,7 +120,7 @@ def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
 
 
 def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
-    """Return folder -> bytes of the file for shards and gradients that this rank has in it."""
+    """Return folder -> bytes of this rank's file in it, for shards and gradients. `offloads`, `shapes`: one entry per unit."""
     num_bytes_in: dict[Path, int] = {}
     for offload, groups in zip(offloads, shapes, strict=True):
         for s in groups if offload.offloads else ():
@@ -131,8 +132,8 @@ def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
 
 
 def device_bytes(offload: Offload, shapes: Sequence[Shape], num_states: int = NUM_STATES) -> int:
-    """Return the bytes of one unit on the device while it is not gathered: shards, or copies of them in the gathered dtype,
-    gradients, and `num_states` optimizer states, each if `offload` keeps it there."""
+    """Return the bytes of one unit, with the groups `shapes`, on the device while it is not gathered. These are shards, or copies
+    of them in the gathered dtype, gradients, and `num_states` optimizer states, each if `offload` keeps it there."""
     num_bytes = 0
     if not offload.offloads:
         num_bytes = sum(s.shard_bytes + s.trained_bytes for s in shapes)
@@ -199,7 +200,7 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
 
 
 def _to_host(kind: str, offload: Offload) -> Offload:
-    """Return `offload` with `kind`, one of its fields, on the host if that was on disk; else return it unchanged."""
+    """Return `offload` with its field `kind` ("params", "grads" or "optimizer") changed from disk to host; else unchanged."""
     is_on_disk = folder_of(getattr(offload, kind) or HOST) is not None
     return _without_budgets(offload, **{kind: HOST}) if is_on_disk else offload
 

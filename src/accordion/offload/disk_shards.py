@@ -122,8 +122,8 @@ class DiskShards(OffDeviceShards):
         return None
 
     def begin_read(self, version: int) -> None:
-        """Start reading the rows into the staging buffer on threads, unless those of this `version` of the shards are read
-        already. First brings the rows in the file up to date."""
+        """Bring the rows in the file up to date with `version` of the shards, and start reading them into the staging buffer on
+        threads. Reads nothing if that version was read already."""
         self.settle(version)
         times = self._staging_buffer.claim(self._unit)
         if self._staged == (times, version):

@@ -87,7 +87,7 @@ class OffDeviceShards(ShardBuffer):
             self._is_written = True
 
     def settle(self, version: int) -> None:
-        """Call before a gather: if the rows do not have the shards of `version`, and no step has written them, write them."""
+        """Before a gather: copy `locals` into the rows, unless these have `version` of the shards, or a step wrote them."""
         if self._row_version != version and not self._is_written:
             self.synchronize()
             self.write_rows()
@@ -119,8 +119,8 @@ class OffDeviceShards(ShardBuffer):
         return flat_of(self.locals[i], self.locals[i])
 
     def stored(self, i: int) -> list[Values]:
-        """Return the shard, the gradient and, if a step must write it too, the row of parameter `i`, for their dtypes and
-        files. In place of a gradient in memory returns the shard, which has its dtype."""
+        """Return [shard, gradient, row] of parameter `i`, for callers that need their dtypes and files. The row is left out if
+        a step need not write it. A gradient in memory is represented by the shard, which has the gradient's dtype."""
         slot, row = self.grads.slots[i], self.row(i)
         return [self.shard(i), slot.file_range or self.locals[i], *([] if row is None else [row])]
 

@@ -73,7 +73,7 @@ class SwapFile:
             return False
 
     def grow(self, num_bytes: int) -> None:
-        """Extend the file by `num_bytes`, a multiple of a page, out of reach of `mapped`. Raise `OffloadError` without room."""
+        """Extend the file by `num_bytes`, whole pages, which `mapped` cannot reach. Raise `OffloadError` without room."""
         try:
             os.posix_fallocate(self._plain, self.num_bytes, num_bytes)
         except OSError as error:
@@ -284,7 +284,7 @@ class CopyToDisk:
 
 
 def _unnamed(folder: Path, direct: bool) -> tuple[int, int]:
-    """Return two handles of a new unnamed file, for ordinary and for direct access; the same one if direct is impossible."""
+    """Return two handles of a new unnamed file, for ordinary and for direct access; twice one if direct access is impossible."""
     try:
         plain = _opened(folder)
     except OSError as error:

@@ -33,8 +33,8 @@ CANDIDATES = {*PRODUCTS, *ATTENTION}
 
 
 class _Choice:
-    """Callback for each operator of a forward that returns True to keep the result: of every second matrix product, and of
-    attention without dropout."""
+    """Callback for each operator of a forward: return True if its result is kept, and not computed again in the backward. True
+    for every second matrix product, and for attention without dropout."""
 
     def __init__(self) -> None:
         self._num_products = 0
@@ -68,8 +68,8 @@ class _Keep(_Mode):
     """The mode of a region's forward: adds an entry to `results` for each product or attention. The entry is None if the result
     is not kept, or if a later operator writes into it.
 
-    Each kept result has its own pair of torch's modes for selective checkpointing. One pair for all would count all operators,
-    and gathers of units inside differ in number; it would also miss writes through views with own version counters (GRU).
+    Each kept result has its own pair of torch's modes for selective checkpointing. A single pair would fail if the recomputation
+    runs more or fewer gathers of inner units, because it counts operators; it also misses some writes through views (GRU).
     """
 
     def __init__(self, results: Results) -> None:
@@ -142,11 +142,9 @@ OffloadInput = Callable[[Tensor], OffloadedInput]
 
 
 def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload: OffloadInput | None = None) -> None:
-    """Wrap the forward of `module` in place, so that the backward recomputes it. `how`: recompute all, or keep some products.
-
-    Hooks of the unit stay outside, so that the backward gathers it once. `offload`: stores the first input with a gradient, by
-    convention the previous unit's output, until the recomputation.
-    """
+    """Wrap the forward of `module` in place, so that the backward recomputes it. `how`: recompute all, or keep some products. The
+    unit's hooks stay outside of the wrapper, so that the backward gathers the unit once. `offload`: stores the first input that
+    has a `grad_fn`, which is usually the previous unit's output, until the recomputation."""
     instance_forward = module.__dict__.get("forward")  # assigned to the instance
     reference = weakref.ref(module)
     contexts: dict[str, Any] = {"context_fn": _selective_contexts} if how.selective else {}

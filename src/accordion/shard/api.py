@@ -60,12 +60,12 @@ def shard(
             meta device; then its shards are zeros until they are loaded.
         mesh: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default all ranks.
         sharding: how to shard. Or pass its `fields` instead: `shard(model, strategy="shard_optim", precision="bf16")`.
-        sync: take the first rank's values on all ranks; the models of the others may be on the meta device.
+        sync: take the first rank's values on all ranks; models of the other ranks may be on the meta device.
         debug: any of "streams", "order" and "finite". "streams" fills freed memory with NaN and delays collectives until they
             are waited for, to reveal a use after free or a missing wait. "order" lets ranks agree on each collective before it,
             as they otherwise do in the first step. "finite" names the unit and the phase in which NaN or inf first occurred.
-            With any of them every forward is checked for writes into full parameters through `.data`, which would be lost;
-            without, those of the first step of each unit.
+            With any of them, every forward is checked for writes into full parameters through `.data`, which would be lost.
+            Without them, only the first step of each unit is checked.
         fields: the fields of `Sharding`.
 
     Raises `UsageError` for arguments that cannot be combined, and `DivergenceError` on every rank if arguments or models
@@ -195,10 +195,9 @@ def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Mo
 
 
 def entry_point(module: nn.Module, name: str) -> None:
-    """Let the method `name` of `module` use full parameters as `forward` does: `generate`, `encode` and the like.
-
-    `module`: the sharded model, or a module that is a unit. Raises `UsageError` for others, and without such a method.
-    """
+    """Let the method `name` of `module` use full parameters as `forward` does: `generate`, `encode` and the like. `module`: the
+    sharded model, or a module that is a unit. Raises `UsageError` for any other module, for a missing method, and for a generator
+    or coroutine."""
     hooks = attached_to(module)
     if hooks is None:
         raise UsageError(
@@ -209,10 +208,8 @@ def entry_point(module: nn.Module, name: str) -> None:
 
 
 class _Rows:
-    """The layout and value of each parameter's rows; `fill` makes the sharded parameters.
-
-    `value_of`: returns the full value of a parameter, None if it has none yet. `unfilled`: sharded parameters without a value.
-    """
+    """The layout and value of each parameter's rows; `fill` makes a sharded parameter of them, and replaces the old one by it.
+    `value_of`: returns the full value of a parameter, None if it has none yet. `unfilled`: sharded parameters without a value."""
 
     def __init__(self, owned: Sequence[Owned], value_of: Callable[[Owned], Tensor | None]) -> None:
         self.unfilled: list[nn.Parameter] = []

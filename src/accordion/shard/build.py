@@ -39,11 +39,11 @@ from accordion.units import Owned, gathered_dtype, other_units_read
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSpec:
-    """Arguments to build a unit. The first of `modules` names it; calls of each of them are calls of the unit.
+    """Arguments to build a unit. A call of any of `modules` is a call of the unit.
 
-    `planned`: its groups of plain parameters. `extended`: its parameters that are tensor subclasses with their own all-gather,
-    over the ranks of `mesh` and `context` (None: the model's). `extension_policy`: passed to the methods of these subclasses.
-    `casts_outputs`: cast results to `precision.output`.
+    `planned`: its groups of plain parameters. `extended`: its parameters that are tensor subclasses with their own all-gather.
+    `mesh`, `context` (None: the model's): the ranks over which these are sharded. `extension_policy`: the argument `mp_policy`
+    for their methods. `casts_outputs`: cast results to `precision.output`.
     """
 
     name: str
@@ -122,10 +122,11 @@ def with_tiers(
     policy: Offload | None = None,
     make_arena: ArenaMaker = Arena,
 ) -> ShardingContext:
-    """Return `context` with a maker of shard buffers in the tiers `offloads` of each unit; `context` itself without offload.
+    """Return `context` with a maker of shard buffers that puts each unit's state on the device, host or disk as its entry of
+    `offloads` says. Without offload, return `context` itself.
 
     `planned`: the groups of each unit. `policy`: the model's, whose budgets hold for units without an override. Allocates host
-    memory. Raises `UsageError` on every rank if one has not enough.
+    memory. Raises `UsageError` on every rank if one lacks memory, or for an offloaded parameter with another `grad_dtype`.
     """
     if not any(each.asks for each in offloads):
         return context
@@ -151,7 +152,7 @@ def with_tiers(
 
 
 def plan_groups(params_of_unit: list[tuple[Owned, Cut]], precision: Precision) -> list[GroupPlan]:
-    """Return a group for each dtype in which parameters of one unit are gathered. `params_of_unit`: (parameter, its cut)."""
+    """Return one group per dtype in which parameters of a unit are gathered. `params_of_unit`: pairs of parameter and cut."""
     by_dtype: dict[torch.dtype, list[Param]] = {}
     for o, c in params_of_unit:
         dtype, trained = o.original.dtype, o.original.requires_grad
@@ -165,7 +166,7 @@ def plan_groups(params_of_unit: list[tuple[Owned, Cut]], precision: Precision) -
 def groups_over(
     params_of_unit: Sequence[tuple[Owned, Cut]], contexts: Sequence[ShardingContext | None], precision: Precision
 ) -> list[GroupPlan]:
-    """Group the parameters of one unit by context and gathered dtype. `contexts`: one per parameter, None for the model's."""
+    """Return one group per context and gathered dtype of a unit's parameters. `contexts`: per parameter; None: the model's."""
     by_context: dict[ShardingContext | None, list[tuple[Owned, Cut]]] = {}
     for pair, context in zip(params_of_unit, contexts, strict=True):
         by_context.setdefault(context, []).append(pair)
@@ -187,6 +188,7 @@ def with_secondary(
 
 
 def keep_parts(group: Group, keeps: bool) -> None:
-    """Make a `SecondaryGroup` keep secondary shards from now on, or gather from all ranks; ignore groups of other classes."""
+    """Set whether a `SecondaryGroup` keeps secondary shards from now on; otherwise its backwards gather from all ranks. Does
+    nothing for groups of other classes."""
     if isinstance(group, SecondaryGroup):
         group.leaves(keeps)

@@ -14,7 +14,8 @@ from accordion.errors import UsageError
 
 
 def check_model(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Raise `UsageError` if `model` or `mesh` cannot be sharded with any settings."""
+    """Raise `UsageError` if `mesh` is no mesh, or if `model` cannot be sharded with any settings: a model without parameters,
+    already sharded, with sparse or renormalized embeddings, or with integer parameters that require gradients."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise UsageError(
             f"mesh is {mesh!r}, of type {type(mesh).__name__}; pass a DeviceMesh, as "

@@ -19,11 +19,9 @@ from accordion.shard.topology import device_of
 
 
 class TensorParallelView:
-    """A `ParamView` for a parameter that was a DTensor before `shard`. Data parallelism shards its local tensor. A call with
-    the gathered local tensor returns the DTensor with the old `mesh` and `placements`.
-
-    `summed`: axes of `mesh` on which the parameter is replicated and over which the engine sums gradients.
-    """
+    """A `ParamView` for a parameter that was a DTensor before `shard`. Data parallelism shards its local tensor. A call with the
+    gathered local tensor returns the DTensor with the old `mesh` and `placements`. `summed`: axes of `mesh` on which the
+    parameter is replicated and over which the engine sums gradients."""
 
     def __init__(
         self,
@@ -65,8 +63,8 @@ class TensorParallelView:
 
 
 class _Seen(torch.autograd.Function):
-    """Autograd function: the forward returns the DTensor of a full local tensor, as `TensorParallelView.seen`; the backward
-    returns the local gradient. On the axes `summed` it stays a partial sum; on the others it gets the view's placements."""
+    """Autograd function. Forward: return the DTensor that `TensorParallelView.seen` makes of a full local tensor. Backward:
+    return the local gradient, redistributed to the view's placements except on the axes `summed`, where it stays as it is."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, around: TensorParallelView) -> DTensor:
@@ -87,11 +85,9 @@ class _Seen(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Mesh and placements of a sharded parameter, the cut of its local tensor, and the view that modules see.
-
-    `over`: the data-parallel axes, one or two. `rank`: of this process among the ranks with different rows. `keeps_dtype`: the
-    parameter is gathered in its own dtype, whatever `Precision` says.
-    """
+    """Mesh and placements of a sharded parameter, the cut of its local tensor, and the view that modules see. `over`: the
+    data-parallel axes, one or two. `rank`: of this process among the ranks with different rows. `keeps_dtype`: the parameter is
+    gathered in its own dtype, whatever `Precision` says."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -112,7 +108,7 @@ def local_part(param: nn.Parameter) -> Tensor:
 
 
 def layout_of(param: Any, c: Cut, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """Return the layout of `param` over `mesh` with `placements`, cut by `c`; a DTensor's own axes follow those of `mesh`."""
+    """Return the layout of `param`, cut by `c`, over `mesh` with `placements`; if it is a DTensor, its own axes are appended."""
     rank = mesh.get_local_rank(mesh.ndim - 1)
     if not isinstance(param, DTensor):
         return Layout(mesh, tuple(placements), c, rank, mesh)
@@ -125,8 +121,8 @@ def layout_of(param: Any, c: Cut, mesh: DeviceMesh, placements: Sequence[Placeme
 
 
 def cut_on(c: Cut, after: Sequence[Placement], sizes: Sequence[int]) -> Placement:
-    """Return the placement of the cut `c` on a mesh axis to the left of axes of `sizes` with the placements `after`, which cut
-    the tensor first: strided if one of them cuts the same dim."""
+    """Return the placement on a mesh axis over which a tensor is divided as `c`. It is strided if axes to the right divide the
+    same dim, because these divide the tensor first. `after`, `sizes`: placements and sizes of the axes to the right."""
     if c.dim is None:
         return Replicate()
     split = 1

@@ -19,7 +19,8 @@ from accordion.units import Owned
 
 
 def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:
-    """Return `meshes` of a `Sharding`, {} for None. Raises `UsageError` for wrong types, a wrong `strategy` or with `sync`."""
+    """Return the mapping `meshes` of a `Sharding`, {} for None. Raises `UsageError` for wrong types, and if there are meshes
+    with `sync` or a strategy that divides rows over replicas too."""
     if meshes is None:
         return {}
     if not isinstance(meshes, Mapping):
@@ -51,9 +52,7 @@ def own_meshes(
     model: nn.Module, owned: Sequence[Owned], meshes: MeshChoice, mesh: DeviceMesh, strategy: Strategy
 ) -> list[DeviceMesh | None]:
     """Return for each parameter the mesh that `meshes` names for it, the last one if several do; None for the model's `mesh`.
-
-    Raises `UsageError` for a mesh or a parameter that does not fit, and for a key that names nothing.
-    """
+    Raises `UsageError` for a mesh or a parameter that does not fit, and for a key that names nothing."""
     chosen: list[DeviceMesh | None] = [None] * len(owned)
     for key, asked in meshes.items():
         named = [i for i, o in enumerate(owned) if _names(model, key, o)]
@@ -99,9 +98,9 @@ def _check_mesh(key: type[nn.Module] | str, asked: DeviceMesh, mesh: DeviceMesh,
 
 
 def _check_parameter(o: Owned, own_mesh: DeviceMesh | None, mesh: DeviceMesh) -> None:
-    """Raise `UsageError` if `o` cannot be sharded over `own_mesh`, or if that is None, over the model's `mesh`. On `mesh`
-    DTensors are refused. A mesh of its own needs all ranks of `mesh` for a plain tensor; a DTensor must be `Shard` on a mesh
-    that adds the missing ranks; other subclasses are refused."""
+    """Raise `UsageError` if `o` cannot be sharded over `own_mesh` (None: over the model's `mesh`). On the model's mesh, DTensors
+    are refused. On a mesh of its own, a plain tensor needs all ranks of `mesh`, a DTensor must be `Shard` over a second mesh that
+    adds the missing ranks, and other subclasses are refused."""
     # If ranks were missing, the full value would be unknown, and each of several replicas would sum only some of its gradients.
     name, param = o.names[0], o.original
     if own_mesh is None:
@@ -148,7 +147,7 @@ def _check_dtensor(name: str, param: DTensor, own_mesh: DeviceMesh, everybody: l
 
 
 def mesh_settings(own_meshes: Sequence[DeviceMesh | None], owned: Sequence[Owned]) -> dict[str, str]:
-    """Return setting -> value for parameters' own meshes, on which ranks must agree: shape and axis names, but not ranks."""
+    """Return setting -> value for ranks to compare: shape and axis names of each parameter's own mesh, but not its ranks."""
     return {
         f"mesh of parameter {o.names[0]!r}": f"{tuple(mesh.shape)}, named {mesh.mesh_dim_names}"
         for o, mesh in zip(owned, own_meshes, strict=True)

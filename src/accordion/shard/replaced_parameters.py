@@ -18,7 +18,8 @@ from accordion.units import Owned
 
 
 def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Replace parameter `o`, in all modules that read it, by a DTensor of the rows `local`; empty the old one, return the new."""
+    """Replace parameter `o`, in all modules that read it, by a DTensor of this rank's rows `local`, and return the DTensor. It
+    takes over attributes and hooks. The old parameter loses its data, and its class becomes `Moved`."""
     shape = o.original.shape
     stride = torch.empty(shape, device="meta").stride()
     # With a local tensor on the meta device, because others are moved to the mesh's device, and rows may be on the host.
@@ -43,14 +44,15 @@ def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequenc
 def replace_by_subclass(
     o: Owned, rows: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> nn.Parameter:
-    """Replace parameter `o` by a DTensor of `rows`, a tensor subclass; empty the old one, return the new."""
+    """As `replace`, with rows that are a tensor subclass: replace parameter `o` by a DTensor of `rows`, and return it."""
     sharded = replace(o, torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), mesh, placements)
     _torch.set_local(sharded, rows)
     return sharded
 
 
 class Moved(nn.Parameter):
-    """Class of parameters that `shard` has replaced: an optimizer that still has one raises at its first step or zero_grad."""
+    """Class of parameters that `shard` has replaced. Reading `.grad` raises `UsageError`, so that an optimizer that still has
+    one fails at its first step or zero_grad."""
 
     moved_to: nn.Parameter
 
@@ -89,7 +91,7 @@ def follow_moved(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rows_of(value: Any, sharded: torch.Tensor) -> Any:
-    """Return this rank's rows of a state of its parameter's shape as a DTensor; other values unchanged."""
+    """Return the state `value` of a parameter; as a DTensor of this rank's rows if it has the parameter's shape."""
     if not (isinstance(value, torch.Tensor) and value.dim() and value.shape == sharded.shape):
         return value
     assert isinstance(sharded, DTensor), "shard replaces parameters by DTensors"

@@ -23,11 +23,9 @@ PREFIX = "accordion/meshes"
 
 
 def same_mesh(mesh: DeviceMesh) -> None:
-    """Barrier in the job's store: wait until all ranks of `mesh` have passed it to `shard` as often as this rank has.
-
-    Raises `DivergenceError` on the ranks of both meshes if two ranks wait for each other in different ones, because process
-    groups of other ranks would wait for ever. After the job's timeout the error names the ranks that are missing.
-    """
+    """Barrier in the job's store: wait until all ranks of `mesh` have passed it to `shard` as often as this rank has. If two
+    ranks wait for each other in different meshes, which would never end, the ranks of both raise `DivergenceError`. If ranks are
+    missing after the job's timeout, the error names them. Does nothing in a job of one rank or of simulated ranks."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return
     if _torch.backend_of(mesh.get_group(0), torch.device(mesh.device_type)) == "fake":  # the other ranks are simulated
@@ -37,7 +35,7 @@ def same_mesh(mesh: DeviceMesh) -> None:
 
 
 class _MeshWait:
-    """The wait of `rank` for the `ranks` of a mesh. `mesh`: its shape and ranks as text; `time`: how often `rank` gave it."""
+    """The wait of `rank` for all `ranks` of a mesh. `mesh`: its shape and ranks as text. `time`: how often `rank` has come."""
 
     def __init__(self, store: Any, rank: int, mesh: str, ranks: list[int], time: int = 0) -> None:
         self._store, self._rank, self.mesh, self.ranks = store, rank, mesh, ranks
@@ -67,7 +65,7 @@ class _MeshWait:
                 raise DivergenceError(f"{text}. None of them came in {lost_s:.0f} s.")
 
     def _find_deadlock(self) -> None:
-        """If a missing rank waits for this rank in another mesh, make the waits of all ranks of these two meshes fail."""
+        """If a missing rank waits for this rank in another mesh, make the waits for these two meshes fail on all ranks."""
         for rank in self.arrivals.missing():
             theirs = self._last_of(rank)
             if theirs is None or self._rank not in theirs.ranks or self._rank not in theirs.arrivals.missing():

@@ -61,7 +61,8 @@ def check_tensor(name: str, tensor: Tensor, *, offloads: bool, may_follow: bool 
 
 
 def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool, sync: bool) -> None:
-    """Raise `UsageError` for a tensor subclass that the strategy or the other settings cannot shard."""
+    """Raise `UsageError` for a parameter that is a tensor subclass and cannot be sharded: without the methods of FSDP2, on the
+    meta device, with `offloads` or `sync`, or with a strategy that keeps full copies or cuts rows twice."""
     for o in owned:
         if _torch.is_plain(o.original):
             continue
@@ -79,7 +80,8 @@ def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool
 
 
 def extended_rows(tensor: Tensor, c: Cut, rank: int, device: torch.device) -> Tensor:
-    """Return this rank's rows of a subclass, by the operators that torch's FSDP2 requires: chunk, new_zeros, narrow, copy_."""
+    """Return the rows of `rank` of a tensor subclass, on `device`. Uses only operators that torch's FSDP2 also requires of it:
+    chunk, new_zeros, narrow, copy_."""
     tensor = tensor.to(device)
     if c.dim is None:
         return tensor
@@ -174,12 +176,12 @@ class Extended:
         self.seen = nn.Parameter(full, requires_grad=False)
 
     def shown(self, view: Tensor) -> Tensor:
-        """Return the tensor that modules see, as a function of `view`, which represents the parameter in autograd's graph."""
+        """Return the tensor that modules see, connected to `view`, which represents the parameter in autograd's graph."""
         return _Shown.apply(view, self)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _sent(tensor: Tensor, c: Cut) -> Tensor:
-    """Return `tensor` as a plain tensor, with padding rows if this rank has fewer, because all ranks must send equal parts."""
+    """Return `tensor` as a plain tensor. If this rank has fewer rows than others, zeros pad it: all ranks send equal sizes."""
     if not _torch.is_plain(tensor):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     short = 0 if c.dim is None or not tensor.dim() else c.chunk - tensor.shape[0]
@@ -201,7 +203,7 @@ class _Shown(torch.autograd.Function):
 
 
 class _SubclassGather(Transfer):
-    """A gather after whose end `then` is called on the compute stream."""
+    """A gather that calls `then` when the compute stream waits for its end."""
 
     __slots__ = ("then",)
     then: Callable[[], None]
@@ -230,7 +232,7 @@ class _SubclassBuffers:
 
 
 class _SubclassGroup(Group):
-    """A group of subclass parameters of one compute dtype, which are gathered by their own methods and reduced like others."""
+    """A group of subclass parameters of one compute dtype. Their own methods gather them; gradients are reduced as usual."""
 
     def __init__(
         self,

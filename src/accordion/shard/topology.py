@@ -33,7 +33,7 @@ from accordion.shard.same_mesh import same_mesh
 
 
 def mesh_for(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
-    """Return `mesh` if it suits the strategy, or a mesh of all ranks for None. Raises `UsageError` otherwise."""
+    """Return `mesh`, or for None a mesh of all ranks. Raises `UsageError` if the strategy needs other axes."""
     if mesh is None:
         if strategy.hybrid:
             raise UsageError(
@@ -127,11 +127,9 @@ def beside(
     strategy: Strategy = FULL_SHARD,
     make: CommunicatorMaker = communicator_over,
 ) -> ShardingContext:
-    """Return the context of parameters with a mesh of their own, made of the model's ranks. A collective.
-
-    Streams, scale and monitor are those of `context`, the model's. On a mesh of two axes the first one replicates; one axis
-    shards, or replicates if `strategy`, the model's, does.
-    """
+    """Return the context of parameters with a mesh of their own, made of the model's ranks. A collective. Streams, scale and
+    monitor are those of `context`, the model's. On a mesh of two axes the first one replicates and the second shards. A single
+    axis shards, unless the model's `strategy` shards nothing; then the axis replicates."""
     if mesh.ndim == 2:
         strategy = replace(HYBRID_SHARD, reduce=strategy.reduce)
     elif strategy.hybrid:

@@ -30,7 +30,7 @@ LATEST = "latest"  # the file with the tag of the newest checkpoint in a folder
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
-    """Create the process group if there is none. Of DeepSpeed's `options`, `timeout`, `rank` and `world_size` are used."""
+    """Create the process group if there is none. Uses `timeout`, `rank` and `world_size`, and ignores all other `options`."""
     if dist.is_initialized():
         return
     used = {key: options[key] for key in ("timeout", "rank", "world_size") if options.get(key) not in (None, -1)}
@@ -38,7 +38,8 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add `--deepspeed` and `--deepspeed_config FILE`, which `initialize(args=...)` reads, to `parser`, and return it."""
+    """Add the options `--deepspeed` (without effect) and `--deepspeed_config FILE` to `parser`, and return `parser`.
+    `initialize(args=...)` reads the file if it gets no other configuration."""
     group = parser.add_argument_group("DeepSpeed")
     group.add_argument("--deepspeed", action="store_true", help="accepted without effect: initialize() always shards")
     group.add_argument("--deepspeed_config", help="path of the ds_config.json")
@@ -65,12 +66,14 @@ def initialize(
     Creates the process group if there is none. All ranks get the first rank's weights. `distributed_port` is not used.
 
     Args:
-        config: the path of a ds_config.json, or its content; by default `config_params`, or `args.deepspeed_config`.
+        config: the path of a ds_config.json, or its content; by default `config_params`, then `args.deepspeed_config`.
         model_parameters: parameters of `model` before it is sharded, or groups of them; by default all that require gradients.
         optimizer: an optimizer without state, or a function of parameters; by default the one in the configuration.
         lr_scheduler: a scheduler, or a function of the optimizer; by default the one in the configuration, if any.
         training_data: dataset of which the loader gives each rank its micro-batches; without one, the loader is None.
         mpu, mesh_param: refused, because there is no model parallelism.
+
+    Raises `UsageError` without a configuration, a model or an optimizer, and for an optimizer with state.
     """
     source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
     if source is None:
@@ -96,8 +99,9 @@ def initialize(
 
 
 def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings: Settings) -> Optimizer:
-    """Return `choice`, or the optimizer that it (a function) or the configuration creates, over the sharded parameters of
-    `groups`, by default all that require gradients. Raises `UsageError` if `choice` has state, or there is no optimizer."""
+    """Return an optimizer of sharded parameters: `choice`, with its parameters replaced, or a new one. A new one is created by
+    the function `choice`, or by the configuration if `choice` is None, over `groups` (None: all parameters that require
+    gradients). Raises `UsageError` if `choice` has state, or if nothing names an optimizer."""
     if isinstance(choice, Optimizer):
         if choice.state:
             raise UsageError("initialize() got an optimizer with state; pass a new one, or a function that makes it.")
@@ -192,7 +196,7 @@ class DeepSpeedEngine(nn.Module):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the last step's norm of all gradients, before clipping; None before a step, and without clipping and fp16."""
+        """Return the last step's norm of all gradients, before clipping; None before a step, or with clipping and fp16 off."""
         return None if self._norm is None else float(self._norm)
 
     @property
@@ -204,8 +208,8 @@ class DeepSpeedEngine(nn.Module):
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None, **_: Any
     ) -> bool:
-        """Write the checkpoint `save_dir/tag` in this library's format, which loads on any number of ranks, and make it the
-        newest. `tag`: by default "global_step" and the number of steps. Returns True. Collective."""
+        """Write the checkpoint `save_dir/tag` in this library's format, and name it in the file `latest`. Returns True. Any
+        number of ranks can load it. `tag`: by default "global_step" and the number of steps. Collective."""
         tag = tag or f"global_step{self.global_steps}"
         extra = {
             "client_state": dict(client_state or {}),
@@ -222,8 +226,8 @@ class DeepSpeedEngine(nn.Module):
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, **_: Any
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load `load_dir/tag`, by default the newest checkpoint, and return (its path, the `client_state` that was saved);
-        (None, {}) if no tag is given and there is none. Collective."""
+        """Load `load_dir/tag`, by default the newest checkpoint, and return (its path, the `client_state` that was saved).
+        Returns (None, {}) if `tag` is None and the folder has no checkpoint. Collective."""
         newest = Path(load_dir, LATEST)
         if tag is None and not newest.exists():
             return None, {}

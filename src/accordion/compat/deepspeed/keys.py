@@ -47,7 +47,8 @@ class Key:
 
 
 def _rows(table: dict[str, Any]) -> dict[str, Key]:
-    """Return the rows of one table of keys.toml by their keys, each with the `prefix` of the table, which is popped from it."""
+    """Return the rows of one table of keys.toml. A row's key is one dotted key, or several that share it, with spaces between.
+    The table's entry `prefix` is put before each dotted key, and removed from `table`."""
     prefix = table.pop("prefix", "")
     return {" ".join(f"{prefix}{name}" for name in names.split()): Key.of(row) for names, row in table.items()}
 

@@ -43,8 +43,8 @@ class OptimizerChoice:
 
 
 def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
-    """Return the class and arguments for `type` and `params` of an `optimizer` section; changes `params`. Raises `UsageError`
-    that names the key."""
+    """Return the optimizer class and arguments for an `optimizer` section: `name` is its `type`. Changes the dict `params`.
+    Raises `UsageError` for an optimizer that torch.optim does not have, and for an argument that the class does not take."""
     if not isinstance(name, str):
         raise UsageError(f"optimizer.type is {name!r}; it takes a name, AdamW for example.")
     if name.lower() in REFUSED:

@@ -72,14 +72,14 @@ class Settings:
     ignored: tuple[str, ...]
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh | None:
-        """Return the mesh to pass to `shard`; None, for the default of all ranks, unless the strategy is hybrid. Collective."""
+        """Return the mesh to pass to `shard`: of two axes for a hybrid strategy, a collective; otherwise None (all ranks)."""
         if self.group_ranks is None:
             return None
         replicas = self.replicas(dist.get_world_size())
         return init_device_mesh(device_type, (replicas, self.group_ranks), mesh_dim_names=("replicate", "shard"))
 
     def replicas(self, num_ranks: int) -> int:
-        """Return the number of sharded copies of the model on `num_ranks` ranks. Raises `UsageError` if it is not whole."""
+        """Return the number of sharded copies of the model on `num_ranks` ranks. Raises `UsageError` if these do not divide."""
         if self.group_ranks is None:
             return 1
         if num_ranks % self.group_ranks:
@@ -115,10 +115,10 @@ class Settings:
 
 
 def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -> Settings:
-    """Read a `ds_config.json`, from a path or as a dict, and return its `Settings`. Needs neither DeepSpeed nor a process group.
+    """Read the `ds_config.json` at the path `source`, or a dict of its content, without DeepSpeed; return its `Settings`.
 
-    `auto`: values for keys that are `"auto"`, by dotted key, as the Hugging Face Trainer fills them from its arguments;
-    docs/compat_deepspeed.md lists the value of each without one. Raises `UsageError` for a wrong key or value.
+    `auto`: values for keys that are `"auto"`, by dotted key, as the Hugging Face Trainer fills them from its arguments.
+    docs/compat_deepspeed.md lists what each becomes without an entry. Raises `UsageError` for a wrong key or value.
     """
     values = dict(_flat(_content(source)))
     keys = {name: _key(name, value) for name, value in {**dict.fromkeys(auto or {}), **values}.items()}
@@ -178,8 +178,8 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of each key in nested sections; a section without rows in `KEYS` is a value itself. Raises
-    `UsageError` if a section is not a dict."""
+    """Yield (dotted key, value) of each key in nested sections. A dict of which `KEYS` has no keys inside is yielded as a value.
+    Raises `UsageError` if a section is not a dict."""
     for key, value in content.items():
         name = f"{prefix}{key}"
         if not prefix and key == "bfloat16":
@@ -197,7 +197,7 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _row(name: str) -> str | None:
-    """Return the key of `KEYS` for the dotted key `name`: itself, or the section around it if that takes any key; else None."""
+    """Return the key in `KEYS` for the dotted key `name`: `name`, or the section around it if that takes any key, or None."""
     row = name
     while row and row not in KEYS:
         row = row.rpartition(".")[0]
@@ -207,7 +207,7 @@ def _row(name: str) -> str | None:
 
 
 def _key(name: str, value: Any) -> Key:
-    """Return the `Key` of the dotted key `name`. Raises `UsageError` if it does not exist, or asks for what is refused."""
+    """Return the `Key` of the dotted key `name`. Raises `UsageError` if there is none, or if its `value` is not supported."""
     row = _row(name)
     if row is None:
         section, _, leaf = name.rpartition(".")
@@ -244,7 +244,7 @@ def _resolved(name: str, value: Any, key: Key, auto: Mapping[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, key: Key) -> Any:
-    """Return the value, with whole numbers as int. Raises `UsageError` if the key does not take it."""
+    """Return `value`, as an int if `key` takes whole numbers. Raises `UsageError` if `key` does not take this value."""
     takes = None if value == "auto" else key.takes  # some are resolved later, from other keys
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if takes is bool and not isinstance(value, bool):
@@ -266,7 +266,7 @@ def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _strategy(values: Mapping[str, Any]) -> tuple[Strategy, int | None]:
-    """Return the strategy and, for a hybrid one, the number of ranks that share one sharded copy; else None."""
+    """Return (strategy, number of ranks that share one sharded copy, or None if it is not hybrid)."""
     stage = values.get("zero_optimization.stage", 0)
     if stage > 3:
         raise UsageError(f"zero_optimization.stage is {stage}; valid: 0, 1, 2, 3.")

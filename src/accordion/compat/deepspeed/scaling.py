@@ -11,10 +11,8 @@ from accordion.errors import AccordionError
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch's GradScaler with DeepSpeed's hysteresis, least scale and fixed scale. Does nothing unless fp16 is enabled.
-
-    `fp16`: the section `fp16` of a `ds_config.json`.
-    """
+    """torch's GradScaler with DeepSpeed's hysteresis, least scale and fixed scale. Does nothing unless fp16 is enabled. `fp16`:
+    the section `fp16` of a `ds_config.json`."""
 
     def __init__(self, fp16: Mapping[str, Any], device_type: str) -> None:
         fixed = float(fp16.get("loss_scale", 0))

@@ -22,10 +22,8 @@ TAKES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A learning rate schedule of a `ds_config.json`. Call it with an optimizer to create a scheduler of torch.
-
-    Rates are DeepSpeed's, step for step: the first two steps both count as the beginning of the warmup.
-    """
+    """A learning rate schedule of a `ds_config.json`. Call it with an optimizer to create a scheduler of torch. Rates are
+    DeepSpeed's, step for step: the first two steps both count as the beginning of the warmup."""
 
     type: str
     params: Mapping[str, Any]
@@ -44,7 +42,7 @@ class Schedule:
             raise UsageError(f"{self.type} needs scheduler.params.total_num_steps; add it.")
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
-        """Return a scheduler of torch for `optimizer`, whose rates are set at once. Step it after each optimizer step."""
+        """Return a scheduler of torch for `optimizer`, and set the optimizer's first rates. Step it after each optimizer step."""
         return Scheduled(optimizer, self)
 
     @property

@@ -40,7 +40,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The constructor arguments of one `FullyShardedDataParallel`, except `module` and `auto_wrap_policy`, checked. `ignored`:
+    """The checked constructor arguments of one `FullyShardedDataParallel`, without `module` and `auto_wrap_policy`. `ignored`:
     parameters that are not sharded. Raises `UsageError` for values that are not supported."""
 
     process_group: Any = None
@@ -86,8 +86,9 @@ class Arguments:
         return FULL_SHARD if self.sharding_strategy is None else STRATEGIES[self.sharding_strategy.name]
 
     def mesh(self) -> DeviceMesh | None:
-        """Return `device_mesh`, or a mesh of `process_group`, or None for all ranks. Without both, hybrid strategies shard over
-        a host's accelerators and replicate over hosts. Raises `UsageError` if the strategy cannot use `process_group`."""
+        """Return the mesh for `shard`: `device_mesh`, or a mesh of `process_group`. If neither was passed, return None (all
+        ranks), or for a hybrid strategy a mesh that shards over a host's accelerators and replicates over hosts. Raises
+        `UsageError` if the strategy cannot use `process_group`."""
         hybrid = self.strategy.hybrid
         if self.device_mesh is not None:
             return self.device_mesh

@@ -81,7 +81,8 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
 
 
 def _master(root: nn.Module) -> torch.dtype:
-    """Return the narrowest dtype of trained parameters: a `Precision.master` that changes none, as wider ones keep theirs."""
+    """Return the narrowest dtype of trained parameters. As `Precision.master` it changes no parameter: wider ones keep theirs.
+    Returns float32 if none is trained. Raises `UsageError` for two narrowest dtypes, such as bfloat16 and float16."""
     dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
     if not dtypes:
         return torch.float32
@@ -94,7 +95,7 @@ def _master(root: nn.Module) -> torch.dtype:
 
 @contextmanager
 def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
-    """Context manager that removes parameters with ids in `ignored` from modules of `root`, and restores their old order."""
+    """Context manager that removes the parameters with ids in `ignored` from `root`; the exit puts them back in order."""
     removed_from: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
     for module in root.modules() if ignored else ():
         if any(id(p) in ignored for p in module._parameters.values()):
@@ -111,8 +112,9 @@ def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
 
 
 def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[tuple[nn.Module, Arguments]]) -> None:
-    """Initialise the modules of the sharded `root` with ids in `on_meta`, by the `param_init_fn` of their nearest wrapper,
-    or `reset_parameters`, or raise `UsageError`. If all are on meta and no wrapper has a function, call `initialise(root)`."""
+    """Initialise the modules of the sharded `root` whose ids are in `on_meta`. Each is initialised by the `param_init_fn` of its
+    nearest wrapper, or by its `reset_parameters`. Raises `UsageError` if it has neither. If all are on the meta device and no
+    wrapper has a `param_init_fn`, `initialise(root)` does all of them."""
     # Inner wrappers come later in the list, so theirs replaces that of outer ones.
     functions = {id(module): options.param_init_fn for wrapper, options in wrappers for module in wrapper.modules()}
     owners = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]

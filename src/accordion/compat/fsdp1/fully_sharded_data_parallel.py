@@ -32,9 +32,9 @@ SIGNATURE = inspect.signature(theirs.FullyShardedDataParallel.__init__)
 class FullyShardedDataParallel(StateDicts):
     """Wrapper that shards a module's parameters, and gathers and frees them together. Takes the arguments of torch's class.
 
-    One engine serves the outermost wrapper and all inside it. The constructor builds it if there is an `auto_wrap_policy`.
-    Otherwise the first use of parameters, state or forward does, because an outer wrapper may follow; until then parameters are
-    full. Afterwards each is a DTensor under its own name. Raises `UsageError` for options that are not supported.
+    One engine serves the outermost wrapper and all wrappers inside it. With an `auto_wrap_policy`, the constructor builds the
+    engine. Without one, an outer wrapper may follow, so the first use of parameters, state or forward builds it; until then
+    parameters are full. Then each is a DTensor under its own name. Raises `UsageError` for options that are not supported.
     """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -125,7 +125,7 @@ class FullyShardedDataParallel(StateDicts):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Context manager that sums full gradients locally; the next backward outside reduces the sums. For the root only."""
+        """Context manager in which each rank sums full gradients; the next backward outside reduces the sums. Root only."""
         self._root_engine("no_sync()")
         with state.no_sync(self):
             yield
@@ -148,8 +148,8 @@ class FullyShardedDataParallel(StateDicts):
     ) -> Generator[None]:
         """Context manager in which the parameters of the whole model around `module` are full on every rank. Collective.
 
-        `recurse`, `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: the shards keep what is
-        written into both. Raises `UsageError` for `rank0_only` with `writeback`, and for `offload_to_cpu` on an accelerator.
+        `recurse`, `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: changes of both are kept in
+        the shards. Raises `UsageError` for `rank0_only` with `writeback`, and for `offload_to_cpu` on an accelerator.
         """
         if rank0_only and writeback:
             raise UsageError("summon_full_params(rank0_only=True) cannot write back: pass writeback=False.")
@@ -174,8 +174,8 @@ class FullyShardedDataParallel(StateDicts):
 
 
 def _check(module: nn.Module, policy: Any) -> None:
-    """Raise `UsageError` if `module` contains wrappers in spite of a `policy`, wrappers with an engine, or parameters that
-    nothing would gather, because it is a container without forward."""
+    """Raise `UsageError` in three cases: `module` contains wrappers although a `policy` was passed; a wrapper in it has an engine
+    already; or it is a container without forward, so that nothing would gather its own parameters."""
     inside = wrappers_in(module)
     if inside and policy is not None:
         raise UsageError(
@@ -197,7 +197,8 @@ def _check(module: nn.Module, policy: Any) -> None:
 
 @contextlib.contextmanager
 def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> Generator[None]:
-    """Context manager in which parameters of `top`, and gradients `with_grads`, are full; `writeback` shards them again."""
+    """Context manager in which parameters of `top` are full, and `with_grads` gradients too. With `writeback`, the exit writes
+    both back into the shards; without it, changes are lost."""
     sharded = dict(nn.Module.named_parameters(top))
     entries = state_dicts.params_of([engine])
     with state.full_params(top, write=writeback):

@@ -109,7 +109,7 @@ def wrappers_in(module: nn.Module) -> list[Wrapper]:
 
 
 def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
-    """Return all wrappers in `module`, including itself. Raises `UsageError`, beginning with `what`, if there are none."""
+    """Return all wrappers in `module`, including itself. Raises `UsageError` if there are none; `what` begins its message."""
     wrappers = wrappers_in(module)
     if not wrappers:
         raise UsageError(f"{what} needs a FullyShardedDataParallel, but this {type(module).__name__} contains none.")
@@ -117,7 +117,7 @@ def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
 
 
 def engines_of(model: nn.Module, what: str) -> list[Engine]:
-    """Return the engine of each outermost wrapper around or in `model`; builds it, a collective, if there is none yet."""
+    """Return the engine of each outermost wrapper around or in `model`. Builds an engine that is missing, a collective."""
     tops = {id(w): w for w in (m._outermost() for m in some_wrappers(model, what))}
     return [top._engine(what) for top in tops.values()]
 

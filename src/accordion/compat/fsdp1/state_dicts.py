@@ -45,10 +45,9 @@ class StateDicts(Wrapper):
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the state dict with the unwrapped module's names: full (a collective), or what `state_dict_type` chose.
-
-        With `keep_vars` it has the sharded parameters themselves. A `destination` gets the entries and is returned.
-        """
+        """Return the state dict with the unwrapped module's names. Tensors are full unless `state_dict_type` chose shards. Full
+        tensors make this a collective. With `keep_vars` it has the sharded parameters themselves. A `destination` gets the
+        entries and is returned."""
         self._ready()
         raw = super().state_dict(prefix=prefix, keep_vars=True)
         tensors = OrderedDict((clean(name), value) for name, value in raw.items())
@@ -125,9 +124,7 @@ class StateDicts(Wrapper):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return the state dict of `optim` by qualified names, full (a collective) or sharded as `state_dict_type` chose.
-
-        `optim_state_dict`: the result of `optim.state_dict()`, if it was called already. `group` is ignored.
-        """
+        `optim_state_dict`: the result of `optim.state_dict()`, if it was called already. `group` is ignored."""
         numbered = optim.state_dict() if optim_state_dict is None else optim_state_dict
         settings = StateDicts.get_state_dict_type(model)
         return named_state(model, optim, numbered, settings)
@@ -141,10 +138,8 @@ class StateDicts(Wrapper):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Convert a result of `optim_state_dict`, from any number of ranks, to a dict for `optim.load_state_dict`.
-
-        With `load_directly`, also load it into `optim`. `group` is ignored. Raises `UsageError` if `is_named_optimizer`.
-        """
+        """Convert a result of `optim_state_dict`, from any number of ranks, to a dict for `optim.load_state_dict`. With
+        `load_directly`, also load it into `optim`. `group` is ignored. Raises `UsageError` if `is_named_optimizer`."""
         if is_named_optimizer:
             raise UsageError(
                 "is_named_optimizer=True is not supported: optimizers of torch.optim number their parameters."
@@ -161,8 +156,8 @@ class StateDicts(Wrapper):
     def full_optim_state_dict(
         model: nn.Module, optim: Optimizer, optim_input: Any = None, rank0_only: bool = True, group: Any = None
     ) -> dict[str, Any]:
-        """Return the full state dict of `optim` on CPU; with `rank0_only` it is empty on all ranks but the first.
-        Collective."""
+        """Return the full state dict of `optim` on CPU; with `rank0_only` it is empty on all ranks but the first. Collective.
+        `optim_input` and `group` are ignored."""
         settings = settings_for(
             StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         )
@@ -170,7 +165,7 @@ class StateDicts(Wrapper):
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
-        """Return the state dict of `optim` by qualified names, with this rank's shards as DTensors."""
+        """Return the state dict of `optim` by qualified names, with this rank's shards as DTensors. `group` is ignored."""
         settings = settings_for(StateDictType.SHARDED_STATE_DICT, None, None)
         return named_state(model, optim, optim.state_dict(), settings)
 
@@ -178,7 +173,8 @@ class StateDicts(Wrapper):
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
     ) -> dict[str, Any]:
-        """Convert a full state dict by qualified names, equal on all ranks, to one for `optim.load_state_dict`. Collective."""
+        """Convert a full state dict by qualified names, equal on all ranks, to one for `optim.load_state_dict`. `optim` is
+        needed, and `optim_input` is ignored. Collective."""
         return state_by_id(model, _required(optim), full_optim_state_dict, full=True)
 
     @staticmethod
@@ -196,7 +192,8 @@ class StateDicts(Wrapper):
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Convert the first rank's full state dict by qualified names for `optim.load_state_dict` on every rank. Collective."""
+        """Convert the first rank's full state dict by qualified names for `optim.load_state_dict` on every rank. `optim` is
+        needed; `optim_input` and `group` are ignored. Collective."""
         full = full_optim_state_dict or {}
         return state_by_id(model, _required(optim), full, full=True, from_first_rank=True)
 
@@ -217,7 +214,8 @@ def _required(optimizer: Optimizer | None) -> Optimizer:
 def settings_for(
     kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> StateDictSettings:
-    """Return torch's `StateDictSettings`; a config that is None is the default of `kind`. Raises `UsageError`."""
+    """Return torch's `StateDictSettings` of these configs; None becomes the default config of `kind`. Raises `UsageError` for
+    LOCAL_STATE_DICT, and for a config of another kind."""
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise UsageError(
             "LOCAL_STATE_DICT is not supported: it has flat parameters, which do not exist here. Use SHARDED_STATE_DICT, which "
@@ -250,8 +248,8 @@ def own_dtensor(full: Tensor, param: Param) -> Any:
 
 
 def cut_like(value: Tensor, param: Param) -> Tensor:
-    """Return the optimizer state `value` as a DTensor sharded like `param` if it has the same shape, else as a full tensor.
-    Collective if `value` is a DTensor that is sharded otherwise."""
+    """Return the optimizer state `value` as a DTensor sharded like `param` if its shape is that of `param`, else as a full
+    tensor. Collective if `value` is a DTensor with another mesh or placement than `param`."""
     like = param.sharded
     if isinstance(value, DTensor):
         if value.placements == like.placements and value.device_mesh == like.device_mesh:  # type: ignore[attr-defined]
@@ -277,7 +275,8 @@ def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
 def named_state(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """Convert a result of `optim.state_dict()` to one by qualified names: full (a collective) or sharded, as `settings` say."""
+    """Convert `state`, a result of `optim.state_dict()`, to one by qualified names: full (a collective) or sharded, as `settings`
+    say. If they say `rank0_only`, the result is {} on the other ranks."""
     engines = engines_of(model, OPTIM)
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     cpu = settings.optim_state_dict_config.offload_to_cpu
@@ -308,10 +307,11 @@ def named_state(
 def state_by_id(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, full: bool, from_first_rank: bool = False
 ) -> dict[str, Any]:
-    """Convert a state dict by qualified names to one for `optim.load_state_dict`. Raises `UsageError` if groups differ.
+    """Convert a state dict by qualified names to one for `optim.load_state_dict`.
 
-    `full`: `state` has full tensors. Collective; raises `DivergenceError` on every rank if ranks have different states.
-    `from_first_rank`: only the first rank has `state`, so states are not compared. Collective.
+    `full`: `state` has full tensors, equal on all ranks; if they differ, every rank raises `DivergenceError`. `from_first_rank`:
+    send the first rank's `state` to all ranks, without a comparison. Each of the two makes this a collective. Raises `UsageError`
+    if `state` is empty, or if its parameter groups are not those of `optim`.
     """
     engines = engines_of(model, OPTIM)
     from_first = engines[0] if from_first_rank else None
@@ -347,7 +347,7 @@ def state_by_id(
 
 
 def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
-    """Raise `DivergenceError` on every rank if `state`, of which each keeps its rows, differs between ranks. Collective."""
+    """Raise `DivergenceError` on every rank if the full optimizer state `state` differs between ranks. Collective."""
     settle(engine, "loads a full state dict of an optimizer")
     values = {
         f"{word!r} of {name!r}": value
@@ -367,7 +367,7 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:
-    """Return the `value` that the engine's first rank passed, a collective; without an engine, this rank's `value`."""
+    """Return the `value` of the first rank of the engine `from_first`, a collective; this rank's `value` if that is None."""
     if from_first is None:
         return value
     values = [value]

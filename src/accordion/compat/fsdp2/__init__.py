@@ -72,7 +72,7 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that are gathered together.
-        mesh: the ranks, by default all. A 1-D mesh shards, a 2-D one replicates on its first axis. Experts may have fewer.
+        mesh: the ranks, by default all. A 1-D mesh shards, a 2-D one replicates on its first axis. Experts may have fewer ranks.
         reshard_after_forward: True frees full parameters after the forward, False keeps them until the backward, and None
             leaves this to the engine. An int n, which must divide the ranks, keeps them sharded over n ranks.
         shard_placement_fn: parameter -> Shard(dim), None for dim 0, or torch's ShardPlacementResult with a mesh of its own.
@@ -135,11 +135,9 @@ class Installed(ExitStack):
 
 
 def install() -> Installed:
-    """Replace `torch.distributed.fsdp.fully_shard` and its companions by those of this module, in the whole process.
-
-    For programs that you do not want to edit; call it before models are sharded. Modules that have imported torch's names are
-    changed too, except torch's and Accordion's own. A second call changes nothing. Returns a handle that undoes this.
-    """
+    """Replace `torch.distributed.fsdp.fully_shard` and its companions by those of this module, in the whole process. For programs
+    that you do not want to edit; call it before models are sharded. Modules that have imported torch's names are changed too,
+    except torch's and Accordion's own. A second call changes nothing. Returns a handle that undoes this."""
     installed, homes = Installed(), _torch.homes_of_fully_shard()
 
     def put_back(module: ModuleType, name: str, theirs: Any) -> None:

@@ -29,8 +29,8 @@ PART = "_accordion_part"  # the attribute of a module, or of a parameter, that r
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spmd:
-    """The `mesh` and `dp_mesh_dims` of a call: all parameters are DTensors on `mesh` already, and `shard` and `replicate` name
-    the axes over which data parallelism shards and replicates."""
+    """The mesh of a call with `dp_mesh_dims`: all parameters are DTensors on `mesh` already. `shard`, `replicate`: names of the
+    axes over which data parallelism shards and replicates."""
 
     mesh: DeviceMesh
     shard: tuple[str, ...]
@@ -77,7 +77,8 @@ class Asked:
 
 
 def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, ignored: Any) -> Asked:
-    """Return the checked arguments of one `fully_shard` call. Creates the process group if needed. Raises `UsageError`."""
+    """Return the checked arguments of one `fully_shard` call. Creates the process group if there is none and `mesh` is None.
+    Raises `UsageError` for an argument of another type, or with a value that is not supported."""
     spmd = _spmd_of(mesh, dims)
     mesh = _mesh_of(mesh, spmd)
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
@@ -155,7 +156,9 @@ def _spmd_of(mesh: Any, dims: Any) -> Spmd | None:
 
 
 def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
-    """Return the data-parallel mesh: that of `spmd`, `mesh`, or all ranks (creates the process group). Raises `UsageError`."""
+    """Return the data-parallel mesh: that of `spmd` if there is one, otherwise `mesh`, or for None a mesh of all ranks. In the
+    last case the process group is created if there is none. Raises `UsageError` unless `mesh` has one or two axes, this rank, and
+    devices that this machine has."""
     if spmd is not None:
         return spmd.data_parallel()
     if mesh is None:
@@ -176,8 +179,9 @@ def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
 
 
 def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
-    """Translate `reshard_after_forward` to a tuple: keep full parameters until the backward (None: the engine decides), and how
-    many ranks to reshard over if an int asks for fewer than all. Raises `UsageError` for other values."""
+    """Return (keep, number of ranks) for `reshard`, the argument `reshard_after_forward`. keep: True to keep full parameters
+    until the backward; None: the engine decides. The number: over how many ranks to reshard after the forward; None: over all.
+    Raises `UsageError` unless `reshard` is None, a bool, or an int that divides the ranks."""
     if reshard is None or isinstance(reshard, bool):
         return None if reshard is None else not reshard, None
     ranks = mesh.size(mesh.ndim - 1)
@@ -189,7 +193,8 @@ def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
 
 
 def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter) -> tuple[int | None, DeviceMesh]:
-    """Return (dim to shard `param` on, data-parallel mesh): dim 0 and `mesh` unless `rule` chooses others; dim None if 0-d."""
+    """Return (dim on which to shard `param`, data-parallel mesh): dim 0 and `mesh`, unless `rule` chooses others. The dim of a
+    0-d parameter is None. Raises `UsageError` if `rule` returns a dim or mesh that cannot be used."""
     asked: Any = None if rule is None else rule(param)
     if _torch.is_shard_placement_result(asked):
         asked, info = asked.placement, asked.mesh_info
@@ -213,7 +218,8 @@ def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter)
 
 
 def keeps_dtype(name: str, param: nn.Parameter, policy: Any) -> bool:
-    """Return True if `policy.param_dtype_override_fn` (torch 2.15) keeps the dtype of `param`. Raises `UsageError`."""
+    """Return True if `policy.param_dtype_override_fn` (torch 2.15) keeps the dtype of `param` instead of `param_dtype`. Raises
+    `UsageError` if it returns a third dtype."""
     rule = getattr(policy, "param_dtype_override_fn", None)
     asked = None if rule is None else rule(param)
     if asked not in (None, policy.param_dtype, param.dtype):

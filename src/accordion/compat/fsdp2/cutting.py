@@ -29,11 +29,9 @@ CutRule = Callable[[nn.Parameter], tuple[int | None, DeviceMesh]]
 
 
 def cut_parameters(part: Part, cut_dim: CutRule) -> None:
-    """Shard the parameters of the `fully_shard` call `part`, but not of calls inside it. Buffers move to the device.
-
-    `cut_dim` chooses the dim and mesh of a parameter. Parameters on the meta device stay there. If one is refused, none is
-    sharded and the modules lose their reference to `part`.
-    """
+    """Shard the parameters of one `fully_shard` call, `part`, and move its buffers to the device. Inner calls are left out.
+    `cut_dim` chooses the dim and mesh of a parameter. Parameters on the meta device stay there. If a parameter is refused, none
+    is sharded, and the modules lose their reference to `part`."""
     modules = part.alive()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     others = [top for p in parts_below(modules) if p is not part for top in p.alive()]
@@ -76,8 +74,8 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
 
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
-    """Yield the parameters of `part` that no call has sharded. A parameter that is tied to one of another call is replaced by
-    that call's sharded parameter in the modules of `part`, and not yielded."""
+    """Yield the parameters of `part`, a `fully_shard` call, that no call has sharded. If a parameter is tied to one of another
+    call, it is not yielded, and the modules of `part` get that call's sharded parameter."""
     inside = {place: layout for p in parts_below(part.alive()) for place, layout in p.layouts.items()}
     for o in owned_parameters(root, {}):
         cut = next((inside[id(ref()), attr] for ref, attr in o.places if (id(ref()), attr) in inside), None)
@@ -155,7 +153,7 @@ def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) ->
 
 
 def _check_beside(name: str, param: DTensor, mesh: DeviceMesh) -> None:
-    """Raise `UsageError` unless the DTensor `param` is on named axes that `mesh` does not have, as under tensor parallelism."""
+    """Raise `UsageError` unless the DTensor `param` is placed by Shard and Replicate, on named axes that `mesh` does not have."""
     inner, names = param.device_mesh, param.device_mesh.mesh_dim_names
     outer = mesh.mesh_dim_names
     if inner == mesh or (names is not None and outer is not None and set(names) & set(outer)):

@@ -70,7 +70,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Lease:
-    """Keeps full parameters of a `Part` after an explicit `unshard`, until `reshard` or the end of a forward or backward."""
+    """Keeps full parameters of a `Part`, one `fully_shard` call, after an explicit `unshard`, until `reshard` or the end of a
+    forward or backward."""
 
     def __init__(self, part: Part) -> None:
         self._part = weakref.ref(part)
@@ -78,7 +79,7 @@ class Lease:
         self._hooks: list[Any] = []
 
     def begin(self) -> Unit:
-        """Start to gather without waiting, and return the unit; builds the engine if there is none. `take` waits."""
+        """Begin to gather, and return the unit without waiting; `take` waits. Builds the engine if there is none."""
         part = self._part()
         assert part is not None, "a part owns its lease"
         unit = part.ensure()
@@ -214,8 +215,8 @@ class Part:
         return self.unit
 
     def wired(self) -> ShardingContext:
-        """Return the context (streams, communicators) of this part's engines: its own or, on the same mesh, that of the part in
-        `shares`. Collective the first time, because communicators are created."""
+        """Return the context (streams, communicators) for engines of this part: its own, or that of the part in `shares` if both
+        have the same mesh. Collective the first time, because communicators are created."""
         source = None if self.shares is None else self.shares()
         mesh, strategy = self.asked.mesh, self.asked.sharding.strategy
         if source is not None and source.asked.mesh == mesh:
@@ -245,7 +246,7 @@ class Part:
             self.tree.dissolve()
 
     def push(self) -> None:
-        """Apply the current settings, and the modules to prefetch, to the unit if there is one."""
+        """Apply the settings, and the choice of modules to prefetch, to the unit. Does nothing if there is no unit yet."""
         if self.unit is None:
             return
         settings = self.settings
@@ -284,8 +285,8 @@ class Part:
 
 
 class Tree:
-    """The engine of an outermost part and all parts inside it. `dissolve` removes it if shards change dtype, device or memory:
-    parameters stay sharded, and the next use builds another tree."""
+    """The engine of an outermost part, a `fully_shard` call, and all parts inside it. `dissolve` removes it before shards change
+    dtype, device or memory: parameters stay sharded, and the next use builds another tree."""
 
     def __init__(self, top: Part) -> None:
         if _torch.transforms_active():
@@ -336,7 +337,7 @@ class Tree:
 
 
 def parts_below(modules: Iterable[nn.Module]) -> Iterator[Part]:
-    """Yield the parts of `modules` and of their submodules, each once, outer parts first."""
+    """Yield the parts (`fully_shard` calls) of `modules` and of their submodules, each once, outer parts first."""
     seen: set[int] = set()
     for root in modules:
         for module in root.modules():
@@ -354,7 +355,8 @@ def part_of(module: nn.Module) -> Part | None:
 
 
 def _checked_parameters(root: nn.Module, parts: list[Part]) -> list[tuple[Owned, Layout]]:
-    """Return the sharded parameters of all `parts` with their layouts. Raises `UsageError` if one cannot be used."""
+    """Remove the engines of `parts`, and return (parameter, layout) for each sharded parameter of `parts`. Raises `UsageError` if
+    an engine cannot be removed now, or if a parameter cannot be used."""
     _dissolve(root, parts)
     index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
     owned = list(_sharded(root, index, parts))
@@ -406,11 +408,9 @@ def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[
 
 
 def _dissolve(root: nn.Module, parts: list[Part]) -> None:
-    """Remove the engines of `parts`, before one engine is built for all of them; parameters stay sharded.
-
-    Raises `UsageError` in a forward or backward, if there are unreduced gradients, for a parameter that is tied to one of a
-    module outside `parts`, and for one on the meta device.
-    """
+    """Remove the engines of `parts`, before one engine is built for all of them; parameters stay sharded. Raises `UsageError` in
+    a forward or backward, if there are unreduced gradients, for a parameter that is tied to one of a module outside `parts`, and
+    for one on the meta device."""
     for part in parts:
         part.dissolve()
         for name, lender in part.borrowed:
@@ -447,8 +447,8 @@ def _planned(
     context: ShardingContext,
     contexts: Mapping[DeviceMesh, ShardingContext],
 ) -> list[GroupPlan]:
-    """Group the parameters of one unit by dtype and by mesh. `contexts`: of meshes other than the model's. Collective if
-    `reshard_after_forward` is an int."""
+    """Return the groups of one unit's parameters, by dtype and mesh. `contexts`: of meshes other than the model's. Collective
+    if `reshard_after_forward` is an int."""
     by_context: dict[tuple[ShardingContext | None, bool], list[tuple[Owned, Cut]]] = {}
     for o, layout in parameters:
         if not is_extended(o.original):
@@ -473,10 +473,8 @@ def _kind(part: Part) -> str:
 
 
 def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Iterator[tuple[Owned, Layout]]:
-    """Yield each sharded parameter with its layout; skip plain ones, which were never sharded, and ignored ones.
-
-    Raises `UsageError` if a tensor of another kind or placement has been assigned since `fully_shard`.
-    """
+    """Yield each sharded parameter with its layout; skip plain ones, which were never sharded, and ignored ones. Raises
+    `UsageError` if a tensor of another kind or placement has been assigned since `fully_shard`."""
     layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
     ignored = {id(p) for part in parts for p in part.asked.ignored}
     for o in owned_parameters(root, index):

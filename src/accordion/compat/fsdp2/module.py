@@ -27,7 +27,7 @@ _Handle: Any = _torch.gradient_reduction_handle()
 
 
 class GradientReductionHandle(_Handle):  # type: ignore[misc]
-    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns; gradients are ready already."""
+    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns. Gradients are complete by then."""
 
     def __init__(self, part: Part | None = None) -> None:
         self._part = None if part is None else weakref.ref(part)
@@ -85,11 +85,9 @@ class FSDPModule(_Base):  # type: ignore[misc]
     # -- full parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the full parameters of this module, but not those of FSDP modules inside it.
-
-        They are plain tensors in `parameters()` until `reshard`, a forward that reshards, or the end of a backward. With
-        `async_op`, a handle is returned at once, whose `wait` registers them.
-        """
+        """Gather the full parameters of this module, but not those of FSDP modules inside it. They are plain tensors in
+        `parameters()` until `reshard`, a forward that reshards, or the end of a backward. With `async_op`, return a handle at
+        once; its `wait` registers them."""
         part = fsdp_part(self)
         if async_op:
             part.lease.begin()
@@ -150,13 +148,14 @@ class FSDPModule(_Base):  # type: ignore[misc]
     # -- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose if backwards reduce gradients (True), or add up full ones on each rank until one that reduces (False)."""
+        """Choose if backwards reduce gradients (True), or only add up full ones on each rank for a later reduce (False)."""
         for part in _parts(self, recurse):
             part.settings.sync = part.settings.all_reduce = requires_gradient_sync
             _settle_sync(part)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose if backwards on a 2-D mesh reduce gradients (True), or add up full ones on each rank (False)."""
+        """Choose if backwards on a 2-D mesh reduce gradients (True), or only add up full ones on each rank for a later reduce
+        (False). Without effect on a 1-D mesh."""
         for part in _parts(self, recurse):
             part.settings.all_reduce = requires_all_reduce
             _settle_sync(part)
@@ -165,8 +164,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Accepted without effect: each backward waits for its own reduces, which is right for every micro-batch."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Accepted without effect: `finalize_backward` always reduces. Raises `RuntimeError` in a backward or if not the
-        root."""
+        """Accepted without effect: `finalize_backward` always reduces. Raises `RuntimeError` for a change in a backward, and on
+        a module that is not the root."""
         part = _root_part(self, "set_manual_backward_finalization")
         if part.settings.finalizes != enabled and _torch.is_in_backward():
             raise RuntimeError("set_manual_backward_finalization cannot change in a backward; call it between steps.")
@@ -174,9 +173,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce gradients that were only summed on each rank; free full parameters unless `set_reshard_after_backward(False)`.
-
-        Collective, on the root, outside forward and backward. A handle (`async_op`) must be waited for before the next call.
-        """
+        Collective. With `async_op`, return a handle, whose `wait` must be called before the next `finalize_backward`. Raises
+        `RuntimeError` if it was not, in a forward or backward, and on a module that is not the root."""
         part = _root_part(self, "finalize_backward")
         if part.handle is not None:
             raise RuntimeError("the last finalize_backward has not been waited for; call wait() of its handle first.")
@@ -196,7 +194,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         return handle
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this module's own gradients by `factor` instead of the number of ranks."""
+        """Divide the sum of this module's own gradients by `factor` (above 0) instead of the number of ranks."""
         if not factor > 0:
             raise UsageError(f"the gradient divide factor is {factor!r}; pass a positive number.")
         part = fsdp_part(self)
@@ -208,10 +206,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook` with each 1-D buffer of reduced and divided gradients, on the stream of the reduce.
-
-        The hook may write into the buffer: this rank's rows and padding. `stream` is ignored, and refused on a 2-D mesh.
-        """
+        """Call `hook` with each 1-D buffer of reduced and divided gradients, on the stream of the reduce. The hook may write into
+        the buffer: this rank's rows and padding. `stream` is ignored, and refused on a 2-D mesh."""
         part = fsdp_part(self)
         if stream is not None and part.asked.sharding.strategy.hybrid:
             raise UsageError(
@@ -234,7 +230,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Accepted without effect: reduces have a communicator of their own if that helps."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accepted without effect if positive: reduces of large gradients have no buffers, and never wait for each other's."""
+        """Accepted without effect: reduces of large gradients have no input buffers that others could wait for. Raises
+        `TypeError` unless `max_input_buffers` is an int, and `UsageError` if it is less than 1."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers is a {type(max_input_buffers).__name__}; pass an int.")
         if max_input_buffers < 1:
@@ -266,7 +263,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         log_once("set_symm_mem_for_comm has no effect: there are no staging buffers.")
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Make this module's next forward wait for `event`, of an optimizer step on another stream. Without effect on CPU."""
+        """Make this module's next forward wait for `event`, such as the end of a step on another stream. No effect on CPU."""
         part = fsdp_part(self)
         if part.asked.mesh.device_type == "cpu":
             return

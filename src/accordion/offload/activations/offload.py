@@ -44,7 +44,7 @@ class ActivationOffload:
 
     def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
         """Start copying `tensor`, the input of a unit, to `place`, "host" or "disk:FOLDER". Return a handle to read it back.
-        First finishes the copy of the input before, as `finish_store` does, so that its memory can be freed."""
+        First calls `finish_store` for the previous input, so that the memory of that one can be freed."""
         self.finish_store()
         if place not in self._stores:
             folder = folder_of(place)
@@ -69,8 +69,8 @@ class ActivationOffload:
                 )
 
     def begin_backward(self) -> None:
-        """Record that a backward runs, so that the next offloaded input is the first of a new forward and has no input `before`
-        it. Logs the sizes of the stores if they have changed."""
+        """Record that a backward runs: the next offloaded input is then the first one of a new forward. Logs the sizes of the
+        stores if they have changed."""
         self._last, sizes = None, (self.host_bytes, self.disk_bytes)
         if sizes != self._reported_bytes:
             self._reported_bytes = sizes
@@ -82,8 +82,8 @@ class ActivationOffload:
 
 
 class OffloadedInput:
-    """An input of a recomputed unit that is stored in `slot`. `before`: the input offloaded before it in the same forward,
-    which the backward needs after it; None for the first one."""
+    """An input of a recomputed unit that is stored in `slot`. `before`: the previous offloaded input of this forward, which the
+    backward needs next; None for the first one."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class OffloadedInput:
             self._fetched = self._slot.fetch(tensor), tensor
 
     def tensor(self) -> Tensor:
-        """Return the input itself before `leave`, and after it a copy on the device, a leaf that requires a gradient. In the
-        second case also starts fetching `before`, and reports an `OffloadError` to the other ranks before raising it."""
+        """Return the input itself before `leave`. After `leave`, return a copy on the device, a leaf that requires a gradient,
+        and start fetching `before`. An `OffloadError` is reported to the other ranks and raised."""
         if self._live is not None:
             return self._live
         self._owner.begin_backward()

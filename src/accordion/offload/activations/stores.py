@@ -83,10 +83,8 @@ class HostSlot:
 
 
 class DiskActivationStore:
-    """A file for inputs of recomputed units, which are written and read through `NUM_STAGES` host buffers.
-
-    The file grows if no free range is large enough: in the first forwards, and when inputs get larger.
-    """
+    """A file for inputs of recomputed units, which are written and read through `NUM_STAGES` host buffers. The file grows if no
+    free range is large enough: in the first forwards, and when inputs get larger."""
 
     def __init__(self, folder: Path, resources: Resources) -> None:
         self.resources, self.file = resources, SwapFile(folder, 0, checksums=resources.checksums)
@@ -133,7 +131,8 @@ class DiskActivationStore:
         self._released.append((start, stop, moves))
 
     def stage(self, num_bytes: int) -> Stage:
-        """Return the least recently used host buffer, of at least `num_bytes`, after its last use, whose error it raises."""
+        """Return the least recently used host buffer, replaced if it is smaller than `num_bytes`. First waits for its last use,
+        and raises the error of that use."""
         self._stages.append(self._stages.pop(0))
         stage = self._stages[-1]
         stage.clear()

@@ -21,12 +21,12 @@ NUM_CHUNKS = 100  # number of chunks of a step between these limits, so that buf
 
 @dataclass(frozen=True, slots=True)
 class StateBlock:
-    """States of the parameters of one unit, param group and dtype, of all parameters one after the other.
+    """Optimizer states of the parameters of one unit, param group and dtype: each state is one run over all parameters.
 
     Args: `runs`: name -> `numel` elements, for each state that has the parameter's shape; `itemsize`: the smallest of
     parameter, gradient, row (the shard's copy in the gathered dtype) and states; `max_numel`: elements of the largest chunk;
     `steps_on_device`: chunks are stepped there, not on the host; `total_bytes`: bytes per element of parameter, gradient and
-    row; `disk_bytes`: bytes per element of those of them on disk.
+    row; `disk_bytes`: the part of `total_bytes` that is on disk.
     """
 
     runs: dict[str, Values]
@@ -100,7 +100,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Elements [low, high) of the parameter of `todo`. `spans`: which of `Chunk.spans` are those of `todo.spans(low, high)`."""
+    """Elements [low, high) of the parameter of `todo`. `spans`: the slice of `Chunk.spans` that `todo.spans(low, high)` fills."""
 
     todo: ParamStep
     low: int

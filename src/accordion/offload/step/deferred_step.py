@@ -124,7 +124,7 @@ class UnitStep:
         self._chunk_steps: list[Future[None]] = []
 
     def begin(self, tiers: Tiers) -> None:
-        """Start the step on a thread of `tiers`; with debug="streams" it runs in `wait`, until which the parameters are NaN."""
+        """Start the step on a thread of `tiers`. With debug="streams", `wait` runs it, and parameters are NaN until then."""
         if not tiers.late:
             self._running = tiers.stepper.submit(self.run)
             return
@@ -172,9 +172,9 @@ class UnitStep:
 def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None:
     """Allocate the states of parameters of `optimizer` that are stepped chunk by chunk, if they have none yet.
 
-    Returns the optimizer copy by which it found which states there are; None if no parameter is stepped chunk by chunk. `kind`:
-    the optimizer's class before wrapping. Raises `OffloadError` or `UsageError` if there is no room, and `UsageError` if a
-    capturable optimizer would have to step on the host.
+    Also registers `optimizer` for steps in the backward, if a unit has them. Returns the `OptimizerCopy` that a small step was
+    tried with, to find the states; None if no parameter is stepped chunk by chunk. `kind`: the optimizer's class before wrapping.
+    Raises `OffloadError` or `UsageError` without room, and `UsageError` if a capturable optimizer would step on the host.
     """
     owned = owned_by(optimizer)
     for group, _, engine, unit in owned:
@@ -226,11 +226,9 @@ def expose(optimizer: Optimizer) -> None:
 
 
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Step every parameter of `optimizer`, of class `kind` before wrapping, that has a gradient, as of the time of this call.
-
-    Steps on the device end before this returns. Steps on the host run on a thread during the next forward, with the gradients
-    and hyperparameters of now, and the gather of each unit waits for the step of that unit. Runs the optimizer's step hooks.
-    """
+    """Step every parameter of `optimizer` that has a gradient now. `kind`: the optimizer's class before wrapping. Steps on the
+    device end before this returns. Steps on the host run on a thread during the next forward, with the present gradients and
+    hyperparameters; the gather of a unit waits for the step of that unit. Runs the optimizer's step hooks."""
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, (), {})
     for engine in engines_of(optimizer):

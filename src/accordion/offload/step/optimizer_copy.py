@@ -39,8 +39,9 @@ Part: TypeAlias = tuple[int, Tensor, Tensor, dict[str, Any]]
 class OptimizerCopy:
     """A copy of `optimizer` with its hyperparameters at the time of the copy, which can step some of its parameters later.
 
-    `after`: the other values that the optimizer has after a step: a dict of each param group, of states without a parameter,
-    and of attributes. None for optimizers of torch, whose steps change none. `kind`: the optimizer's class before wrapping.
+    `after`: the values, except parameters and their states, that the optimizer has after a step: one dict per param group, one
+    of states without a parameter, one of attributes. None for optimizers of torch, whose steps change none of these. `kind`:
+    the optimizer's class before wrapping.
     """
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
@@ -231,7 +232,7 @@ def local_state(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor, local: Tensor) -> None:
-    """Write the states `inner` of a step into `outer`, the states of `p`; those of the shape of `local` as DTensors like `p`."""
+    """Write the states `inner` of a step into `outer`, the states of `p`. Tensors of the shape of `local` become DTensors."""
     for key, value in inner.items():
         current = outer.get(key)
         if current is value or (isinstance(current, DTensor) and _torch.local_of(current) is value):

@@ -36,10 +36,8 @@ class HostPipeline:
             self._free.put(buffer)
 
     def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Start reading `chunk`, calling `step(chunk, views)` and writing it back. Return a future that ends after that.
-
-        `views`: a tensor for each span. Blocks until a buffer is free, so that other work for the threads waits for few chunks.
-        """
+        """Read `chunk`, call `step(chunk, views)` and write it back, on a thread. Return a future that ends after the write.
+        `views`: a tensor for each span. Blocks until a buffer is free. A chunk with new states is done before this returns."""
         buffer = self._free.get()
         if any(not span.reads for span in chunk.spans[: len(chunk.block.runs)]):
             # This step creates states outside of the buffer. Each thread's allocator would keep that memory after it is freed,

@@ -140,7 +140,7 @@ class States:
             ]
 
     def adopt(self, state: Any) -> None:
-        """Copy states that a load has put into `state`, the optimizer's, to this store, and put views of the store there."""
+        """Copy states that a load has put into `state` (`optimizer.state`) to this store; replace them by views of the store."""
         for place in self._places.values():
             p = place.param
             for key in place.shown if p in state else ():
@@ -185,7 +185,7 @@ class _Layout:
 
     `keys`: name -> dtype of the states that have the parameter's shape. `starts`: elements of each state at which those of each
     parameter begin. `numel`: elements of each state, `num_bytes`: of all states. `itemsize`: of the smallest dtype.
-    `total_bytes`: per element of parameter, gradient and row; `disk_bytes`: per element of those of them on disk.
+    `total_bytes`: per element of parameter, gradient and row; `disk_bytes`: the part of `total_bytes` that is on disk.
     """
 
     def __init__(self, members: Sequence[Wanted], keys: dict[str, torch.dtype]) -> None:
