@@ -39,7 +39,7 @@ def local_shapes(p: nn.Parameter, strategy: acc.Strategy, mesh) -> tuple[int, ..
     sharding = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     dim = layout.cut(p.shape, sharding[1], 4).dim
     shape = list(p.shape)
-    if dim is not None and strategy is not acc.NO_SHARD:
+    if dim is not None and strategy != acc.NO_SHARD:
         shape[dim] = rows_of(*sharding, shape[dim])
         if strategy.optim_over_replicas:
             shape[dim] = rows_of(mesh.get_local_rank(0), mesh.size(0), shape[dim])

@@ -269,7 +269,7 @@ def test_the_backward_of_a_graph_older_than_the_weights_is_refused(mesh, strateg
             loss.backward()
         m.zero_grad()
         del loss
-    if strategy is acc.FULL_SHARD:
+    if strategy == acc.FULL_SHARD:
         for _ in range(2):  # and training continues
             plain_run(model, 1)
             torch.optim.SGD(model.parameters(), lr=0.1).step()
