@@ -12,6 +12,7 @@ import accordion
 
 SOURCE = Path(accordion.__file__).parent
 PUBLIC = {
+    "EMA",
     "AccordionError",
     "CheckpointError",
     "Cluster",
@@ -75,6 +76,7 @@ ORDER = [
     "integrations",
     "compat",
     "weights",
+    "ema",
     "checkpoint",
     "describe",
     "shard",
