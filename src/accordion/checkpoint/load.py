@@ -230,23 +230,25 @@ def _state_to_load(manifest: Manifest, team: Team) -> str:
 
 def _sharded_states(manifest: Manifest, request: _Request) -> dict[str, DTensor]:
     """Return by name the sharded tensors of the objects in `state=`. Raises `CheckpointError` if others were saved."""
+    of_state = {name: entry for name, entry in manifest.tensors.items() if name.startswith(OF_STATE)}
     # Only of objects that have some in the checkpoint: a data loader's `state_dict` may begin an iteration.
-    saved = {name: entry for name, entry in manifest.tensors.items() if name.startswith(OF_STATE)}
-    having = {
-        key: thing for key, thing in request.state.items() if any(n.startswith(f"{OF_STATE}{key}/") for n in saved)
+    prefixes = {key: f"{OF_STATE}{key}/" for key in request.state}
+    having = [key for key, prefix in prefixes.items() if any(name.startswith(prefix) for name in of_state)]
+    saved = {name: entry for name, entry in of_state.items() if name.startswith(tuple(prefixes[key] for key in having))}
+    present, _ = object_states({key: request.state[key] for key in having}, request.team)
+    both = [(name, saved[name], tensor) for name, tensor in present.items() if name in saved]
+    unlike = {
+        "missing in the checkpoint": [name for name in present if name not in saved],
+        "in the checkpoint alone": [name for name in saved if name not in present],
+        "of another shape or kind": [
+            name
+            for name, entry, tensor in both
+            if entry.shape != tuple(tensor.shape) or not holds(tensor.dtype, DTYPES[entry.dtype])
+        ],
     }
-    present, _ = object_states(having, request.team)
-    prefixes = tuple(f"{OF_STATE}{key}/" for key in having)
-    unlike = [
-        name
-        for name in {**present, **{name: None for name in saved if name.startswith(prefixes)}}
-        if name not in saved
-        or name not in present
-        or saved[name].shape != tuple(present[name].shape)
-        or not holds(present[name].dtype, DTYPES[saved[name].dtype])
-    ]
-    if unlike:
-        raise CheckpointError(f"sharded tensors in state= differ from those saved: {some_of(unlike, SHOWN)}.")
+    texts = [f"{len(names)} {what}: {some_of(names, SHOWN)}" for what, names in unlike.items() if names]
+    if texts:
+        raise CheckpointError(f"sharded tensors in state= do not fit: {'; '.join(texts)}.")
     return present
 
 
