@@ -16,7 +16,7 @@ import accordion as acc
 from accordion.checkpoint.command import inspect
 from accordion.checkpoint.reading import verify
 from tests.devices import device
-from tests.support import models
+from tests.support import forked, models
 from tests.support.checks import PlantedError, assert_equal, full, go_on, one_loss
 from tests.support.offloads import disk_of_all
 from tests.support.ranked import on_num_ranks, on_world, under_strategies
@@ -218,7 +218,6 @@ def test_bad_input_is_refused_on_every_rank(mesh, tmp_path: Path) -> None:
         load = partial(acc.load, tmp_path / "c", model, state={"ema": other})
         refused(r"44 in the checkpoint alone|22 in the checkpoint alone", load, acc.CheckpointError)
         assert other.updates == 0
-    del model, load
     renewed = fresh()
     ema = acc.EMA(renewed)
     renewed = fresh()
@@ -228,3 +227,11 @@ def test_bad_input_is_refused_on_every_rank(mesh, tmp_path: Path) -> None:
     ema = acc.EMA(outer)
     outer[0] = fresh()
     refused("applied of an EMA whose model was", ema.applied().__enter__)
+
+
+def test_the_example_learns_more_with_the_average(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "ema.py"
+    assert forked.script_under_torchrun(example, 2, str(tmp_path / "ckpt")) == 0
+    shown = capfd.readouterr().out
+    weights, first, second = (float(line.split()[-1]) for line in shown.splitlines() if ": error " in line)
+    assert max(first, second) < weights
