@@ -61,13 +61,14 @@ class EMA:
         self.updates = 0  # number of updates so far
         self._warmup, self._is_applied = warmup, False
         self._model, self._device = weakref.ref(model), engine.context.device
+        tensors, _ = model_tensors(model)
         averaged = {
             name.removeprefix("model/"): param
-            for name, param in model_tensors(model)[0].items()
+            for name, param in tensors.items()
             if isinstance(param, nn.Parameter) and param.requires_grad
         }
         self._params = {name: weakref.ref(param) for name, param in averaged.items()}
-        team = Team.of(averaged.values())
+        team = Team.of(tensors.values())
         with torch.inference_mode(False):
             self._averages = team.agree(lambda: _allocated(averaged, decays, place, self._device))
 
@@ -105,7 +106,7 @@ class EMA:
         averages = next(iter(self._averages.values())) if decay is None else self._averages[decay]
         with ExitStack() as stack:
             self._is_applied = True
-            stack.callback(vars(self).update, _is_applied=False)
+            stack.callback(setattr, self, "_is_applied", False)
             for param, average in zip(params, averages, strict=True):
                 _swap(_torch.local_of(param), average)
                 stack.callback(_swap, _torch.local_of(param), average)
@@ -115,8 +116,8 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates and, under each decay as text, {name of a parameter: its average}, without copies."""
         engine, params = self._current("state_dict")
-        engine.context.gather_stream.settle()  # averages on the host may still be written
         self._begin(params)
+        engine.context.gather_stream.settle()  # averages on the host may still be written
         shown = {
             str(decay): {
                 name: _torch.as_dtensor(average, param)
