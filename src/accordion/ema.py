@@ -222,8 +222,7 @@ def _average(
 
 def _swap(shard: Tensor, average: Tensor) -> None:
     """Exchange the elements of two tensors of one shape and dtype."""
-    # In inference mode a write would not raise the version of the shard, by which the engine knows stale full parameters.
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.no_grad():
         elements = shard.clone()
         shard.copy_(average)
         average.copy_(elements)
