@@ -70,7 +70,8 @@ class EMA:
         self._params = {name: weakref.ref(param) for name, param in averaged.items()}
         team = Team.of(tensors.values())
         with torch.inference_mode(False):
-            self._averages = team.agree(lambda: _allocated(averaged, decays, place, self._device))
+            # The arena in `_memory` keeps host memory pinned.
+            self._memory, self._averages = team.agree(lambda: _allocated(averaged, decays, place, self._device))
 
     @property
     def num_bytes(self) -> int:
@@ -163,8 +164,11 @@ class EMA:
 
 def _allocated(
     params: Mapping[str, nn.Parameter], decays: Sequence[float], place: str, device: torch.device
-) -> dict[float, list[Tensor]]:
-    """Return decay -> a new tensor in `place` for each of `params`, like its shard on this rank. Raises `UsageError`."""
+) -> tuple[object, dict[float, list[Tensor]]]:
+    """Return (owner of the memory, decay -> a new tensor in `place` for each of `params`, like its shard on this rank).
+
+    Raises `UsageError` if there is nothing to average or no room.
+    """
     if not params:
         raise UsageError("EMA averages the parameters that require a gradient, and this model has none.")
     for name, param in params.items():
@@ -183,7 +187,7 @@ def _allocated(
         flat = flat.mapped() if isinstance(flat, FileRange) else own_storage(flat)
         return flat.as_strided(shard.shape, shard.stride())
 
-    return {decay: [like(shard) for shard in shards] for decay in decays}
+    return take, {decay: [like(shard) for shard in shards] for decay in decays}
 
 
 def _taker(place: str, num_bytes: int, device: torch.device) -> Callable[..., Values]:

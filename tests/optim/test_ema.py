@@ -15,7 +15,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import accordion as acc
 from accordion.checkpoint.command import inspect
 from accordion.checkpoint.reading import verify
-from tests.devices import device
 from tests.support import forked, models
 from tests.support.checks import PlantedError, assert_equal, full, go_on, one_loss
 from tests.support.offloads import disk_of_all
@@ -117,10 +116,9 @@ def test_offloaded_parameters_are_averaged_between_backward_and_step(mesh, offlo
     assert_equal(*ends)
 
 
+@pytest.mark.sim
 @on_world(2)
 def test_the_host_does_not_wait_in_an_update(mesh) -> None:
-    if device().type == "cpu":
-        return
     for place in ("device", "host"):
         model, optimizer, ema, average = trained_average(mesh, "plain", {"place": place})
         go_on(model, optimizer, [3])
