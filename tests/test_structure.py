@@ -12,6 +12,7 @@ import accordion
 
 SOURCE = Path(accordion.__file__).parent
 PUBLIC = {
+    "EMA",
     "AccordionError",
     "CheckpointError",
     "Cluster",
@@ -75,6 +76,7 @@ ORDER = [
     "integrations",
     "compat",
     "weights",
+    "ema",
     "checkpoint",
     "describe",
     "shard",
@@ -306,11 +308,11 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 BUDGETS = {
     "_torch": 1010,
     "bench": 1240,
-    "checkpoint": 4290,
+    "checkpoint": 4390,
     "compat": 3650,
     "doctor": 610,
     "engine": 4260,
-    "export": 580,
+    "export": 590,
     "generate": 570,
     "integrations": 1300,
     "models": 540,
@@ -320,10 +322,10 @@ BUDGETS = {
     "safety": 3510,
     "shard": 1670,
     "tasks": 530,
-    "train": 5950,
+    "train": 5990,
     "weights": 1370,
     "workers": 310,
-    "files beside them": 3070,
+    "files beside them": 3310,
 }
 
 

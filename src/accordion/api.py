@@ -15,6 +15,7 @@ from accordion.config import (
     Strategy,
 )
 from accordion.describe import describe
+from accordion.ema import EMA
 from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, OffloadError, UsageError
 from accordion.losses import linear_cross_entropy
 from accordion.offload.estimate import estimate_memory
@@ -33,6 +34,7 @@ from accordion.weights.initialise import initialise
 from accordion.weights.pretrained import load_pretrained
 
 __all__ = [
+    "EMA",
     "FULL_SHARD",
     "HYBRID_SHARD",
     "HYBRID_SHARD_OPTIM",

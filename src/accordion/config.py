@@ -178,10 +178,8 @@ class Offload:
     def __post_init__(self) -> None:
         for key in ("params", "grads", "optimizer", "activations"):
             place = getattr(self, key)
-            if place not in (DEVICE, HOST) and not _is_folder(place) and not (key == "grads" and place is None):
-                raise UsageError(
-                    f"Offload({key}={place!r}) is no place; {nearest(str(place), [DEVICE, HOST, f'{DISK}/path'])}"
-                )
+            if not (key == "grads" and place is None):
+                check_place(f"Offload({key}", place)
         if self.step not in (None, DEVICE, HOST):
             raise UsageError(f"Offload(step={self.step!r}) is no place to step; {nearest(self.step, [DEVICE, HOST])}")
         for key in ("device_bytes", "host_bytes"):
@@ -238,6 +236,12 @@ class Offload:
     def folder(self) -> Path | None:
         """The folder of optimizer states on disk; None if they are not on disk."""
         return folder_of(self.optimizer)
+
+
+def check_place(key: str, place: object) -> None:
+    """Raise `UsageError` if `place` is no place for tensors. `key`: for the message, such as "Offload(params"."""
+    if place not in (DEVICE, HOST) and not _is_folder(place):
+        raise UsageError(f"{key}={place!r}) is no place; {nearest(str(place), [DEVICE, HOST, f'{DISK}/path'])}")
 
 
 def _is_folder(place: object) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -23,6 +24,7 @@ from accordion.checkpoint import latest
 from accordion.checkpoint.reading import read_manifest, verify
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import CheckpointError, UsageError
+from accordion.export.command import ExportOptions, export
 from accordion.train.checkpoints import with_batch_of
 from accordion.train.config import JobConfig, TrainConfig
 from accordion.train.ending import SIGNALS
@@ -113,6 +115,36 @@ def test_a_resumed_run_uses_its_own_options_of_the_optimizer(
     assert "changed since: train.steps 1 -> 2, train.weight_decay 0.1 -> 0.0\n" in capsys.readouterr().out
     groups = read_manifest(checkpoint_at(Path(str(found.checkpoint)))).optimizer["groups"]
     assert [group["options"]["weight_decay"] for group in groups] == [0.0]
+
+
+class ShownWeight(Curve):
+    """The validation loss is the weight, which each step raises by one."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return super().loss(model, batch) if model.training else model(batch[0]).mean()
+
+
+def test_the_average_is_validated_resumed_and_exported(
+    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends(steps: int, decay: float, mean: float) -> str:
+        fit(ShownWeight(), train_steps=steps, train_ema=decay)
+        shown = capsys.readouterr().out
+        assert f"validation loss of the averaged weights {mean:.4f} after {steps} steps" in shown
+        return shown
+
+    def exported(name: str, **options: str) -> float:
+        target = str(tmp_path / f"{name}.safetensors")
+        export(ExportOptions(source=str(tmp_path / "run"), target=target, **options), tmp_path)
+        return float(load_file(target)["weight"])
+
+    ends(2, 0.5, 1.5)  # the first update copies the weight
+    ends(3, 0.5, 2.25)
+    assert "step-000003 has no average of decay 0.9: it begins with the next step" in ends(4, 0.9, 4.0)
+    ends(5, 0.9, 4.1)
+    assert (exported("average", ema="0.9"), exported("weights")) == pytest.approx((4.1, 5.0))
+    with pytest.raises(UsageError, match=r"no average of decay 0.5; it has 0.9"):
+        exported("other", ema="0.5")
 
 
 def test_a_resumed_run_keeps_its_batch_or_reports_the_change(

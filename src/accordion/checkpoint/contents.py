@@ -13,12 +13,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accordion._torch import StridedShard, local_of
 from accordion.checkpoint.boxes import Box, DimCut, box_of
-from accordion.checkpoint.json_values import Json, encode
+from accordion.checkpoint.collective import Team
+from accordion.checkpoint.json_values import Json, as_bytes, encode, renamed
 from accordion.errors import CheckpointError, UsageError
 from accordion.optim import inner_of
 from accordion.state import Only, chosen
 
 OF_RANKS = "rank/"  # prefix of the names of tensors that are saved for each rank
+OF_STATE = "state/"  # prefix of the names of sharded tensors in the states of the objects in `state=`
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # names from torch.compile and activation checkpointing
 
 
@@ -242,3 +244,23 @@ def rank_prefix(rank: int) -> str:
 def state_name(rank: int) -> str:
     """Return the name of the tensor that holds, as bytes of JSON, the states of the objects that `rank` saved by `state=`."""
     return f"{rank_prefix(rank)}state"
+
+
+def object_states(state: Mapping[str, Stateful], team: Team) -> tuple[dict[str, DTensor], dict[str, Tensor]]:
+    """Return the states of the objects in `state=` by name: ({sharded tensor}, {plain tensor, and JSON, of this rank}).
+
+    Raises `CheckpointError` for values that a checkpoint cannot hold, and for tensors that are sharded over other ranks.
+    """
+    if not state:
+        return {}, {}
+    tensors: dict[str, Tensor] = {}
+    words = encode({key: thing.state_dict() for key, thing in state.items()}, OF_STATE.rstrip("/"), tensors)
+    sharded = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    for name, tensor in sharded.items():
+        if set(tensor.device_mesh.mesh.flatten().tolist()) != set(team.ranks):
+            raise CheckpointError(
+                f"{name} is sharded over other ranks than the model, whose ranks alone save and load."
+            )
+    names = {name: rank_prefix(team.index) + name for name in tensors if name not in sharded}
+    own = {names[name]: tensors[name] for name in names}
+    return sharded, {state_name(team.index): as_bytes(renamed(words, names)), **own}

@@ -111,6 +111,7 @@ def export(
     *,
     like: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
+    ema: str | None = None,
     beside: Callable[[Path], list[str]] = lambda folder: [],
 ) -> list[str]:
     """Write the model in the checkpoint `source` to `target` in another format; return the paths of the files.
@@ -121,12 +122,13 @@ def export(
     `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file; `dcp`, a folder of
     torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: for `hf`, folder whose configuration and tokenizer
     are copied; None takes the configuration that `accordion train` saved in the checkpoint. `dtype`: of floating-point tensors;
-    None keeps theirs. `beside`: called for `hf`, to write more files into a folder and return their names.
+    None keeps theirs. `ema`: decay of the average to write in place of the weights. `beside`: called for `hf`, to write more
+    files into a folder and return their names.
     """
     if kind not in FORMATS:
         raise UsageError(f"format {kind!r} does not exist; valid: {', '.join(FORMATS)}.")
     at = local_path(target)
-    with draft_of(at) as begun, closing(opened(checkpoint_at(source))) as files:
+    with draft_of(at) as begun, closing(opened(checkpoint_at(source), ema)) as files:
         check_model(files)
         if kind == "safetensors":  # tied names go into the header, as `safetensors.torch.save_model` writes them
             write_safetensors(begun / HF_SINGLE, sources_of(files, dtype), {**PLAIN, **ties_of(files)})

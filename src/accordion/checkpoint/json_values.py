@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -72,3 +72,12 @@ def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
     if word not in meaning:
         raise CheckpointError(f"the manifest uses the key {word[:100]!r}, which this version does not know.")
     return meaning[word](inner)
+
+
+def renamed(value: Json, names: Mapping[str, str]) -> Json:
+    """Return JSON from `encode` that refers to its tensors by other names: `names`, name -> new name; others stay."""
+    if isinstance(value, list):
+        return [renamed(item, names) for item in value]
+    if isinstance(value, dict) and "$tensor" in value:
+        return {"$tensor": names.get(value["$tensor"], value["$tensor"])}
+    return {key: renamed(item, names) for key, item in value.items()} if isinstance(value, dict) else value

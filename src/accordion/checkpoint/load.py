@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accordion.checkpoint.boxes import overlap
 from accordion.checkpoint.collective import Team, joined
 from accordion.checkpoint.contents import (
     OF_RANKS,
+    OF_STATE,
     Contents,
     Stateful,
     contents,
     local_data,
+    object_states,
     own_box,
     state_name,
 )
@@ -55,6 +58,7 @@ def load(
     Args:
         optimizer: missing states are created. A parameter group takes the saved options of the group that had its parameters.
         state: objects whose `load_state_dict` gets what this rank saved, or what rank 0 saved if the number of ranks differs.
+            Sharded tensors (DTensors) are read into those in the object's own `state_dict`, whatever ranks saved them.
         strict: if False, fill tensors of the same name and shape, leave other tensors of the model and the states of other
             parameters as they are, and name the differences in one warning.
         only: the tensors of the model to load, with the value that was passed to `save`; `()` loads none.
@@ -125,9 +129,11 @@ class _Plan:
 
     of_model: list[Read]  # into the model's tensors
     of_optimizer: list[Read]  # into the tensors of `optimizer`
+    of_state: list[Read]  # into the tensors of `sharded`
     optimizer: dict[str, Any]  # the state dict to load; its tensors are filled by `of_optimizer`
     extra: Json  # what `load` returns
     state: str | None  # name of the tensor with the saved states of the objects in `state=`; None to load none
+    sharded: Mapping[str, Tensor]  # the sharded tensors of these objects
     left: list[str]  # differences that a load with strict=False leaves as they are, for the warning
 
     def fill(self, files: Files, request: _Request) -> None:
@@ -137,6 +143,8 @@ class _Plan:
         # The optimizer and the objects may refuse their state, so they get it before any tensor changes.
         if optimizer is not None:
             team.agree(lambda: _load_optimizer(optimizer, self.optimizer, only_try=True))
+        with torch.no_grad():
+            team.agree(lambda: files.fill_all(self.of_state))
         for key, thing in request.state.items():
             team.agree(partial(_load_state, key, thing, saved))
         with torch.no_grad():
@@ -197,11 +205,14 @@ def _plan(files: Files, wanted: Contents, states: RankStates | None, request: _R
         entry = manifest.tensors.get(source := manifest.aliases.get(name, name))
         if entry and entry.shape == tuple(tensor.shape) and holds(tensor.dtype, DTYPES[entry.dtype]):
             of_model += _reads(source, entry, tensor)
+    sharded = _sharded_states(manifest, request)
     for name, tensor in tensors.items():
         of_optimizer += _reads(name, manifest.tensors[name], tensor, fresh=id(tensor) not in present)
     return _Plan(
         of_model=of_model,
         of_optimizer=of_optimizer,
+        of_state=[read for name, t in sharded.items() for read in _reads(name, manifest.tensors[name], t)],
+        sharded=sharded,
         optimizer=state,
         extra=decode(manifest.extra, dict[str, Tensor]().__getitem__),  # `extra` cannot hold tensors
         state=_state_to_load(manifest, request.team) if request.state else None,
@@ -219,10 +230,39 @@ def _state_to_load(manifest: Manifest, team: Team) -> str:
     return name if len(saved) == len(team.ranks) and name in saved else min(saved)
 
 
+def _sharded_states(manifest: Manifest, request: _Request) -> dict[str, DTensor]:
+    """Return by name the sharded tensors of the objects in `state=`. Raises `CheckpointError` if others were saved."""
+    of_state = {name: entry for name, entry in manifest.tensors.items() if name.startswith(OF_STATE)}
+    # Only of objects that have some in the checkpoint: a data loader's `state_dict` may begin an iteration.
+    prefixes = {key: f"{OF_STATE}{key}/" for key in request.state}
+    having = [key for key, prefix in prefixes.items() if any(name.startswith(prefix) for name in of_state)]
+    saved = {name: entry for name, entry in of_state.items() if name.startswith(tuple(prefixes[key] for key in having))}
+    present, _ = object_states({key: request.state[key] for key in having}, request.team)
+    both = [(name, saved[name], tensor) for name, tensor in present.items() if name in saved]
+    unlike = {
+        "missing in the checkpoint": [name for name in present if name not in saved],
+        "in the checkpoint alone": [name for name in saved if name not in present],
+        "of another shape or kind": [
+            name
+            for name, entry, tensor in both
+            if entry.shape != tuple(tensor.shape) or not holds(tensor.dtype, DTYPES[entry.dtype])
+        ],
+    }
+    texts = [f"{len(names)} {what}: {some_of(names, SHOWN)}" for what, names in unlike.items() if names]
+    if texts:
+        raise CheckpointError(f"sharded tensors in state= do not fit: {'; '.join(texts)}.")
+    return present
+
+
 def _check(files: Files, plan: _Plan, team: Team) -> None:
+<<<<<<< HEAD
     """Compare the checksums of all bytes that this load uses; the first rank also compares those of the `state=` of all ranks.
     Raises `CheckpointError` if one differs."""
     reads = [*plan.of_model, *plan.of_optimizer]
+=======
+    """Compare the checksums of all that this load uses, on the first rank also of all `state=`. Raises `CheckpointError`."""
+    reads = [*plan.of_model, *plan.of_optimizer, *plan.of_state]
+>>>>>>> h-ema
     for name, entry in files.manifest.tensors.items():
         is_used = plan.state is not None and (name == plan.state or name.startswith(plan.state + "/"))
         if is_used or (team.leads and name.startswith(OF_RANKS)):
@@ -239,6 +279,8 @@ def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
         return {}
 
     def tensor(name: str) -> Tensor:
+        if name in plan.sharded:
+            return plan.sharded[name]
         if name not in files.manifest.tensors:
             raise CheckpointError(f"{plan.state} refers to {name}, which the checkpoint does not hold.")
         return files.whole(name)

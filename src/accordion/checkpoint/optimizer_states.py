@@ -14,9 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from accordion._torch import as_dtensor
 from accordion.checkpoint.collective import Team
-from accordion.checkpoint.contents import Contents, local_data, optimizer_name, own_box, placement_words, rank_prefix
+from accordion.checkpoint.contents import (
+    OF_STATE,
+    Contents,
+    local_data,
+    optimizer_name,
+    own_box,
+    placement_words,
+    rank_prefix,
+)
 from accordion.checkpoint.format import DTYPES, Manifest, code_of
-from accordion.checkpoint.json_values import Json, as_bytes
+from accordion.checkpoint.json_values import Json, as_bytes, renamed
 from accordion.checkpoint.reading import Files
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError, some_of
@@ -76,6 +84,7 @@ SAME_ON_ALL = {
     KIND: "optimizers",
     GROUP: "groups of the optimizer",
     SHARED: "states of the optimizer that belong to no parameter",
+    OF_STATE: "sharded tensors in state=",
 }
 
 
@@ -96,7 +105,7 @@ def _refuse(unequal: Mapping[str, list[str]], call: str) -> None:
 
 def _facts(contents: Contents) -> dict[str, str]:
     """Return {name: short description} of all optimizer states and of everything that must be equal on all ranks."""
-    facts = {name: _placement(tensor) for name, tensor in contents.of_model().items()}
+    facts = {name: _placement(t) for name, t in contents.tensors.items() if name.startswith((MODEL, OF_STATE))}
     facts[KIND] = optimizer_name(contents.optimizer)
     if contents.optimizer is None:
         return facts
@@ -188,10 +197,11 @@ def _split(
             entries[param] = {OF_RANK: True}
         elif OF_RANK not in entries.setdefault(param, {}):
             entries[param][key] = {OF_RANK: True}
-    tensors = {prefix + name: local_data(contents.tensors[name]) for name in moved}
+    names = {name: prefix + name for name in moved}
+    tensors = {names[name]: local_data(contents.tensors[name]) for name in moved}
     words = {
         "rows": {param: _rows_of(param, contents) for param, _ in of_rows},
-        "states": [[*place, _renamed(value, prefix)] for place, value in values.items()],
+        "states": [[*place, renamed(value, names)] for place, value in values.items()],
         "sharded": [prefix + name for name in moved if isinstance(contents.tensors[name], DTensor)],
         "empty": {name: [code_of(name, t.dtype), list(t.shape)] for name, t in tensors.items() if not t.numel()},
     }
@@ -208,14 +218,6 @@ def _rows_of(param: str, contents: Contents) -> Json:
     tensor = contents.params[param]
     box = own_box(param, tensor)
     return [list(box.offset), list(box.shape), list(local_data(tensor).stride())]
-
-
-def _renamed(value: Json, prefix: str) -> Json:
-    if isinstance(value, list):
-        return [_renamed(item, prefix) for item in value]
-    if isinstance(value, dict) and "$tensor" in value:
-        return {"$tensor": prefix + value["$tensor"]}
-    return {key: _renamed(item, prefix) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 # -- loading

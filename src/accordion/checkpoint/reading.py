@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TypeVar
 
@@ -17,12 +17,13 @@ from torch import Tensor
 from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.claims import RANK_FILE
+from accordion.checkpoint.contents import OF_STATE
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorChunk, TensorEntry, parse
 from accordion.checkpoint.json_values import Json
 from accordion.checkpoint.storage.folders import Folder, Reader, checkpoint_at
 from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import bytes_of
-from accordion.errors import CheckpointError, some_of
+from accordion.errors import CheckpointError, UsageError, some_of
 
 T = TypeVar("T")
 DCP_METADATA = ".metadata"
@@ -39,10 +40,15 @@ def read_manifest(folder: Folder) -> Manifest:
     return opened(folder).manifest
 
 
-def opened(folder: Folder) -> Files:
-    """Read the manifest in `folder`; return it with the files, none opened yet. Raises `CheckpointError` if it is unusable."""
+def opened(folder: Folder, ema: str | None = None) -> Files:
+    """Read the manifest in `folder`; return it with the files, none opened yet. Raises `CheckpointError` if it is unusable.
+
+    `ema`: decay of an `acc.EMA`, whose averages take the place of the model's tensors. Raises `UsageError` if there is none.
+    """
     try:
-        return look_into(folder)
+        files = look_into(folder)
+        files.manifest = files.manifest if ema is None else _with_averages(files.manifest, ema)
+        return files
     except (FileNotFoundError, NotADirectoryError):
         why = "there is no such folder."
         if isinstance(folder, Local) and folder.path.is_file():
@@ -50,6 +56,15 @@ def opened(folder: Folder) -> Files:
         raise CheckpointError(f"{folder} is no checkpoint: {why}") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
+
+
+def _with_averages(manifest: Manifest, decay: str) -> Manifest:
+    averages = [name.split("/", 3) for name in manifest.tensors if name.startswith(f"{OF_STATE}ema/")]
+    of_model = {f"model/{name}": "/".join([*place, name]) for *place, name in averages if place[-1] == decay}
+    if not of_model:
+        decays = ", ".join(dict.fromkeys(place[-1] for *place, _ in averages))
+        raise UsageError(f"the checkpoint has no average of decay {decay}; it has {decays or 'none'}.")
+    return replace(manifest, tensors={**manifest.tensors, **{a: manifest.tensors[b] for a, b in of_model.items()}})
 
 
 def look_into(folder: Folder) -> Files:

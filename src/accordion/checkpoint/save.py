@@ -6,12 +6,12 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accordion.checkpoint.background import Saving, ThreadAgreement, saver_of
@@ -22,12 +22,12 @@ from accordion.checkpoint.contents import (
     Stateful,
     contents,
     model_tensors,
+    object_states,
     only_one,
     placement_words,
-    state_name,
 )
 from accordion.checkpoint.format import Manifest, TensorEntry, code_of, dump, file_name
-from accordion.checkpoint.json_values import Json, as_bytes, encode
+from accordion.checkpoint.json_values import Json, encode
 from accordion.checkpoint.optimizer_states import same_on_all
 from accordion.checkpoint.prune import check_keep, prune_before
 from accordion.checkpoint.storage.folders import Folder, folder_at
@@ -76,11 +76,12 @@ def save(
         compare_replicas(engine)
     team.agree(lambda: check_keep(keep))
     target = team.agree(lambda: folder_at(path))
-    saved_once, rank_tensors = same_on_all(
-        team.agree(lambda: contents(model, optimizer, only)), optimizer, team, rank_states
-    )
+    sharded, own_states = team.agree(lambda: object_states(state or {}, team))
+    saved_once = team.agree(lambda: contents(model, optimizer, only))
+    saved_once = replace(saved_once, tensors={**saved_once.tensors, **sharded})
+    saved_once, rank_tensors = same_on_all(saved_once, optimizer, team, rank_states)
     name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
-    rank_tensors |= team.agree(lambda: _state_tensors(state or {}, team))
+    rank_tensors |= own_states
     form, plan = team.agree(
         lambda: (form_of(saved_once, team, encode(extra, "extra")), layout_of(saved_once, rank_tensors, team))
     )
@@ -154,6 +155,7 @@ class SaveJob:
         write(begun, file_name(self.team.index), self.plan, host)
 
 
+<<<<<<< HEAD
 def _state_tensors(state: Mapping[str, Stateful], team: Team) -> dict[str, Tensor]:
     """Return name -> tensor to save on this rank for `state`: one with all state dicts as bytes of JSON, and each tensor in them.
     Raises `CheckpointError` for values that JSON cannot hold, and for DTensors."""
@@ -170,6 +172,8 @@ def _state_tensors(state: Mapping[str, Stateful], team: Team) -> dict[str, Tenso
     return {state_key: as_bytes(words), **tensors}
 
 
+=======
+>>>>>>> h-ema
 def form_of(saved_once: Contents, team: Team, extra: Json) -> Manifest:
     """Return the manifest of a save, with all tensors but still without files and chunks. `extra`: as JSON."""
     tensors = {

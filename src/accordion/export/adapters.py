@@ -95,7 +95,7 @@ def _load(whole: Any, stored: StoredModel) -> None:
 
     assert stored.adapter is not None
     try:
-        weights = adapter_weights(stored.adapter, ours=stored.lora is not None)
+        weights = adapter_weights(stored)
     except CheckpointError:
         raise
     except Exception as error:  # safetensors, torch and PEFT raise errors of many kinds

@@ -61,6 +61,8 @@ class ExportOptions:
         like: folder of transformers whose config.json and tokenizer are written with the weights of a checkpoint; or the base of
             an adapter
         dtype: cast floating-point tensors to this dtype, such as BF16
+        ema: decay, such as 0.999, of an average in a checkpoint (`train.ema`, or an `acc.EMA` saved as `state={"ema": ema}`) to
+            write in place of the weights
     """
 
     source: str = place()
@@ -68,6 +70,7 @@ class ExportOptions:
     format: str | None = one_of(FORMATS, None)
     like: str | None = None
     dtype: str | None = one_of(sorted(CODES.values()), None)
+    ema: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,8 @@ def export(options: ExportOptions, cache: Path) -> Exported:
             raise UsageError(f"{key.upper()} is empty; give a path.")
     form, is_file = _form_of(options)
     kind, path = located(options.source)
+    if kind != "checkpoint" and options.ema is not None:
+        raise UsageError(f"--ema takes a checkpoint, which may hold averages, and SOURCE {options.source!r} is none.")
     if kind == "checkpoint" and form in convert.FORMATS and not isinstance(extra_of(path).get("adapter"), dict):
         return _of_checkpoint(path, options, form, dtype, cache)
     if form in OF_CHECKPOINTS:
@@ -111,7 +116,7 @@ def export(options: ExportOptions, cache: Path) -> Exported:
         )
     if "://" in options.target:
         raise UsageError(f"TARGET {options.target!r} is a URL; --format {form} is written to file systems alone.")
-    stored = find_model(options.source, cache, like=options.like)
+    stored = replace(find_model(options.source, cache, like=options.like), ema=options.ema)
     at = Path(os.path.abspath(options.target))
     if form == "onnx" and is_file:
         return _onnx_file(stored, at, dtype)
@@ -160,7 +165,7 @@ def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dt
     beside: Callable[[Path], list[str]] = (
         partial(_tokenizer, stored) if has_config and stored is not None else lambda folder: []
     )
-    files = convert.export(path, options.target, form, like=options.like, dtype=dtype, beside=beside)
+    files = convert.export(path, options.target, form, like=options.like, dtype=dtype, ema=options.ema, beside=beside)
     left = []
     if form == "hf" and not any(file.endswith("config.json") for file in files):
         left.append("config.json: the checkpoint does not say of which model it is; give --like a folder that has it")
@@ -197,7 +202,7 @@ def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[s
     names the path of the base. `dtype`: of floating-point tensors; None keeps theirs. Raises `UsageError` without an adapter."""
     if stored.adapter is None:
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
-    weights = adapter_weights(stored.adapter, ours=stored.lora is not None)
+    weights = adapter_weights(stored)
     sources = [TensorSource(name, t.dtype, tuple(t.shape), t.clone).cast(dtype) for name, t in sorted(weights.items())]
     write_safetensors(draft / ADAPTER_WEIGHTS, sources, PLAIN)
     config = adapter_config(stored.adapter, stored.lora, os.path.abspath(stored.path))

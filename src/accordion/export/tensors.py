@@ -45,7 +45,7 @@ def tensors_of(stored: StoredModel, dtype: torch.dtype | None = None) -> Iterato
 @contextmanager
 def _as_stored(stored: StoredModel) -> Iterator[NamedTensors]:
     if stored.kind == "checkpoint":
-        with closing(opened(checkpoint_at(stored.path))) as files:
+        with closing(opened(checkpoint_at(stored.path), stored.ema)) as files:
             check_model(files)
             yield NamedTensors(sources_of(files), ties_of(files))
         return

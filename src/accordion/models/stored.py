@@ -55,6 +55,7 @@ class StoredModel:
     adapter: str | None = None  # folder of PEFT with an adapter of this base or, if `lora` is set, checkpoint of a run
     lora: Mapping[str, Any] | None = None  # r, alpha, dropout, targets of the adapter in that checkpoint
     generation: Mapping[str, Any] | None = None  # contents of generation_config.json
+    ema: str | None = None  # decay of the average, in the checkpoint, that takes the place of the weights
 
     def __str__(self) -> str:
         return self.adapter or self.path
@@ -334,14 +335,21 @@ def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
     return PeftConfig.from_pretrained(path) if lora is None else lora_config(lora, base)
 
 
+<<<<<<< HEAD
 def adapter_weights(path: str, *, ours: bool) -> dict[str, Tensor]:
     """Return an adapter's weights on the CPU, by PEFT's names. `ours`: `path` is a checkpoint of accordion, not a PEFT folder."""
     if not ours:
+=======
+def adapter_weights(stored: StoredModel) -> dict[str, Tensor]:
+    """Return PEFT's name -> tensor of the adapter of `stored`, on the CPU."""
+    assert stored.adapter is not None
+    if stored.lora is None:  # a folder of PEFT
+>>>>>>> h-ema
         from peft import load_peft_weights
 
-        weights: dict[str, Tensor] = load_peft_weights(path, device="cpu")
+        weights: dict[str, Tensor] = load_peft_weights(stored.adapter, device="cpu")
         return weights
-    with closing(opened(checkpoint_at(Path(path)))) as files:
+    with closing(opened(checkpoint_at(Path(stored.adapter)), stored.ema)) as files:
         check_model(files)
         return {source.name.replace(f".{NAME}.", "."): source.read() for source in sources_of(files)}
 

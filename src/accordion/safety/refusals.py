@@ -41,8 +41,8 @@ TAKES_WHOLE = {
 
 NO_COPY = (
     "a sharded model cannot be copied (FSDP does not support deepcopy): its parameters are rows on many ranks; copy it before it "
-    "is sharded, or build and shard it again and load_state_dict(model.state_dict()). For averages as AveragedModel's, clone "
-    "model.parameters() and let torch.optim.swa_utils.get_ema_multi_avg_fn(decay) update the clones."
+    "is sharded, or build and shard it again and load_state_dict(model.state_dict()). For averages as AveragedModel's use "
+    "acc.EMA(model)."
 )
 # Attribute of a guarded model: (the guarded forward, the forward that its instance had before or None).
 OWN_FORWARD = "_accordion_own_forward"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -17,6 +18,7 @@ from accordion import _torch
 from accordion.compat.deepspeed import Settings
 from accordion.config import Place, Precision
 from accordion.describe import describe
+from accordion.ema import EMA
 from accordion.errors import DivergenceError
 from accordion.offload.step.deferred_step import engines_of
 from accordion.optim import ELEMENTWISE, wrap_optimizer
@@ -59,10 +61,15 @@ class Run:
     ending: Ending
     best: Best
     skips: Skips
+    ema: EMA | None
 
     @property
     def config(self) -> JobConfig:
         return self.prepared.config
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the model has its averaged weights, if the run averages them."""
+        return nullcontext() if self.ema is None else self.ema.applied()
 
 
 def agree(prepared: Prepared, place: RankPlace) -> None:
@@ -127,6 +134,7 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
         ending=Ending(signals, hours=options.hours, began_s=prepared.began_s, state_bytes=state_bytes),
         best=Best(options.patience, options.min_delta),
         skips=Skips(max_skips_of(options.on_nonfinite)),
+        ema=EMA(model, options.ema) if options.ema else None,
     )
 
 

@@ -120,7 +120,7 @@ def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ra
     """
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
-    before = None if path is None or decided else _extra(path)["config"].get(BATCH)
+    before = None if path is None or decided else setting(path, BATCH)
     if before is None or before % num_ranks:
         return config
     each = before // num_ranks
@@ -195,6 +195,11 @@ def _extra(path: Path) -> Mapping[str, Any]:
     ):
         raise UsageError(f"{str(path)!r} is a checkpoint, but not one of `accordion train`.")
     return extra
+
+
+def setting(path: Path, key: str) -> Any:
+    """Return the value of `key` in the run that saved the checkpoint `path`; None if that version did not have the key."""
+    return _extra(path)["config"].get(key)
 
 
 def best_in(folder: Path) -> tuple[float, int] | None:

@@ -136,6 +136,9 @@ class TrainConfig:
     optimizer treats all parameters alike; settings that it omits have DeepSpeed's defaults"""
     hours: float = at_least(0, 0.0)
     """hours after the start of this command by which the run saves a checkpoint and ends; 0: no limit"""
+    ema: float = at_least(0, 0.0, most=1)
+    """decay of an average of the weights, such as 0.999, which validations and samples use in place of the weights; export it
+    with `accordion export --ema 0.999`. 0: no average"""
     patience: int = at_least(0, 0, eval_every=True)
     """end the run after so many validations in a row without a lower loss; 0: never"""
     min_delta: float = at_least(0, 0.0, patience=True)

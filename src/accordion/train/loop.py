@@ -113,8 +113,13 @@ def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: Metrics
     if over is None and _due(options.sample_every, step):
         steps.settle()
         run.screen.note(f"after {step} steps:")
-        run.prepared.work.finish(run.model, run.device, options.seed, run.screen)
+        _sample(run)
     return over
+
+
+def _sample(run: Run) -> None:
+    with run.averaged():
+        run.prepared.work.finish(run.model, run.device, run.config.train.seed, run.screen)
 
 
 def _due(every: int, step: int) -> bool:
@@ -165,14 +170,16 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
     """Validate, and report the result on screen and in `log`. Returns True, on all ranks, if the loss is the lowest so far and
     `train.keep_best` is set."""
     began_s, best = time.perf_counter(), run.best
-    validation = run.prepared.work.validate(run.model, run.share, run.device)
+    with run.averaged():
+        validation = run.prepared.work.validate(run.model, run.share, run.device)
     best.is_owed, best.last = False, step
     if validation is None:
         return False
     run.ending.took("validation", time.perf_counter() - began_s)
     is_best = best.observe(step, validation.loss) and run.config.train.keep_best
     words = f"{validation.words}{', the best so far' * is_best}"
-    run.screen.note(f"validation loss {validation.loss:.4f} after {step} steps{words}")
+    of = "" if run.ema is None else " of the averaged weights"
+    run.screen.note(f"validation loss{of} {validation.loss:.4f} after {step} steps{words}")
     if log is not None:
         log.validation(step, validation.loss, validation.metrics)
     return is_best
@@ -195,7 +202,7 @@ def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over:
     if run.config.train.keep_best and run.place.rank == 0 and (best := checkpoints.best_in(folder)) is not None:
         note(f"best: {folder / BEST}, validation loss {best[0]:.4f} after {best[1]} steps")
     if has_time:
-        run.prepared.work.finish(run.model, run.device, run.config.train.seed, run.screen)
+        _sample(run)
     else:
         left_out = "makes the last validation, for which there was no time"
         note(f"{saves.same_command} {left_out if is_finished else 'resumes from there'}")

@@ -78,8 +78,12 @@ class RunSaves:
         run, path = self._run, self._run.prepared.resume
         if path is None:
             return 0
+        state = self._state()
+        if run.ema is not None and checkpoints.setting(path, "train.ema") != run.config.train.ema:
+            del state["ema"]
+            run.screen.note(f"{path} has no average of decay {run.config.train.ema}: it begins with the next step")
         try:
-            extra = load(path, run.model, run.optimizer, state=self._state(), only=run.prepared.work.only())
+            extra = load(path, run.model, run.optimizer, state=state, only=run.prepared.work.only())
         except CheckpointError as error:
             raise CheckpointError(f"{error} To resume from another, give its path as --checkpoint.resume.") from None
         if run.scaler.is_enabled() and (scale := extra["scaler"]):  # empty if it was not enabled there
@@ -149,7 +153,9 @@ class RunSaves:
     def _state(self) -> dict[str, Any]:
         """Return name -> object with `state_dict`, whose state a checkpoint stores for each rank."""
         run = self._run
-        return {"random": RandomState(), **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
+        average = {} if run.ema is None else {"ema": run.ema}
+        random = {"random": RandomState()}
+        return {**random, **average, **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
 
     def _link_best(self, step: int) -> None:
         """On rank 0, link the checkpoint after `step` as the best if its validation is the best."""

@@ -108,6 +108,9 @@ class Steps:
             self._optimize(None if metrics.skipped else partial(run.scaler.step, run.optimizer))
         if not metrics.skipped:
             run.rates.after()
+            # Here and not after the optimizer step: only now does the host know that the device has not skipped it.
+            if run.ema is not None:
+                run.ema.update()
         now_s = time.perf_counter()
         step_s, self._recorded_s = now_s - max(taken.began_s, self._recorded_s), now_s
         work = run.prepared.work
