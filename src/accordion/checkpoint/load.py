@@ -255,14 +255,9 @@ def _sharded_states(manifest: Manifest, request: _Request) -> dict[str, DTensor]
 
 
 def _check(files: Files, plan: _Plan, team: Team) -> None:
-<<<<<<< HEAD
     """Compare the checksums of all bytes that this load uses; the first rank also compares those of the `state=` of all ranks.
     Raises `CheckpointError` if one differs."""
-    reads = [*plan.of_model, *plan.of_optimizer]
-=======
-    """Compare the checksums of all that this load uses, on the first rank also of all `state=`. Raises `CheckpointError`."""
     reads = [*plan.of_model, *plan.of_optimizer, *plan.of_state]
->>>>>>> h-ema
     for name, entry in files.manifest.tensors.items():
         is_used = plan.state is not None and (name == plan.state or name.startswith(plan.state + "/"))
         if is_used or (team.leads and name.startswith(OF_RANKS)):

@@ -155,25 +155,6 @@ class SaveJob:
         write(begun, file_name(self.team.index), self.plan, host)
 
 
-<<<<<<< HEAD
-def _state_tensors(state: Mapping[str, Stateful], team: Team) -> dict[str, Tensor]:
-    """Return name -> tensor to save on this rank for `state`: one with all state dicts as bytes of JSON, and each tensor in them.
-    Raises `CheckpointError` for values that JSON cannot hold, and for DTensors."""
-    if not state:
-        return {}
-    state_key = state_name(team.index)
-    tensors: dict[str, Tensor] = {}
-    words = encode({key: thing.state_dict() for key, thing in state.items()}, state_key, tensors)
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            raise CheckpointError(
-                f"{name} is sharded; the state of a rank holds plain tensors only: pass an optimizer as optimizer=."
-            )
-    return {state_key: as_bytes(words), **tensors}
-
-
-=======
->>>>>>> h-ema
 def form_of(saved_once: Contents, team: Team, extra: Json) -> Manifest:
     """Return the manifest of a save, with all tensors but still without files and chunks. `extra`: as JSON."""
     tensors = {
