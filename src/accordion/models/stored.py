@@ -335,16 +335,11 @@ def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
     return PeftConfig.from_pretrained(path) if lora is None else lora_config(lora, base)
 
 
-<<<<<<< HEAD
-def adapter_weights(path: str, *, ours: bool) -> dict[str, Tensor]:
-    """Return an adapter's weights on the CPU, by PEFT's names. `ours`: `path` is a checkpoint of accordion, not a PEFT folder."""
-    if not ours:
-=======
 def adapter_weights(stored: StoredModel) -> dict[str, Tensor]:
-    """Return PEFT's name -> tensor of the adapter of `stored`, on the CPU."""
+    """Return the weights of the adapter of `stored`, which is a PEFT folder or a checkpoint of accordion, on the CPU, by PEFT's
+    names."""
     assert stored.adapter is not None
     if stored.lora is None:  # a folder of PEFT
->>>>>>> h-ema
         from peft import load_peft_weights
 
         weights: dict[str, Tensor] = load_peft_weights(stored.adapter, device="cpu")
