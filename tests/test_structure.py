@@ -49,6 +49,7 @@ PUBLIC = {
     "no_sync",
     "only_blocks",
     "plan",
+    "quantize",
     "save",
     "save_pretrained",
     "shard",
