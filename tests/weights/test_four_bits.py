@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import accordion as acc
@@ -52,7 +53,10 @@ def test_a_layer_is_that_of_bitsandbytes(kind: str, dtype: torch.dtype) -> None:
         one.bias.grad = None
     torch.testing.assert_close(*results, rtol=0, atol=0)
     state = {"weight": layer.weight.view(-1, 1)}
-    state |= {f"weight.{key}": value for key, value in layer.quant_state(layer.absmax, layer.nested).as_dict(packed=True).items()}
+    state |= {
+        f"weight.{key}": value
+        for key, value in layer.quant_state(layer.absmax, layer.nested).as_dict(packed=True).items()
+    }
     wanted = {key: value for key, value in expected.state_dict().items() if key != "bias"}
     torch.testing.assert_close(state, wanted, rtol=0, atol=0)
     values = layer.rounded(weight)
@@ -89,7 +93,7 @@ def sharded(mesh: Any, folder: Path, kind: str, **options: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
         model = with_lora(acc.quantize(model, kind))
     model = acc.shard(model, mesh, **options)
     torch.manual_seed(3)
@@ -137,7 +141,9 @@ def trained(mesh: Any, folder: Path, kind: str, path: Path, is_resumed: bool, op
         if name.endswith("base_layer.weight") and value.dtype == torch.uint8:
             assert torch.equal(full[name].view(-1, 1), value.cpu()), f"{name}: the packed base, bit for bit"
         elif name in full:
-            torch.testing.assert_close(full[name], value.cpu(), rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                full[name], value.cpu(), rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 HOST = {"offload": acc.Offload(params="host"), "strategy": acc.SHARD_GRAD_OP}
@@ -149,3 +155,50 @@ def test_it_trains_and_resumes_as_the_unsharded_model(world: Pool, tmp_path: Pat
     world.run(2, trained, folder, kind, tmp_path / "c", False, {"checkpoint_activations": "full"})
     world.run(3, trained, folder, kind, tmp_path / "c", True, HOST)
     world.run(4, trained, folder, kind, tmp_path / "c", True, {})
+
+
+@pytest.mark.parametrize("kind", sampled(KINDS, {"nf4", "fp4-double"}.__contains__))
+@on_world(2)
+def test_a_rank_holds_its_shard_and_at_most_one_tensor(mesh: Any, tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(96 * 5, 96 * 7, bias=False, dtype=torch.bfloat16) for _ in range(6)])
+    if mesh.get_rank() == 0:
+        save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    torch.distributed.barrier()
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(96 * 5, 96 * 7, bias=False) for _ in range(6)])
+    with Allocations() as memory:
+        model = acc.shard(acc.quantize(model, kind), mesh, units={FourBitLinear})
+        memory.mark("sharded")
+        acc.load_pretrained(model, tmp_path)
+        memory.mark("loaded")
+    weights = plain[0].weight.numel()
+    for name, share in {"weight": 1 / 2, "absmax": (1 if "double" in kind else 4) / 64}.items():
+        assert model[0].get_parameter(name).to_local().nbytes == weights * share / 2, (
+            "half of the layer on each of two ranks"
+        )
+    assert memory.live("loaded") <= memory.live("sharded") + 4096  # the codes of the data types
+    peak = memory.peak("sharded", "loaded") - memory.live("sharded")
+    assert weights < peak < 2 * weights, "more than a rank's half, less than a whole tensor of bf16"
+    full, own = acc.full_state_dict(model, rank0_only=False), acc.quantize(plain, kind).state_dict()
+    torch.testing.assert_close(full, dict(own), rtol=0, atol=0)  # on each number of ranks, as without ranks
+
+
+@pytest.mark.parametrize("kind", sampled(KINDS, "nf4-double".__eq__))
+@on_world(2)
+def test_transformers_loads_what_is_saved(mesh: Any, tmp_path: Path, kind: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = base_in(tmp_path) if mesh.get_rank() == 0 else tmp_path / "base"
+    torch.distributed.barrier()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+        model = acc.quantize(model, kind)
+    model = acc.shard(model, mesh).eval()
+    acc.load_pretrained(model, folder)
+    acc.save_pretrained(model, tmp_path / "saved")
+    assert not hasattr(model.config, "quantization_config")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32, device_map="cpu").eval()
+    assert type(again.model.layers[0].mlp.down_proj).__name__ == "Linear4bit"
+    with torch.no_grad():
+        torch.testing.assert_close(again(batch(0, 0).cpu()).logits, model(batch(0, 0)).logits.cpu())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import cache
 from importlib.util import find_spec
@@ -140,7 +141,7 @@ def quantize(model: nn.Module, kind: FourBits = "nf4", *, skip: Iterable[str] = 
     layers = {name: m for name, m in linear_layers(model).items() if not any(fnmatch(name, p) for p in patterns)}
     if not layers:
         raise UsageError(f"{type(model).__name__} has no linear layers (nn.Linear) to quantize besides its head.")
-    _check(model, layers)
+    check_layers(model, layers)
     for name, plain in layers.items():
         model.set_submodule(name, FourBitLinear(plain, kind))
     return model
@@ -152,7 +153,8 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: m for name, m in model.named_modules() if name and type(m) is nn.Linear and m is not head}
 
 
-def _check(model: nn.Module, layers: dict[str, nn.Linear]) -> None:
+def check_layers(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
+    """Raise `UsageError` if one of the linear `layers` of `model`, by name, cannot be quantised."""
     if any(isinstance(m.weight, DTensor) for m in layers.values()):
         raise UsageError("quantize() was given a sharded model; quantize it before shard().")
     uneven = [f"{n} {tuple(m.weight.shape)}" for n, m in layers.items() if m.weight.numel() % BLOCK]
@@ -164,3 +166,44 @@ def _check(model: nn.Module, layers: dict[str, nn.Linear]) -> None:
     tied = [name for name, m in layers.items() if ids.count(id(m.weight)) > 1]
     if tied:
         raise UsageError(f"the weights of {some_of(tied, 3)} are tied, and cannot be quantized; name them in skip.")
+
+
+# -- files of bitsandbytes
+
+
+def as_bitsandbytes(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the full state dict `state` of `model` with its four-bit layers in the format of bitsandbytes.
+
+    These are the names and layouts that transformers saves: `weight`, (bytes, 1), `weight.absmax`, `weight.quant_map`,
+    `weight.quant_state.bitsandbytes__nf4`, and those of nested scales.
+    """
+    state = dict(state)
+    for name, layer in model.named_modules():
+        if isinstance(layer, FourBitLinear) and f"{name}.absmax" in state:
+            absmax, nested = state.pop(f"{name}.absmax"), state.pop(f"{name}.nested", None)
+            state[f"{name}.weight"] = state[f"{name}.weight"].view(-1, 1)
+            for key, value in layer.quant_state(absmax, nested).as_dict(packed=True).items():
+                # A file of safetensors takes no tensors that share memory, as the codes of all layers do.
+                state[f"{name}.weight.{key}"] = value if key == "absmax" else value.clone()
+    return state
+
+
+@contextmanager
+def quantisation_in_config(model: Any) -> Iterator[None]:
+    """Context manager in which `model.config` tells transformers how four-bit layers are quantised, if `model` has any."""
+    layer = next((m for m in model.modules() if isinstance(m, FourBitLinear)), None)
+    if layer is None or added_by_adapters(model):
+        yield
+        return
+    model.config.quantization_config = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": layer.quant_type,
+        "bnb_4bit_use_double_quant": layer.is_double,
+        "bnb_4bit_compute_dtype": str(layer.dtype).removeprefix("torch."),
+        "llm_int8_skip_modules": [name for name, m in model.named_modules() if type(m) is nn.Linear],
+    }
+    try:
+        yield
+    finally:
+        del model.config.quantization_config

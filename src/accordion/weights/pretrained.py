@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -419,7 +419,8 @@ def _read_four_bits(layer: FourBitLinear, rows: Rows, engine: Engine, team: Team
     packed, absmax = team.agree(lambda: layer.packed(blocks.whole().to(device)))
     local_data(layer.weight).copy_(packed)
     # With double quantisation, the mean of all scales is subtracted from each.
-    for name, scales in layer.scales(gathered(absmax, weight.cut, weight.context)).items():
+    of_absmax = replace(weight.cut, shape=(weight.cut.rows, 1))
+    for name, scales in layer.scales(gathered(absmax, of_absmax, weight.context)).items():
         param = _param_of(layer.get_parameter(name), engine)
         assert param is not None, "shard() shards parameters of any size"
         local_data(param.sharded).copy_(own_part(scales, param))
