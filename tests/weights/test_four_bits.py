@@ -11,12 +11,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import accordion as acc
+from accordion import cli
 from accordion.bench.meters import Allocations
+from accordion.plan.trained_models import Kernels, trained_model
 from accordion.weights.four_bits import FourBitLinear
 from tests.devices import device
 from tests.pool import Pool
-from tests.support import language_folders
+from tests.support import forked, language_folders
 from tests.support.ranked import on_world
+from tests.support.refused import refused
 from tests.support.sample import sampled
 
 pytest.importorskip("bitsandbytes")
@@ -202,3 +205,87 @@ def test_transformers_loads_what_is_saved(mesh: Any, tmp_path: Path, kind: str) 
     assert type(again.model.layers[0].mlp.down_proj).__name__ == "Linear4bit"
     with torch.no_grad():
         torch.testing.assert_close(again(batch(0, 0).cpu()).logits, model(batch(0, 0)).logits.cpu())
+
+
+# -- the commands, and the example
+
+
+@pytest.mark.parametrize("kind", sampled(["nf4", "nf4-double"], "nf4-double".__eq__))
+@on_world(2)
+def test_bytes_are_those_of_the_plan(mesh: Any, tmp_path: Path, kind: str) -> None:
+    from transformers import AutoConfig
+
+    folder = base_in(tmp_path) if mesh.get_rank() == 0 else tmp_path / "base"
+    torch.distributed.barrier()
+    model = sharded(mesh, folder, kind)
+    frozen = [p for p in model.parameters() if p.dtype == torch.uint8]
+    planned = trained_model(AutoConfig.from_pretrained(folder), "base", Kernels(lora_rank=4, quantize=kind))
+    whole = sum(p.nbytes for p in planned.parameters() if p.dtype == torch.uint8)
+    counted = torch.tensor(sum(p.to_local().nbytes for p in frozen))
+    torch.distributed.all_reduce(counted)
+    assert int(counted) == whole
+
+
+def test_a_run_is_resumed_on_other_ranks_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`accordion train --quantize`, and `accordion export`, whose model answers as the adapter next to its four-bit base."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base_in(tmp_path)
+    Path("text.txt").write_text("\n\n".join(f"line {i} of a text that nobody reads" for i in range(800)))
+    words = "--model.path base --model.init pretrained --quantize nf4-double --adapter lora --data.path text.txt --run.dir run"
+    words += (
+        " --data.seq_len 32 --train.global_batch 12 --train.micro_batch 2 --log.tensorboard false --launch.device cpu"
+    )
+    words += " --train.lr 0.02"
+    for num_ranks, steps in ((2, 2), (3, 4)):
+        more = ["--launch.nproc", str(num_ranks), "--train.steps", str(steps), "--train.schedule", "constant"]
+        assert cli.main(["train", *words.split(), *more]) == 0
+    for target, form in (("merged", "hf"), ("adapter", "peft")):
+        assert cli.main(["export", "run", target, "--format", form]) == 0
+    merged = AutoModelForCausalLM.from_pretrained("merged")
+    assert merged.dtype == torch.bfloat16
+    base = AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32)
+    plain_logits = base(ids := batch(0, 0).cpu()).logits
+    for name, plain in [(n, m) for n, m in base.named_modules() if type(m) is nn.Linear and n != "lm_head"]:
+        base.set_submodule(name, theirs(plain, "nf4-double"))
+    logits = PeftModel.from_pretrained(base, "adapter").train()(ids).logits
+    error = (merged.float()(ids).logits - logits).norm()
+    assert error < 0.02 * logits.norm(), "rounded to bf16"
+    assert error < 0.2 * (plain_logits - logits).norm()
+
+
+def test_the_example_trains(capfd: pytest.CaptureFixture[str]) -> None:
+    assert forked.script_under_torchrun(Path(__file__).parents[2] / "examples" / "qlora.py", 2) == 0
+    losses = [float(line.split()[-1]) for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+
+
+REFUSED = {
+    "quantize\\(kind='nf5'\\) is unknown; did you mean 'nf4'": lambda m: acc.quantize(m, "nf5"),
+    "no multiple of 64, 0 \\(7, 5\\); name them in skip": lambda m: acc.quantize(nn.Sequential(nn.Linear(5, 7), m)),
+    "the weights of 0, 1 are tied": lambda m: acc.quantize(nn.Sequential(m, tied(m))),
+    "no linear layers": lambda m: acc.quantize(nn.Sequential(m), skip=["0"]),
+}
+
+
+def tied(layer: nn.Linear) -> nn.Linear:
+    other = nn.Linear(8, 8)
+    other.weight = layer.weight
+    return other
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_layers_that_cannot_be_quantised_are_refused(sentence: str) -> None:
+    layer = nn.Linear(8, 8)
+    with pytest.raises(acc.UsageError, match=sentence):
+        REFUSED[sentence](layer)
+
+
+def test_four_bits_without_adapters_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    refused(
+        capsys, ["train", "--quantize", "nf4", "--model.path", "base", "--model.init", "pretrained"], "--adapter lora"
+    )

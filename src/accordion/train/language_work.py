@@ -308,7 +308,7 @@ def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
 
 
 def trained_model(config: Config) -> nn.Module:
-    """Return the model of `config` on the meta device; with adapters on frozen weights, of four bits or not, if it has adapters."""
+    """Return the model of `config` on the meta device; with adapters on frozen weights, quantised or not, if it has any."""
     model = causal_model(config.model, config.data)
     if config.model.quantize != "none":
         quantize(model, config.model.quantize)
