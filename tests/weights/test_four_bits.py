@@ -226,6 +226,7 @@ def test_bytes_are_those_of_the_plan(mesh: Any, tmp_path: Path, kind: str) -> No
     assert int(counted) == whole
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_on_other_ranks_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`accordion train --quantize`, and `accordion export`, whose model answers as the adapter next to its four-bit base."""
     from peft import PeftModel
