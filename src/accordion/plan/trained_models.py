@@ -98,7 +98,7 @@ def _four_bits_of(config: Any) -> str | None:
     words = quantized if isinstance(quantized, dict) else vars(quantized)
     if not words.get("load_in_4bit", words.get("_load_in_4bit")):
         return None
-    return words.get("bnb_4bit_quant_type", "fp4") + "-double" * bool(words.get("bnb_4bit_use_double_quant"))
+    return f"{words.get('bnb_4bit_quant_type', 'fp4')}{'-double' * bool(words.get('bnb_4bit_use_double_quant'))}"
 
 
 def remarks_on(config: Any, model: nn.Module) -> list[str]:
