@@ -30,6 +30,7 @@ from accordion.state import full_params, full_state_dict, no_sync, synchronize
 from accordion.train.fit import fit
 from accordion.units import min_params, only_blocks
 from accordion.weights.export import save_pretrained
+from accordion.weights.four_bits import quantize
 from accordion.weights.initialise import initialise
 from accordion.weights.pretrained import load_pretrained
 
@@ -72,6 +73,7 @@ __all__ = [
     "no_sync",
     "only_blocks",
     "plan",
+    "quantize",
     "save",
     "save_pretrained",
     "shard",

@@ -96,18 +96,23 @@ def test_bf16_pure_has_no_masters(folder, plain):
 
 
 def test_lora_trains_only_adapters_and_frozen_weights_may_have_four_bits(folder, plain):
-    lora, narrow = (planned(folder, kernels=Kernels(lora_rank=8, four_bits=bits)) for bits in (False, True))
+    lora, narrow, double = (
+        planned(folder, kernels=Kernels(lora_rank=8, quantize=bits)) for bits in (None, "nf4", "nf4-double")
+    )
     per_block = 4 * (WIDTH + WIDTH) + 3 * (WIDTH + MLP)  # attention's four products and the three of the MLP
     trained = 8 * per_block * LAYERS
     assert held(lora, "optimizer") == pytest.approx(8 * trained / 2, rel=0.02)
     assert held(plain, "optimizer") > 20 * held(lora, "optimizer")
     frozen = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * MLP) / 2
-    assert held(lora, "parameters") - held(narrow, "parameters") == pytest.approx(frozen * (4 - 0.5 - 1 / 64), rel=0.02)
+    assert held(lora, "parameters") - held(narrow, "parameters") == pytest.approx(frozen * (4 - 0.5 - 4 / 64), rel=0.02)
+    assert held(narrow, "parameters") - held(double, "parameters") == pytest.approx(frozen * 3 / 64, rel=0.05)
     flops = [p.chosen.steps["middle"].flops for p in (plain, lora, narrow)]
     assert flops[0] > 1.2 * flops[1]  # no gradients of weights
     assert flops[1] == pytest.approx(flops[2], rel=1e-3)
     one = planned(folder, kernels=Kernels(lora_rank=8, lora_targets="q_proj,v_proj"))
     assert held(one, "optimizer") < held(lora, "optimizer") / 2
+    with pytest.raises(acc.UsageError, match="quantize 'nf3' is unknown; did you mean 'nf4'"):
+        Kernels(quantize="nf3")
     with pytest.raises(acc.UsageError, match=r"lora_targets names 'q_prj'.*q_proj"):
         planned(folder, kernels=Kernels(lora_rank=8, lora_targets="q_prj"))
 
@@ -168,7 +173,7 @@ def test_four_bit_weights_are_used_with_adapters_and_other_quantization_is_refus
         with pytest.raises(acc.UsageError, match=message):
             planned(tmp_path)
     stored, asked = (
-        planned(f, kernels=Kernels(lora_rank=8, four_bits=b)) for f, b in ((tmp_path, False), (folder, True))
+        planned(f, kernels=Kernels(lora_rank=8, quantize=b)) for f, b in ((tmp_path, None), (folder, "fp4"))
     )
     assert peak(stored) == peak(asked)
     assert peak_of(stored.log).num_bytes == peak(stored)

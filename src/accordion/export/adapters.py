@@ -16,7 +16,8 @@ from accordion.errors import CheckpointError, UsageError
 from accordion.models.language import brief
 from accordion.models.stored import StoredModel, adapter_weights, computing, meta_model
 from accordion.weights.adapters import added_by, copied_inside, is_adapter
-from accordion.weights.pretrained import copies_of_layers, names_of
+from accordion.weights.four_bits import FourBitLinear
+from accordion.weights.pretrained import copies_of_layers, four_bit_layers, names_of
 
 WRAPPED = re.compile(r"(^|\.)(base_layer|original_module|token_adapter)\.")
 
@@ -26,9 +27,10 @@ def merged(
 ) -> tuple[list[TensorSource], dict[str, str]]:
     """Return (sources, ties) of the model with its adapter. Each tensor is merged when it is read.
 
-    `sources`: the base's tensors. `ties`: other name of a tied tensor -> its name in `sources`. If the adapter changes one of
-    two tied tensors, they become separate sources, as in the adapted model. A merge needs host memory for the adapter and three
-    tensors of one layer. Raises `UsageError` if the adapter cannot be merged.
+    If the base was quantised in training, its weights are quantised and dequantised again before the adapter is added.
+    `ties`: other name of a tied tensor -> its name in `sources`. Tied tensors of which the adapter changes one become separate
+    tensors, as in the adapted model. A merge needs host memory for the adapter and three tensors of one layer. Raises
+    `UsageError` if the adapter cannot be merged.
     """
     whole: Any = meta_model(stored)
     config = next(iter(whole.peft_config.values()))
@@ -53,6 +55,12 @@ def merged(
             f"SOURCE {stored.adapter!r} changes one of the tied tensors {', '.join(ties)}, and config.json has no "
             "tie_word_embeddings to untie them with; merge it with PEFT."
         )
+    # An adapter was trained next to the rounded weights of its base.
+    narrow = four_bit_layers(model)
+    sources = [
+        replace(source, read=partial(_rounded, narrow[source.name], source.read)) if source.name in narrow else source
+        for source in sources
+    ]
     by_name = {source.name: source for source in sources}
     lost = sorted({*layers, *copies} - set(by_name) - set(ties))
     if lost:
@@ -86,6 +94,10 @@ def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
         below.weight = meta
         layer.merged_adapters.clear()
     return weight
+
+
+def _rounded(layer: FourBitLinear, read: Callable[[], Tensor]) -> Tensor:
+    return layer.rounded(read())
 
 
 def _load(whole: Any, stored: StoredModel) -> None:

@@ -33,6 +33,7 @@ from accordion.files import read_text
 from accordion.models.language import brief, language_model
 from accordion.weights.adapters import added_by_adapters
 from accordion.weights.export import is_peft
+from accordion.weights.four_bits import quantize
 from accordion.weights.pretrained import check_pretrained, names_of
 
 CONFIG, GENERATION, TOKENIZER, RUN_FILE = "config.json", "generation_config.json", "tokenizer.json", "config.yaml"
@@ -53,7 +54,8 @@ class StoredModel:
     config: Mapping[str, Any]  # contents of config.json
     tokenizer: str | None  # path of a folder of transformers or of a tokenizer.json, if one is known
     adapter: str | None = None  # folder of PEFT with an adapter of this base or, if `lora` is set, checkpoint of a run
-    lora: Mapping[str, Any] | None = None  # r, alpha, dropout, targets of the adapter in that checkpoint
+    # r, alpha, dropout, targets of the adapter in that checkpoint, and how its base was quantised
+    lora: Mapping[str, Any] | None = None
     generation: Mapping[str, Any] | None = None  # contents of generation_config.json
     ema: str | None = None  # decay of the average, in the checkpoint, that takes the place of the weights
 
@@ -267,6 +269,9 @@ def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Mo
     if stored.adapter is None:
         return model
     check_peft()
+    kind = (stored.lora or {}).get("quantize", "none")
+    if kind != "none":
+        quantize(model, kind)
     from peft import get_peft_model
 
     try:

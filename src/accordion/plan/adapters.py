@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accordion.errors import UsageError, nearest
+from accordion.weights.four_bits import FourBitLinear, check_layers, linear_layers
 
 ALL = "all"
-NF4_BLOCK = 64  # elements that share a scale of 8 bits
 
 
 class AdaptedLinear(nn.Module):
@@ -28,20 +28,11 @@ class AdaptedLinear(nn.Module):
         return out
 
 
-class FourBitLinear(nn.Module):
-    """Stand-in for a frozen linear layer with 4-bit weights. Forward and backward convert them to the input's dtype, as the real
-    layer does, but the values are wrong."""
+class PlannedFourBitLinear(FourBitLinear):
+    """Stand-in for a `FourBitLinear` whose weights torch's own operators widen in forward and backward. Its values are wrong."""
 
-    def __init__(self, plain: nn.Linear) -> None:
-        super().__init__()
-        out, width = plain.weight.shape
-        self.weight = nn.Parameter(torch.empty(out, width // 2, dtype=torch.uint8, device="meta"), requires_grad=False)
-        scales = torch.empty(out, -(-width // NF4_BLOCK), dtype=torch.uint8, device="meta")
-        self.scales = nn.Parameter(scales, requires_grad=False)
-        self.bias = plain.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _FourBit.apply(x, self.weight)  # type: ignore[no-untyped-call]
+    def forward(self, input: Tensor) -> Tensor:
+        out: Tensor = _FourBit.apply(input, self.weight.view(self.out_features, -1))  # type: ignore[no-untyped-call]
         return out if self.bias is None else out + self.bias
 
 
@@ -64,18 +55,17 @@ def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return (both + torch.zeros((), dtype=dtype, device=weight.device)).flatten(1)
 
 
-def with_adapters(model: nn.Module, label: str, rank: int, targets: str, four_bits: bool) -> nn.Module:
+def with_adapters(model: nn.Module, label: str, rank: int, targets: str, quantize: str | None) -> nn.Module:
     """Freeze all parameters of `model`, add trained LoRA adapters to its linear layers, both in place, and return `model`.
 
     Args:
         label: name of the model in errors.
         targets: layers that get adapters: last names separated by commas, or "all" for all but the head.
-        four_bits: store the weights of all linear layers but the head in four bits.
+        quantize: data type of four bits for the weights of all linear layers but the head; None: they stay as they are.
 
-    Raises `UsageError` if there are no linear layers, or none of a name in `targets`.
+    Raises `UsageError` if there are no linear layers, or none of a name in `targets`, or if they cannot be quantised.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    linear = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and m is not head}
+    linear = linear_layers(model)
     known = sorted({name.rpartition(".")[2] for name in linear})
     wanted = known if targets == ALL else [name.strip() for name in targets.split(",")]
     for name in wanted:
@@ -85,9 +75,11 @@ def with_adapters(model: nn.Module, label: str, rank: int, targets: str, four_bi
             )
     if not linear:
         raise UsageError(f"{label} has no linear layers (nn.Linear) besides its head, so it cannot have adapters.")
+    if quantize is not None:
+        check_layers(model, linear)
     model.requires_grad_(False)
     for name, plain in linear.items():
-        inner = FourBitLinear(plain) if four_bits and plain.in_features % 2 == 0 else plain
+        inner = plain if quantize is None else PlannedFourBitLinear(plain, quantize)
         if name.rpartition(".")[2] in wanted:
             layer: nn.Module = AdaptedLinear(inner, plain.in_features, plain.out_features, rank, plain.weight.dtype)
         else:

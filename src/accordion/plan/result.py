@@ -159,7 +159,7 @@ class Plan:
             "loss": kernels.loss,
             "attention": kernels.attention,
             "lora_rank": kernels.lora_rank,
-            "four_bits": kernels.four_bits,
+            "quantize": kernels.quantize,
             "precision": {key: _name_of(getattr(space.precision, key)) for key in ("params", "reduce", "master")},
             "versions": versions(),
         }

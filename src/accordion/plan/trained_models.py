@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from accordion.plan.adapters import ALL, with_adapters
 from accordion.plan.losses import LOSSES, expect_labels, loss_of_logits, with_chunked_head
 from accordion.plan.trace.setup import Subject
 from accordion.units import UnitChoice, choose_units
+from accordion.weights.four_bits import FourBits
 
 
 def configuration(model: str, seq: int) -> Any:
@@ -83,7 +84,7 @@ def _check_config(config: Any, model: str) -> None:
             "Python, as accordion.Workload(model, loss, batch)."
         )
     quantized = getattr(config, "quantization_config", None)
-    if quantized and not _is_four_bits(config):
+    if quantized and _four_bits_of(config) is None:
         how = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
         raise UsageError(
             f"model {model!r} has weights quantized by {how or 'a method that it does not name'} (quantization_config), whose "
@@ -91,12 +92,13 @@ def _check_config(config: Any, model: str) -> None:
         )
 
 
-def _is_four_bits(config: Any) -> bool:
-    """Return True if the weights are stored in bitsandbytes' 4 bits, as for QLoRA."""
+def _four_bits_of(config: Any) -> str | None:
+    """Return the data type of weights that are stored in bitsandbytes' four bits, as for QLoRA; None for other weights."""
     quantized = getattr(config, "quantization_config", None) or {}
-    return bool(
-        quantized.get("load_in_4bit") if isinstance(quantized, dict) else getattr(quantized, "load_in_4bit", False)
-    )
+    words = quantized if isinstance(quantized, dict) else vars(quantized)
+    if not words.get("load_in_4bit", words.get("_load_in_4bit")):
+        return None
+    return f"{words.get('bnb_4bit_quant_type', 'fp4')}{'-double' * bool(words.get('bnb_4bit_use_double_quant'))}"
 
 
 def remarks_on(config: Any, model: nn.Module) -> list[str]:
@@ -124,12 +126,16 @@ class Kernels:
     pure: bool = False  # parameters in bf16
     lora_rank: int = 0  # rank of LoRA adapters; all other parameters are frozen. 0: no adapters
     lora_targets: str = ALL  # layers with adapters: names separated by commas, or "all" but the head
-    four_bits: bool = False  # frozen weights are stored in four bits
+    quantize: str | None = None  # data type of four bits of frozen weights, as `accordion.quantize` takes it
 
     def __post_init__(self) -> None:
         for kind, name, known in (("loss", self.loss, LOSSES), ("attention", self.attention, ATTENTIONS)):
             if name not in known:
                 raise UsageError(f"{kind} {name!r} is unknown; {nearest(name, list(known))}")
+        if self.quantize is not None and self.quantize not in get_args(FourBits):
+            raise UsageError(
+                f"quantize {self.quantize!r} is unknown; {nearest(self.quantize, list(get_args(FourBits)))}"
+            )
         if not 0 <= self.lora_rank <= 4096:
             raise UsageError(f"lora_rank is {self.lora_rank}; it takes 0 (no adapters) to 4,096.")
 
@@ -139,12 +145,12 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
     name in errors. Raises `UsageError` if it cannot be built."""
     attention = "eager" if kernels.attention == "eager" else None
     model = (masked_model if is_encoder(config) else language_model)(config, label, attention)
-    four_bits = kernels.four_bits or _is_four_bits(config)
+    quantize = kernels.quantize or _four_bits_of(config)
     if kernels.pure:
         model = model.to(torch.bfloat16)
     if kernels.lora_rank:
-        model = with_adapters(model, label, kernels.lora_rank, kernels.lora_targets, four_bits)
-    elif four_bits:
+        model = with_adapters(model, label, kernels.lora_rank, kernels.lora_targets, quantize)
+    elif quantize is not None:
         raise UsageError(
             f"{label} has weights of four bits, which cannot be trained; train adapters instead: --lora 16."
         )

@@ -37,6 +37,7 @@ SHORT = {  # a flag's short form -> what it stands for
     "--deepspeed": "--train.deepspeed",
     **{f"--{name}": f"--{name}.{CLASS_PATH}" for name in TAKEN},
     "--adapter": "--adapter.kind",
+    "--quantize": "--model.quantize",
 }
 
 

@@ -33,6 +33,9 @@ class ModelConfig:
     """`scratch` draws random weights from `train.seed`; `pretrained` reads the safetensors files in `model.path`"""
     attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2"] = "auto"
     """attention implementation of transformers; `auto`: transformers chooses, `sdpa` for most models"""
+    quantize: Literal["none", "nf4", "fp4", "nf4-double", "fp4-double"] = "none"
+    """short `--quantize nf4`: data type of four bits for the frozen weights of linear layers but the head, which are quantised
+    while `model.path` is read; `-double` quantises their scales too. For `--adapter lora`; takes bitsandbytes"""
     loss: Literal["plain", "chunked"] = "plain"
     """`plain` computes the logits of all tokens; `chunked` computes head and loss together for some tokens at a time, with equal
     gradients up to rounding, for models whose logits are the output of a linear head"""
@@ -302,6 +305,10 @@ def _check_text(config: Config) -> None:
         raise UsageError(f"model.preset {model.preset!r} does not exist; {nearest(model.preset, TRAINED)}")
     if model.path is None and model.init == "pretrained":
         raise UsageError("model.init is 'pretrained' but model.path names no folder to read the weights from.")
+    if model.quantize != "none" and adapter.kind == "none":
+        raise UsageError(
+            f"model.quantize is {model.quantize!r}, and weights of four bits are not trained; train adapters: --adapter lora."
+        )
     if adapter.kind != "none" and model.init != "pretrained":
         raise UsageError(
             f"adapter.kind is {adapter.kind!r}, which needs the weights of a model; give model.init pretrained."

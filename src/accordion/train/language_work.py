@@ -41,6 +41,7 @@ from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder
 from accordion.train.screen import Screen
 from accordion.train.sources import Split
 from accordion.train.token_tables import TokenFiles
+from accordion.weights.four_bits import quantize
 
 SAMPLE_TOKENS, PROMPT_TOKENS = 64, 16
 SMALL_BYTES = 4 << 30  # smaller models are sampled from full parameters, larger ones sharded, unit by unit
@@ -196,7 +197,8 @@ class LanguageWork:
             return extra
         assert self.config.model.path is not None, "adapters have a pretrained base"
         base = str(Path(self.config.model.path).absolute())
-        return {**extra, "adapter": {**asdict(self.config.adapter), "base": base}}
+        adapter = {**asdict(self.config.adapter), "base": base, "quantize": self.config.model.quantize}
+        return {**extra, "adapter": adapter}
 
 
 def rows_in(files: TokenFiles, split: Split, data: DataConfig) -> Sequences | ExampleRows:
@@ -307,6 +309,9 @@ def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
 
 
 def trained_model(config: Config) -> nn.Module:
-    """Return the model of `config` on the meta device. If `config` names adapters, add them and freeze all other parameters."""
+    """Return the model of `config` on the meta device. If `config` names adapters, freeze the other parameters, and quantise them
+    if it says so."""
     model = causal_model(config.model, config.data)
+    if config.model.quantize != "none":
+        quantize(model, config.model.quantize)
     return model if config.adapter.kind == "none" else with_lora(model, asdict(config.adapter), config.model.path)

@@ -20,6 +20,7 @@ from accordion.checkpoint.collective import Team
 from accordion.engine.engine import Engine
 from accordion.errors import CheckpointError, UsageError
 from accordion.state import full_params, full_values, is_first_rank, settle, sharded_engine
+from accordion.weights.four_bits import as_bitsandbytes, quantisation_in_config
 from accordion.weights.pretrained import load_pretrained
 
 
@@ -28,8 +29,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: 
 
     The first rank writes the same files as for an unsharded model. Full tensors are gathered one at a time into temporary files
     next to `folder`, so host memory is needed for one full tensor and for `model.save_pretrained`. Of a PEFT model only the
-    adapters and other trained parameters are gathered. Raises `UsageError` for a model without `save_pretrained`, and
-    `CheckpointError` on every rank if the first one failed.
+    adapters and other trained parameters are gathered. Layers that `quantize` made are written in the format of bitsandbytes, and
+    config.json says so, so that `from_pretrained` loads them as its own. Raises `UsageError` for a model without
+    `save_pretrained`, and `CheckpointError` on every rank if the first one failed.
     """
     method = getattr(type(model), "save_pretrained", None)
     if method is None:
@@ -40,7 +42,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: 
     engine = sharded_engine(model, "save_pretrained")
     takes = inspect.signature(method).parameters
     by_argument = "state_dict" in takes or is_peft(model)
-    with state_on_disk(model, folder) as state:
+    with state_on_disk(model, folder) as state, quantisation_in_config(model):
 
         def write() -> None:
             if not is_first_rank(engine):
@@ -86,7 +88,7 @@ def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[
 
     team.agree(begin)
     try:
-        yield _gathered(engine, values, scratch[0] if scratch else None, team)
+        yield as_bitsandbytes(model, _gathered(engine, values, scratch[0] if scratch else None, team))
     finally:
         for path in scratch:
             shutil.rmtree(path, ignore_errors=True)

@@ -51,6 +51,23 @@ class Rows:
 
         return Rows(torch.Size([*self.shape[:dim], 1, *self.shape[dim:]]), self.dtype, fill)
 
+    def in_blocks(self, size: int) -> Rows:
+        """Return these rows, (out, width), as (out * width / size, size)."""
+        width = self.shape[1]
+
+        def fill(into: Tensor, at: tuple[int, ...]) -> None:
+            flat, begin = into.view(-1), at[0] * size
+            done = 0
+            while done < flat.numel():
+                row, column = divmod(begin + done, width)
+                left = flat[done:]
+                num_rows = left.numel() // width if column == 0 else 0
+                part = left[: num_rows * width] if num_rows else left[: width - column]
+                self.fill(part.view(max(1, num_rows), -1), (row, column))
+                done += part.numel()
+
+        return Rows(torch.Size([self.shape.numel() // size, size]), self.dtype, fill)
+
     def whole(self) -> Tensor:
         into = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.fill(into, (0,) * into.dim())

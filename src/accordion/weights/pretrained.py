@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ from accordion.checkpoint.contents import WRAPPERS, local_data, named_tensors, w
 from accordion.checkpoint.format import holds
 from accordion.checkpoint.load import load
 from accordion.checkpoint.untrusted_files import check_quantised
+from accordion.engine.context import gathered
 from accordion.engine.engine import Engine
-from accordion.engine.params import own_part
+from accordion.engine.params import Param, own_part
 from accordion.errors import CheckpointError, UsageError
 from accordion.state import settle, sharded_engine
 from accordion.weights.adapters import added_by_adapters, copied_inside
+from accordion.weights.four_bits import BLOCK, FourBitLinear
 from accordion.weights.initialise import blank, check_adapters, follow_loaded, is_of_transformers, materialised_buffers
 from accordion.weights.lazy_tensors import Rows, as_rows, rows_of_folder
 
@@ -44,7 +46,8 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
     transformers does. Tied tensors need to be stored only once. Buffers on the meta device that no file contains, and the few
     parameters that transformers never saves, are computed by the modules' own code. In PEFT models, layers with adapters have
     the names that they have without; parameters that adapters add may be missing, as if they were in `ignore`; and copies of
-    layers that PEFT trains (`modules_to_save`) begin with the weights of these layers.
+    layers that PEFT trains (`modules_to_save`) begin with the weights of these layers. Weights of layers that `quantize` made are
+    quantised in the dtype of the file, one layer at a time: each rank reads and quantises the blocks of its own rows.
 
     Args:
         folder: has `model.safetensors`, or `model.safetensors.index.json` and its files; or "owner/name", a model on the hub
@@ -69,15 +72,21 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
             left = team.agree(lambda: buffers.compute_left(ignore=filled, params=computed | left_out, seed=seed))
             _refuse_left(left, "buffers and parameters" if left_out else "buffers", str(source))
 
+            narrow = four_bit_layers(model)
+
             def read() -> None:
                 wanted = names_of(model)
                 for name, f in tensors.items():
+                    if name in narrow:
+                        continue
                     rows, into = _rows_of_rank(f.rows, wanted[name], engine), local_data(wanted[name])
                     assert rows.shape == into.shape, f"{name}: this rank has {into.shape} and reads {rows.shape}"
                     if into.numel():
                         rows.fill(into, (0,) * into.dim())
 
             team.agree(read)
+            for name in (name for name in narrow if name in tensors):  # in the same order on every rank
+                _read_four_bits(narrow[name], tensors[name].rows, engine, team)
             if left_out:
                 follow_loaded(model, left_out)
 
@@ -207,7 +216,7 @@ def match(model: nn.Module, folder: Path, stored: Mapping[str, Rows], ignore: li
     Raises `CheckpointError` if a tensor is missing, does not fit, or is not in the model. `ignore`: shell patterns of names
     that may be missing on either side.
     """
-    wanted = names_of(model)
+    wanted = _names_in_folder(model)
     named, extra, wrong = _named(model, stored, wanted)
     # A copied layer may be tied to a layer that is in the folder.
     by_tensor = {id(wanted[name]): f for name, f in named.items()}
@@ -257,6 +266,22 @@ def _class_patterns(model: nn.Module, kind: str) -> list[str]:
 def names_of(model: nn.Module) -> dict[str, Tensor]:
     """Return name -> parameter or persistent buffer, with wrappers removed from names; a tied tensor has several entries."""
     return named_tensors(model, INSIDE)
+
+
+def four_bit_layers(model: nn.Module) -> dict[str, FourBitLinear]:
+    """Return name of the weight, as in `names_of` -> layer, for each layer that `quantize` made."""
+    modules = {without_wrappers(f"{name}.weight", INSIDE): module for name, module in model.named_modules()}
+    return {name: module for name, module in modules.items() if isinstance(module, FourBitLinear)}
+
+
+def _names_in_folder(model: nn.Module) -> dict[str, Tensor]:
+    """Return the entries of `names_of`, but one plain tensor on meta for the weight and the scales of each four-bit layer."""
+    wanted = names_of(model)
+    for name, layer in four_bit_layers(model).items():
+        for scales in ("absmax", "nested"):
+            wanted.pop(name.removesuffix("weight") + scales, None)
+        wanted[name] = torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype, device="meta")
+    return wanted
 
 
 def copies_of_layers(model: nn.Module) -> dict[str, str]:
@@ -382,5 +407,24 @@ def _converted(
 
 def _rows_of_rank(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
     """Return the part of `rows`, the values of the model's `tensor`, that this rank keeps."""
-    param = next((p for unit in engine.units for p in unit.params if p.sharded is tensor), None)
+    param = _param_of(tensor, engine)
     return rows if param is None else own_part(rows, param)  # type: ignore[arg-type, return-value]
+
+
+def _param_of(tensor: Tensor | None, engine: Engine) -> Param | None:
+    return next((p for unit in engine.units for p in unit.params if p.sharded is tensor), None)
+
+
+def _read_four_bits(layer: FourBitLinear, rows: Rows, engine: Engine, team: Team) -> None:
+    """Fill this rank's shards of a four-bit layer from the plain weight `rows`, (out, in). Collective."""
+    device, weight = engine.context.device, _param_of(layer.weight, engine)
+    assert weight is not None, "shard() shards parameters of any size"
+    blocks: Any = own_part(rows.in_blocks(BLOCK), weight)  # type: ignore[arg-type]
+    packed, absmax = team.agree(lambda: layer.packed(blocks.whole().to(device)))
+    local_data(layer.weight).copy_(packed)
+    # With double quantisation, the mean of all scales is subtracted from each.
+    of_absmax = replace(weight.cut, shape=(weight.cut.rows, 1))
+    for name, scales in layer.scales(gathered(absmax, of_absmax, weight.context)).items():
+        param = _param_of(layer.get_parameter(name), engine)
+        assert param is not None, "shard() shards parameters of any size"
+        local_data(param.sharded).copy_(own_part(scales, param))

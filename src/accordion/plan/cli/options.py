@@ -36,7 +36,9 @@ class Options:
         loss: plain (a float32 copy of the logits), fused (one kernel over them) or chunked (head and loss by rows, no logits)
         attention: auto (FlashAttention-2 if possible), eager (products and a softmax), fa1, fa2, fa3, cudnn or flex
         lora: rank of adapters next to frozen weights, then optionally targets=q_proj+v_proj for the layers that have them
-            (default: all linear layers but the head) and base=nf4 for frozen weights in four bits (QLoRA)
+            (default: all linear layers but the head)
+        quantize: data type of the frozen weights of linear layers, for --lora: nf4 or fp4, or nf4-double or fp4-double, which
+            quantise their scales too (QLoRA)
         precision: dtype of the computation over float32 masters: bf16, fp16 or fp32; bf16-pure has no masters; with
             bf16,reduce=bf16 gradients are summed in bf16
         strategy: strategy of accordion.shard, such as full_shard; searched if left out
@@ -66,6 +68,7 @@ class Options:
     loss: str = "plain"
     attention: str = "auto"
     lora: str | None = None
+    quantize: str | None = None
     precision: str = "bf16"
     strategy: str | None = None
     units: str | None = None

@@ -62,14 +62,14 @@ def workload_of(o: Options, task_words: list[str]) -> Workload:
         model, loss, batch = _task(o, task_words)
     elif task_words:
         raise UsageError(f"{task_words[0]} is an option of a task, and none is named; give --task.")
-    rank, targets, base = (0, "all", "") if o.lora is None else adapters_of(o.lora)
+    rank, targets = (0, "all") if o.lora is None else adapters_of(o.lora)
     kernels = Kernels(
         loss=o.loss,
         attention=o.attention,
         pure=o.precision.partition(",")[0] == PURE,
         lora_rank=rank,
         lora_targets=targets,
-        four_bits=base == "nf4",
+        quantize=o.quantize,
     )
     return Workload(
         model,
@@ -122,17 +122,16 @@ def search_of(o: Options) -> Search:
     )
 
 
-def adapters_of(text: str) -> tuple[int, str, str]:
-    """Return (rank, comma-separated layers or "all", "nf4" or "") from "16,targets=q_proj+v_proj,base=nf4". Raises `UsageError`
-    for other text."""
+def adapters_of(text: str) -> tuple[int, str]:
+    """Return (rank, comma-separated layers) from "16,targets=q_proj+v_proj". Raises `UsageError` for other text."""
     rank, *words = text.split(",")
     more = dict(word.partition("=")[::2] for word in words)
-    targets, base = more.pop("targets", "all").replace("+", ","), more.pop("base", "")
-    if not rank.isdecimal() or len(rank) > 9 or more or base not in ("", "nf4"):
+    targets = more.pop("targets", "all").replace("+", ",")
+    if not rank.isdecimal() or len(rank) > 9 or more:
         raise UsageError(
-            f"--lora {text!r} is not understood; it takes a rank, such as 16,targets=q_proj+v_proj,base=nf4."
+            f"--lora {text!r} is not understood; it takes a rank, such as 16,targets=q_proj+v_proj (and --quantize nf4)."
         )
-    return int(rank), targets, base
+    return int(rank), targets
 
 
 def precision_of(text: str) -> Precision:
