@@ -1,0 +1,128 @@
+"""Low-bit optimizers of torchao and bitsandbytes on shards: the unsharded optimizer bit for bit, on any number of ranks."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import accordion as acc
+from accordion._torch import local_of
+from accordion.checkpoint.command import inspect
+from accordion.checkpoint.convert import export
+from accordion.checkpoint.reading import verify
+from accordion.config import STRATEGIES
+from tests.devices import device, here
+from tests.support.checks import full, mesh_of
+from tests.support.ranked import on_world
+from tests.support.sample import sampled
+
+SHAPES = {
+    "rows": (16, 512),  # quantised as a whole, and of fewer than 4,096 elements on four ranks
+    "pairs": (60, 384),  # two rows make whole blocks of 256
+    "few": (3, 2048),  # a fourth rank has no rows
+    "vector": (5120,),  # on three ranks a block has no rank of its own, unless shard(state_block=256) keeps it whole
+    "bias": (300,),
+}
+KINDS = {
+    "8bit": ("torchao", "AdamW8bit", {}),
+    "4bit": ("torchao", "AdamW4bit", {}),
+    "fp8": ("torchao", "AdamWFp8", {"amsgrad": True}),
+    "bitsandbytes": ("bitsandbytes", "AdamW8bit", {}),
+    "paged": ("bitsandbytes", "PagedAdamW8bit", {}),
+    "lion": ("bitsandbytes", "Lion8bit", {}),
+}
+QUANTISED = ["few", "pairs", "rows", "vector"]
+
+
+class Net(nn.Module):
+    """Parameters whose gradients are the arguments of `forward`, exactly."""
+
+    def __init__(self, dtype=torch.float32, seed=0, **shapes):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in (shapes or SHAPES).items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
+
+    def forward(self, grads):
+        return sum((p * grads[name]).sum() for name, p in self.named_parameters())
+
+
+def made(kind, model):
+    library, name, options = KINDS[kind]
+    pytest.importorskip(library)
+    return getattr(__import__(f"{library}.optim").optim, name)(model.parameters(), lr=1e-2, **options)
+
+
+def go_on(model, optimizer, steps, shapes=SHAPES):
+    """Take steps with gradients of the first rank alone, whose sum over ranks is exact."""
+    factor = float(not dist.is_initialized() or dist.get_rank() == 0 or not hasattr(optimizer, "_step_here"))
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, for minutes
+        for step in steps:
+            torch.manual_seed(step)
+            grads = {name: (torch.randn(shape) * factor).to(device()) for name, shape in shapes.items()}
+            model(grads).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def reference(kind, num_steps):
+    model = here(Net())
+    optimizer = made(kind, model)
+    go_on(model, optimizer, range(num_steps))
+    return model, optimizer
+
+
+def sharded(mesh, kind, seed=0, **options):
+    options = {"state_block": 256, "reduce_op": "sum"} | options
+    model = acc.shard(Net(seed=seed), mesh=mesh, **options)
+    return model, acc.wrap_optimizer(made(kind, model))
+
+
+def assert_as_unsharded(model, optimizer, kind, num_steps):
+    expected, its = reference(kind, num_steps)
+    for name, value in full(model).items():
+        assert torch.equal(value.cpu(), expected.state_dict()[name].cpu()), name
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        own = {key: local_of(v) if hasattr(v, "placements") else v for key, v in optimizer.state[p].items()}
+        assert own.keys() == its.state[q].keys()
+        for key, value in own.items():
+            if local_of(p).numel():
+                assert type(value) is type(its.state[q][key]), (name, key)
+                assert not hasattr(value, "dtype") or value.dtype == its.state[q][key].dtype, (name, key)
+
+
+def continued(mesh, kind, source, target, **options):
+    """Load `source` if any, take two steps, compare with the unsharded model, save, and take one more."""
+    model, optimizer = sharded(mesh, kind, seed=5 if source else 0, **options)
+    if source:
+        go_on(model, optimizer, [9])  # states that are overwritten
+    start = acc.load(source, model, optimizer) if source else 0
+    go_on(model, optimizer, range(start, start + 2))
+    assert_as_unsharded(model, optimizer, kind, start + 2)
+    acc.save(target, model, optimizer, extra=start + 2)
+    go_on(model, optimizer, [start + 2])
+    assert_as_unsharded(model, optimizer, kind, start + 3)
+    own_rows = optimizer.state_dict()  # of this rank, as `torch.save` would write them
+    go_on(model, optimizer, [9])
+    optimizer.load_state_dict(own_rows)
+
+
+@pytest.mark.parametrize("kind", sampled([*KINDS], ("4bit", "fp8", "bitsandbytes").__contains__))
+def test_steps_equal_the_unsharded_optimizer_and_resume_on_any_number_of_ranks(world, tmp_path, kind, monkeypatch):
+    pytest.importorskip(KINDS[kind][0])
+    source = None
+    for num_ranks in (3, 1, 4, 2):
+        world.run(num_ranks, continued, kind, source, tmp_path / f"{num_ranks}")
+        source = tmp_path / f"{num_ranks}"
+    for library in ("torchao", "bitsandbytes"):
+        monkeypatch.setitem(sys.modules, library, None)  # neither is needed to read a checkpoint
+    assert verify(source) == []
+    scales = [name for name in inspect(source)["tensors"] if name.endswith(("/scale", "/absmax1"))]
+    assert sorted({name.split("/")[2] for name in scales}) == QUANTISED
+    export(source, tmp_path / "model.pt", "torch")
+    saved = torch.load(tmp_path / "model.pt")
+    monkeypatch.undo()
+    expected = reference(kind, 8)[0].cpu().state_dict()
+    assert all(torch.equal(saved[name], expected[name]) for name in SHAPES)
