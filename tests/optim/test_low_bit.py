@@ -28,7 +28,7 @@ SHAPES = {
 KINDS = {
     "8bit": ("torchao", "AdamW8bit", {}),
     "4bit": ("torchao", "AdamW4bit", {}),
-    "fp8": ("torchao", "AdamWFp8", {"amsgrad": True}),
+    "fp8": ("torchao", "AdamWFp8", {}),
     "bitsandbytes": ("bitsandbytes", "AdamW8bit", {}),
     "paged": ("bitsandbytes", "PagedAdamW8bit", {}),
     "lion": ("bitsandbytes", "Lion8bit", {}),
@@ -126,3 +126,106 @@ def test_steps_equal_the_unsharded_optimizer_and_resume_on_any_number_of_ranks(w
     monkeypatch.undo()
     expected = reference(kind, 8)[0].cpu().state_dict()
     assert all(torch.equal(saved[name], expected[name]) for name in SHAPES)
+
+
+def same_under(mesh, kind, strategy, offload):
+    options = {"strategy": strategy, **({"offload": acc.Offload(optimizer="host")} if offload else {})}
+    model, optimizer = sharded(mesh, kind, **options)
+    go_on(model, optimizer, range(2))
+    acc.synchronize(model)
+    assert_as_unsharded(model, optimizer, kind, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    sampled(
+        [(name, offload) for name in STRATEGIES for offload in (False, True)],
+        lambda name, offload: (name, offload) in (("full_shard", True), ("hybrid_shard_optim", False)),
+    ),
+)
+def test_strategies_and_states_on_the_host_change_no_bit(world, name, offload):
+    pytest.importorskip("torchao")
+    strategy = STRATEGIES[name]
+    world.run_mesh(*mesh_of(strategy), same_under, "8bit", strategy, offload)
+
+
+def rounded(mesh):
+    """Compare replicas and the caller's random numbers after steps that round at random."""
+    pytest.importorskip("torchao")
+    from torchao.optim import AdamW8bit
+
+    model = acc.shard(Net(torch.bfloat16), mesh=mesh, strategy="hybrid_shard", state_block=256, reduce_op="sum")
+    optimizer = acc.wrap_optimizer(AdamW8bit(model.parameters(), lr=1e-3, bf16_stochastic_round=True))
+    order = list(optimizer.param_groups[0]["params"])
+    torch.manual_seed(dist.get_rank())
+    before = torch.get_rng_state()
+    with torch.compiler.set_stance("force_eager"):
+        model({name: torch.ones(shape, device=device()) for name, shape in SHAPES.items()}).backward()
+        optimizer.step()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p is q for p, q in zip(order, optimizer.param_groups[0]["params"], strict=True))
+    started = Net(torch.bfloat16).state_dict()
+    for name, value in full(model).items():
+        rows = [torch.empty_like(value) for _ in range(mesh.size(0))]
+        dist.all_gather(rows, value.contiguous(), group=mesh.get_group(0))
+        assert torch.equal(rows[0], rows[1]), name
+        moves = value.cpu() - started[name]
+        assert name == "bias" or moves.unique().numel() > 10, "each element moves by 1e-3, rounded up or down"
+
+
+def test_replicas_round_alike(world):
+    pytest.importorskip("torchao")
+    world.run_mesh((2, 2), ("replicate", "shard"), rounded)
+
+
+@on_world(3)
+def test_what_cannot_be_stepped_or_loaded_is_refused(mesh, tmp_path):
+    ao, bnb = pytest.importorskip("torchao.optim"), pytest.importorskip("bitsandbytes.optim")
+
+    def refused(match, make, shapes=SHAPES, **options):
+        model = acc.shard(Net(**shapes), mesh=mesh, **options)
+        optimizer = make(model.parameters())
+        kind = type(optimizer)
+        with pytest.raises(acc.UsageError, match=match) as caught:
+            acc.wrap_optimizer(optimizer)
+        assert type(optimizer) is kind
+        assert "\n" not in str(caught.value)
+        return model
+
+    model = refused(r"'vector' of shape \(5120,\).*parts of a block of 256.*state_block=256", ao.AdamW8bit)
+    refused("'vector'.*state_block=256.*GlobalOptimManager", bnb.AdamW8bit)
+    large = {"large": (1030, 64)}  # above 256 KiB: 344 rows of 64 elements are 86 blocks, and the last rank has 342
+    refused("'large'.*parts of a block", ao.AdamW8bit, large, state_block=256)
+    refused("'odd'.*block of 256", bnb.AdamW8bit, {"odd": (4099,)})
+    refused("'last'.*another dim", bnb.AdamW8bit, {"last": (1, 90_000)})
+    refused("pass elementwise=True", bnb.LAMB8bit)
+    wide = {"wide": (6, 2048)}
+    refused("root.*paged", bnb.AdamW8bit, wide, offload=acc.Offload(optimizer="host"))
+    refused("root.*chunk by chunk", ao.AdamW8bit, wide, offload=acc.Offload(optimizer=f"disk:{tmp_path}"))
+
+    acc.wrap_optimizer(ao.AdamW8bit(model.parameters(), block_size=64))  # the refused model is as it was
+    optimizer = acc.wrap_optimizer(ao.AdamW8bit([model.rows]))
+    with pytest.raises(acc.UsageError, match="'vector'"):
+        optimizer.add_param_group({"params": [model.vector]})
+    assert len(optimizer.param_groups) == 1
+
+    model, optimizer = sharded(mesh, "8bit")
+    go_on(model, optimizer, [0])
+    acc.save(tmp_path / "saved", model, optimizer)
+    for other, match in (
+        (ao.AdamW8bit(model.parameters()), "pass the AdamW8bit to wrap_optimizer"),
+        (acc.wrap_optimizer(ao.AdamW8bit(model.parameters(), block_size=128)), "block_size=256"),
+    ):
+        with pytest.raises(acc.AccordionError, match=match):
+            acc.load(tmp_path / "saved", model, other)
+
+
+@on_world(2)
+def test_bitsandbytes_finds_the_options_of_a_sharded_parameter(mesh):
+    bnb = pytest.importorskip("bitsandbytes")
+    model = acc.shard(Net(rows=(16, 512), more=(16, 512)), mesh=mesh, reduce_op="sum")
+    bnb.optim.GlobalOptimManager.get_instance().override_config(model.more, "optim_bits", 32)
+    optimizer = acc.wrap_optimizer(bnb.optim.AdamW8bit(model.parameters()))
+    go_on(model, optimizer, [0], dict.fromkeys(("rows", "more"), (16, 512)))
+    kinds = {name: local_of(optimizer.state[p]["state1"]).dtype for name, p in model.named_parameters()}
+    assert kinds == {"rows": torch.uint8, "more": torch.float32}
