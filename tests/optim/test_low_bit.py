@@ -1,6 +1,7 @@
 """Low-bit optimizers of torchao and bitsandbytes on shards: the unsharded optimizer bit for bit, on any number of ranks."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from accordion.checkpoint.reading import verify
 from accordion.config import STRATEGIES
 from tests.devices import device, here
 from tests.support.checks import full, mesh_of
+from tests.support.forked import script_under_torchrun
 from tests.support.ranked import on_world
 from tests.support.sample import sampled
 
@@ -229,3 +231,16 @@ def test_bitsandbytes_finds_the_options_of_a_sharded_parameter(mesh):
     go_on(model, optimizer, [0], dict.fromkeys(("rows", "more"), (16, 512)))
     kinds = {name: local_of(optimizer.state[p]["state1"]).dtype for name, p in model.named_parameters()}
     assert kinds == {"rows": torch.uint8, "more": torch.float32}
+
+
+def test_the_example_counts_states_and_resumes(tmp_path, capfd):
+    pytest.importorskip("torchao")
+    script = Path(__file__).parents[2] / "examples" / "low_bit_adam.py"
+    for _ in range(2):
+        assert script_under_torchrun(script, 2, str(tmp_path)) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if "counted" in line]
+    eight = [line for line in lines if line.startswith("adamw_8bit")]
+    assert len(lines) == 8
+    assert all("1,064,960 bytes planned, 1,073,152 counted, 2.047 an element" in line for line in eight)
+    first, second = (float(line.split()[-1]) for line in eight)
+    assert second < first
