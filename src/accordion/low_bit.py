@@ -120,7 +120,7 @@ class TorchaoStates(LowBitStates):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if not self.bf16_stochastic_round:
-            return super().step(closure)  # type: ignore[no-untyped-call]
+            return super().step(closure)
         # Ranks that hold the same rows must round alike. Tensors that all ranks have whole come first, as the others take
         # as many random numbers as this rank has rows.
         orders = [(group["params"], list(group["params"])) for group in self.param_groups]
@@ -129,7 +129,7 @@ class TorchaoStates(LowBitStates):
             for params, _ in orders:
                 params.sort(key=lambda p: p in self._whole and self._whole[p].is_sharded)
             with _seeded(num_steps, orders[0][1][0].device):
-                return super().step(closure)  # type: ignore[no-untyped-call]
+                return super().step(closure)
         finally:
             for params, order in orders:
                 params[:] = order
