@@ -157,7 +157,8 @@ def rounded(mesh):
     pytest.importorskip("torchao")
     from torchao.optim import AdamW8bit
 
-    model = acc.shard(Net(torch.bfloat16), mesh=mesh, strategy="hybrid_shard", state_block=256, reduce_op="sum")
+    options = {"strategy": "hybrid_shard", "precision": acc.Precision(master=None), "reduce_op": "sum"}
+    model = acc.shard(Net(torch.bfloat16), mesh=mesh, state_block=256, **options)
     optimizer = acc.wrap_optimizer(AdamW8bit(model.parameters(), lr=1e-3, bf16_stochastic_round=True))
     order = list(optimizer.param_groups[0]["params"])
     torch.manual_seed(dist.get_rank())
@@ -172,8 +173,8 @@ def rounded(mesh):
         rows = [torch.empty_like(value) for _ in range(mesh.size(0))]
         dist.all_gather(rows, value.contiguous(), group=mesh.get_group(0))
         assert torch.equal(rows[0], rows[1]), name
-        moves = value.cpu() - started[name]
-        assert name == "bias" or moves.unique().numel() > 10, "each element moves by 1e-3, rounded up or down"
+        moved = (value.cpu() != started[name])[started[name].abs() > 1].float().mean()
+        assert 0.05 < moved < 0.5, f"{name}: the nearest number to 1 +- 1e-3 is 1"
 
 
 def test_replicas_round_alike(world):
