@@ -64,6 +64,7 @@ def test_values_without_words_are_kept() -> None:
         ({"units": "min_params:"}, "is not understood"),
         ({"checkpoint_activations": "some"}, "'some' is not understood"),
         ({"checkpoint_activations": 2}, "checkpoint_activations is 2, of type int"),
+        ({"state_block": 0}, "state_block is 0; pass a number"),
         ({"reduce_op": "max"}, "reduce_op='max' is not known"),
         ({"unit": "blocks"}, r"sharding takes no 'unit'; did you mean 'units'\?"),
     ],

@@ -85,6 +85,7 @@ ORDER = [
     "safety",
     "optim",
     "row_marks",
+    "low_bit",
     "grad_norm",
     "losses",
     "offload",
@@ -109,6 +110,7 @@ CORE = [
     "safety",
     "state.py",
     "optim.py",
+    "low_bit.py",
     "units.py",
     "weights/initialise.py",
     "config.py",
@@ -307,12 +309,12 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # Lines that each folder may have, and the files beside them. Raising one takes a line in CHANGELOG.md that names the user who
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
-    "_torch": 1010,
+    "_torch": 1020,
     "bench": 1240,
-    "checkpoint": 4370,
+    "checkpoint": 4380,
     "compat": 3650,
     "doctor": 610,
-    "engine": 4260,
+    "engine": 4290,
     "export": 600,
     "generate": 570,
     "integrations": 1300,
@@ -321,12 +323,12 @@ BUDGETS = {
     "pages": 340,
     "plan": 6510,
     "safety": 3510,
-    "shard": 1670,
+    "shard": 1680,
     "tasks": 530,
     "train": 6000,
     "weights": 1640,
     "workers": 310,
-    "files beside them": 3310,
+    "files beside them": 3670,
 }
 
 

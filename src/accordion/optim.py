@@ -22,13 +22,13 @@ from accordion.engine.hooks import engine_of
 from accordion.engine.params import Param
 from accordion.errors import NonFiniteError, UsageError
 from accordion.grad_norm import NormPart, multiply, scale_to, total_norm
+from accordion.low_bit import OURS, LowBitStates, check_blocks, low_bit_kind
 from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare, refuse_unwrapped
 from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
 from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import mark_rows, refuse_other_rows, refuse_states_of_others
 
 Opt = TypeVar("Opt", bound=Optimizer)
-OURS = "_accordion_sharded"  # attribute that marks a sharded parameter
 ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
@@ -194,7 +194,7 @@ def step_hooks() -> StepHooks:
 def mark_sharded(engine: Engine) -> None:
     """Set an attribute on the sharded parameters of `engine`, so that `StepHooks` check the optimizers that step them."""
     for param in engine.params:
-        vars(param.sharded)[OURS] = True
+        vars(param.sharded)[OURS] = param.name
     step_hooks()
 
 
@@ -269,7 +269,8 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
 
     Its interface stays, and `param_groups` and `state` keep their DTensors. Without this an optimizer steps correctly, but more
     slowly. The update of an element must depend on that element alone, as in most of torch.optim; `elementwise=True` promises
-    that for optimizers of others. `state_dict` returns the rows of this rank; `load_state_dict` is collective, and raises
+    that for optimizers of others. Low-bit optimizers of torchao and bitsandbytes need whole blocks on each rank:
+    `shard(state_block=256)`. `state_dict` returns the rows of this rank; `load_state_dict` is collective, and raises
     `UsageError` on all ranks if one gets other rows. The result can be copied, not pickled. In `torch.compile` the step runs
     uncompiled. An LBFGS stays unchanged; its steps use the mean loss of all ranks. If `optimizer` wraps another one
     (accelerate's), the inner one is changed. Raises `UsageError` for other optimizers, or if it was made before `shard`.
@@ -287,14 +288,24 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     _check_wrappable(target, elementwise)
     if isinstance(target, torch.optim.LBFGS):  # `StepHooks.before` changes its steps
         return optimizer
-    kind = type(optimizer)
+    low_bit = low_bit_kind(target)
+    if low_bit is not None:
+        check_blocks(target, low_bit)
+    kind = type(optimizer) if low_bit is None else low_bit.mixed_into(type(optimizer))
     attributes: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
     # Inside a compiled function the step runs uncompiled: dynamo cannot trace the change to local tensors and back.
     attributes["step"] = _torch.unseen_by_dynamo(LocalStep.step)
     optimizer.__class__ = type(kind.__name__, (LocalStep, kind), attributes)
     vars(optimizer).pop("step", None)  # by which a scheduler counts steps
+    if isinstance(target, LowBitStates):
+        target.keep_whole_shapes()
     prepare(optimizer, kind)
     return optimizer
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return True if `wrap_optimizer` knows that the update of an element depends on that element, or its block, alone."""
+    return isinstance(optimizer, ELEMENTWISE) or low_bit_kind(optimizer) is not None
 
 
 def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
@@ -305,7 +316,7 @@ def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
             f"{name} looks at more than one element at a time, and a rank holds only some rows of each parameter; leave out "
             "wrap_optimizer: torch steps Muon on DTensors."
         )
-    if not (elementwise or isinstance(optimizer, (*ELEMENTWISE, torch.optim.LBFGS))):
+    if not (elementwise or is_elementwise(optimizer) or isinstance(optimizer, torch.optim.LBFGS)):
         raise UsageError(
             f"wrap_optimizer does not know {name}; pass elementwise=True if its step treats each element by itself, as Adam "
             "does; otherwise leave out wrap_optimizer."

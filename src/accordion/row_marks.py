@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from accordion import _torch
 from accordion.engine.communicator import Communicator, reduced
 from accordion.errors import UsageError
+from accordion.offload.step.optimizer_copy import leaves
 
 MARK = "_accordion_rows"  # attribute of a tensor in an optimizer's state: a `Mark`
 MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it was created
@@ -161,7 +162,7 @@ def _marks_of_others(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Ite
         state = states.get(index)
         if not isinstance(p, DTensor) or not isinstance(state, Mapping):
             continue
-        for value in state.values():
+        for value in leaves(list(state.values())):
             mark = getattr(value, MARK, None) if isinstance(value, Tensor) else None
             if isinstance(value, DTensor) and _is_elsewhere(value, p):
                 yield _mark(value)

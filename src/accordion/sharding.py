@@ -51,6 +51,8 @@ class Sharding:
             to its backward, in the gathered dtype; the backward gathers from it. None: no copy.
         meshes: class of modules, or pattern of names -> mesh of these parameters, for example experts: a slice of a mesh of
             all ranks, 1-D, or 2-D with the shard axis second. Their gradients are summed over their own mesh.
+        state_block: elements that share a scale in the states of a low-bit optimizer: 256 for most of 8 bits, 128 for 4 bits.
+            Parameters of at most 256 KiB whose rows would end inside a block on some rank are kept whole on each rank.
         reduce_op: "mean" over all data-parallel ranks, or "sum" for losses weighted by tokens.
 
     Raises `UsageError` for a value that its field does not take.
@@ -64,6 +66,7 @@ class Sharding:
     checkpoint_activations: str = "none"
     secondary: int | None = None
     meshes: MeshChoice | None = field(default=None, metadata={"unread": True})
+    state_block: int = field(default=1, metadata={"unread": True})
     reduce_op: Literal["mean", "sum"] = field(default="mean", metadata={"unread": True})
 
     def __post_init__(self) -> None:
@@ -78,6 +81,8 @@ class Sharding:
             if not isinstance(value, kind) and not (name == "precision" and value is None):
                 raise UsageError(f"{name} is {value!r}, of type {type(value).__name__}; pass {example}.")
         checkpointing_named(self.checkpoint_activations)
+        if not isinstance(self.state_block, int) or self.state_block < 1:
+            raise UsageError(f"state_block is {self.state_block!r}; pass a number of elements, such as 256.")
         if self.reduce_op not in ("mean", "sum"):
             raise UsageError(f"reduce_op={self.reduce_op!r} is not known; pass 'mean' or 'sum'.")
 

@@ -112,6 +112,15 @@ def as_dtensor(local: Tensor, like: Tensor) -> DTensor:
     return _new_dtensor(DTensor, local, like._spec, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
 
 
+def packed_dtensor(local: Tensor, like: Tensor, shape: Sequence[int]) -> DTensor:
+    """Return a DTensor of `local` with the mesh and placements of `like` and the full `shape`, where `from_local` would move
+    a tensor on the host to the mesh's device."""
+    spec = copy.copy(like._spec)  # type: ignore[attr-defined]
+    full = torch.empty(tuple(shape), device="meta")
+    spec.tensor_meta = spec.tensor_meta._replace(shape=full.shape, stride=full.stride(), dtype=local.dtype)
+    return _new_dtensor(DTensor, local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
 def as_dtensors(rows: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[DTensor | None]:
     """Return `as_dtensor(row, like)` for each row and its entry of `like`; None for a row that is None."""
     new, kind = _new_dtensor, DTensor

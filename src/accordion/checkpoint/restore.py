@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from accordion._torch import local_of, packed_dtensor
 from accordion.checkpoint.contents import Contents, optimizer_name
 from accordion.checkpoint.format import CODES, DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.optimizer_states import RankStates
 from accordion.errors import CheckpointError
+from accordion.low_bit import LowBitStates, packed_shape
 
 
 def differences(manifest: Manifest, contents: Contents, states: RankStates | None = None) -> list[str]:
@@ -55,6 +58,8 @@ def _listed(what: str, names: Iterable[str]) -> list[str]:
 def _optimizer_differences(saved: Json, current: Json) -> list[str]:
     if saved is None:
         return ["it was saved without an optimizer; load it without one"]
+    if _lacks_wrapper(saved, current):
+        return [f"it has low-bit states; pass the {optimizer_name(current)} to wrap_optimizer before it is loaded"]
     if not _is_related(saved, current):
         names = [optimizer_name(words) for words in (saved, current)]
         return [f"it was saved with {names[0]} and the optimizer is {names[1]}, whose states have other meanings"]
@@ -89,6 +94,11 @@ def _is_related(saved: Json, current: Json) -> bool:
     return not theirs or theirs[0] in ours or ours[0] in theirs
 
 
+def _lacks_wrapper(saved: Json, current: Json) -> bool:
+    """Return True if `saved` has low-bit states in the form that `wrap_optimizer` gives them, and `current` is not wrapped."""
+    return LowBitStates.__name__ in (saved.get("kind") or []) and LowBitStates.__name__ not in current["kind"]
+
+
 def _sources(saved: Json, current: Json) -> list[list[int]]:
     """Return for each group of `current` the indices of the groups of `saved` that contain any of its parameters."""
     theirs = {name: i for i, group in enumerate(saved["groups"]) for name in group["params"]}
@@ -118,7 +128,7 @@ def restored(
         return tensors[name]
 
     words, current = manifest.optimizer, optimizer.state_dict()
-    if words is None or not _is_related(words, contents.optimizer):
+    if words is None or _lacks_wrapper(words, contents.optimizer) or not _is_related(words, contents.optimizer):
         return current, tensors
     groups = []
     for group, sources in zip(current["param_groups"], _sources(words, contents.optimizer), strict=True):
@@ -156,5 +166,10 @@ def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tenso
     if not placed:
         return plain
     assert isinstance(param, DTensor)
+    block = param.numel() // max(1, math.prod(entry.shape))
+    if "Shard" in str(entry.placements) and block and entry.shape == packed_shape(param.shape, block):
+        rows = local_of(param).numel() // block // math.prod(entry.shape[1:])
+        local = torch.empty((rows, *entry.shape[1:]), dtype=dtype, device=local_of(param).device)
+        return packed_dtensor(local, param, entry.shape)
     mesh = param.device_mesh
     return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)

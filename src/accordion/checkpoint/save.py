@@ -61,9 +61,9 @@ def save(
             such as `s3://bucket/run/step-100`, where nothing is replaced.
         extra: numbers, strings, lists, tuples and dicts to save with the tensors; those of rank 0 are saved.
         state: objects whose `state_dict()` is saved for each rank: a scheduler, a scaler, a data loader, `RandomState()`.
-        rank_states: save optimizer states that are neither shaped like their shard nor equal on all ranks (block scales of an
-            8-bit optimizer, a vector for each matrix) for each rank; they load on as many ranks with the same shards only.
-            Without it such states raise `CheckpointError`.
+        rank_states: save optimizer states that are neither shaped like their shard nor equal on all ranks (block scales of a
+            low-bit optimizer of your own, a vector for each matrix) for each rank; they load on as many ranks with the same
+            shards only. Without it such states raise `CheckpointError`.
         background: return when everything is copied to host memory, and write in a thread. The next save waits for the thread;
             if it failed, the next step of `optimizer`, the next save or `wait()` raises its error.
         keep: number of complete checkpoints to keep among those in the same folder whose names differ only in the number at

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 
 KIB = 1024
 ALIGN_BYTES = 256  # alignment of each full parameter, for vectorized kernels and NCCL
 PACK_LIMIT_BYTES = 256 * KIB  # smaller parameters travel packed in one message
 LARGE_PACK_LIMIT_BYTES = 4096 * KIB  # the limit for backends that launch each tensor separately: docs/design.md
+LEAST_QUANTISED = 4096  # elements of the smallest tensor whose optimizer states torchao and bitsandbytes quantise
 PADDING_SHARE, PADDING_BYTES = 0.05, 64 * KIB  # padding above both limits: cut another dim, or keep the tensor whole
 
 
@@ -66,7 +67,33 @@ class Cut:
         return (*self.shape[: self.dim], self.rows_of(rank), *self.shape[self.dim + 1 :])
 
 
-def cut(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
+def cut(shape: Sequence[int], num_ranks: int, itemsize: int, state_block: int = 1, num_replicas: int = 1) -> Cut:
+    """Return how to divide a tensor over ranks, and over `num_replicas` that divide each rank's rows once more.
+
+    `state_block`: elements that share a scale in low-bit optimizer states. Small tensors whose rows would end inside a block
+    stay whole.
+    """
+    c = _least_padded(shape, num_ranks, itemsize)
+    is_small = c.numel >= LEAST_QUANTISED and c.numel * itemsize <= PACK_LIMIT_BYTES
+    if state_block == 1 or c.dim is None or not is_small or c.numel % state_block:
+        return c
+    return replace(c, dim=None) if c.dim or splits_blocks(c.shape, (num_ranks, num_replicas), state_block) else c
+
+
+def rows_per_block(shape: Sequence[int], block: int) -> int:
+    """Return the least number of rows of dim 0 whose elements make whole blocks of `block` elements."""
+    return block // gcd(prod(shape[1:]), block)
+
+
+def splits_blocks(shape: Sequence[int], splits: Sequence[int], block: int) -> bool:
+    """Return True if a rank's rows of dim 0, divided by `splits` one after the other, end inside a block of elements."""
+    unit, counts = rows_per_block(shape, block), {shape[0]}
+    for num_ranks in splits if unit > 1 else ():
+        counts = {Cut((rows,), 0, num_ranks).rows_of(rank) for rows in counts for rank in range(num_ranks)}
+    return unit > 1 and any(rows % unit for rows in counts)
+
+
+def _least_padded(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
     """Return how to divide a tensor over ranks: by rows of dim 0, unless that needs much padding.
 
     If it does, as for fused experts (8, ...) on 64 ranks, the tensor is divided on the dim with the least padding. 0-d tensors,

@@ -19,7 +19,7 @@ from accordion.engine.hooks import engine_of
 from accordion.engine.observer import Observer
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
-from accordion.optim import ELEMENTWISE, inner_of, refuse_adafactor, wrap_optimizer
+from accordion.optim import inner_of, is_elementwise, refuse_adafactor, wrap_optimizer
 from accordion.safety.same_on_ranks import first_ranks
 from accordion.shard.api import entry_point, shard
 from accordion.shard.replaced_parameters import follow_moved
@@ -101,7 +101,7 @@ def step_on_shards(optimizer: Optimizer) -> None:
     follow_moved(inner)
     on_shards = any(isinstance(p, DTensor) for g in inner.param_groups for p in g["params"])
     refuse_adafactor(inner)
-    if on_shards and isinstance(inner, ELEMENTWISE):
+    if on_shards and is_elementwise(inner):
         wrap_optimizer(optimizer)
 
 

@@ -30,7 +30,9 @@ from accordion.sharding import PRINTERS, Sharding
 from accordion.units import AUTO
 from accordion.version import VERSION
 
-FIELDS = [f.name for f in fields(Sharding) if f.name not in ("precision", "prefetch", "meshes", "reduce_op")]
+FIELDS = [
+    f.name for f in fields(Sharding) if f.name not in ("precision", "prefetch", "meshes", "state_block", "reduce_op")
+]
 
 FIGURES = (
     *("peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes"),

@@ -160,7 +160,7 @@ def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Mo
     own_contexts = {id(o): contexts[m] for o, m in zip(owned, plan.own_meshes, strict=True) if m is not None}
     rows = _Rows(owned, same_values(model, owned, context, plan.sync, own_contexts))
     for o, m in zip(owned, plan.own_meshes, strict=True):
-        c = _cut(o, plan.precisions[o.owner], own_contexts.get(id(o), context))
+        c = _cut(o, plan.precisions[o.owner], own_contexts.get(id(o), context), sharding.state_block)
         rows.layouts[o.names[0]] = layout_of(o.original, c, m or mesh, _placements(c, m or mesh, strategy))
     cuts = [[(o, rows.layouts[o.names[0]].cut) for o in owned if o.owner == i] for i in range(len(plan.chosen))]
     extended = [[pair for pair in pairs if is_extended(pair[0].original)] for pairs in cuts]
@@ -226,11 +226,12 @@ class _Rows:
             self.unfilled.append(param.sharded)
 
 
-def _cut(o: Owned, precision: Precision, context: ShardingContext) -> Cut:
+def _cut(o: Owned, precision: Precision, context: ShardingContext, state_block: int) -> Cut:
     shape = local_part(o.original).shape
     if is_extended(o.original):  # rows are what subclasses know how to cut
         return Cut(tuple(shape), 0, context.shard.num_ranks)
-    return cut(shape, context.shard.num_ranks, gathered_dtype(o, precision).itemsize)
+    itemsize, replicas = gathered_dtype(o, precision).itemsize, context.replicate.num_ranks if context.cut_twice else 1
+    return cut(shape, context.shard.num_ranks, itemsize, state_block, replicas)
 
 
 def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]:

@@ -21,7 +21,7 @@ from accordion.describe import describe
 from accordion.ema import EMA
 from accordion.errors import DivergenceError
 from accordion.offload.step.deferred_step import engines_of
-from accordion.optim import ELEMENTWISE, wrap_optimizer
+from accordion.optim import is_elementwise, wrap_optimizer
 from accordion.shard.api import shard as shard_model
 from accordion.sharding import Sharding, precision_named, precision_words
 from accordion.train.batches import Batches
@@ -165,7 +165,7 @@ def _optimizer(
     vectors."""
     options = config.train
     if own is not None:
-        return wrap_optimizer(own) if isinstance(own, ELEMENTWISE) else own
+        return wrap_optimizer(own) if is_elementwise(own) else own
     if theirs is not None and theirs.optimizer is not None:
         return wrap_optimizer(theirs.optimizer(model.parameters()))
     matrices = [p for p in model.parameters() if p.dim() >= 2 and p.requires_grad]

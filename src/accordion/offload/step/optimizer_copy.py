@@ -119,7 +119,7 @@ class OptimizerCopy:
         values.append({key: value for key, value in clone.state.items() if not isinstance(key, Tensor)})
         param_ids = {id(tensor) for _, _, tensor, _ in todo} | set(map(id, self._absent.values()))
         attributes = {k: v for k, v in vars(clone).items() if k not in ("state", "param_groups", *HOOKS)}
-        return [*values, {k: v for k, v in attributes.items() if param_ids.isdisjoint(map(id, _leaves(v)))}]
+        return [*values, {k: v for k, v in attributes.items() if param_ids.isdisjoint(map(id, leaves(v)))}]
 
     def write_after(self, optimizer: Optimizer) -> None:
         """Write the values of `after` into `optimizer`, as its own step would."""
@@ -182,18 +182,18 @@ def exchange(tree: Any, swap: Callable[[Tensor], Tensor]) -> Any:
     return type(tree)(exchange(item, swap) for item in tree) if type(tree) in (tuple, set) else tree
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
+def leaves(tree: Any) -> Iterator[Any]:
     """Yield the items inside nested lists, tuples, sets and dicts (keys and values); `tree` itself if it is none of these."""
     if not isinstance(tree, (list, tuple, set, dict)):
         yield tree
         return
     for item in [*tree, *tree.values()] if isinstance(tree, dict) else tree:
-        yield from _leaves(item)
+        yield from leaves(item)
 
 
 def has_elements(tree: Any, local: Tensor) -> bool:
     """Return True if the state `tree` is a tensor of the shape of `local`, or has one in nested lists and dicts."""
-    return any(isinstance(v, Tensor) and v.dim() > 0 and v.shape == local.shape for v in _leaves(tree))
+    return any(isinstance(v, Tensor) and v.dim() > 0 and v.shape == local.shape for v in leaves(tree))
 
 
 def _same(a: Any, b: Any) -> bool:

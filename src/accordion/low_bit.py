@@ -1,0 +1,339 @@
+"""Low-bit optimizer states of torchao and bitsandbytes on sharded parameters: which are quantised, and how they reshard.
+
+A low-bit state has codes and one scale for each block of consecutive elements. Rows that hold whole blocks have codes and scales
+of their own, so a state dict holds both as tensors that are sharded like the parameter; nothing is dequantised.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from accordion import _torch
+from accordion.config import HOST, Offload
+from accordion.engine.layout import rows_per_block, splits_blocks
+from accordion.errors import UsageError
+from accordion.offload.step.deferred_step import owned_by, tiers_of
+
+OURS = "_accordion_sharded"  # attribute of a sharded parameter: its name
+QMAP = "qmap"  # begins the names of tables from codes to values, which all blocks share
+BITSANDBYTES_BLOCK = 256  # elements of a block in all its 8-bit optimizers
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The parameter of which an optimizer steps rows. `id`: of the DTensor, by which bitsandbytes finds options for it."""
+
+    id: int
+    shape: torch.Size
+    is_sharded: bool
+
+
+class LowBitStates(Optimizer):
+    """Mixin below `LocalStep` that decides by full parameters which states are quantised, and makes their state dict reshard.
+
+    Both libraries decide by the number of local elements, so the states would depend on the number of ranks.
+    """
+
+    REMEDY: str  # for blocks that no rank can hold whole, as the end of a sentence
+    _whole: dict[Tensor, Whole]  # in a step its keys are local tensors, as in all attributes of the optimizer
+
+    @classmethod
+    def mixed_into(cls, kind: type[Optimizer]) -> type[Optimizer]:
+        return type(kind.__name__, (cls, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+    @staticmethod
+    def block_of(optimizer: Any, group: int, index: int) -> int:
+        """Return the number of elements in a block of the states of a parameter, 1 if they will not be quantised.
+
+        `optimizer` may be without this mixin. `group`, `index`: position of the parameter in its `param_groups`.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def unsupported(optimizer: Any, offload: Offload) -> str | None:
+        """Return why `optimizer` cannot step parameters with `offload`, as the end of a sentence; None if it can."""
+        raise NotImplementedError
+
+    def _split(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `entry`, the states of `p`, with codes, scales and tables as DTensors."""
+        raise NotImplementedError
+
+    def _join(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the states of `p` of which `_split` made `entry`, perhaps on other ranks."""
+        raise NotImplementedError
+
+    def keep_whole_shapes(self) -> None:
+        """Record the parameters, since a step sees local tensors in their place."""
+        sharded = {p: bool(_splits(p)) for p in _params(self) if isinstance(p, DTensor)}
+        self._whole = {p: Whole(id(p), p.shape, is_sharded) for p, is_sharded in sharded.items()}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            check_blocks(self, type(self))
+        except UsageError:
+            self.param_groups.pop()
+            raise
+        self.keep_whole_shapes()
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        return {**saved, "state": _changed(saved["state"], dict(enumerate(_params(self))), self._split)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = dict(zip(indices, _params(self), strict=False))  # the library's own method compares their number
+        super().load_state_dict({**state_dict, "state": _changed(state_dict["state"], params, self._join)})
+
+
+class TorchaoStates(LowBitStates):
+    """The mixin for optimizers of torchao (read for 0.18), whose low-bit states are tensor subclasses."""
+
+    REMEDY = "take a smaller block_size"
+    block_size: int
+    bf16_stochastic_round: bool
+    _subclass_zeros: Callable[[Tensor, bool, int], Any]
+
+    @staticmethod
+    def block_of(optimizer: Any, group: int, index: int) -> int:
+        p = optimizer.param_groups[group]["params"][index]
+        return optimizer.block_size if _is_quantised(optimizer._new_buffer, p.shape) else 1
+
+    @staticmethod
+    def unsupported(optimizer: Any, offload: Offload) -> str | None:
+        if offload.streams:
+            return "blocks are not stepped chunk by chunk; keep the states on the host, and leave out step and disk"
+        if optimizer.bf16_stochastic_round and offload.stepped_on == HOST:
+            return "random rounding on a thread would change the random numbers of the forward; leave out one of them"
+        return None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if not self.bf16_stochastic_round:
+            return super().step(closure)
+        # Ranks that hold the same rows must round alike. Tensors that all ranks have whole come first, as the others take
+        # as many random numbers as this rank has rows.
+        orders = [(group["params"], list(group["params"])) for group in self.param_groups]
+        num_steps = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
+        try:
+            for params, _ in orders:
+                params.sort(key=lambda p: p in self._whole and self._whole[p].is_sharded)
+            with _seeded(num_steps, orders[0][1][0].device):
+                return super().step(closure)
+        finally:
+            for params, order in orders:
+                params[:] = order
+
+    def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+        """Override torchao's method, which creates a state for the local tensor `p`; no public method does."""
+        whole = self._whole.get(p)
+        if whole is None:
+            return super()._new_buffer(p, signed)  # type: ignore[misc, no-any-return]
+        # Without rows there is no block; the few elements by which `OptimizerCopy` observes a step make none either.
+        if p.numel() < self.block_size or not _is_quantised(super()._new_buffer, whole.shape):  # type: ignore[misc]
+            return torch.zeros_like(p)
+        return self._subclass_zeros(p, signed, self.block_size)  # type: ignore[no-any-return]
+
+    def _split(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+        if not _is_quantised(super()._new_buffer, p.shape):  # type: ignore[misc]
+            return dict(entry)
+        return {key: self._parts(p, v, key) if isinstance(v, DTensor) else v for key, v in entry.items()}
+
+    def _parts(self, p: DTensor, state: DTensor, key: str) -> Any:
+        """Return {name: DTensor of codes, scales or table; "signed": bool} of a low-bit `state` of `p`; others unchanged."""
+        local: Any = _torch.local_of(state)
+        if local.numel() and not hasattr(local, "__tensor_flatten__"):
+            return state
+        signed = key == "exp_avg"
+        # A rank without rows sends the same kinds of tensors, without elements: those of one block.
+        one = (
+            local if local.numel() else self._subclass_zeros(local.new_empty(self.block_size), signed, self.block_size)
+        )
+        parts: dict[str, Any] = {"signed": signed}
+        for name in one.__tensor_flatten__()[0]:
+            inner = getattr(one, name)
+            part = inner if local.numel() else inner[:0]
+            parts[name] = _replicated(inner, p) if name == QMAP else _packed(part, p, one.numel() // inner.numel())
+        return parts
+
+    def _join(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: self._joined(p, v) if isinstance(v, dict) and "scale" in v else v for key, v in entry.items()}
+
+    def _joined(self, p: DTensor, parts: Mapping[str, Any]) -> DTensor:
+        """Return the state of `p` of which `_parts` made `parts`; it shares their memory."""
+        block, local = p.numel() // parts["scale"].numel(), _torch.local_of(p)
+        if block != self.block_size:
+            raise UsageError(
+                f"the saved states of this {type(self).__name__} have blocks of {block} elements, and it has block_size="
+                f"{self.block_size}; make it with block_size={block}."
+            )
+        if not local.numel():
+            return _torch.as_dtensor(torch.zeros_like(local), p)
+        state = self._subclass_zeros(local, parts["signed"], block)
+        for name in state.__tensor_flatten__()[0]:
+            zeros = getattr(state, name)
+            setattr(state, name, _torch.local_of(parts[name]).to(zeros.device).view(zeros.shape))
+        return _torch.as_dtensor(state, p)
+
+
+class BitsandbytesStates(LowBitStates):
+    """The mixin for 8-bit optimizers of bitsandbytes (read for 0.50), whose scales are states next to the codes."""
+
+    REMEDY = "let GlobalOptimManager keep its states in 32 bits"
+
+    @staticmethod
+    def block_of(optimizer: Any, group: int, index: int) -> int:
+        options = optimizer.get_config(group, index, optimizer.param_groups[group])
+        p = optimizer.param_groups[group]["params"][index]
+        is_quantised = options["optim_bits"] == 8 and p.numel() >= options["min_8bit_size"]
+        return BITSANDBYTES_BLOCK if is_quantised else 1
+
+    @staticmethod
+    def unsupported(optimizer: Any, offload: Offload) -> str | None:
+        return "bitsandbytes steps on the device; leave out that Offload, and take a paged optimizer"
+
+    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+        """Override bitsandbytes' method: find options by the full parameter, and decide by its size what is quantised."""
+        options: dict[str, Any] = super().get_config(gindex, pindex, group)  # type: ignore[misc]
+        whole = self._whole.get(self.param_groups[gindex]["params"][pindex])
+        if whole is not None:
+            options |= self.mng.pid2config.get(whole.id, {})  # type: ignore[attr-defined]
+            options["min_8bit_size"] = 0 if whole.shape.numel() >= options["min_8bit_size"] else sys.maxsize
+        return options
+
+    def _split(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+        def split(key: str, value: Any) -> Any:
+            if key.startswith(QMAP):
+                return _replicated(value, p)
+            is_vector = key.startswith("absmax") and value.dim() == 1  # AdEMAMix has two rows of them
+            return _packed(_local(value), p, BITSANDBYTES_BLOCK) if is_vector else value
+
+        return _each(entry, split)
+
+    def _join(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
+        def join(key: str, value: Any) -> Any:
+            if key.startswith(QMAP):
+                return _local(value)
+            return _local(value).view(-1) if key.startswith("absmax") and isinstance(value, DTensor) else value
+
+        return _each(entry, join)
+
+
+MIXINS: Mapping[str, type[LowBitStates]] = {
+    "torchao.optim.adam._AdamBase": TorchaoStates,
+    "bitsandbytes.optim.optimizer.Optimizer8bit": BitsandbytesStates,
+}
+"""Full name of a class of optimizers -> the mixin that `wrap_optimizer` adds to it and its subclasses."""
+
+
+def low_bit_kind(optimizer: Optimizer) -> type[LowBitStates] | None:
+    """Return the mixin for an optimizer with low-bit states; None for others, and for LAMB and LARS, which use norms."""
+    if getattr(getattr(optimizer, "args", None), "max_unorm", 0.0):
+        return None
+    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__]
+    return next((MIXINS[name] for name in names if name in MIXINS), None)
+
+
+def check_blocks(optimizer: Optimizer, mixin: type[LowBitStates]) -> None:
+    """Raise `UsageError` if a rank's rows end inside a block of low-bit states, or an Offload does not step them."""
+    kind = type(optimizer).__name__
+    places = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
+    for i, j, p in places:
+        if not isinstance(p, DTensor):
+            continue
+        splits, block = _splits(p), mixin.block_of(optimizer, i, j)
+        what = f"{kind} cannot step parameter {vars(p).get(OURS)!r} of shape {tuple(p.shape)}, which is"
+        if splits is None:
+            raise UsageError(f"{what} cut along another dim than the first; give it a mesh of fewer ranks (meshes=).")
+        if p.numel() % block or splits_blocks(p.shape, splits, block):
+            raise UsageError(
+                f"{what} cut over {prod(splits)} ranks, so that some hold parts of a block of {block} elements, which share a "
+                f"scale in its states; pass state_block={block} to shard, which keeps parameters of up to 256 KiB whole, or "
+                f"{mixin.REMEDY}."
+            )
+    for _, _, engine, unit in owned_by(optimizer):
+        reason = mixin.unsupported(optimizer, tiers_of(engine).offloads[unit.index])
+        if reason is not None:
+            raise UsageError(f"{kind} has low-bit states, and unit {unit.name or 'root'!r} is offloaded: {reason}.")
+
+
+def packed_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
+    """Return the shape of a tensor with one element for each `block` elements of a tensor of `shape`.
+
+    Its rows of dim 0 are those of the least number of rows that hold whole blocks, so it is sharded like that tensor.
+    """
+    if block == 1:
+        return tuple(shape)
+    rows = rows_per_block(shape, block)
+    return shape[0] // rows, prod(shape[1:]) * rows // block
+
+
+def _packed(local: Tensor, p: DTensor, block: int) -> DTensor:
+    """Return `local`, which has one element for each `block` elements of this rank's rows of `p`, sharded like `p`."""
+    shape = packed_shape(p.shape, block)
+    return _torch.packed_dtensor(local.view(-1, *shape[1:]), p, shape)
+
+
+def _replicated(tensor: Tensor, p: DTensor) -> DTensor:
+    """Return `tensor`, equal on all ranks, as a DTensor on the mesh of `p`, of which a checkpoint saves one copy."""
+    return DTensor.from_local(_local(tensor), p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _is_quantised(new_buffer: Callable[[Tensor, bool], Tensor], shape: torch.Size) -> bool:
+    """Ask torchao's function whether it quantises the states of an unsharded parameter of `shape`."""
+    return hasattr(new_buffer(torch.empty(shape, device="meta"), True), "__tensor_flatten__")
+
+
+def _splits(p: DTensor) -> list[int] | None:
+    """Return the numbers of ranks by which the rows of dim 0 are divided one after the other; None if another dim is."""
+    axes = [(how, num) for how, num in zip(p.placements, p.device_mesh.shape, strict=True) if num > 1]
+    sharded: list[tuple[Any, int]] = [(how, num) for how, num in axes if not how.is_replicate()]
+    if any(how.dim for how, _ in sharded):
+        return None
+    strided = [num for how, num in sharded if isinstance(how, _torch.StridedShard)]
+    return [num for how, num in sharded if not isinstance(how, _torch.StridedShard)] + strided[::-1]
+
+
+def _params(optimizer: Optimizer) -> Iterator[Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _changed(
+    states: Mapping[Any, Any], params: Mapping[Any, Tensor], change: Callable[[DTensor, Mapping[str, Any]], Any]
+) -> dict[Any, Any]:
+    """Return `states` with `change(p, entry)` for the entry of each sharded parameter; `params`: key in `states` -> p."""
+    pairs = {key: (params.get(key), entry) for key, entry in states.items()}
+    return {key: change(p, entry) if isinstance(p, DTensor) else entry for key, (p, entry) in pairs.items()}
+
+
+def _each(entry: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return `entry` with `change(key, value)` for each value, also in a dict in it, as bitsandbytes nests its states."""
+    return {key: _each(v, change) if isinstance(v, dict) else change(key, v) for key, v in entry.items()}
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Context manager in which random numbers on `device` begin with `seed`; those of the caller continue afterwards."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
+        return
+    module = torch.get_device_module(device)
+    with torch.random.fork_rng(devices=[module.current_device()], device_type=device.type):
+        module.manual_seed(seed)
+        yield
