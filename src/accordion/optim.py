@@ -22,10 +22,11 @@ from accordion.engine.hooks import engine_of
 from accordion.engine.params import Param
 from accordion.errors import NonFiniteError, UsageError
 from accordion.grad_norm import NormPart, multiply, scale_to, total_norm
-from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare, refuse_unwrapped
+from accordion.offload.step.deferred_step import defer, engines_of, expose, owned_by, prepare, refuse_unwrapped
 from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
 from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import mark_rows, refuse_other_rows, refuse_states_of_others
+from accordion.whole_matrices import MuonStep, WholeStep, refuse_vectors, sharded_engines
 
 Opt = TypeVar("Opt", bound=Optimizer)
 OURS = "_accordion_sharded"  # attribute that marks a sharded parameter
@@ -33,7 +34,6 @@ ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
 )
-WHOLE = tuple(getattr(torch.optim, name) for name in ("Muon", "SparseAdam") if hasattr(torch.optim, name))
 
 
 class LocalStep(Optimizer):
@@ -52,6 +52,8 @@ class LocalStep(Optimizer):
                 loss = closure()
         _torch.count_step(self)
         if engines_of(self):
+            if isinstance(self, WholeStep):
+                _refuse_offload(self)
             defer(self, self._kind)
         else:
             self._step_here()
@@ -195,6 +197,7 @@ def mark_sharded(engine: Engine) -> None:
     """Set an attribute on the sharded parameters of `engine`, so that `StepHooks` check the optimizers that step them."""
     for param in engine.params:
         vars(param.sharded)[OURS] = True
+    sharded_engines().add(engine)
     step_hooks()
 
 
@@ -291,7 +294,8 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     attributes: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
     # Inside a compiled function the step runs uncompiled: dynamo cannot trace the change to local tensors and back.
     attributes["step"] = _torch.unseen_by_dynamo(LocalStep.step)
-    optimizer.__class__ = type(kind.__name__, (LocalStep, kind), attributes)
+    mixins = (LocalStep, MuonStep) if isinstance(target, torch.optim.Muon) else (LocalStep,)
+    optimizer.__class__ = type(kind.__name__, (*mixins, kind), attributes)
     vars(optimizer).pop("step", None)  # by which a scheduler counts steps
     prepare(optimizer, kind)
     return optimizer
@@ -300,12 +304,13 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
 def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
     """Raise `UsageError` if `wrap_optimizer` does not support this optimizer or it has no sharded parameters."""
     name = type(optimizer).__name__
-    if isinstance(optimizer, WHOLE):
+    if isinstance(optimizer, torch.optim.SparseAdam):
         raise UsageError(
-            f"{name} looks at more than one element at a time, and a rank holds only some rows of each parameter; leave out "
-            "wrap_optimizer: torch steps Muon on DTensors."
+            "SparseAdam steps sparse gradients, and those of sharded parameters are dense; take Adam or AdamW."
         )
-    if not (elementwise or isinstance(optimizer, (*ELEMENTWISE, torch.optim.LBFGS))):
+    if isinstance(optimizer, torch.optim.Muon) and elementwise:
+        raise UsageError(f"{name} steps whole matrices, and elementwise=True says the contrary; leave it out.")
+    if not (elementwise or isinstance(optimizer, (*ELEMENTWISE, torch.optim.LBFGS, torch.optim.Muon))):
         raise UsageError(
             f"wrap_optimizer does not know {name}; pass elementwise=True if its step treats each element by itself, as Adam "
             "does; otherwise leave out wrap_optimizer."
@@ -318,6 +323,18 @@ def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
         _ = p.grad  # raises for a parameter that `shard` has replaced
     if not any(isinstance(p, DTensor) for p in params):
         raise UsageError("this optimizer holds no sharded parameter; make it from model.parameters() after shard().")
+    if isinstance(optimizer, torch.optim.Muon):
+        refuse_vectors(optimizer.param_groups)
+        _refuse_offload(optimizer)
+
+
+def _refuse_offload(optimizer: Optimizer) -> None:
+    """Raise `UsageError` if an optimizer that steps whole matrices has offloaded parameters."""
+    for _, _, _, unit in owned_by(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__} steps whole matrices on the device, and the Offload of unit {unit.name or 'root'!r} "
+            "steps its parameters elsewhere or in the backward; leave out that Offload, or take AdamW for this unit."
+        )
 
 
 def clip_grad_norm_(
