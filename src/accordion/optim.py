@@ -51,9 +51,10 @@ class LocalStep(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         _torch.count_step(self)
+        if isinstance(self, WholeStep):
+            self.check()
+            _refuse_offload(self)
         if engines_of(self):
-            if isinstance(self, WholeStep):
-                _refuse_offload(self)
             defer(self, self._kind)
         else:
             self._step_here()
@@ -324,7 +325,7 @@ def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
     if not any(isinstance(p, DTensor) for p in params):
         raise UsageError("this optimizer holds no sharded parameter; make it from model.parameters() after shard().")
     if isinstance(optimizer, torch.optim.Muon):
-        refuse_vectors(optimizer.param_groups)
+        refuse_vectors(optimizer)
         _refuse_offload(optimizer)
 
 

@@ -174,7 +174,7 @@ def from_owners(bucket: Sequence[Matrix], wholes: list[Tensor], like: Tensor) ->
     for level in range(len(bucket[0].levels)):
         members = [matrix for matrix in bucket if matrix.arrives(level + 1)]
         if not members:
-            return []
+            continue
         axis, cuts, owners = _on_axis(members, level)
         of_rank = [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(axis.num_ranks)]
         own = [cuts[i] for i in of_rank[axis.rank]]
@@ -253,8 +253,8 @@ class Trip:
 class WholeStep(Optimizer):
     """Base of the mixins that step matrices on their owners. The parameters are local tensors during `step`."""
 
-    def _check(self) -> None:
-        """Raise `UsageError` for parameters that this optimizer cannot step."""
+    def check(self) -> None:
+        """Raise `UsageError` for parameters that this optimizer cannot step. Called before each step."""
 
     def _pack(self, matrix: Matrix) -> Tensor:
         """Return this rank's rows of what the owner needs, (..., *local shape)."""
@@ -272,7 +272,6 @@ class WholeStep(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Step all parameters that have a gradient, which must be the same ones on all ranks. Collective."""
-        self._check()
         buckets = buckets_of(matrix for matrix in matrices_of(self.param_groups) if matrix.rows.grad is not None)
         # While one bucket is computed, the rows of the next one and the results of the one before it are on their way.
         outward = _one_ahead(self._depart(bucket) for bucket in buckets)
@@ -303,9 +302,9 @@ def _one_ahead(items: Iterable[T]) -> Iterator[T]:
         yield current
 
 
-def refuse_vectors(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise `UsageError` if the param groups of a Muon have a parameter that is no matrix."""
-    for p in chain.from_iterable(group["params"] for group in groups):
+def refuse_vectors(muon: Optimizer) -> None:
+    """Raise `UsageError` if a Muon has a parameter that is no matrix."""
+    for p in chain.from_iterable(group["params"] for group in muon.param_groups):
         if p.dim() != 2:
             raise UsageError(
                 f"Muon orthogonalises matrices, and it has a parameter of shape {tuple(p.shape)}; give parameters of other than "
@@ -316,8 +315,8 @@ def refuse_vectors(groups: Iterable[Mapping[str, Any]]) -> None:
 class MuonStep(WholeStep):
     """Mixin with the step of torch.optim.Muon: momentum and weights are stepped in rows, updates orthogonalised by owners."""
 
-    def _check(self) -> None:
-        refuse_vectors(self.param_groups)
+    def check(self) -> None:
+        refuse_vectors(self)
 
     def _pack(self, matrix: Matrix) -> Tensor:
         group, grad = self.param_groups[matrix.group], matrix.rows.grad

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine.communicator import Communicator
 from tests import devices
-from tests.support.ranked import on_world, under_strategies
-from tests.support.reference import assert_close, params_of, whole
+from tests.support.checks import mesh_of
+from tests.support.offloads import HOST
+from tests.support.ranked import on_world
+from tests.support.reference import assert_close, params_of
 
 SHAPES = [(12, 8), (8, 24), (5, 7), (16, 16), (1, 6), (3, 40), (9, 9)]  # not all divide by 2, 3 or 4
 
@@ -26,10 +29,10 @@ SHAPES = [(12, 8), (8, 24), (5, 7), (16, 16), (1, 6), (3, 40), (9, 9)]  # not al
 class Matrices(nn.Module):
     """A weight of each shape, and a bias; gradients are set by the tests."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, int]] = SHAPES) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.layers = nn.ModuleList(nn.Linear(columns, rows, bias=rows == 16) for rows, columns in SHAPES)
+        self.layers = nn.ModuleList(nn.Linear(columns, rows, bias=rows == 16) for rows, columns in shapes)
         self.to(devices.device(), dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +59,7 @@ def inputs(step: int) -> Tensor:
     return torch.randn(4, 40, generator=torch.Generator().manual_seed(step)).to(devices.device())
 
 
-def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: Iterator[int] | range) -> None:
+def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: Iterable[int]) -> None:
     for step in steps:
         model(inputs(step).to(next(model.parameters()).dtype)).backward()
         for optimizer in optimizers:
@@ -64,21 +67,152 @@ def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: Iter
             optimizer.zero_grad()
 
 
-FORMS: dict[str, dict[str, Any]] = {"plain": {}, "no nesterov": {"nesterov": False, "lr": torch.tensor(0.05)}}
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no nesterov": {"nesterov": False, "lr": torch.tensor(0.05)},
+    "bf16": {"dtype": torch.bfloat16},
+}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def pair(mesh: Any, strategy: acc.Strategy, form: str = "plain") -> tuple[nn.Module, ...]:
+    """Return (unsharded model, sharded model, their optimizers: [Muon, AdamW] of each)."""
+    options = dict(FORMS[form])
+    dtype = options.pop("dtype", torch.float32)
+    expected = Matrices(dtype)
+    model = acc.shard(Matrices(dtype), mesh=mesh, strategy=strategy, precision=acc.Precision(master=None))
+    optimizers = [[muon(m, **options), torch.optim.AdamW(split(m)[1])] for m in (expected, model)]
+    for optimizer in optimizers[1]:
+        acc.wrap_optimizer(optimizer)
+    return expected, model, *optimizers
+
+
+@pytest.mark.parametrize(("num_ranks", "form"), [(2, "bf16"), (3, "plain"), (4, "plain"), (4, "no nesterov")])
 def test_it_equals_the_unsharded_optimizer(world, num_ranks: int, form: str) -> None:
-    for name, strategy in STRATEGIES.items():
-        shape = (2, 2) if strategy.hybrid else (num_ranks,)
-        if not strategy.hybrid or num_ranks == 4:
-            world.run_mesh(shape, ("replicate", "shard")[-len(shape) :], _equals, name, form)
+    for strategy in STRATEGIES.values():
+        shape, names = mesh_of(strategy, num_ranks)
+        if num_ranks == 4 or not strategy.hybrid:
+            world.run_mesh(shape, names, _equals, strategy, form)
 
 
-def _equals(mesh: Any, strategy: str, form: str) -> None:
-    expected, model = Matrices(), acc.shard(Matrices(), mesh=mesh, strategy=STRATEGIES[strategy])
-    optimizer = acc.wrap_optimizer(muon(model, **FORMS[form]))
-    train(expected, [muon(expected, **FORMS[form])], range(4))
-    train(model, [optimizer], range(4))
+def _equals(mesh: Any, strategy: acc.Strategy, form: str) -> None:
+    expected, model, theirs, ours = pair(mesh, strategy, form)
+    with mock.patch("accordion.whole_matrices.BUCKET_NUMEL", 200):
+        train(expected, theirs, range(4))
+        train(model, ours, range(4))
     assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
+
+
+def test_it_resumes_on_another_number_of_ranks(world, tmp_path: Path) -> None:
+    for background in (False, True):
+        path = tmp_path / str(background)
+        world.run_mesh((2, 2), ("replicate", "shard"), _save, path, background)
+        for num_ranks in (1, 3):
+            world.run(num_ranks, _resume, path)
+
+
+def _save(mesh: Any, path: Path, background: bool) -> None:
+    _, model, _, optimizers = pair(mesh, acc.HYBRID_SHARD_OPTIM)
+    train(model, optimizers, range(2))
+    acc.save(path, model, optimizers, background=background).wait()
+
+
+def _resume(mesh: Any, path: Path) -> None:
+    expected, model, theirs, ours = pair(mesh, acc.FULL_SHARD)
+    train(expected, theirs, range(4))
+    with pytest.raises(acc.CheckpointError, match=r"saved with Muon \+ AdamW and the optimizer is AdamW \+ Muon"):
+        acc.load(path, model, ours[::-1])
+    with pytest.raises(acc.CheckpointError, match=r"saved with Muon \+ AdamW and the optimizer is Muon"):
+        acc.load(path, model, ours[0])
+    acc.load(path, model, ours)
+    train(model, ours, range(2, 4))
+    assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
+    for wrong, sentence in ((ours * 2, "has a parameter twice"), ([], "is empty"), ([model], "has a Matrices")):
+        with pytest.raises(acc.UsageError, match=sentence):
+            acc.save(path / "wrong", model, wrong)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of Newton-Schulz."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_each_matrix_is_orthogonalised_once_and_its_rows_travel_twice(world, num_ranks: int) -> None:
+    """All ranks do the same work, and send 2 (n - 1) / n of the elements of their rows, in bf16."""
+    numel, shapes = 6 * 12 * 8, [(12, 8), (8, 12)] * 3
+    if num_ranks == 3:
+        shapes = [(12, 8)] * 6
+    for products, num_bytes in world.run(num_ranks, _counted, shapes):
+        assert products == 6 // num_ranks * 5 * 2  # five iterations of two products that add
+        assert num_bytes == 2 * (num_ranks - 1) / num_ranks * numel / num_ranks * 2
+
+
+def _counted(mesh: Any, shapes: list[tuple[int, int]]) -> tuple[int, int]:
+    """Return (products of this rank in a step, bytes that it sends to others)."""
+    model = acc.shard(Matrices(shapes=shapes), mesh=mesh)
+    optimizer = acc.wrap_optimizer(torch.optim.Muon(split(model)[0]))
+    model(inputs(0)).backward()
+    num_bytes, exchange = 0, Communicator.exchange
+
+    def counting(self: Communicator, sends: Any) -> Any:
+        nonlocal num_bytes
+        for _, sent, _, numels in sends:
+            num_bytes += (sum(numels) - numels[self.rank]) * sent.itemsize
+        return exchange(self, sends)
+
+    with mock.patch.object(Communicator, "exchange", counting), Products() as products:
+        optimizer.step()
+    return products.count, num_bytes
+
+
+@on_world(2)
+def test_what_no_owner_can_step_is_refused_before_anything_changes(mesh) -> None:
+    model = acc.shard(Matrices(), mesh=mesh)
+    matrices, vectors = split(model)
+    with pytest.raises(acc.UsageError, match="elementwise=True says the contrary"):
+        acc.wrap_optimizer(torch.optim.Muon(matrices), elementwise=True)
+    optimizer = torch.optim.Muon(matrices)
+    for late in (False, True):
+        if late:
+            optimizer = acc.wrap_optimizer(torch.optim.Muon(matrices))
+        optimizer.add_param_group({"params": vectors})
+        before = params_of(model)
+        model(inputs(0)).backward()
+        with pytest.raises(acc.UsageError, match=r"a parameter of shape \(16,\); give .* to a second optimizer"):
+            optimizer.step() if late else acc.wrap_optimizer(optimizer)
+        assert_close(params_of(model), before, 0.0)
+    for offload in (HOST, acc.Offload(states="host", step_in_backward=True)):
+        offloaded = acc.shard(Matrices(), mesh=mesh, offload=offload)
+        with pytest.raises(acc.UsageError, match="Muon steps whole matrices on the device, and the Offload of unit"):
+            acc.wrap_optimizer(torch.optim.Muon(split(offloaded)[0]))
+
+
+def _note(calls: list[str], text: str, *_: Any) -> None:
+    calls.append(text)
+
+
+@on_world(2)
+def test_hooks_schedules_closures_and_compiled_functions_see_one_step(mesh) -> None:
+    results = []
+    for is_compiled in (False, True):
+        model = acc.shard(Matrices(), mesh=mesh)
+        optimizer = acc.wrap_optimizer(muon(model))
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(partial(_note, calls, "before"))
+        optimizer.register_step_post_hook(partial(_note, calls, "after"))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        step = torch.compile(optimizer.step, backend="eager") if is_compiled else optimizer.step
+        for turn in range(2):
+            model(inputs(turn)).backward()
+            step()
+            optimizer.zero_grad()
+            schedule.step()
+        assert calls == ["before", "after"] * 2
+        assert all(isinstance(state["momentum_buffer"], DTensor) for state in optimizer.state.values())
+        results.append(params_of(model))
+    assert_close(*results, 0.0)

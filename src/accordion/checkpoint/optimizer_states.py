@@ -17,6 +17,7 @@ from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import Contents, local_data, optimizer_name, own_box, placement_words, rank_prefix
 from accordion.checkpoint.format import DTYPES, Manifest, code_of
 from accordion.checkpoint.json_values import Json, as_bytes
+from accordion.checkpoint.optimizer_list import parts_of
 from accordion.checkpoint.reading import Files
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError, some_of
@@ -158,13 +159,15 @@ def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) 
 
     These are the plain tensors, except 0-d ones, that an optimizer of `wrap_optimizer` has created for sharded parameters.
     """
-    wrapped: object = optimizer
-    if not isinstance(wrapped, LocalStep):
+    if optimizer is None:
         return []
+    is_wrapped = [isinstance(part, LocalStep) for part in parts_of(optimizer) for _ in part.param_groups]
+    groups = zip(is_wrapped, contents.optimizer["groups"], strict=True)
+    wrapped = {param for flag, group in groups if flag for param in group["params"]}
     return [
         (param, key)
         for (param, key), value in _states(contents.optimizer)
-        if key != "step" and isinstance(contents.params.get(param), DTensor)
+        if param in wrapped and key != "step" and isinstance(contents.params.get(param), DTensor)
         for name in _refers_to(value)
         if not isinstance(contents.tensors[name], DTensor) and contents.tensors[name].dim()
     ]
