@@ -26,7 +26,7 @@ from accordion.offload.step.deferred_step import defer, engines_of, expose, owne
 from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
 from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import mark_rows, refuse_other_rows, refuse_states_of_others
-from accordion.whole_matrices import MuonStep, WholeStep, refuse_vectors, sharded_engines
+from accordion.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
 
 Opt = TypeVar("Opt", bound=Optimizer)
 OURS = "_accordion_sharded"  # attribute that marks a sharded parameter
@@ -268,15 +268,21 @@ def _refuse_stored_step(optimizer: Optimizer) -> None:
         optimizer = inner
 
 
-def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
+def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices: bool = False) -> Opt:
     """Make `optimizer` step on the local tensors of sharded parameters; return the same object, now of a subclass of its class.
 
     Its interface stays, and `param_groups` and `state` keep their DTensors. Without this an optimizer steps correctly, but more
-    slowly. The update of an element must depend on that element alone, as in most of torch.optim; `elementwise=True` promises
-    that for optimizers of others. `state_dict` returns the rows of this rank; `load_state_dict` is collective, and raises
-    `UsageError` on all ranks if one gets other rows. The result can be copied, not pickled. In `torch.compile` the step runs
-    uncompiled. An LBFGS stays unchanged; its steps use the mean loss of all ranks. If `optimizer` wraps another one
-    (accelerate's), the inner one is changed. Raises `UsageError` for other optimizers, or if it was made before `shard`.
+    slowly. `state_dict` returns the rows of this rank; `load_state_dict` is collective, and raises `UsageError` on all ranks if
+    one gets other rows. The result can be copied, not pickled. In `torch.compile` the step runs uncompiled. An LBFGS stays
+    unchanged; its steps use the mean loss of all ranks. If `optimizer` wraps another one (accelerate's), the inner one is
+    changed. A step of torch.optim.Muon is collective: one rank orthogonalises each matrix, and its rows travel there and back.
+
+    Args:
+        elementwise: for an optimizer that torch.optim lacks, promise that the update of an element depends on it alone.
+        whole_matrices: promise that the update of a parameter depends on that parameter alone (SOAP, Shampoo). One rank steps
+            each parameter whole and keeps its states; steps and `state_dict` are collective.
+
+    Raises `UsageError` for other optimizers, or if it was made before `shard`.
     """
     target: object = optimizer
     if not isinstance(target, Optimizer):
@@ -284,25 +290,27 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     if inner_of(target) is not target:
         if not isinstance(inner_of(target), LocalStep):
             _refuse_stored_step(target)
-        wrap_optimizer(inner_of(target), elementwise=elementwise)
+        wrap_optimizer(inner_of(target), elementwise=elementwise, whole_matrices=whole_matrices)
         return optimizer
     if isinstance(target, LocalStep):
         return optimizer
-    _check_wrappable(target, elementwise)
+    if elementwise and whole_matrices:
+        raise UsageError("wrap_optimizer got elementwise=True and whole_matrices=True; pass one of them.")
+    _check_wrappable(target, elementwise, whole_matrices)
     if isinstance(target, torch.optim.LBFGS):  # `StepHooks.before` changes its steps
         return optimizer
     kind = type(optimizer)
     attributes: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
     # Inside a compiled function the step runs uncompiled: dynamo cannot trace the change to local tensors and back.
     attributes["step"] = _torch.unseen_by_dynamo(LocalStep.step)
-    mixins = (LocalStep, MuonStep) if isinstance(target, torch.optim.Muon) else (LocalStep,)
-    optimizer.__class__ = type(kind.__name__, (*mixins, kind), attributes)
+    step = (MuonStep,) if kind is torch.optim.Muon else (OwnerStep,) if whole_matrices else ()
+    optimizer.__class__ = type(kind.__name__, (LocalStep, *step, kind), attributes)
     vars(optimizer).pop("step", None)  # by which a scheduler counts steps
     prepare(optimizer, kind)
     return optimizer
 
 
-def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
+def _check_wrappable(optimizer: Optimizer, elementwise: bool, whole_matrices: bool) -> None:
     """Raise `UsageError` if `wrap_optimizer` does not support this optimizer or it has no sharded parameters."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
@@ -311,10 +319,11 @@ def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
         )
     if isinstance(optimizer, torch.optim.Muon) and elementwise:
         raise UsageError(f"{name} steps whole matrices, and elementwise=True says the contrary; leave it out.")
-    if not (elementwise or isinstance(optimizer, (*ELEMENTWISE, torch.optim.LBFGS, torch.optim.Muon))):
+    is_muon = type(optimizer) is torch.optim.Muon  # a subclass may step otherwise
+    if not (elementwise or whole_matrices or is_muon or isinstance(optimizer, (*ELEMENTWISE, torch.optim.LBFGS))):
         raise UsageError(
             f"wrap_optimizer does not know {name}; pass elementwise=True if its step treats each element by itself, as Adam "
-            "does; otherwise leave out wrap_optimizer."
+            "does, or whole_matrices=True if it treats each parameter by itself; otherwise leave out wrap_optimizer."
         )
     refuse_adafactor(optimizer)
     if "step" in vars(optimizer) and not _torch.has_counted_step(optimizer):
@@ -324,8 +333,9 @@ def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
         _ = p.grad  # raises for a parameter that `shard` has replaced
     if not any(isinstance(p, DTensor) for p in params):
         raise UsageError("this optimizer holds no sharded parameter; make it from model.parameters() after shard().")
-    if isinstance(optimizer, torch.optim.Muon):
+    if is_muon:
         refuse_vectors(optimizer)
+    if is_muon or whole_matrices:
         _refuse_offload(optimizer)
 
 

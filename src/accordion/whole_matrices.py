@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import heapq
 import weakref
 from collections import Counter
@@ -13,7 +14,9 @@ from math import prod
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
@@ -23,7 +26,9 @@ from accordion.engine.layout import Cut
 from accordion.engine.params import Param
 from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.errors import UsageError
+from accordion.offload.step.optimizer_copy import OptimizerCopy, Part
 
+TENSOR = "$tensor"  # begins the description of a tensor
 T = TypeVar("T")
 BUCKET_NUMEL = 2**25  # elements of the whole matrices of a bucket; enough to hide the latency of an exchange
 Levels: TypeAlias = tuple[tuple[Axis, Cut], ...]
@@ -143,9 +148,9 @@ class Message(NamedTuple):
     sizes: tuple[list[int], list[int]]
 
 
-Journey: TypeAlias = Generator[Message, None, list[Tensor]]
-"""Exchanges, one after the other: it yields a message, is resumed once that has arrived, and returns the tensors that this
-rank has at the end.
+Journey: TypeAlias = Generator[Message | None, None, list[Tensor]]
+"""Exchanges, one after the other: it yields a message (None: this rank sends nothing), is resumed once that has arrived, and
+returns the tensors that this rank has at the end.
 """
 
 
@@ -174,6 +179,7 @@ def from_owners(bucket: Sequence[Matrix], wholes: list[Tensor], like: Tensor) ->
     for level in range(len(bucket[0].levels)):
         members = [matrix for matrix in bucket if matrix.arrives(level + 1)]
         if not members:
+            yield None  # so that all ranks of the next axis begin its exchange at the same time
             continue
         axis, cuts, owners = _on_axis(members, level)
         of_rank = [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(axis.num_ranks)]
@@ -223,28 +229,33 @@ class Trip:
     def __init__(self, side_stream: SideStream | None, journey: Journey) -> None:
         self._side_stream, self._journey = side_stream, journey
         self._transfer: Transfer | None = None
-        self._arrived: list[Tensor] = []
+        self._arrived: list[Tensor] | None = None  # until the journey has ended
         self._go_on()
 
     def land(self) -> list[Tensor]:
         """Let the compute stream wait for the end, and return the tensors that have arrived. On gloo the host waits."""
-        while self._transfer is not None:
-            self._transfer.land()
+        while self._arrived is None:
+            if self._transfer is not None:
+                self._transfer.land()
             self._go_on()
         return self._arrived
 
     def _go_on(self) -> None:
         try:
-            communicator, received, sent, sizes = next(self._journey)
+            message = next(self._journey)
         except StopIteration as end:
-            self._transfer, self._arrived = None, end.value
+            self._arrived = end.value
             return
+        self._transfer = None if message is None else self._start(message)
+
+    def _start(self, message: Message) -> Transfer:
+        communicator, received, sent, sizes = message
+        assert self._side_stream is not None, "matrices that travel have levels"
 
         def exchange() -> Steps:
             yield communicator.exchange([(received, sent, *sizes)])
 
-        assert self._side_stream is not None, "matrices that travel have levels"
-        self._transfer = self._side_stream.start(exchange(), [received, sent], "exchanges rows of matrices")
+        return self._side_stream.start(exchange(), [received, sent], "exchanges rows of matrices")
 
 
 # -- steps
@@ -348,3 +359,139 @@ class MuonStep(WholeStep):
         rate = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
         matrix.rows.mul_(1 - rate * group["weight_decay"])
         matrix.rows.add_(rows, alpha=_torch.muon_rate(rate, group["adjust_lr_fn"], matrix.shape))
+
+
+# -- optimizers of users
+
+
+class OwnerStep(WholeStep):
+    """Mixin for an optimizer of the user's own: each owner steps its parameters whole, and has their states whole."""
+
+    _kind: type[Optimizer]  # the optimizer's class before it was wrapped
+    _copy: OptimizerCopy  # during a step
+
+    def step(self, closure: None = None) -> None:
+        self._copy = OptimizerCopy(self, self._kind)
+        try:
+            super().step()
+            with torch.no_grad():
+                self._copy.write_after(self)
+        finally:
+            del self._copy
+
+    def _pack(self, matrix: Matrix) -> Tensor:
+        assert matrix.rows.grad is not None, "only parameters with a gradient are stepped"
+        return torch.stack([matrix.rows, matrix.rows.grad.to(matrix.rows.dtype)])
+
+    def _compute(self, matrices: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
+        todo: list[Part] = []
+        for matrix, whole in zip(matrices, wholes, strict=True):
+            param = whole[0]
+            param.grad = whole[1]
+            todo.append((matrix.group, matrix.rows, param, self.state.get(matrix.rows, {})))
+        states = self._copy.step(todo)
+        for matrix, (_, _, param, _) in zip(matrices, todo, strict=True):
+            self.state[matrix.rows] = states.get(param, {})
+        return [param for _, _, param, _ in todo]
+
+    def _unpack(self, matrix: Matrix, rows: Tensor) -> None:
+        matrix.rows.copy_(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state dict with the states of all owners, those of their parameter's shape in rows. Collective."""
+        saved = super().state_dict()
+        for index, p, matrix in self._sharded():
+            state = _from_owner({k: _local(v) for k, v in self.state.get(p, {}).items()}, matrix)
+            saved["state"].pop(index, None)
+            if state:
+                saved["state"][index] = {
+                    key: _torch.as_dtensor(_own_rows(value, matrix), p)
+                    if isinstance(value, Tensor) and tuple(value.shape) == matrix.shape
+                    else value
+                    for key, value in state.items()
+                }
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict as `state_dict` returns it, on any number of ranks; owners keep their states. Collective."""
+        super().load_state_dict(state_dict)
+        for _, p, matrix in self._sharded():
+            state = self.state.pop(p, {})
+            for key, value in state.items():
+                if isinstance(value, DTensor):
+                    rows = _torch.local_of(value)
+                    state[key] = next(iter(Trip(matrix.side_stream, to_owners([matrix], [rows])).land()), None)
+            if state and matrix.arrives():
+                self.state[p] = state
+
+    def _sharded(self) -> Iterator[tuple[int, DTensor, Matrix]]:
+        """Iterate over (index, parameter, matrix) of all parameters that are divided over ranks, in order of indices."""
+        groups = [{"params": [_local(p) for p in group["params"]]} for group in self.param_groups]
+        matrices = {id(matrix.rows): matrix for matrix in matrices_of(groups)}
+        for index, p in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
+            matrix = matrices[id(_local(p))]
+            if isinstance(p, DTensor) and matrix.levels:
+                yield index, p, matrix
+
+
+def _local(value: Any) -> Any:
+    return _torch.local_of(value) if isinstance(value, DTensor) else value
+
+
+def _own_rows(whole: Tensor, matrix: Matrix) -> Tensor:
+    """Return a copy of this rank's rows of the tensor `whole`, divided as `matrix`."""
+    for axis, cut in matrix.levels:
+        whole = whole.split([cut.rows_of(rank) for rank in range(axis.num_ranks)], _dim(cut))[axis.rank]
+    return whole.clone(memory_format=torch.contiguous_format)
+
+
+def _from_owner(state: dict[str, Any], matrix: Matrix) -> dict[str, Any]:
+    """Return on every rank the `state` of the owner of `matrix`: numbers, texts and tensors in lists, tuples and dicts.
+
+    Collective. Raises `UsageError` on every rank for other values.
+    """
+    tensors: list[Tensor] = []
+    text = repr(_described(state, tensors)).encode() if matrix.arrives() else b""
+    length = _sent_by_owner(torch.tensor(len(text), device=matrix.rows.device), matrix)
+    padded = torch.frombuffer(bytearray(text.ljust(int(length), b" ")) or bytearray(1), dtype=torch.uint8)
+    text = _sent_by_owner(padded.to(matrix.rows.device), matrix).cpu().numpy().tobytes()
+    try:
+        description = ast.literal_eval(text.decode())
+    except (ValueError, SyntaxError) as error:
+        raise UsageError(
+            "the state of an optimizer that steps whole matrices has a value other than finite numbers, texts and tensors in "
+            f"lists, tuples and dicts: {text.decode()[:200]}"
+        ) from error
+    arriving = iter(tensors)
+
+    def built(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: built(value) for key, value in tree.items()}
+        if isinstance(tree, tuple) and tree[:1] == (TENSOR,):
+            _, dtype, shape = tree
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=matrix.rows.device)
+            return _sent_by_owner(next(arriving, empty).to(empty.device), matrix)
+        return type(tree)(map(built, tree)) if isinstance(tree, list | tuple) else tree
+
+    state: dict[str, Any] = built(description)
+    return state
+
+
+def _described(tree: Any, tensors: list[Tensor]) -> Any:
+    """Return `tree` with (TENSOR, dtype, shape) in place of each tensor, and append the tensors to `tensors`."""
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return TENSOR, str(tree.dtype).removeprefix("torch."), tuple(tree.shape)
+    if isinstance(tree, dict):
+        return {key: _described(value, tensors) for key, value in tree.items()}
+    return type(tree)(_described(value, tensors) for value in tree) if type(tree) in (list, tuple) else tree
+
+
+def _sent_by_owner(tensor: Tensor, matrix: Matrix) -> Tensor:
+    """Return on every rank the `tensor` of the owner of `matrix`; it has the same shape and dtype on all. Collective."""
+    tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+    for level, (axis, _) in enumerate(matrix.levels):
+        if matrix.arrives(level + 1) and tensor.numel():
+            message = tensor.view(-1).view(torch.uint8)
+            dist.broadcast(message, group=axis.gather.group, group_src=matrix.owner[level])
+    return tensor

@@ -22,6 +22,7 @@ from accordion.checkpoint.reading import Files
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError, some_of
 from accordion.optim import LocalStep
+from accordion.whole_matrices import OwnerStep
 
 SHORT = 60  # largest length of a description that ranks exchange as it is; of longer ones they exchange a digest
 DIGEST = 16  # hexadecimal digits
@@ -161,7 +162,10 @@ def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) 
     """
     if optimizer is None:
         return []
-    is_wrapped = [isinstance(part, LocalStep) for part in parts_of(optimizer) for _ in part.param_groups]
+    has_rows = {
+        id(part): isinstance(part, LocalStep) and not isinstance(part, OwnerStep) for part in parts_of(optimizer)
+    }
+    is_wrapped = [has_rows[id(part)] for part in parts_of(optimizer) for _ in part.param_groups]
     groups = zip(is_wrapped, contents.optimizer["groups"], strict=True)
     wrapped = {param for flag, group in groups if flag for param in group["params"]}
     return [
