@@ -1,8 +1,6 @@
-"""Time a step of Muon on sharded matrices, compared with the unsharded optimizer in the same process:
+"""Time a step of Muon on shards and on one rank: torchrun --nproc-per-node 2 benchmarks/muon.py [layers width rounds]
 
-    torchrun --nproc-per-node 2 benchmarks/muon.py [layers width rounds]
-
-All steps are interleaved; each rank computes with one thread. The time of a step is that of the slowest rank.
+Steps are interleaved; the time of each is that of the slowest rank, which computes with one thread.
 """
 
 import copy

@@ -1,8 +1,6 @@
-"""Muon for the matrices of a model, AdamW for the rest, saved and resumed:
+"""Muon for the matrices of a model, AdamW for the rest: torchrun --nproc-per-node 2 examples/muon.py [folder]
 
-    torchrun --nproc-per-node 2 examples/muon.py FOLDER
-
-Run it again, on any number of ranks, and it goes on where it stopped.
+Run again, on any number of ranks, it goes on from the checkpoint in `folder`.
 """
 
 import sys
@@ -17,7 +15,7 @@ import accordion as acc
 STEPS, WIDTH, BATCH = 20, 64, 48
 
 
-def main(folder: str) -> None:
+def main(folder: str = "runs/muon") -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
@@ -48,4 +46,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

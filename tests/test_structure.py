@@ -84,6 +84,7 @@ ORDER = [
     "row_marks",
     "grad_norm",
     "losses",
+    "whole_matrices",
     "offload",
     "sharding",
     "units",
@@ -106,6 +107,7 @@ CORE = [
     "safety",
     "state.py",
     "optim.py",
+    "whole_matrices.py",
     "units.py",
     "weights/initialise.py",
     "config.py",
@@ -304,9 +306,9 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # Lines that each folder may have, and the files beside them. Raising one takes a line in CHANGELOG.md that names the user who
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
-    "_torch": 1010,
+    "_torch": 1020,
     "bench": 1240,
-    "checkpoint": 4280,
+    "checkpoint": 4380,
     "compat": 3650,
     "doctor": 610,
     "engine": 4260,
@@ -323,7 +325,7 @@ BUDGETS = {
     "train": 5940,
     "weights": 1370,
     "workers": 310,
-    "files beside them": 3070,
+    "files beside them": 3590,
 }
 
 

@@ -234,7 +234,7 @@ class Shampoo(torch.optim.Optimizer):
                 state["mean"].lerp_(p.grad, 0.1)
                 update = state["mean"] / (1 - 0.9 ** state["count"])
                 for dim, square in enumerate(state["sums"]):
-                    by_dim = p.grad.movedim(dim, 0).flatten(1)
+                    by_dim = p.grad.movedim(dim, 0).reshape(p.shape[dim], -1)
                     square.add_(by_dim @ by_dim.T)
                     scale = torch.linalg.inv(square + torch.eye(len(square), device=p.device))
                     update = torch.tensordot(scale, update.movedim(dim, 0), 1).movedim(0, dim)
