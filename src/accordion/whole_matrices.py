@@ -26,7 +26,7 @@ from accordion.engine.layout import Cut
 from accordion.engine.params import Param
 from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.errors import UsageError
-from accordion.offload.step.optimizer_copy import OptimizerCopy, Part
+from accordion.offload.step.optimizer_copy import OptimizerCopy, Part, exchange
 
 TENSOR = "$tensor"  # begins the description of a tensor
 T = TypeVar("T")
@@ -252,10 +252,10 @@ class Trip:
         communicator, received, sent, sizes = message
         assert self._side_stream is not None, "matrices that travel have levels"
 
-        def exchange() -> Steps:
+        def steps() -> Steps:
             yield communicator.exchange([(received, sent, *sizes)])
 
-        return self._side_stream.start(exchange(), [received, sent], "exchanges rows of matrices")
+        return self._side_stream.start(steps(), [received, sent], "exchanges rows of matrices")
 
 
 # -- steps
@@ -387,7 +387,7 @@ class OwnerStep(WholeStep):
         todo: list[Part] = []
         for matrix, whole in zip(matrices, wholes, strict=True):
             param = whole[0]
-            param.grad = whole[1]
+            param.grad = whole[1].clone()  # in aligned memory, as otherwise kernels would sum in another order
             todo.append((matrix.group, matrix.rows, param, self.state.get(matrix.rows, {})))
         states = self._copy.step(todo)
         for matrix, (_, _, param, _) in zip(matrices, todo, strict=True):
@@ -404,12 +404,12 @@ class OwnerStep(WholeStep):
             state = _from_owner({k: _local(v) for k, v in self.state.get(p, {}).items()}, matrix)
             saved["state"].pop(index, None)
             if state:
-                saved["state"][index] = {
-                    key: _torch.as_dtensor(_own_rows(value, matrix), p)
-                    if isinstance(value, Tensor) and tuple(value.shape) == matrix.shape
-                    else value
-                    for key, value in state.items()
-                }
+
+                def rows(tensor: Tensor, p: DTensor = p, matrix: Matrix = matrix) -> Tensor:
+                    is_like = tuple(tensor.shape) == matrix.shape
+                    return _torch.as_dtensor(_own_rows(tensor, matrix), p) if is_like else tensor
+
+                saved["state"][index] = exchange(state, rows)
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -417,10 +417,14 @@ class OwnerStep(WholeStep):
         super().load_state_dict(state_dict)
         for _, p, matrix in self._sharded():
             state = self.state.pop(p, {})
-            for key, value in state.items():
-                if isinstance(value, DTensor):
-                    rows = _torch.local_of(value)
-                    state[key] = next(iter(Trip(matrix.side_stream, to_owners([matrix], [rows])).land()), None)
+
+            def whole(tensor: Tensor, matrix: Matrix = matrix) -> Tensor:
+                if not isinstance(tensor, DTensor):
+                    return tensor
+                arrived = Trip(matrix.side_stream, to_owners([matrix], [_torch.local_of(tensor)])).land()
+                return arrived[0] if arrived else tensor
+
+            exchange(state, whole)
             if state and matrix.arrives():
                 self.state[p] = state
 

@@ -123,7 +123,7 @@ def test_wrap_optimizer_refuses_optimizers_that_are_not_elementwise(mesh) -> Non
                     p.sub_(torch.sign(momentum * 0.9 + p.grad * 0.1), alpha=group["lr"])
                     momentum.mul_(0.99).add_(p.grad, alpha=0.01)
 
-    with pytest.raises(acc.UsageError, match="does not know Lion; pass elementwise=True.*or whole_matrices=True"):
+    with pytest.raises(acc.UsageError, match=r"does not know Lion; pass elementwise=True.*or whole_matrices=True"):
         acc.wrap_optimizer(Lion(model.parameters(), {"lr": 1e-3}))
     plain = models.plain()
     mine, theirs = Lion(model.parameters(), {"lr": 1e-3}), Lion(plain.parameters(), {"lr": 1e-3})

@@ -252,7 +252,7 @@ def test_an_optimizer_of_whole_matrices_equals_the_unsharded_one_and_resumes_any
     world, tmp_path: Path, strategy: str
 ) -> None:
     world.run_mesh(*mesh_of(STRATEGIES[strategy]), _save_whole, STRATEGIES[strategy], tmp_path)
-    world.run(3, _resume_whole, tmp_path)
+    world.run(4, _resume_whole, tmp_path)  # the mean of four equal gradients does not round
 
 
 def _save_whole(mesh: Any, strategy: acc.Strategy, path: Path) -> None:
