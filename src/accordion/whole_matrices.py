@@ -139,7 +139,7 @@ def buckets_of(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
 # -- exchanges
 
 
-class Message(NamedTuple):
+class Shipment(NamedTuple):
     """One all-to-all, of 1-D tensors: `sizes` has the elements of `received` from each rank, and of `sent` to each rank."""
 
     communicator: Communicator
@@ -148,7 +148,7 @@ class Message(NamedTuple):
     sizes: tuple[list[int], list[int]]
 
 
-Journey: TypeAlias = Generator[Message | None, None, list[Tensor]]
+Journey: TypeAlias = Generator[Shipment | None, None, list[Tensor]]
 """Exchanges, one after the other: it yields a message (None: this rank sends nothing), is resumed once that has arrived, and
 returns the tensors that this rank has at the end.
 """
@@ -210,13 +210,13 @@ def _dim(cut: Cut) -> int:
 
 def _exchanged(
     axis: Axis, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], like: Tensor
-) -> Generator[Message, None, list[list[Tensor]]]:
+) -> Generator[Shipment, None, list[list[Tensor]]]:
     """Send the tensors `sent[r]` to rank r of `axis`; return those that each rank r sent here, of the shapes `shapes[r]`."""
     numels = [[prod(shape) for shape in of_rank] for of_rank in shapes]
     sizes = [sum(of_rank) for of_rank in numels], [sum(t.numel() for t in to_rank) for to_rank in sent]
     received = like.new_empty(sum(sizes[0]))
     message = torch.cat([like.new_empty(0), *(t.flatten() for t in chain(*sent))])
-    yield Message(axis.reduce, received, message, sizes)
+    yield Shipment(axis.reduce, received, message, sizes)
     return [
         [piece.view(shape) for piece, shape in zip(part.split(of_rank), shapes_of, strict=True)]
         for part, of_rank, shapes_of in zip(received.split(sizes[0]), numels, shapes, strict=True)
@@ -248,7 +248,7 @@ class Trip:
             return
         self._transfer = None if message is None else self._start(message)
 
-    def _start(self, message: Message) -> Transfer:
+    def _start(self, message: Shipment) -> Transfer:
         communicator, received, sent, sizes = message
         assert self._side_stream is not None, "matrices that travel have levels"
 
