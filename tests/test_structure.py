@@ -88,6 +88,7 @@ ORDER = [
     "low_bit",
     "grad_norm",
     "losses",
+    "whole_matrices",
     "offload",
     "sharding",
     "units",
@@ -111,6 +112,7 @@ CORE = [
     "state.py",
     "optim.py",
     "low_bit.py",
+    "whole_matrices.py",
     "units.py",
     "weights/initialise.py",
     "config.py",
@@ -309,9 +311,9 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # Lines that each folder may have, and the files beside them. Raising one takes a line in CHANGELOG.md that names the user who
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
-    "_torch": 1020,
+    "_torch": 1030,
     "bench": 1240,
-    "checkpoint": 4380,
+    "checkpoint": 4480,
     "compat": 3650,
     "doctor": 610,
     "engine": 4290,
@@ -319,7 +321,7 @@ BUDGETS = {
     "generate": 570,
     "integrations": 1300,
     "models": 540,
-    "offload": 3140,
+    "offload": 3150,
     "pages": 340,
     "plan": 6510,
     "safety": 3510,
@@ -328,7 +330,7 @@ BUDGETS = {
     "train": 6000,
     "weights": 1640,
     "workers": 310,
-    "files beside them": 3670,
+    "files beside them": 4200,
 }
 
 

@@ -23,17 +23,17 @@ from accordion.engine.params import Param
 from accordion.errors import NonFiniteError, UsageError
 from accordion.grad_norm import NormPart, multiply, scale_to, total_norm
 from accordion.low_bit import OURS, LowBitStates, check_blocks, low_bit_kind
-from accordion.offload.step.deferred_step import defer, engines_of, expose, prepare, refuse_unwrapped
+from accordion.offload.step.deferred_step import defer, engines_of, expose, owned_by, prepare, refuse_unwrapped
 from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
 from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import mark_rows, refuse_other_rows, refuse_states_of_others
+from accordion.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
 
 Opt = TypeVar("Opt", bound=Optimizer)
 ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
 )
-WHOLE = tuple(getattr(torch.optim, name) for name in ("Muon", "SparseAdam") if hasattr(torch.optim, name))
 
 
 class LocalStep(Optimizer):
@@ -51,6 +51,9 @@ class LocalStep(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         _torch.count_step(self)
+        if isinstance(self, WholeStep):
+            self.check()
+            _refuse_offload(self)
         if engines_of(self):
             defer(self, self._kind)
         else:
@@ -195,6 +198,7 @@ def mark_sharded(engine: Engine) -> None:
     """Set an attribute on the sharded parameters of `engine`, so that `StepHooks` check the optimizers that step them."""
     for param in engine.params:
         vars(param.sharded)[OURS] = param.name
+    sharded_engines().add(engine)
     step_hooks()
 
 
@@ -264,16 +268,23 @@ def _refuse_stored_step(optimizer: Optimizer) -> None:
         optimizer = inner
 
 
-def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
+def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices: bool = False) -> Opt:
     """Make `optimizer` step on the local tensors of sharded parameters; return the same object, now of a subclass of its class.
 
     Its interface stays, and `param_groups` and `state` keep their DTensors. Without this an optimizer steps correctly, but more
-    slowly. The update of an element must depend on that element alone, as in most of torch.optim; `elementwise=True` promises
-    that for optimizers of others. Low-bit optimizers of torchao and bitsandbytes need whole blocks on each rank:
-    `shard(state_block=256)`. `state_dict` returns the rows of this rank; `load_state_dict` is collective, and raises
-    `UsageError` on all ranks if one gets other rows. The result can be copied, not pickled. In `torch.compile` the step runs
-    uncompiled. An LBFGS stays unchanged; its steps use the mean loss of all ranks. If `optimizer` wraps another one
-    (accelerate's), the inner one is changed. Raises `UsageError` for other optimizers, or if it was made before `shard`.
+    slowly. `state_dict` returns the rows of this rank; `load_state_dict` is collective, and raises `UsageError` on all ranks if
+    one gets other rows. The result can be copied, not pickled. In `torch.compile` the step runs uncompiled. An LBFGS stays
+    unchanged; its steps use the mean loss of all ranks. If `optimizer` wraps another one (accelerate's), the inner one is
+    changed. Low-bit optimizers of torchao and bitsandbytes need whole blocks on each rank: `shard(state_block=256)`. A step of
+    torch.optim.Muon is collective: one rank orthogonalises each matrix, and its rows travel there and back.
+
+    Args:
+        elementwise: for an optimizer that torch.optim lacks, promise that the update of an element depends on it alone.
+        whole_matrices: promise that the update of a parameter depends on that parameter alone (SOAP, Shampoo). One rank steps
+            each parameter whole and keeps its states; steps and `state_dict` are collective.
+
+    Raises:
+        UsageError: for other optimizers, or if the optimizer was made before `shard`.
     """
     target: object = optimizer
     if not isinstance(target, Optimizer):
@@ -281,11 +292,13 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     if inner_of(target) is not target:
         if not isinstance(inner_of(target), LocalStep):
             _refuse_stored_step(target)
-        wrap_optimizer(inner_of(target), elementwise=elementwise)
+        wrap_optimizer(inner_of(target), elementwise=elementwise, whole_matrices=whole_matrices)
         return optimizer
     if isinstance(target, LocalStep):
         return optimizer
-    _check_wrappable(target, elementwise)
+    if elementwise and whole_matrices:
+        raise UsageError("wrap_optimizer got elementwise=True and whole_matrices=True; pass one of them.")
+    _check_wrappable(target, elementwise, whole_matrices)
     if isinstance(target, torch.optim.LBFGS):  # `StepHooks.before` changes its steps
         return optimizer
     low_bit = low_bit_kind(target)
@@ -295,7 +308,8 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False) -> Opt:
     attributes: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
     # Inside a compiled function the step runs uncompiled: dynamo cannot trace the change to local tensors and back.
     attributes["step"] = _torch.unseen_by_dynamo(LocalStep.step)
-    optimizer.__class__ = type(kind.__name__, (LocalStep, kind), attributes)
+    step = (MuonStep,) if kind is torch.optim.Muon else (OwnerStep,) if whole_matrices else ()
+    optimizer.__class__ = type(kind.__name__, (LocalStep, *step, kind), attributes)
     vars(optimizer).pop("step", None)  # by which a scheduler counts steps
     if isinstance(target, LowBitStates):
         target.keep_whole_shapes()
@@ -308,18 +322,21 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, ELEMENTWISE) or low_bit_kind(optimizer) is not None
 
 
-def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
+def _check_wrappable(optimizer: Optimizer, elementwise: bool, whole_matrices: bool) -> None:
     """Raise `UsageError` if `wrap_optimizer` does not support this optimizer or it has no sharded parameters."""
     name = type(optimizer).__name__
-    if isinstance(optimizer, WHOLE):
+    if isinstance(optimizer, torch.optim.SparseAdam):
         raise UsageError(
-            f"{name} looks at more than one element at a time, and a rank holds only some rows of each parameter; leave out "
-            "wrap_optimizer: torch steps Muon on DTensors."
+            "SparseAdam steps sparse gradients, and those of sharded parameters are dense; take Adam or AdamW."
         )
-    if not (elementwise or is_elementwise(optimizer) or isinstance(optimizer, torch.optim.LBFGS)):
+    if isinstance(optimizer, torch.optim.Muon) and elementwise:
+        raise UsageError(f"{name} steps whole matrices, and elementwise=True says the contrary; leave it out.")
+    is_muon = type(optimizer) is torch.optim.Muon  # a subclass may step otherwise
+    is_known = is_muon or is_elementwise(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
+    if not (elementwise or whole_matrices or is_known):
         raise UsageError(
             f"wrap_optimizer does not know {name}; pass elementwise=True if its step treats each element by itself, as Adam "
-            "does; otherwise leave out wrap_optimizer."
+            "does, or whole_matrices=True if it treats each parameter by itself; otherwise leave out wrap_optimizer."
         )
     refuse_adafactor(optimizer)
     if "step" in vars(optimizer) and not _torch.has_counted_step(optimizer):
@@ -329,6 +346,19 @@ def _check_wrappable(optimizer: Optimizer, elementwise: bool) -> None:
         _ = p.grad  # raises for a parameter that `shard` has replaced
     if not any(isinstance(p, DTensor) for p in params):
         raise UsageError("this optimizer holds no sharded parameter; make it from model.parameters() after shard().")
+    if is_muon:
+        refuse_vectors(optimizer)
+    if is_muon or whole_matrices:
+        _refuse_offload(optimizer)
+
+
+def _refuse_offload(optimizer: Optimizer) -> None:
+    """Raise `UsageError` if an optimizer that steps whole matrices has offloaded parameters."""
+    for _, _, _, unit in owned_by(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__} steps whole matrices on the device, and the Offload of unit {unit.name or 'root'!r} "
+            "steps its parameters elsewhere or in the backward; leave out that Offload, or take AdamW for this unit."
+        )
 
 
 def clip_grad_norm_(

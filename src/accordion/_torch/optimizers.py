@@ -86,3 +86,11 @@ def counts_itself(step: Callable[..., Any]) -> None:
 def count_step(optimizer: torch.optim.Optimizer) -> None:
     """Record that `optimizer` has stepped; otherwise a learning rate scheduler warns at its own first step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def muon_rate(lr: float | Tensor, adjust_lr_fn: str | None, shape: Sequence[int]) -> float | Tensor:
+    """Return the learning rate that torch.optim.Muon uses for a matrix of `shape`; no public name (2.11 to 2.15)."""
+    from torch.optim import _muon
+
+    rate: float | Tensor = _muon._adjust_lr(lr, adjust_lr_fn, torch.Size(shape))  # type: ignore[arg-type]
+    return rate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
@@ -95,11 +95,11 @@ class Saver:
         run: Callable[..., None],
         agree: ThreadAgreement,
         team: Team,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Iterable[torch.optim.Optimizer],
     ) -> Saving:
         """Copy the parts of `plan` to host memory `host`, then call `run(agree, host)` in a thread; return the save's handle.
 
-        Collective. If the save fails, the next step of `optimizer` raises its error.
+        Collective. If the save fails, the next step of any of `optimizers` raises its error.
         """
         host = team.agree(lambda: self._buffer.copy(plan))
         agree.meet()
@@ -107,9 +107,10 @@ class Saver:
         if not self._ends_with_program:
             self._ends_with_program = before_pools_end(weakref.WeakMethod(self.end))
         self._saving = saving = Saving(partial(agree.during, partial(run, agree, host)), self)
-        if optimizer is not None and optimizer not in self._watched:
-            self._watched.add(optimizer)
-            optimizer.register_step_post_hook(self._raise_failure)
+        for optimizer in optimizers:
+            if optimizer not in self._watched:
+                self._watched.add(optimizer)
+                optimizer.register_step_post_hook(self._raise_failure)
         return saving
 
     def end(self) -> None:

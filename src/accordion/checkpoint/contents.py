@@ -15,8 +15,8 @@ from accordion._torch import StridedShard, local_of
 from accordion.checkpoint.boxes import Box, DimCut, box_of
 from accordion.checkpoint.collective import Team
 from accordion.checkpoint.json_values import Json, as_bytes, encode, renamed
-from accordion.errors import CheckpointError, UsageError
-from accordion.optim import inner_of
+from accordion.checkpoint.optimizer_list import parts_of
+from accordion.errors import CheckpointError
 from accordion.state import Only, chosen
 
 OF_RANKS = "rank/"  # prefix of the names of tensors that are saved for each rank
@@ -43,19 +43,6 @@ class Contents:
 
     def of_model(self) -> dict[str, Tensor]:
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith("model/")}
-
-
-def only_one(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    """Return `optimizer`, or the inner one if it wraps another; None for None. Raises `UsageError` if that is no optimizer."""
-    if optimizer is None:
-        return None
-    inner = inner_of(optimizer)
-    if not all(hasattr(inner, name) for name in ("param_groups", "state_dict", "load_state_dict")):
-        raise UsageError(
-            f"optimizer is a {type(optimizer).__name__}, and a checkpoint holds the states of one torch.optim.Optimizer; put all "
-            "parameters into one optimizer, or save each optimizer under a path of its own."
-        )
-    return inner
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: Only = None) -> Contents:
@@ -145,10 +132,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
                 f"{name} is a {kind.__name__}, a tensor subclass that a checkpoint cannot hold; keep its inner tensors in the "
                 "optimizer's state as plain tensors, or save without the optimizer."
             )
-    classes = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)]
-    kinds = list(dict.fromkeys(kind.__name__ for kind in classes[:-1]))  # its class first; without `Optimizer`
+    parts = [_kinds(part) for part in parts_of(optimizer)]
+    kinds = parts[0] if len(parts) == 1 else [" + ".join(kinds[0] for kinds in parts)]
     words = {"kind": kinds, "groups": groups, "state": state}
     return words | ({"shared": shared} if shared else {}), tensors
+
+
+def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the classes of `optimizer`, its own first, without `Optimizer`."""
+    classes = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)]
+    return list(dict.fromkeys(kind.__name__ for kind in classes[:-1]))
 
 
 def optimizer_name(words: Json) -> str:

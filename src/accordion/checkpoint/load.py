@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from accordion.checkpoint.contents import (
 )
 from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
+from accordion.checkpoint.optimizer_list import OptimizerList
 from accordion.checkpoint.optimizer_states import RankStates, load_rank_states, same_kind_on_all
 from accordion.checkpoint.prune import before
 from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, opened, place_of, steady
@@ -45,7 +46,7 @@ SHOWN = 8  # faults that a message lists
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     state: Mapping[str, Stateful] | None = None,
     strict: bool = True,
@@ -56,7 +57,8 @@ def load(
     Collective. Each rank reads its shards into the tensors that exist.
 
     Args:
-        optimizer: missing states are created. A parameter group takes the saved options of the group that had its parameters.
+        optimizer: one, or a list as it was saved. Missing states are created. A parameter group takes the saved options of the
+            group that had its parameters.
         state: objects whose `load_state_dict` gets what this rank saved, or what rank 0 saved if the number of ranks differs.
             Sharded tensors (DTensors) are read into those in the object's own `state_dict`, whatever ranks saved them.
         strict: if False, fill tensors of the same name and shape, leave other tensors of the model and the states of other
@@ -68,8 +70,8 @@ def load(
     `load_state_dict` is called once for a test and undone. Then the objects in `state` are loaded, one by one; if one raises,
     those before it keep what they loaded.
     """
-    team, optimizer = finish_work(model, optimizer, "load")
-    request = _Request(model=model, optimizer=optimizer, state=state or {}, strict=strict, only=only, team=team)
+    team, stepping = finish_work(model, optimizer, "load")
+    request = _Request(model=model, optimizer=stepping, state=state or {}, strict=strict, only=only, team=team)
 
     for _ in range(TURNS):
         with closing(team.agree(lambda: steady(lambda: checkpoint_at(path), opened))) as files:
@@ -160,6 +162,10 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, 
 
     `only_try`: test if the optimizer accepts `state`, whose tensors need not be filled yet. Raises `CheckpointError` if not.
     """
+    if isinstance(optimizer, OptimizerList):
+        for part, of_part in optimizer.divided(state):
+            _load_optimizer(part, of_part, only_try=only_try)
+        return
     target: object = optimizer
     attributes = dict(vars(optimizer))
     try:

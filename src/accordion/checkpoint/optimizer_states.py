@@ -25,10 +25,12 @@ from accordion.checkpoint.contents import (
 )
 from accordion.checkpoint.format import DTYPES, Manifest, code_of
 from accordion.checkpoint.json_values import Json, as_bytes, renamed
+from accordion.checkpoint.optimizer_list import parts_of
 from accordion.checkpoint.reading import Files
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError, some_of
 from accordion.optim import LocalStep
+from accordion.whole_matrices import OwnerStep
 
 SHORT = 60  # largest length of a description that ranks exchange as it is; of longer ones they exchange a digest
 DIGEST = 16  # hexadecimal digits
@@ -168,13 +170,18 @@ def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) 
 
     These are the plain tensors, except 0-d ones and "step", that an optimizer of `wrap_optimizer` has for sharded parameters.
     """
-    wrapped: object = optimizer
-    if not isinstance(wrapped, LocalStep):
+    if optimizer is None:
         return []
+    has_rows = {
+        id(part): isinstance(part, LocalStep) and not isinstance(part, OwnerStep) for part in parts_of(optimizer)
+    }
+    is_wrapped = [has_rows[id(part)] for part in parts_of(optimizer) for _ in part.param_groups]
+    groups = zip(is_wrapped, contents.optimizer["groups"], strict=True)
+    wrapped = {param for flag, group in groups if flag for param in group["params"]}
     return [
         (param, key)
         for (param, key), value in _states(contents.optimizer)
-        if key != "step" and isinstance(contents.params.get(param), DTensor)
+        if param in wrapped and key != "step" and isinstance(contents.params.get(param), DTensor)
         for name in _refers_to(value)
         if not isinstance(contents.tensors[name], DTensor) and contents.tensors[name].dim()
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,11 +23,11 @@ from accordion.checkpoint.contents import (
     contents,
     model_tensors,
     object_states,
-    only_one,
     placement_words,
 )
 from accordion.checkpoint.format import Manifest, TensorEntry, code_of, dump, file_name
 from accordion.checkpoint.json_values import Json, encode
+from accordion.checkpoint.optimizer_list import as_one, parts_of
 from accordion.checkpoint.optimizer_states import same_on_all
 from accordion.checkpoint.prune import check_keep, prune_before
 from accordion.checkpoint.storage.folders import Folder, folder_at
@@ -42,7 +42,7 @@ from accordion.state import Only, settle
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     extra: Json = None,
     state: Mapping[str, Stateful] | None = None,
@@ -59,6 +59,7 @@ def save(
     Args:
         path: folder to create, on storage that all ranks share; replaces an older checkpoint of that name. Or a URL for fsspec,
             such as `s3://bucket/run/step-100`, where nothing is replaced.
+        optimizer: one optimizer or a list of several; a list is loaded into a list of as many, in the same order.
         extra: numbers, strings, lists, tuples and dicts to save with the tensors; those of rank 0 are saved.
         state: objects whose `state_dict()` is saved for each rank: a scheduler, a scaler, a data loader, `RandomState()`.
         rank_states: save optimizer states that are neither shaped like their shard nor equal on all ranks (block scales of a
@@ -71,15 +72,15 @@ def save(
         only: the tensors of the model to save: "trained", the parameters that require a gradient (adapters without their base);
             a pattern of names; a function (name, tensor) -> bool, the same on all ranks; `()` for none. Pass it to `load` too.
     """
-    team, optimizer = finish_work(model, optimizer, "save")
+    team, stepping = finish_work(model, optimizer, "save")
     if (engine := engine_of(model)) is not None:
         compare_replicas(engine)
     team.agree(lambda: check_keep(keep))
     target = team.agree(lambda: folder_at(path))
     sharded, own_states = team.agree(lambda: object_states(state or {}, team))
-    saved_once = team.agree(lambda: contents(model, optimizer, only))
+    saved_once = team.agree(lambda: contents(model, stepping, only))
     saved_once = replace(saved_once, tensors={**saved_once.tensors, **sharded})
-    saved_once, rank_tensors = same_on_all(saved_once, optimizer, team, rank_states)
+    saved_once, rank_tensors = same_on_all(saved_once, stepping, team, rank_states)
     name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
     rank_tensors |= own_states
     form, plan = team.agree(
@@ -89,16 +90,17 @@ def save(
     if not background:
         job.run(team.agree)
         return Saving()
-    return saver_of(model).start(job.plan, job.run, ThreadAgreement(team, name), team, optimizer)
+    return saver_of(model).start(job.plan, job.run, ThreadAgreement(team, name), team, parts_of(stepping))
 
 
 def finish_work(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, call: str
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, call: str
 ) -> tuple[Team, torch.optim.Optimizer | None]:
     """Wait for all work in progress of `model`, also a background save; return its ranks, and the optimizer that steps.
 
-    Collective. The optimizer is the inner one if `optimizer` wraps another. `call`: "save" or "load", for messages. Raises the
-    error of the background save, and `UsageError` inside `full_params` or if `optimizer` is no optimizer.
+    Collective. The optimizer is the inner one if `optimizer` wraps another, and stands for all of a list. `call`: "save" or
+    "load", for messages. Raises the error of the background save, and `UsageError` inside `full_params` or if `optimizer` is
+    no optimizer.
     """
     engine = engine_of(model)
     if engine is not None:
@@ -109,7 +111,7 @@ def finish_work(
         settle(engine, f"{call}s a checkpoint")
     saver_of(model).wait()
     team = Team.of(model_tensors(model)[0].values())
-    return team, team.agree(partial(only_one, optimizer))
+    return team, team.agree(partial(as_one, optimizer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

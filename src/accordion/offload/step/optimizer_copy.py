@@ -18,7 +18,7 @@ from accordion.errors import UsageError
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 SCALER_ATTRIBUTES = ("grad_scale", "found_inf")  # `torch.amp.GradScaler` sets these during a fused step
-PROBE_NUMEL = 3  # a state of this shape must have taken it from the parameter
+PROBE_NUMEL = 3  # rows of a probe; a state of this shape must have taken it from the parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,9 @@ class OptimizerCopy:
         self._firsts = {i: group["params"][0] for i, group in enumerate(groups) if group["params"]}
         self.after: list[dict[str, Any]] | None = None
         if params:
-            small: list[Part] = [(i, p, _small(p.dtype, torch.device("cpu")), {}) for i, p in self._firsts.items()]
+            small: list[Part] = [
+                (i, p, _small(p.dtype, torch.device("cpu"), p.dim()), {}) for i, p in self._firsts.items()
+            ]
             self.after = self._extras(self._stepped(small), small)
 
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
@@ -206,9 +208,9 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or bool(a == b)
 
 
-def _small(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _small(dtype: torch.dtype, device: torch.device, num_dims: int = 1) -> Tensor:
     # A tensor of zeros with a gradient, to observe the effects of a step.
-    small = torch.zeros(PROBE_NUMEL, dtype=dtype, device=device)
+    small = torch.zeros([PROBE_NUMEL] * num_dims, dtype=dtype, device=device)
     small.grad = torch.zeros_like(small)
     return small
 

@@ -1,0 +1,279 @@
+"""Muon on sharded matrices equals the unsharded optimizer, bit for bit, and its work is divided over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import accordion as acc
+from accordion.config import STRATEGIES
+from accordion.engine.communicator import Communicator
+from tests import devices
+from tests.support.checks import mesh_of
+from tests.support.offloads import HOST
+from tests.support.ranked import on_world
+from tests.support.reference import assert_close, params_of
+
+SHAPES = [(12, 8), (8, 24), (5, 7), (16, 16), (1, 6), (3, 40), (9, 9)]  # not all divide by 2, 3 or 4
+
+
+class Matrices(nn.Module):
+    """A weight of each shape, and a bias; gradients are set by the tests."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]] = SHAPES) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList(nn.Linear(columns, rows, bias=rows == 16) for rows, columns in shapes)
+        self.to(devices.device())
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(len(x))
+        for layer in self.layers:
+            total = total + layer(x[:, : layer.in_features]).square().sum(1)
+        return total.mean()
+
+
+def split(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return (the matrices, the other parameters)."""
+    params = list(model.parameters())
+    return [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
+
+
+def muon(model: nn.Module, **options: Any) -> torch.optim.Muon:
+    tall, rest = split(model)[0][:2], split(model)[0][2:]
+    groups = [{"params": tall, "lr": 0.3, "adjust_lr_fn": "match_rms_adamw"}, {"params": rest, "ns_steps": 3}]
+    return torch.optim.Muon(groups, **{"lr": 0.02, "weight_decay": 0.1, **options})
+
+
+def inputs(step: int) -> Tensor:
+    """Return the batch of a step, the same on every rank, so that the mean of gradients does not round."""
+    return torch.randn(4, 40, generator=torch.Generator().manual_seed(step)).to(devices.device())
+
+
+def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: Iterable[int]) -> None:
+    for step in steps:
+        model(inputs(step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no nesterov": {"nesterov": False, "lr": torch.tensor(0.05)},
+}
+
+
+def pair(mesh: Any, strategy: acc.Strategy, form: str = "plain") -> tuple[nn.Module, ...]:
+    """Return (unsharded model, sharded model, their optimizers: [Muon, AdamW] of each)."""
+    expected, model = Matrices(), acc.shard(Matrices(), mesh=mesh, strategy=strategy)
+    optimizers = [[muon(m, **FORMS[form]), torch.optim.AdamW(split(m)[1])] for m in (expected, model)]
+    for optimizer in optimizers[1]:
+        acc.wrap_optimizer(optimizer)
+    return expected, model, *optimizers
+
+
+@pytest.mark.parametrize(("num_ranks", "form"), [(2, "no nesterov"), (3, "plain"), (4, "plain")])
+def test_it_equals_the_unsharded_optimizer(world, num_ranks: int, form: str) -> None:
+    for strategy in STRATEGIES.values():
+        shape, names = mesh_of(strategy, num_ranks)
+        if num_ranks == 4 or not strategy.hybrid:
+            world.run_mesh(shape, names, _equals, strategy, form)
+
+
+def _equals(mesh: Any, strategy: acc.Strategy, form: str) -> None:
+    expected, model, theirs, ours = pair(mesh, strategy, form)
+    with mock.patch("accordion.whole_matrices.BUCKET_NUMEL", 200):
+        train(expected, theirs, range(4))
+        train(model, ours, range(4))
+    assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
+
+
+def test_it_resumes_on_another_number_of_ranks(world, tmp_path: Path) -> None:
+    for background in (False, True):
+        path = tmp_path / str(background)
+        world.run_mesh((2, 2), ("replicate", "shard"), _save, path, background)
+        for num_ranks in (1, 3):
+            world.run(num_ranks, _resume, path)
+
+
+def _save(mesh: Any, path: Path, background: bool) -> None:
+    _, model, _, optimizers = pair(mesh, acc.HYBRID_SHARD_OPTIM)
+    train(model, optimizers, range(2))
+    acc.save(path, model, optimizers, background=background).wait()
+
+
+def _resume(mesh: Any, path: Path) -> None:
+    expected, model, theirs, ours = pair(mesh, acc.FULL_SHARD)
+    train(expected, theirs, range(4))
+    with pytest.raises(acc.CheckpointError, match=r"saved with Muon \+ AdamW and the optimizer is AdamW \+ Muon"):
+        acc.load(path, model, ours[::-1])
+    with pytest.raises(acc.CheckpointError, match=r"saved with Muon \+ AdamW and the optimizer is Muon"):
+        acc.load(path, model, ours[0])
+    acc.load(path, model, ours)
+    train(model, ours, range(2, 4))
+    assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
+    for wrong, sentence in ((ours * 2, "has a parameter twice"), ([], "is empty"), ([model], "has a Matrices")):
+        with pytest.raises(acc.UsageError, match=sentence):
+            acc.save(path / "wrong", model, wrong)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of Newton-Schulz."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_each_matrix_is_orthogonalised_once_and_its_rows_travel_twice(world, num_ranks: int) -> None:
+    """All ranks do the same work, and send 2 (n - 1) / n of the elements of their rows, in bf16."""
+    numel, shapes = 6 * 12 * 8, [(12, 8), (8, 12)] * 3
+    if num_ranks == 3:
+        shapes = [(12, 8)] * 6
+    for products, num_bytes in world.run(num_ranks, _counted, shapes):
+        assert products == 6 // num_ranks * 5 * 2  # five iterations of two products that add
+        assert num_bytes == 2 * (num_ranks - 1) / num_ranks * numel / num_ranks * 2
+
+
+def _counted(mesh: Any, shapes: list[tuple[int, int]]) -> tuple[int, int]:
+    """Return (products of this rank in a step, bytes that it sends to others)."""
+    model = acc.shard(Matrices(shapes), mesh=mesh)
+    optimizer = acc.wrap_optimizer(torch.optim.Muon(split(model)[0]))
+    model(inputs(0)).backward()
+    num_bytes, exchange = 0, Communicator.exchange
+
+    def counting(self: Communicator, sends: Any) -> Any:
+        nonlocal num_bytes
+        for _, sent, _, numels in sends:
+            num_bytes += (sum(numels) - numels[self.rank]) * sent.itemsize
+        return exchange(self, sends)
+
+    with mock.patch.object(Communicator, "exchange", counting), Products() as products:
+        optimizer.step()
+    return products.count, num_bytes
+
+
+@on_world(2)
+def test_what_no_owner_can_step_is_refused_before_anything_changes(mesh) -> None:
+    model = acc.shard(Matrices(), mesh=mesh)
+    matrices, vectors = split(model)
+    with pytest.raises(acc.UsageError, match="elementwise=True says the contrary"):
+        acc.wrap_optimizer(torch.optim.Muon(matrices), elementwise=True)
+    optimizer = torch.optim.Muon(matrices)
+    for late in (False, True):
+        if late:
+            optimizer = acc.wrap_optimizer(torch.optim.Muon(matrices))
+        optimizer.add_param_group({"params": vectors})
+        before = params_of(model)
+        model(inputs(0)).backward()
+        with pytest.raises(acc.UsageError, match=r"a parameter of shape \(16,\); give .* to a second optimizer"):
+            optimizer.step() if late else acc.wrap_optimizer(optimizer)
+        assert_close(params_of(model), before, 0.0)
+    for offload in (HOST, acc.Offload(optimizer="host", step_in_backward=True)):
+        offloaded = acc.shard(Matrices(), mesh=mesh, offload=offload)
+        with pytest.raises(acc.UsageError, match="Muon steps whole matrices on the device, and the Offload of unit"):
+            acc.wrap_optimizer(torch.optim.Muon(split(offloaded)[0]))
+
+
+def _note(calls: list[str], text: str, *_: Any) -> None:
+    calls.append(text)
+
+
+@on_world(2)
+def test_hooks_schedules_closures_and_compiled_functions_see_one_step(mesh) -> None:
+    results = []
+    for is_compiled in (False, True):
+        model = acc.shard(Matrices(), mesh=mesh)
+        optimizer = acc.wrap_optimizer(muon(model))
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(partial(_note, calls, "before"))
+        optimizer.register_step_post_hook(partial(_note, calls, "after"))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        step = torch.compile(optimizer.step, backend="eager") if is_compiled else optimizer.step
+        for turn in range(2):
+            model(inputs(turn)).backward()
+            step()
+            optimizer.zero_grad()
+            schedule.step()
+        assert calls == ["before", "after"] * 2
+        assert all(isinstance(state["momentum_buffer"], DTensor) for state in optimizer.state.values())
+        results.append(params_of(model))
+    assert_close(*results, 0.0)
+
+
+class Shampoo(torch.optim.Optimizer):
+    """A preconditioned step of whole matrices, in the manner of Shampoo: states of three shapes, in lists, and a count."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(count=0, mean=torch.zeros_like(p), sums=[p.new_zeros(n, n) for n in p.shape])
+                state["count"] += 1
+                state["mean"].lerp_(p.grad, 0.1)
+                update = state["mean"] / (1 - 0.9 ** state["count"])
+                for dim, square in enumerate(state["sums"]):
+                    by_dim = p.grad.movedim(dim, 0).reshape(p.shape[dim], -1)
+                    square.add_(by_dim @ by_dim.T)
+                    scale = torch.linalg.inv(square + torch.eye(len(square), device=p.device))
+                    update = torch.tensordot(scale, update.movedim(dim, 0), 1).movedim(0, dim)
+                p.sub_(update, alpha=group["lr"])
+
+
+def whole_pair(mesh: Any, strategy: acc.Strategy) -> tuple[nn.Module, nn.Module, Shampoo, Shampoo]:
+    expected, model = Matrices(), acc.shard(Matrices(), mesh=mesh, strategy=strategy)
+    ours = acc.wrap_optimizer(Shampoo(model.parameters()), whole_matrices=True)
+    return expected, model, Shampoo(expected.parameters()), ours
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard_optim"])
+def test_an_optimizer_of_whole_matrices_equals_the_unsharded_one_and_resumes_anywhere(
+    world, tmp_path: Path, strategy: str
+) -> None:
+    world.run_mesh(*mesh_of(STRATEGIES[strategy]), _save_whole, STRATEGIES[strategy], tmp_path)
+    world.run(4, _resume_whole, tmp_path)  # the mean of four equal gradients does not round
+
+
+def _save_whole(mesh: Any, strategy: acc.Strategy, path: Path) -> None:
+    expected, model, theirs, ours = whole_pair(mesh, strategy)
+    train(expected, [theirs], range(2))
+    train(model, [ours], range(2))
+    assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
+    owned = [p for p in ours.state if ours.state[p]]
+    assert 0 < len(owned) < len(list(model.parameters()))
+    acc.save(path / "ckpt", model, ours)
+
+
+def _resume_whole(mesh: Any, path: Path) -> None:
+    expected, model, theirs, ours = whole_pair(mesh, acc.SHARD_OPTIM)
+    train(expected, [theirs], range(4))
+    acc.load(path / "ckpt", model, ours)
+    assert ours.param_groups[0]["steps"] == 2
+    train(model, [ours], range(2, 4))
+    assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
+    with pytest.raises(acc.UsageError, match="pass one of them"):
+        acc.wrap_optimizer(Shampoo(model.parameters()), elementwise=True, whole_matrices=True)
+    ours.state[next(iter(model.parameters()))]["object"] = mesh
+    with pytest.raises(acc.UsageError, match="a value other than finite numbers, texts and tensors"):
+        ours.state_dict()
