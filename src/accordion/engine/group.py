@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ class Group(ABC):
             param.context = context
         self.tag = self.index % NUM_TAGS + 1  # sent with gathers, and with reduces until `remark`
         self._mark = 0
-        self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[ReducePlan]] = {}
+        self._plans: dict[tuple[tuple[int, ...], torch.dtype, int | None], list[ReducePlan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'}){context.where}"
         self._gathers, self.reduces = f"gathers {self.place}", f"reduces {self.place}"
@@ -157,13 +158,18 @@ class Group(ABC):
     def landed(self) -> None:
         """Free the temporary memory of the gather; called after the compute stream waits for its transfer, or an error."""
 
-    def plans(self, chosen: Sequence[int], sent: torch.dtype) -> list[ReducePlan]:
-        """Return the plans, one per axis that cuts, to reduce gradients of parameters `chosen` (indices), sent as `sent`."""
-        key = tuple(chosen), sent
+    def plans(self, chosen: Sequence[int], sent: torch.dtype, height: int | None = None) -> list[ReducePlan]:
+        """Return the plans, one per axis that cuts, to reduce gradients of parameters `chosen` (indices), sent as `sent`.
+
+        `height`: the gradients are those of a `Slice` with so many rows of each rank; None: of all rows.
+        """
+        key = tuple(chosen), sent, height
         plans = self._plans.get(key)
         if plans is None:
             context, dtype, num_flags = self.context, self.reduce_dtype, len(chosen) + 1
             cuts = [self.message.cuts[i] for i in chosen]
+            if height is not None:
+                cuts = [replace(c, shape=(height * c.num_ranks, *c.row_shape)) for c in cuts]
             plans = self._plans[key] = [ReducePlan(context.shard, cuts, num_flags, sent, dtype)]
             if context.cut_twice:
                 inner = [self._inner.cuts[i] for i in chosen]
