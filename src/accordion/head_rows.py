@@ -13,7 +13,7 @@ from accordion.engine.hooks import Hooks
 from accordion.engine.layout import Slice
 from accordion.engine.slices import SlicedReduce, Slices, begin_backward, begin_call, why_not_sliced
 from accordion.errors import UsageError
-from accordion.token_loss import Targets, TokenLoss
+from accordion.token_loss import Targets, TokenLoss, product_dtype
 
 SLICE_BYTES = 32 * 2**20  # gathered rows of a head, of which two slices are in memory; with 4,096 features, 4,096 words in bf16
 WEIGHT, BIAS = 0, 1  # indices of the parameters of a unit that is a linear layer
@@ -89,8 +89,7 @@ class RowLosses(torch.autograd.Function):
         trained = call.trained.indices
         reduce = SlicedReduce(call) if trained else None
         hidden_grad = torch.zeros_like(hidden, dtype=log_sum.dtype)
-        # CPUs multiply 16-bit matrices up to 20 times as slowly as float32 ones.
-        dtype = log_sum.dtype if hidden.device.type == "cpu" else hidden.dtype
+        dtype = product_dtype(hidden)
         for part, rows in slices.gathered():
             targets, weight = targets_in(part, labels, loss.ignore_index), rows[WEIGHT].to(dtype)
             num_padded = part.height * part.cut.num_ranks

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from accordion import _torch
 from accordion.engine.communicator import reduced
 from accordion.engine.hooks import Hooks, hooks_of
 from accordion.errors import UsageError
 from accordion.head_rows import row_losses
-from accordion.token_loss import TokenLoss
+from accordion.token_loss import TokenLoss, product_dtype
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -88,13 +89,21 @@ def linear_cross_entropy(
 def head_returns_loss(head: nn.Linear, labels: Tensor, **options: Any) -> Iterator[None]:
     """Context manager in which `head(hidden)` returns `linear_cross_entropy(hidden, head, labels, **options)`.
 
-    For models that return the output of their head: inside, they return the loss.
+    For models that return the output of their head: inside, they return the loss. With `head_rows`, forward hooks of the head
+    do not run.
     """
-    vars(head)["forward"] = lambda hidden: linear_cross_entropy(hidden, head, labels, **options)
+    replaced: dict[str, Any] = {"forward": lambda hidden: linear_cross_entropy(hidden, head, labels, **options)}
+    if options.get("head_rows"):  # those of its unit would gather all of it
+        replaced |= {"_forward_pre_hooks": {}, "_forward_hooks": {}}
+    attributes = vars(head)
+    before = {name: attributes[name] for name in replaced if name in attributes}
+    attributes.update(replaced)
     try:
         yield
     finally:
-        del vars(head)["forward"]
+        for name in replaced:
+            del attributes[name]
+        attributes.update(before)
 
 
 def _inside(hooks: Hooks, call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -114,8 +123,8 @@ def _check(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss, red
             f"linear_cross_entropy got hidden {tuple(hidden.shape)} and {labels.dtype} labels {tuple(labels.shape)}; pass "
             f"hidden (..., {head.in_features}) and one int64 label for each of its rows."
         )
-    if labels.device.type == "cpu" and labels.numel():
-        # On an accelerator this would make the host wait; there torch's own check stops the kernel.
+    if labels.device.type == "cpu" and labels.numel() and _torch.fake_device(labels) is None:
+        # On an accelerator this would make the host wait; there torch's own check stops the kernel. Fake tensors have no values.
         outside = labels[((labels < 0) | (labels >= head.out_features)) & (labels != loss.ignore_index)]
         if outside.numel():
             raise UsageError(
@@ -207,8 +216,7 @@ def _pass(
     hidden, weight, bias, labels = inputs
     rows = loss.num_rows(weight.shape[0])
     wide = torch.promote_types(weight.dtype, torch.float32)
-    # CPUs multiply 16-bit matrices up to 20 times as slowly as float32 ones; elsewhere the product is summed in float32.
-    dtype = wide if weight.device.type == "cpu" else weight.dtype
+    dtype = product_dtype(weight)
     grads = [
         torch.zeros_like(t, dtype=dtype) if t is not None and need and weights is not None else None
         for t, need in zip((hidden, weight, bias), needed, strict=True)

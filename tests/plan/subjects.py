@@ -12,10 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accordion as acc
+from accordion import head_rows
 from accordion.bench.model import GPT, loss_of
+from accordion.plan.losses import token_loss
 from accordion.plan.trace.setup import Subject, TrainingSetup
 
 VOCAB, WIDTH, SEQ, BATCH = 2048, 256, 128, 4
+SLICE_BYTES = VOCAB * WIDTH  # with "rows", a llama whose loss gathers a quarter of the head at a time
 
 
 class Patches(nn.Module):
@@ -148,6 +151,9 @@ def batch_of(architecture: str) -> tuple[Tensor, Tensor]:
 
 def loss(architecture: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, targets = batch
+    if architecture == "rows":
+        head_rows.SLICE_BYTES = SLICE_BYTES
+        return token_loss("head_rows", model, inputs, targets) / targets.numel()
     if architecture in ("llama", "mixture"):
         return loss_of(model(input_ids=inputs, use_cache=False), targets)
     return F.cross_entropy(model(inputs), targets) if architecture == "vision" else loss_of(model(inputs), targets)
@@ -159,7 +165,7 @@ def case_of(case: str) -> Case:
 
 def made(architecture: str, case: str, device: str) -> nn.Module:
     with torch.device(device):
-        model = {**ARCHITECTURES, "mixture": mixture}[architecture]().train()
+        model = {**ARCHITECTURES, "mixture": mixture, "rows": llama}[architecture]().train()
         change = case_of(case).change
         if change is not None:
             change(model)
