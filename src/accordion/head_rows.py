@@ -15,7 +15,8 @@ from accordion.engine.slices import SlicedReduce, Slices, begin_backward, begin_
 from accordion.errors import UsageError
 from accordion.token_loss import Targets, TokenLoss, product_dtype
 
-SLICE_BYTES = 32 * 2**20  # gathered rows of a head, of which two slices are in memory; with 4,096 features, 4,096 words in bf16
+# A slice has at most so many bytes of gathered rows, and an eighth of the head. Two are in memory, and the gradients of two.
+SLICE_BYTES, SHARE = 32 * 2**20, 8
 WEIGHT, BIAS = 0, 1  # indices of the parameters of a unit that is a linear layer
 
 
@@ -39,7 +40,7 @@ def row_losses(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss,
     device, dtype = hidden.device.type, unit.groups[0].dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    max_rows = SLICE_BYTES // (head.in_features * unit.groups[0].dtype.itemsize)
+    max_rows = min(SLICE_BYTES // (head.in_features * unit.groups[0].dtype.itemsize), head.out_features // SHARE)
     slices, call = Slices(hooks[0].engine, unit, max_rows), begin_call(hooks[0].engine, unit)
     return RowLosses.apply(loss, slices, call, labels, hidden.to(dtype), *call.trained.params)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -79,7 +80,9 @@ class RowLosses(torch.autograd.Function):
         ctx.loss, ctx.slices, ctx.call = loss, slices, call
         ctx.save_for_backward(labels, hidden, log_sum)
         num_words = slices.slices[0].cut.rows
-        return loss.losses(log_sum, own, total / num_words if loss.label_smoothing else None, labels != loss.ignore_index)
+        return loss.losses(
+            log_sum, own, total / num_words if loss.label_smoothing else None, labels != loss.ignore_index
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -86,20 +86,26 @@ def linear_cross_entropy(
 
 
 @contextmanager
-def head_returns_loss(head: nn.Linear, labels: Tensor, **options: Any) -> Iterator[None]:
+def head_returns_loss(head: nn.Linear, labels: Tensor, **options: Any) -> Iterator[list[Tensor]]:
     """Context manager in which `head(hidden)` returns `linear_cross_entropy(hidden, head, labels, **options)`.
 
-    For models that return the output of their head: inside, they return the loss. With `head_rows`, forward hooks of the head
-    do not run.
+    For models that return the output of their head: inside, they return the loss. Yields a list of the losses returned so far.
+    With `head_rows`, forward hooks of the head do not run.
     """
-    replaced: dict[str, Any] = {"forward": lambda hidden: linear_cross_entropy(hidden, head, labels, **options)}
+    losses: list[Tensor] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        losses.append(linear_cross_entropy(hidden, head, labels, **options))
+        return losses[-1]
+
+    replaced: dict[str, Any] = {"forward": forward}
     if options.get("head_rows"):  # those of its unit would gather all of it
         replaced |= {"_forward_pre_hooks": {}, "_forward_hooks": {}}
     attributes = vars(head)
     before = {name: attributes[name] for name in replaced if name in attributes}
     attributes.update(replaced)
     try:
-        yield
+        yield losses
     finally:
         for name in replaced:
             del attributes[name]

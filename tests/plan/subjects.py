@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion import head_rows
 from accordion.bench.model import GPT, loss_of
 from accordion.plan.losses import token_loss
 from accordion.plan.trace.setup import Subject, TrainingSetup
 
 VOCAB, WIDTH, SEQ, BATCH = 2048, 256, 128, 4
-SLICE_BYTES = VOCAB * WIDTH  # with "rows", a llama whose loss gathers a quarter of the head at a time
 
 
 class Patches(nn.Module):
@@ -152,7 +150,6 @@ def batch_of(architecture: str) -> tuple[Tensor, Tensor]:
 def loss(architecture: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, targets = batch
     if architecture == "rows":
-        head_rows.SLICE_BYTES = SLICE_BYTES
         return token_loss("head_rows", model, inputs, targets) / targets.numel()
     if architecture in ("llama", "mixture"):
         return loss_of(model(input_ids=inputs, use_cache=False), targets)

@@ -33,9 +33,10 @@ class ModelConfig:
     """`scratch` draws random weights from `train.seed`; `pretrained` reads the safetensors files in `model.path`"""
     attention: Literal["auto", "eager", "sdpa", "flex_attention", "flash_attention_2"] = "auto"
     """attention implementation of transformers; `auto`: transformers chooses, `sdpa` for most models"""
-    loss: Literal["plain", "chunked"] = "plain"
+    loss: Literal["plain", "chunked", "head_rows"] = "plain"
     """`plain` computes the logits of all tokens; `chunked` computes head and loss together for some tokens at a time, with equal
-    gradients up to rounding, for models whose logits are the output of a linear head"""
+    gradients up to rounding, for models whose logits are the output of a linear head; `head_rows` also gathers a few rows of the
+    head at a time, if it is a unit of its own"""
 
 
 @dataclass(frozen=True, kw_only=True)
