@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,44 +16,43 @@ MIB = 2**20
 
 
 class Tail(nn.Module):
-    """The end of a language model: (tokens, width) to the hidden states that its head takes."""
+    """The end of a language model: (tokens, width) and labels (tokens,) to their mean loss."""
 
-    def __init__(self, words: int, width: int) -> None:
+    def __init__(self, words, width):
         super().__init__()
         self.last = nn.Linear(width, width)
         self.head = nn.Linear(width, words, bias=False)
 
-    def forward(self, x, labels=None):
+    def forward(self, x, labels, loss):
         hidden = torch.tanh(self.last(x))
-        return hidden if labels is None else F.cross_entropy(self.head(hidden).float(), labels)
+        if loss == "plain":
+            return F.cross_entropy(self.head(hidden).float(), labels)
+        return acc.linear_cross_entropy(hidden, self.head, labels, head_rows=loss == "head_rows")
 
 
-def main(tokens: int = 2048, words: int = 128256, width: int = 64) -> None:
+def main(tokens=2048, words=128256, width=64):
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(0)
-    whole = Tail(words, width)
+    mesh, bf16 = init_device_mesh("cpu", (dist.get_world_size(),)), acc.Precision(params=torch.bfloat16)
+    torch.manual_seed(dist.get_rank())
     x, labels = torch.randn(tokens, width), torch.randint(words, (tokens,))
-    rows = []
+    torch.manual_seed(0)
+    whole, table = Tail(words, width), []
     for name in ("plain", "chunked", "head_rows"):
-        model = acc.shard(copy.deepcopy(whole), mesh, units={nn.Linear}, precision=acc.Precision(params=torch.bfloat16))
-        loss_of = partial(acc.linear_cross_entropy, head=model.head, labels=labels, head_rows=name == "head_rows")
-        (
-            loss_of(model(x)) if name != "plain" else model(x, labels)
-        ).backward()  # the first step learns the order of units
-        model.zero_grad()
-        with Allocations() as memory, Wire() as wire:
-            memory.mark("begin")
-            loss = loss_of(model(x)) if name != "plain" else model(x, labels)
-            loss.backward()
-            memory.mark("end")
+        model = acc.shard(copy.deepcopy(whole), mesh, units={nn.Linear}, precision=bf16)
+        for _ in range(2):  # the first step learns the order of units, the second is counted
+            model.zero_grad()
+            with Allocations() as memory, Wire() as wire:
+                memory.mark("begin")
+                loss = model(x, labels, name)
+                loss.backward()
+                memory.mark("end")
         beside = memory.peak("begin", "end") - memory.live("end")  # the sharded gradients stay
-        rows.append((name, loss.item(), beside / MIB, sum(wire.num_bytes.values()) / MIB))
+        table.append((loss.item(), beside / MIB, sum(wire.num_bytes.values()) / MIB, name))
     if dist.get_rank() == 0:
         print(f"{tokens:,} tokens, {words:,} words, width {width}, bf16, {mesh.size()} ranks; MiB on each rank")
         print("| loss | value | peak beside shards and gradients | sent |\n|---|---|---|---|")
-        for name, value, *numbers in rows:
-            print(f"| `{name}` | {value:.6f} | " + " | ".join(f"{n:,.1f}" for n in numbers) + " |")
+        for value, beside, sent, name in table:
+            print(f"| `{name}` | {value:.6f} | {beside:,.1f} | {sent:,.1f} |")
     dist.destroy_process_group()
 
 

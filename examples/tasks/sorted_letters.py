@@ -80,9 +80,7 @@ class Task:
         """A sum and a count: texts are not equally long, so micro-batches have unevenly many labels."""
         logits = model(**batch).logits
         labels = batch["labels"]
-        lost = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        lost = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return lost, (labels != IGNORED).sum()
 
     def optimizer(self, params):
