@@ -33,8 +33,9 @@ def row_losses(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss,
     alone = len(hooks) == 1 and unit.module_params.modules() == [head] and unit.params[0].places[0][1] == "weight"
     why = why_not_sliced(unit) if alone else "it shares a unit with other modules, as a tied head does"
     if why:
+        name = next(param.name for param in unit.params if any(ref() is head for ref, _ in param.places))
         raise UsageError(
-            f"head_rows=True needs a head that is a unit of its own, whose rows are sharded, and {unit.params[0].name!r} cannot "
+            f"head_rows=True needs a head that is a unit of its own, whose rows are sharded, and {name!r} cannot "
             f"be gathered by rows, because {why}; leave out head_rows, or name the head in units."
         )
     device, dtype = hidden.device.type, unit.groups[0].dtype
