@@ -100,7 +100,7 @@ def test_the_loss_in_chunks_is_that_of_the_logits(tiny: nn.Module) -> None:
     results = []
     for kind in ("plain", "chunked", "head_rows"):
         tiny.zero_grad()
-        total, count = label_losses(tiny, batch, kind)
+        total, count = label_losses(tiny, batch, kind=kind)
         total.backward()
         results.append([total, count, *(p.grad for p in tiny.parameters())])
     tiny.zero_grad()
