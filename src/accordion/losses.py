@@ -4,69 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from accordion import _torch
 from accordion.engine.communicator import reduced
-from accordion.engine.hooks import hooks_of
+from accordion.engine.hooks import Hooks, hooks_of
 from accordion.errors import UsageError
+from accordion.head_rows import row_losses
+from accordion.token_loss import TokenLoss, product_dtype
 
 Reduction = Literal["mean", "sum", "none"]
-CHUNK_BYTES = 128 * 2**20  # float32 logits of one chunk; a matrix product of this size keeps any accelerator busy
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLoss:
-    """The loss of one token as a function of its logits, with the arguments of `linear_cross_entropy`."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    soft_cap: float | None
-    chunk_tokens: int | None
-
-    def num_rows(self, num_words: int) -> int:
-        """Return the number of tokens per chunk, given `num_words`, the size of the vocabulary."""
-        return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
-
-    @property
-    def is_plain(self) -> bool:
-        """Return True if the loss is one that `torch.nn.functional.linear_cross_entropy` computes in chunks."""
-        return not self.label_smoothing and not self.z_loss and self.soft_cap is None
-
-    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each token, zero for ignored ones, and the logarithm of its sum of exponentials.
-
-        logits: (tokens, words), float32 or wider, overwritten by their soft cap; labels: (tokens,).
-        """
-        if self.soft_cap is not None:
-            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-        log_sum = torch.logsumexp(logits, 1)
-        counts = labels != self.ignore_index
-        own = logits.gather(1, labels.where(counts, 0)[:, None])[:, 0]
-        losses = log_sum - (1 - self.label_smoothing) * own
-        if self.label_smoothing:
-            losses = losses - self.label_smoothing * logits.mean(1)
-        if self.z_loss:
-            losses = losses + self.z_loss * log_sum.square()
-        return losses.where(counts, 0.0), log_sum
-
-    def backward_(self, logits: Tensor, log_sum: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """Overwrite `logits`, as `losses` left them, with the gradient of sum(losses * weights), and return them."""
-        counts = labels != self.ignore_index
-        weights = weights.where(counts, 0.0)
-        slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap).square()
-        logits.sub_(log_sum[:, None]).exp_()
-        logits.mul_((weights * (1 + 2 * self.z_loss * log_sum))[:, None])
-        own = labels.where(counts, 0)[:, None]
-        logits.scatter_add_(1, own, ((self.label_smoothing - 1) * weights)[:, None])
-        if self.label_smoothing:
-            logits.sub_((weights * (self.label_smoothing / logits.shape[1]))[:, None])
-        return logits if slope is None else logits.mul_(slope)
 
 
 def linear_cross_entropy(
@@ -82,6 +33,7 @@ def linear_cross_entropy(
     shift: bool = False,
     over_ranks: bool = False,
     chunk_tokens: int | None = None,
+    head_rows: bool = False,
 ) -> Tensor:
     """Return the cross entropy of `head(hidden)` and `labels` without a tensor of all logits.
 
@@ -101,46 +53,67 @@ def linear_cross_entropy(
         over_ranks: divide the sum by the mean number of tokens per rank, so that averaged gradients are those of the mean
             over the tokens of all ranks. The mean of the losses of all ranks is then the loss of the whole batch.
         chunk_tokens: number of tokens per chunk; by default the logits of a chunk take at most 128 MiB.
+        head_rows: gather some rows of the head at a time, twice, so that no rank has the whole head or its whole gradient in
+            memory. The head must be a unit of its own.
 
     Raises:
-        UsageError: if `head` is no linear layer, shapes do not match, or labels on the host are outside of the vocabulary.
+        UsageError: if `head` is no linear layer, or with `head_rows` no unit of its own, if shapes do not match, or if labels
+            on the host are outside of the vocabulary.
     """
     loss = TokenLoss(ignore_index, label_smoothing, z_loss, soft_cap, chunk_tokens)
     if shift:
         hidden, labels = hidden[..., :-1, :], labels[..., 1:]
     _check(hidden, head, labels, loss, reduction)
     shape, labels = labels.shape, labels.flatten()
+    # Without hooks to run, the head shows its full parameters.
+    hooks = [one for one in hooks_of(head) if not (one.engine.suspended or one.unit.module_params.is_shown)]
 
     def compute(hidden: Tensor) -> Tensor:
         inputs = Inputs(hidden.flatten(0, -2), head.weight, head.bias, labels)
-        if reduction == "none":
-            return _summed(inputs, loss, "none").view(shape)
-        total = _summed(inputs, loss, "sum")
-        return total if reduction == "sum" else total / _divisor(head, labels, loss, over_ranks)
+        return _summed(inputs, loss, "none" if reduction == "none" else "sum")
 
-    call: Callable[[Tensor], Tensor] = compute
-    for hooks in hooks_of(head):
-        call = _inside(hooks, call)
-    return call(hidden)
+    if head_rows and hooks:
+        losses = row_losses(hidden.flatten(0, -2), head, labels, loss, hooks)
+        total = losses if reduction == "none" else losses.sum()
+    else:
+        call: Callable[[Tensor], Tensor] = compute
+        for one in hooks:
+            call = _inside(one, call)
+        total = call(hidden)
+    if reduction == "none":
+        return total.view(shape)
+    return total if reduction == "sum" else total / _divisor(head, labels, loss, over_ranks)
 
 
 @contextmanager
-def head_returns_loss(head: nn.Linear, labels: Tensor, **options: Any) -> Iterator[None]:
+def head_returns_loss(head: nn.Linear, labels: Tensor, **options: Any) -> Iterator[list[Tensor]]:
     """Context manager in which `head(hidden)` returns `linear_cross_entropy(hidden, head, labels, **options)`.
 
-    For models that return the output of their head: inside, they return the loss.
+    For models that return the output of their head: inside, they return the loss. Yields a list of the losses returned so far.
+    With `head_rows`, forward hooks of the head do not run.
     """
-    vars(head)["forward"] = lambda hidden: linear_cross_entropy(hidden, head, labels, **options)
+    losses: list[Tensor] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        losses.append(linear_cross_entropy(hidden, head, labels, **options))
+        return losses[-1]
+
+    replaced: dict[str, Any] = {"forward": forward}
+    if options.get("head_rows"):  # those of its unit would gather all of it
+        replaced |= {"_forward_pre_hooks": {}, "_forward_hooks": {}}
+    attributes = vars(head)
+    before = {name: attributes[name] for name in replaced if name in attributes}
+    attributes.update(replaced)
     try:
-        yield
+        yield losses
     finally:
-        del vars(head)["forward"]
+        for name in replaced:
+            del attributes[name]
+        attributes.update(before)
 
 
-def _inside(hooks: Any, call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function that gathers the unit of `hooks` and then runs `call`; `call` itself if modules see full parameters."""
-    if hooks.engine.suspended or hooks.unit.module_params.is_shown:
-        return call
+def _inside(hooks: Hooks, call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function that gathers the unit of `hooks` and then runs `call`."""
     return lambda hidden: hooks.enter(hooks.attached_modules()[0], call, (hidden,), {})
 
 
@@ -156,8 +129,8 @@ def _check(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss, red
             f"linear_cross_entropy got hidden {tuple(hidden.shape)} and {labels.dtype} labels {tuple(labels.shape)}; pass "
             f"hidden (..., {head.in_features}) and one int64 label for each of its rows."
         )
-    if labels.device.type == "cpu" and labels.numel():
-        # On an accelerator this would make the host wait; there torch's own check stops the kernel.
+    if labels.device.type == "cpu" and labels.numel() and _torch.fake_device(labels) is None:
+        # On an accelerator this would make the host wait; there torch's own check stops the kernel. Fake tensors have no values.
         outside = labels[((labels < 0) | (labels >= head.out_features)) & (labels != loss.ignore_index)]
         if outside.numel():
             raise UsageError(
@@ -250,21 +223,23 @@ def _pass(
     hidden, weight, bias, labels = inputs
     rows = loss.num_rows(weight.shape[0])
     wide = torch.promote_types(weight.dtype, torch.float32)
-    # CPUs multiply 16-bit matrices up to 20 times as slowly as float32 ones; elsewhere the product is summed in float32.
-    dtype = wide if weight.device.type == "cpu" else weight.dtype
+    dtype = product_dtype(weight)
     grads = [
         torch.zeros_like(t, dtype=dtype) if t is not None and need and weights is not None else None
         for t, need in zip((hidden, weight, bias), needed, strict=True)
     ]
     weight_in_product = weight.to(dtype)
     losses = torch.empty(labels.shape, dtype=wide, device=labels.device)
+    targets = loss.targets(labels)
     for start in range(0, len(labels), rows):
         chunk = slice(start, start + rows)
-        logits = F.linear(hidden[chunk], weight, bias).to(wide)
-        losses[chunk], log_sum = loss.losses(logits, labels[chunk])
+        logits = loss.capped_(F.linear(hidden[chunk], weight, bias).to(wide))
+        log_sum, aims = torch.logsumexp(logits, 1), targets.of(chunk)
+        own = logits.gather(1, aims.columns[:, None])[:, 0]
+        losses[chunk] = loss.losses(log_sum, own, logits.mean(1) if loss.label_smoothing else None, aims.counts)
         if weights is None:
             continue
-        grad = loss.backward_(logits, log_sum, labels[chunk], weights[chunk]).to(dtype)
+        grad = loss.backward_(logits, log_sum, aims, weights[chunk], weight.shape[0]).to(dtype)
         if grads[0] is not None:
             grads[0][chunk] = grad @ weight_in_product
         if grads[1] is not None:

@@ -96,6 +96,11 @@ def llama(seed: int = 0, **changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "pad_token_id": 0, "eos_token_id": 1, **changes}))
 
 
+def blocks_and_head(name: str, module: nn.Module) -> bool:
+    """Rule for `units=`: the head of a small model is not large enough to be one by default."""
+    return type(module).__name__ == "LlamaDecoderLayer" or name.endswith("lm_head")
+
+
 def sentences(count: int = 64, seed: int = 1) -> list[dict[str, Tensor]]:
     """Return sentences of different lengths, with labels of -100 at the end of some."""
     generator = torch.Generator().manual_seed(seed)

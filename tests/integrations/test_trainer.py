@@ -16,6 +16,7 @@ from accordion.engine.hooks import engine_of
 from tests.integrations.jobs import (
     TRAINING,
     assert_held_once,
+    blocks_and_head,
     bytes_held,
     full,
     library_job,
@@ -402,3 +403,17 @@ def test_a_pushed_model_loads(mesh: Any, tmp_path: Path) -> None:
         assert {"config.json", "model.safetensors", "training_args.bin"} <= names
         assert ("sharded" in names) == bool(where)
     torch.testing.assert_close(hub.sent[-1][2], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("loss", "smoothing"), [("chunked", 0.0), ("head_rows", 0.1)])
+@on_job(2)
+def test_the_loss_without_logits_is_that_of_the_library(mesh: Any, tmp_path: Path, loss: str, smoothing: float) -> None:
+    changes = {"max_steps": 4, "label_smoothing_factor": smoothing, "eval_strategy": "steps", "eval_steps": 2}
+    with library_job():
+        theirs = train(trainer(False, tmp_path, **changes))
+        ours = train(trainer(True, tmp_path, sharding={"units": blocks_and_head}, extra={"loss": loss}, **changes))
+        alike(theirs, ours, "loss", "grad_norm", "eval_loss")
+        with pytest.raises(acc.UsageError, match="pass 'library', 'chunked' or 'head_rows'"):
+            trainer(True, tmp_path, extra={"loss": "rows"})
+        with pytest.raises(acc.UsageError, match="another one was asked for"):
+            trainer(True, tmp_path, extra={"loss": loss, "compute_loss_func": print})

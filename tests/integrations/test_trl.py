@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.jobs import TRAINING, VOCABULARY, bytes_held, library_job, llama, needs, sentences
+from accordion.integrations.sharding import ShardArguments
+from tests.integrations.jobs import (
+    TRAINING,
+    VOCABULARY,
+    blocks_and_head,
+    bytes_held,
+    library_job,
+    llama,
+    needs,
+    sentences,
+)
 from tests.integrations.test_trainer import alike, train
 from tests.support.ranked import on_job
 from tests.support.sample import sampled
@@ -98,6 +108,15 @@ def test_trl_trains_as_under_ddp(mesh: Any, kind: str, adapters: bool, tmp_path:
         assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)
         if kind == "dpo" and not adapters:
             assert bytes_held(ours.ref_model) < 0.6 * bytes_held(theirs.ref_model)
+
+
+@pytest.mark.parametrize(("loss", "adapters"), [("head_rows", False), ("chunked", True)])
+@on_job(2)
+def test_our_loss_replaces_that_of_trl(mesh: Any, tmp_path: Path, loss: str, adapters: bool) -> None:
+    with library_job():
+        theirs, ours = (built("sft", one, adapters, tmp_path) for one in (False, True))
+        ours.loss, ours._shard_arguments = loss, ShardArguments.of({"units": blocks_and_head})
+        alike(train(theirs), train(ours))
 
 
 @on_job(2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.bench.model import GPT, loss_of
+from accordion.plan.losses import token_loss
 from accordion.plan.trace.setup import Subject, TrainingSetup
 
 VOCAB, WIDTH, SEQ, BATCH = 2048, 256, 128, 4
@@ -148,6 +149,8 @@ def batch_of(architecture: str) -> tuple[Tensor, Tensor]:
 
 def loss(architecture: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     inputs, targets = batch
+    if architecture == "rows":
+        return token_loss("head_rows", model, inputs, targets) / targets.numel()
     if architecture in ("llama", "mixture"):
         return loss_of(model(input_ids=inputs, use_cache=False), targets)
     return F.cross_entropy(model(inputs), targets) if architecture == "vision" else loss_of(model(inputs), targets)
@@ -159,7 +162,7 @@ def case_of(case: str) -> Case:
 
 def made(architecture: str, case: str, device: str) -> nn.Module:
     with torch.device(device):
-        model = {**ARCHITECTURES, "mixture": mixture}[architecture]().train()
+        model = {**ARCHITECTURES, "mixture": mixture, "rows": llama}[architecture]().train()
         change = case_of(case).change
         if change is not None:
             change(model)

@@ -41,8 +41,9 @@ SAMPLE = [
     ("gpt", "secondary"),
     ("llama", "inputs on the host"),
     ("mixture", "experts over 4, recomputed"),
+    ("rows", "full_shard"),
 ]
-USUAL = (("gpt", "full_shard"),)
+USUAL = (("gpt", "full_shard"), ("rows", "full_shard"))
 RUNS = 8
 LIMIT_S = 900.0  # a run has 2 processor seconds a rank; on a machine with ten times as much to do as it has cores, 90 s were seen
 FSDP2 = [

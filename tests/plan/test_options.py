@@ -12,7 +12,7 @@ import accordion as acc
 from accordion import cli
 from accordion.plan.events import Alloc
 from accordion.plan.hardware import GPUS
-from accordion.plan.losses import LOSSES, rows_at_a_time
+from accordion.plan.losses import LOSSES
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.result import Plan
 from accordion.plan.trained_models import Kernels
@@ -38,20 +38,22 @@ def plain(folder) -> Plan:
     return planned(folder)
 
 
-def test_a_fused_loss_has_no_float32_logits_and_a_chunked_loss_has_none(folder):
-    plain, fused, chunked = (planned(folder, micro_batch=4, kernels=Kernels(loss=loss)) for loss in LOSSES)
+def test_losses_differ_in_the_logits_and_rows_of_the_head_that_they_hold(folder):
+    ways = {loss: planned(folder, micro_batch=4, units=None, kernels=Kernels(loss=loss)) for loss in LOSSES}
+    plain, fused, chunked, rows = ways.values()
     # In float32: log-probabilities, their gradient, and that of the copy.
     assert peak(plain) - peak(fused) >= 1.9 * 4 * LOGITS
-    assert peak(fused) - peak(chunked) >= 0.5 * 4 * LOGITS
-    assert not [e for e in chunked.log.events if isinstance(e, Alloc) and e.num_bytes in (4 * LOGITS, 2 * LOGITS)]
-    for other in (fused, chunked):
-        assert other.chosen.steps["middle"].flops == pytest.approx(plain.chosen.steps["middle"].flops, rel=1e-3)
-    assert fused.chosen.steps["middle"].seconds < plain.chosen.steps["middle"].seconds
-
-
-def test_a_chunk_of_logits_takes_as_much_memory_as_hidden_states():
-    assert rows_at_a_time(16384, 128256, 4096) == 512  # 16,384 / 32, as Liger's kernel has it
-    assert rows_at_a_time(4, 128256, 4096) == 1
+    for other in (chunked, rows):
+        assert not [e for e in other.log.events if isinstance(e, Alloc) and e.num_bytes in (4 * LOGITS, 2 * LOGITS)]
+    flops = {loss: way.chosen.steps["middle"].flops for loss, way in ways.items()}
+    assert flops["plain"] == pytest.approx(flops["fused"], rel=1e-3) == pytest.approx(flops["chunked"], rel=1e-3)
+    product = 2 * 4 * SEQ * WIDTH * VOCAB  # the logits are computed again in the backward
+    assert flops["head_rows"] - flops["plain"] == pytest.approx(product, rel=0.01)
+    head = 2 * WIDTH * VOCAB  # bytes in bf16
+    assert sum(sent(rows, "gather")) - sum(sent(chunked, "gather")) == pytest.approx(head, rel=0.01)
+    assert reduced(rows) == pytest.approx(reduced(chunked), rel=0.01)
+    with pytest.raises(acc.UsageError, match="planned with engine accordion alone; take --loss chunked"):
+        planned(folder, engine="fsdp2", kernels=Kernels(loss="head_rows"))
 
 
 def test_attention_kernels_differ_in_time_and_eager_in_memory_too(folder, plain):

@@ -19,7 +19,7 @@ from accordion.models.llama import TRAINED
 from accordion.train.config import DataConfig, ModelConfig
 from accordion.train.data import IGNORED
 from accordion.train.language_work import label_losses
-from accordion.train.model import check_chunked_loss, check_folder, configuration, fill
+from accordion.train.model import check_folder, check_loss_of_head, configuration, fill
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TINY = ModelConfig(preset="llama-tiny")
@@ -98,15 +98,16 @@ def test_the_loss_in_chunks_is_that_of_the_logits(tiny: nn.Module) -> None:
     batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
     batch["labels"][1, 4:] = IGNORED
     results = []
-    for chunked in (False, True):
+    for kind in ("plain", "chunked", "head_rows"):
         tiny.zero_grad()
-        total, count = label_losses(tiny, batch, chunked=chunked)
+        total, count = label_losses(tiny, batch, kind=kind)
         total.backward()
         results.append([total, count, *(p.grad for p in tiny.parameters())])
     tiny.zero_grad()
     assert "forward" not in vars(tiny.get_output_embeddings())  # type: ignore[operator]
-    for expected, value in zip(*results, strict=True):
-        torch.testing.assert_close(value, expected)
+    for expected, *values in zip(*results, strict=True):
+        for value in values:
+            torch.testing.assert_close(value, expected)
 
 
 def test_chunks_are_refused_if_the_logits_are_not_the_output_of_the_head() -> None:
@@ -119,10 +120,12 @@ def test_chunks_are_refused_if_the_logits_are_not_the_output_of_the_head() -> No
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         if soft_cap is None:
-            check_chunked_loss(model)
+            check_loss_of_head(model, "chunked", None)
+            with pytest.raises(acc.UsageError, match=r"is tied.*take --model\.loss chunked"):
+                check_loss_of_head(model, "head_rows", None)
             continue
         with pytest.raises(acc.UsageError, match=r"take --model\.loss plain"):
-            check_chunked_loss(model)
+            check_loss_of_head(model, "chunked", None)
 
 
 def test_forwards_do_not_search_for_packed_sequences(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ class Group(ABC):
             param.context = context
         self.tag = self.index % NUM_TAGS + 1  # sent with gathers, and with reduces until `remark`
         self._mark = 0
-        self._plans: dict[tuple[tuple[int, ...], torch.dtype], list[ReducePlan]] = {}
+        self._plans: dict[tuple[tuple[int, ...], torch.dtype, int | None], list[ReducePlan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'}){context.where}"
         self._gathers, self.reduces = f"gathers {self.place}", f"reduces {self.place}"
@@ -158,16 +159,19 @@ class Group(ABC):
     def landed(self) -> None:
         """Free the gather's temporary memory. Call this when the compute stream waits for the transfer, or after an error."""
 
-    def plans(self, chosen: Sequence[int], sent: torch.dtype) -> list[ReducePlan]:
+    def plans(self, chosen: Sequence[int], sent: torch.dtype, height: int | None = None) -> list[ReducePlan]:
         """Return plans to reduce gradients of the parameters `chosen` (indices), one plan per axis that divides parameters.
 
-        `sent`: the dtype in which the gradients are sent. Plans are cached.
+        `sent`: the dtype in which the gradients are sent. `height`: the gradients are those of a `Slice` with so many rows of
+        each rank; None: of all rows. Plans are cached.
         """
-        key = tuple(chosen), sent
+        key = tuple(chosen), sent, height
         plans = self._plans.get(key)
         if plans is None:
             context, dtype, num_flags = self.context, self.reduce_dtype, len(chosen) + 1
             cuts = [self.message.cuts[i] for i in chosen]
+            if height is not None:
+                cuts = [replace(c, shape=(height * c.num_ranks, *c.row_shape)) for c in cuts]
             plans = self._plans[key] = [ReducePlan(context.shard, cuts, num_flags, sent, dtype)]
             if context.cut_twice:
                 inner = [self._inner.cuts[i] for i in chosen]

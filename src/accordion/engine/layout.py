@@ -118,6 +118,29 @@ def _least_padded(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """The rows [start, stop) of each rank's shard of a tensor that `cut` divides on dim 0, in the order of ranks."""
+
+    cut: Cut
+    start: int
+    stop: int
+
+    @property
+    def height(self) -> int:
+        """Return the number of rows of one rank, padding included."""
+        return self.stop - self.start
+
+    def rows_of(self, rank: int) -> int:
+        """Return the number of rows of `rank`, without padding."""
+        return max(0, min(self.stop, self.cut.rows_of(rank)) - self.start)
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows of all ranks, without padding, which follows them: only the last ranks have fewer rows."""
+        return sum(map(self.rows_of, range(self.cut.num_ranks)))
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """The layout of a group's tensors in this rank's shard buffer and in collectives. Offsets and numels are in elements.
 

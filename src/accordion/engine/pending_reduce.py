@@ -19,6 +19,7 @@ class PendingReduce:
 
     `chosen`: indices of the parameters in `group`. `grads`: a full gradient for each; None if this rank has none. `sent`: the
     dtype in which they are sent. `ours`: True for gradients to which nothing else refers, so that they may be overwritten.
+    `height`: as in `Group.plans`.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class PendingReduce:
         grads: Sequence[Tensor | None],
         sent: torch.dtype,
         ours: Sequence[bool],
+        height: int | None = None,
     ) -> None:
         self._group, self._chosen, context = group, chosen, group.context
         # Positions in `chosen` of the parameters for which this rank has no gradient; other ranks may have one.
@@ -47,7 +49,7 @@ class PendingReduce:
             pairs = zip(chosen, grads, strict=True)
             present = [torch.zeros_like(group.views[i], dtype=sent) if g is None else g for i, g in pairs]
             ours = [free or g is None for g, free in zip(grads, ours, strict=True)]
-        plans = group.plans(chosen, sent)
+        plans = group.plans(chosen, sent, height)
         reductions = [(SendingReduce if plan.sends else AxisReduce)(plan, context.device) for plan in plans]
         if context.reduce_stream.late:
             for r in reductions:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import transformers
@@ -19,12 +19,14 @@ from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.accelerate import Accelerator
 from accordion.integrations.sharding import ShardArguments
 from accordion.integrations.states import why_incomplete
+from accordion.losses import head_returns_loss
 from accordion.sharding import Sharding
 from accordion.state import Only
 from accordion.weights.export import is_peft, load_exported, state_on_disk
 from accordion.weights.pretrained import local_folder, remember_source
 
 SHARDED = "sharded"  # name of our checkpoint in a checkpoint folder of the Trainer
+CHUNKED = ("chunked", "head_rows")  # values of `loss` that are ours
 Model = TypeVar("Model", bound=nn.Module)
 
 REFUSED = {
@@ -45,9 +47,14 @@ class ShardedTrainer:
     files that `from_pretrained` loads, and next to them the folder `sharded` with parameters, optimizer and scheduler, which
     loads on any number of ranks. Only complete folders are resumed. Raises `UsageError` for --fsdp, --deepspeed,
     parallelism_config, bf16_full_eval, fp16_full_eval, torch_compile and `hyperparameter_search`.
+
+    `loss`: "library" for the loss of the model or of the trainer. "chunked" and "head_rows" compute that of a causal language
+    model by `accordion.linear_cross_entropy`, without logits, and "head_rows" without gathering the whole head. Evaluation with
+    `compute_metrics` needs logits and takes the library's. A class attribute of this name is the default.
     """
 
     sharding: Sharding | Mapping[str, Any] | None = None
+    loss: Literal["library", "chunked", "head_rows"] = "library"
     # Attributes of the Trainer.
     args: Any
     model: Any
@@ -56,10 +63,29 @@ class ShardedTrainer:
     accelerator: Any
     state: Any
     is_in_train: bool
+    _needs_logits = True  # of `compute_loss` with `return_outputs`
+    model_accepts_loss_kwargs: bool
+    compute_loss_func: Any
 
-    def __init__(self, *args: Any, sharding: Sharding | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        sharding: Sharding | Mapping[str, Any] | None = None,
+        loss: Literal["library", "chunked", "head_rows"] | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._shard_arguments = ShardArguments.of(sharding if sharding is not None else type(self).sharding)
+        self.loss = loss or type(self).loss
+        if self.loss not in ("library", *CHUNKED):
+            raise UsageError(f"loss={self.loss!r} is unknown; pass 'library', 'chunked' or 'head_rows'.")
         super().__init__(*args, **kwargs)
+        if self.loss in CHUNKED and (
+            self.compute_loss_func is not None or self.args.__dict__.get("loss_type") == "dft"
+        ):
+            raise UsageError(
+                f"loss={self.loss!r} replaces the trainer's loss, and another one was asked for, by compute_loss_func or "
+                "loss_type='dft'; pass one of them."
+            )
 
     def create_accelerator_and_postprocess(self) -> None:
         for key, why in REFUSED.items():
@@ -85,6 +111,48 @@ class ShardedTrainer:
         raise UsageError(
             "hyperparameter_search is not supported with sharding: trials begin on one rank alone. Start a job for each trial."
         )
+
+    # -- the loss
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss as the trainer does, without logits if `self.loss` says so. Raises `UsageError` for other models."""
+        labels = inputs.get("labels")
+        if self.loss == "library" or labels is None or (return_outputs and self._needs_logits):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        sums = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        head = self.model.get_output_embeddings()
+        with head_returns_loss(
+            head,
+            labels,
+            shift=True,
+            reduction="sum" if sums else "mean",
+            label_smoothing=self.args.label_smoothing_factor,
+            head_rows=self.loss == "head_rows",
+        ) as losses:
+            outputs = model(**{**inputs, "labels": None, "use_cache": False})
+        is_loss = len(losses) == 1 and outputs.logits.data_ptr() == losses[0].data_ptr()
+        if not is_loss or getattr(outputs, "aux_loss", None) is not None:
+            raise UsageError(
+                f"loss={self.loss!r} needs a causal language model whose logits are the output of its head alone, without a loss "
+                f"of routers, unlike {type(self.model).__name__}; leave loss out."
+            )
+        loss = outputs.logits
+        if sums:
+            # `num_items_in_batch` counts the labels of all ranks if the trainer averages over them; gradients are averaged too.
+            loss = loss * (self.accelerator.num_processes if self.args.average_tokens_across_devices else 1)
+            loss = loss / num_items_in_batch
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        self._needs_logits = not prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        finally:
+            self._needs_logits = True
 
     # -- saving
 

@@ -21,7 +21,7 @@ from accordion.garbage import without_collections
 from accordion.models.language import brief, is_encoder, language_model, masked_model
 from accordion.models.llama import PUBLISHED, llama_config
 from accordion.plan.adapters import ALL, with_adapters
-from accordion.plan.losses import LOSSES, expect_labels, loss_of_logits, with_chunked_head
+from accordion.plan.losses import LOSSES, check_head, token_loss
 from accordion.plan.trace.setup import Subject
 from accordion.units import UnitChoice, choose_units
 from accordion.weights.four_bits import FourBits
@@ -154,7 +154,8 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
         raise UsageError(
             f"{label} has weights of four bits, which cannot be trained; train adapters instead: --lora 16."
         )
-    return with_chunked_head(model, label) if kernels.loss == "chunked" else model
+    check_head(model, label, kernels.loss)
+    return model
 
 
 def language_subject(config: Any, label: str, micro_batch: int, seq: int, kernels: Kernels) -> Subject:
@@ -172,10 +173,7 @@ def _tokens(micro_batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def _token_loss(loss: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    tokens, labels = batch
-    if loss == "chunked":
-        expect_labels(model, labels)
-    return loss_of_logits(loss, model(input_ids=tokens, use_cache=False).logits, labels)
+    return token_loss(loss, model, *batch)
 
 
 def _run(label: str, loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:

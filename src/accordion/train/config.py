@@ -36,9 +36,10 @@ class ModelConfig:
     quantize: Literal["none", "nf4", "fp4", "nf4-double", "fp4-double"] = "none"
     """short `--quantize nf4`: data type of four bits for the frozen weights of linear layers but the head, which are quantised
     while `model.path` is read; `-double` quantises their scales too. For `--adapter lora`; takes bitsandbytes"""
-    loss: Literal["plain", "chunked"] = "plain"
+    loss: Literal["plain", "chunked", "head_rows"] = "plain"
     """`plain` computes the logits of all tokens; `chunked` computes head and loss together for some tokens at a time, with equal
-    gradients up to rounding, for models whose logits are the output of a linear head"""
+    gradients up to rounding, for models whose logits are the output of a linear head; `head_rows` also gathers a few rows of the
+    head at a time, if it is a unit of its own"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from accordion.train.data import (
     validation_order,
 )
 from accordion.train.metrics import Validation
-from accordion.train.model import causal_model, check_chunked_loss, configuration, documents_in_rows, fill
+from accordion.train.model import causal_model, check_loss_of_head, configuration, documents_in_rows, fill
 from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder
 from accordion.train.screen import Screen
 from accordion.train.sources import Split
@@ -64,10 +64,6 @@ class LanguageWork:
     @property
     def is_text(self) -> bool:
         return self.config.data.format == "text"
-
-    @property
-    def is_chunked(self) -> bool:
-        return self.config.model.loss == "chunked"
 
     @property
     def data(self) -> str:
@@ -102,7 +98,7 @@ class LanguageWork:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         """Return the loss of `batch`: the mean over tokens if the data is text, else (sum over answer tokens, their number)."""
-        total, count = label_losses(model, batch, chunked=self.is_chunked)
+        total, count = label_losses(model, batch, kind=self.config.model.loss)
         return total / batch["labels"].numel() if self.is_text else (total, count)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
@@ -114,8 +110,8 @@ class LanguageWork:
         """Return the mean loss over the validation labels of all ranks, except `IGNORED` ones. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
-        batches, chunked = validation_batches(rows, order, share, self._collate()), self.is_chunked
-        losses = means_of(model, batches, lambda batch: {"loss": label_losses(model, batch, chunked=chunked)}, device)
+        batches, kind = validation_batches(rows, order, share, self._collate()), self.config.model.loss
+        losses = means_of(model, batches, lambda batch: {"loss": label_losses(model, batch, kind=kind)}, device)
         loss = losses["loss"]
         perplexity = math.exp(min(loss, 700.0))
         whose = "" if self.is_text else " of an answer's token"
@@ -157,8 +153,8 @@ class LanguageWork:
 
     def model(self, seed: int) -> nn.Module:
         model = trained_model(self.config)
-        if self.is_chunked:
-            check_chunked_loss(model)
+        if self.config.model.loss != "plain":
+            check_loss_of_head(model, self.config.model.loss, self.config.shard.units)
         return model
 
     def units(self) -> None:
@@ -236,10 +232,10 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 # -- losses
 
 
-def label_losses(model: nn.Module, batch: Batch, *, chunked: bool = False) -> tuple[Tensor, Tensor]:
+def label_losses(model: nn.Module, batch: Batch, *, kind: str = "plain") -> tuple[Tensor, Tensor]:
     """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32.
 
-    `chunked`: the head computes the loss for some tokens at a time, so the logits of all tokens are never in memory.
+    `kind`: `model.loss`. If it is not "plain", the head computes the loss; see `check_loss_of_head`.
     """
     shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     labels: Tensor = batch["labels"]
@@ -247,11 +243,12 @@ def label_losses(model: nn.Module, batch: Batch, *, chunked: bool = False) -> tu
     if several and in_one_row(model):
         shown, labels = {name: value.reshape(1, -1) for name, value in shown.items()}, labels.reshape(1, -1)
     with documents_in_rows(several=several), ExitStack() as stack:
-        if chunked:
+        if kind != "plain":
             head: Any = model.get_output_embeddings()  # type: ignore[operator]
-            stack.enter_context(head_returns_loss(head, labels, ignore_index=IGNORED, reduction="sum"))
+            options = {"ignore_index": IGNORED, "reduction": "sum", "head_rows": kind == "head_rows"}
+            stack.enter_context(head_returns_loss(head, labels, **options))
         logits = model(**shown, use_cache=False).logits  # (b, tokens, vocab), or the loss
-    if chunked:
+    if kind != "plain":
         total = logits
     else:
         total = functional.cross_entropy(

@@ -17,6 +17,7 @@ from accordion.files import read_text
 from accordion.models.language import brief, is_encoder, language_model
 from accordion.models.llama import TRAINED, llama_config
 from accordion.train.config import DataConfig, ModelConfig
+from accordion.units import UnitChoice, choose_units
 from accordion.weights.initialise import initialise
 from accordion.weights.pretrained import load_pretrained
 
@@ -76,8 +77,12 @@ def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
     return built
 
 
-def check_chunked_loss(model: nn.Module) -> None:
-    """Raise `UsageError` if the logits of `model`, on the meta device, are not the unchanged output of a linear head."""
+def check_loss_of_head(model: nn.Module, loss: str, units: UnitChoice) -> None:
+    """Raise `UsageError` if the head of `model`, on the meta device, cannot compute its loss as `loss` says.
+
+    The logits must be the unchanged output of a linear head. For "head_rows" it must also be a unit, of those that `units`
+    chooses, that shares no weight.
+    """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     outputs, logits = list[Any](), None
     if type(head) is nn.Linear:
@@ -87,8 +92,14 @@ def check_chunked_loss(model: nn.Module) -> None:
             logits = model(input_ids=ids, use_cache=False).logits
     if not outputs or logits is not outputs[-1]:
         raise UsageError(
-            f"model.loss is 'chunked', but the logits of {type(model).__name__} are not the output of a linear head alone; take "
+            f"model.loss is {loss!r}, but the logits of {type(model).__name__} are not the output of a linear head alone; take "
             "--model.loss plain."
+        )
+    is_tied = sum(p is head.weight for module in model.modules() for p in module._parameters.values()) > 1
+    if loss == "head_rows" and (is_tied or all(module is not head for _, module in choose_units(model, units))):
+        raise UsageError(
+            f"model.loss is 'head_rows', but the head of {type(model).__name__} is {'tied' if is_tied else 'no unit'}, so it is "
+            "gathered with other parameters; take --model.loss chunked."
         )
 
 

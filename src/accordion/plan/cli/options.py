@@ -33,7 +33,8 @@ class Options:
         engine: accordion, or fsdp2 for PyTorch's own fully_shard
         optimizer: adamw (fused), adamw_foreach, sgd (fused, with momentum), or AdamW with moments of fewer bits: adamw_bf16,
             adamw_8bit, adamw_4bit
-        loss: plain (a float32 copy of the logits), fused (one kernel over them) or chunked (head and loss by rows, no logits)
+        loss: plain (a float32 copy of the logits), fused (one kernel over them), chunked (head and loss together for some
+            tokens at a time, no logits) or head_rows (also with a few rows of the head at a time)
         attention: auto (FlashAttention-2 if possible), eager (products and a softmax), fa1, fa2, fa3, cudnn or flex
         lora: rank of adapters next to frozen weights, then optionally targets=q_proj+v_proj for the layers that have them
             (default: all linear layers but the head)

@@ -1,0 +1,154 @@
+"""Gather the parameters of a unit a few rows of each rank at a time, and reduce their gradients in the same slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from accordion import _torch
+from accordion.engine.autograd import hand_over
+from accordion.engine.calls import Call
+from accordion.engine.communicator import carried
+from accordion.engine.engine import Engine
+from accordion.engine.layout import Slice
+from accordion.engine.observer import GATHERED, GRADIENTS
+from accordion.engine.pending_reduce import PendingReduce
+from accordion.engine.streams import Steps, Transfer
+from accordion.engine.unit import Unit
+from accordion.errors import UsageError
+
+
+def why_not_sliced(unit: Unit) -> str:
+    """Return why the parameters of `unit` cannot be gathered in slices; "" if they can."""
+    group = unit.groups[0]
+    if len(unit.groups) > 1 or unit.module_params.has_around:
+        return "its parameters differ in dtype or mesh, or are tensor subclasses"
+    if group.context.cut_twice:
+        return "its rows are sharded over both axes of the mesh (hybrid_shard_optim)"
+    if group.shard_buffer.off_device:
+        return "its parameters are offloaded"
+    if any(cut.dim != 0 for cut in group.message.cuts):
+        return "it has too few rows for so many ranks"
+    return ""
+
+
+class Slices:
+    """The parameters of a unit for which `why_not_sliced` returns "", in slices of at most `max_rows` rows of all ranks."""
+
+    def __init__(self, engine: Engine, unit: Unit, max_rows: int) -> None:
+        self.engine, self.unit, self.group = engine, unit, unit.groups[0]
+        cut = self.group.message.cuts[0]  # that of the others has as many rows
+        height = min(max(1, max_rows // cut.num_ranks), cut.chunk)
+        starts = range(0, cut.chunk, height)
+        self.slices = [Slice(cut, start, min(start + height, cut.chunk)) for start in starts]
+
+    def gathered(self) -> Iterator[tuple[Slice, list[Tensor]]]:
+        """Yield each slice with its rows of each parameter, while the next slice is gathered. Collective.
+
+        The shards are read with their values at the first slice. A caller drops the rows before it takes the next slice.
+        """
+        buffer = self.group.shard_buffer
+        buffer.ready()
+        copy = buffer.refresh(self.group.version())
+        if copy is not None:
+            copy.land()
+        ahead = self._begin(self.slices[0])
+        try:
+            for part, following in zip(self.slices, [*self.slices[1:], None], strict=True):
+                fulls, transfer = ahead
+                transfer.land()
+                if following is not None:
+                    ahead = self._begin(following)
+                yield part, [full[: part.num_rows] for full in fulls]
+        finally:
+            ahead[1].abandon()
+
+    def _begin(self, part: Slice) -> tuple[list[Tensor], Transfer]:
+        return self.engine.allocate(GATHERED, self._gather, part)
+
+    def _gather(self, part: Slice) -> tuple[list[Tensor], Transfer]:
+        group, communicator = self.group, self.group.context.shard.gather
+        shards, fulls = [], []
+        for padded, cut in zip(group.shard_buffer.padded, group.message.cuts, strict=True):
+            rows = padded.detach()[part.start * cut.row_numel : part.stop * cut.row_numel].to(group.dtype)
+            shards.append(rows)
+            fulls.append(rows if cut.num_ranks == 1 else rows.new_empty(rows.numel() * cut.num_ranks))
+
+        def steps() -> Steps:
+            if communicator.num_ranks > 1:
+                yield communicator.gather(list(map(carried, fulls)), list(map(carried, shards)))
+
+        transfer = group.context.gather_stream.start(steps(), [*shards, *fulls], f"gathers rows of {group.place}")
+        shapes = [(-1, *cut.row_shape) for cut in group.message.cuts]
+        return [full.view(shape) for full, shape in zip(fulls, shapes, strict=True)], transfer
+
+
+class SlicedReduce(PendingReduce):
+    """The reduce of the gradients of a call, begun slice by slice by `add`; `write` ends it. One slice is under way at a time."""
+
+    def __init__(self, call: Call) -> None:
+        ((self._group, _, self._chosen),) = call.trained.by_group
+        self._call, self._rank = call, self._group.context.shard.rank
+        self.absent, self._transfer, self._outer, self.goes_on = [], None, None, False
+        self._under_way: tuple[Slice, PendingReduce] | None = None
+        locals_of = self._group.shard_buffer.locals
+        self._totals = [  # this rank's rows, without padding
+            torch.empty(locals_of[i].shape, dtype=self._group.grad_dtypes[i], device=self._group.context.device)
+            for i in self._chosen
+        ]
+        call.engine.reduces_under_way.append([self])  # until `hand_over`, or `Engine.recover` after an error
+
+    def add(self, part: Slice, grads: Sequence[Tensor]) -> None:
+        """Begin to reduce gradients (rows of all ranks with padding, ...) of the slice `part`, one per trained parameter."""
+        self.finish()
+        sent, ours = self._group.dtype, [True] * len(grads)
+        grads = [grad.to(sent) for grad in grads]
+        begun = self._call.engine.allocate(
+            GRADIENTS, PendingReduce, self._group, self._chosen, grads, sent, ours, part.height
+        )
+        self._under_way = part, begun
+
+    def finish(self, decide: bool = True) -> list[Tensor | None]:
+        if self._under_way is not None:
+            (part, reduce), self._under_way = self._under_way, None
+            num_rows = part.rows_of(self._rank)
+            for total, rows in zip(self._totals, reduce.finish(decide), strict=True):
+                assert rows is not None, "every rank has all gradients"
+                total[part.start : part.start + num_rows] = rows[:num_rows]
+        return list(self._totals)
+
+    def write(self) -> Sequence[Tensor | None]:
+        """Write the sharded gradients; return those that autograd must accumulate, one or None per trained parameter."""
+        grads = hand_over(self._call, [self], self._call.engine.accumulates())
+        return [None] * len(self._totals) if grads is None else grads[2:]
+
+    @property
+    def lets_host_wait(self) -> bool:
+        return self._under_way is not None and self._under_way[1].lets_host_wait
+
+    def abandon(self) -> None:
+        if self._under_way is not None:
+            self._under_way[1].abandon()
+
+
+def begin_call(engine: Engine, unit: Unit) -> Call:
+    """Return a call of `unit` without a gather or hooks, for gradients of its slices."""
+    engine.context.waiter.check()
+    unit.module_params.check_registry()
+    unit.module_params.check_data()
+    unit.see_trained()
+    call = Call(engine, unit)
+    call.version = unit.groups[0].version()
+    return call
+
+
+def begin_backward(call: Call) -> None:
+    """Make the running backward one of `call`. Raises `UsageError` if the parameters were changed since the forward."""
+    if call.version != call.unit.groups[0].version():
+        raise UsageError(
+            f"the parameters of unit {call.unit.name or 'root'!r} were changed between this forward and its backward, by an "
+            "optimizer step, a load or a write; run the backward before the step, or the forward again."
+        )
+    call.engine.join(_torch.current_graph_task(), call)

@@ -1,0 +1,91 @@
+"""`TokenLoss`: the loss of one token as a function of its logits, and the gradient of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accordion import _torch
+
+CHUNK_BYTES = 128 * 2**20  # float32 logits of one chunk; a matrix product of this size keeps any accelerator busy
+
+
+class Targets(NamedTuple):
+    """The labels of tokens, among all words or some of them. `columns` is 0 for a token whose label is not among them."""
+
+    columns: Tensor  # (tokens,), int64: the column of the label's logit
+    present: Tensor  # (tokens,), bool: the label has a column
+    counts: Tensor  # (tokens,), bool: the token has a loss
+
+    def of(self, chunk: slice) -> Targets:
+        return Targets(*(tensor[chunk] for tensor in self))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """The loss of one token as a function of its logits, with the arguments of `linear_cross_entropy`."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    soft_cap: float | None
+    chunk_tokens: int | None
+
+    def num_rows(self, num_words: int) -> int:
+        """Return the number of tokens of a chunk."""
+        return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if the loss is one that `torch.nn.functional.linear_cross_entropy` computes in chunks."""
+        return not self.label_smoothing and not self.z_loss and self.soft_cap is None
+
+    def targets(self, labels: Tensor) -> Targets:
+        """Return the targets of `labels` (tokens,) among all words."""
+        counts = labels != self.ignore_index
+        return Targets(labels.where(counts, 0), counts, counts)
+
+    def capped_(self, logits: Tensor) -> Tensor:
+        return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+
+    def losses(self, log_sum: Tensor, own: Tensor, mean: Tensor | None, counts: Tensor) -> Tensor:
+        """Return the loss of each token, zero for those that do not count; all tensors are (tokens,).
+
+        log_sum: logarithm of the sum of exponentials of a token's logits; own: logit of its label; mean: mean of its logits,
+        for label smoothing.
+        """
+        losses = log_sum - (1 - self.label_smoothing) * own
+        if mean is not None:
+            losses = losses - self.label_smoothing * mean
+        if self.z_loss:
+            losses = losses + self.z_loss * log_sum.square()
+        return losses.where(counts, 0.0)
+
+    def backward_(self, logits: Tensor, log_sum: Tensor, targets: Targets, weights: Tensor, num_words: int) -> Tensor:
+        """Overwrite `logits`, as `capped_` left them, with the gradient of the sum of losses times `weights` (tokens,).
+
+        logits: (tokens, words), float32 or wider, of all or some of the `num_words` words; log_sum: as in `losses`.
+        """
+        weights = weights.where(targets.counts, 0.0)
+        slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap).square()
+        logits.sub_(log_sum[:, None]).exp_()
+        logits.mul_((weights * (1 + 2 * self.z_loss * log_sum))[:, None])
+        own = (self.label_smoothing - 1) * weights.where(targets.present, 0.0)
+        logits.scatter_add_(1, targets.columns[:, None], own[:, None])
+        if self.label_smoothing:
+            logits.sub_((weights * (self.label_smoothing / num_words))[:, None])
+        return logits if slope is None else logits.mul_(slope)
+
+
+def product_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which gradients are multiplied: that of `tensor`; on the CPU float32 at least.
+
+    CPUs multiply 16-bit matrices up to 20 times as slowly as float32 ones; elsewhere the product is summed in float32.
+    """
+    # A fake tensor on the CPU stands for one on an accelerator: the planner traces with such.
+    if tensor.device.type != "cpu" or _torch.fake_device(tensor) is not None:
+        return tensor.dtype
+    return torch.promote_types(tensor.dtype, torch.float32)
