@@ -7,6 +7,7 @@ import copy
 import statistics
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,11 @@ sent = {"bytes": 0}
 def count_bytes() -> None:
     exchange = Communicator.exchange
 
-    def counting(self, sends):
+    def counting(self: Communicator, sends: Any) -> Any:
         sent["bytes"] += sum((sum(to) - to[self.rank]) * message.itemsize for _, message, _, to in sends)
         return exchange(self, sends)
 
-    Communicator.exchange = counting
+    Communicator.exchange = counting  # type: ignore[method-assign]
 
 
 def seconds(optimizer: torch.optim.Optimizer) -> float:

@@ -6,7 +6,7 @@ import ast
 import heapq
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain, product
@@ -281,7 +281,7 @@ class WholeStep(Optimizer):
 
     @Optimizer.profile_hook_step
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient, which must be the same ones on all ranks. Collective."""
         buckets = buckets_of(matrix for matrix in matrices_of(self.param_groups) if matrix.rows.grad is not None)
         # While one bucket is computed, the rows of the next one and the results of the one before it are on their way.
@@ -358,7 +358,8 @@ class MuonStep(WholeStep):
         group = self.param_groups[matrix.group]
         rate = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
         matrix.rows.mul_(1 - rate * group["weight_decay"])
-        matrix.rows.add_(rows, alpha=_torch.muon_rate(rate, group["adjust_lr_fn"], matrix.shape))
+        alpha: Any = _torch.muon_rate(rate, group["adjust_lr_fn"], matrix.shape)
+        matrix.rows.add_(rows, alpha=alpha)
 
 
 # -- optimizers of users
@@ -370,7 +371,7 @@ class OwnerStep(WholeStep):
     _kind: type[Optimizer]  # the optimizer's class before it was wrapped
     _copy: OptimizerCopy  # during a step
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         self._copy = OptimizerCopy(self, self._kind)
         try:
             super().step()
@@ -477,8 +478,8 @@ def _from_owner(state: dict[str, Any], matrix: Matrix) -> dict[str, Any]:
             return _sent_by_owner(next(arriving, empty).to(empty.device), matrix)
         return type(tree)(map(built, tree)) if isinstance(tree, list | tuple) else tree
 
-    state: dict[str, Any] = built(description)
-    return state
+    whole_state: dict[str, Any] = built(description)
+    return whole_state
 
 
 def _described(tree: Any, tensors: list[Tensor]) -> Any:

@@ -74,7 +74,8 @@ def as_one(
     """
     if optimizer is None:
         return None
-    parts = [inner_of(each) for each in (optimizer if isinstance(optimizer, list | tuple) else [optimizer])]
+    listed: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    parts = [inner_of(each) for each in listed]
     for part in parts:
         if not all(hasattr(part, name) for name in ("param_groups", "state_dict", "load_state_dict")):
             raise UsageError(

@@ -33,6 +33,9 @@ class FourBitLinear(nn.Linear):
         nested  (groups + 1, 4)   with double quantisation: a float32 for every 256 scales, and last the mean of all scales
     """
 
+    absmax: Tensor
+    nested: Tensor | None
+
     # `nn.Linear.__init__` would allocate the weight of the plain layer.
     def __init__(self, plain: nn.Linear, kind: str) -> None:
         nn.Module.__init__(self)
@@ -43,7 +46,6 @@ class FourBitLinear(nn.Linear):
         shapes = {"weight": (blocks, BLOCK // 2), "absmax": (blocks, 1 if double else 4)}
         if double:
             shapes["nested"] = (-(-blocks // SCALES) + 1, 4)
-        self.nested: Tensor | None
         self.register_parameter("nested", None)
         for name, shape in shapes.items():
             rows = torch.empty(shape, dtype=torch.uint8, device=plain.weight.device)
@@ -132,7 +134,7 @@ def quantize(model: nn.Module, kind: FourBits = "nf4", *, skip: Iterable[str] = 
         UsageError: before anything is changed, if bitsandbytes is not installed, or layers cannot be quantised.
     """
     if kind not in get_args(FourBits):
-        raise UsageError(f"quantize(kind={kind!r}) is unknown; {nearest(str(kind), get_args(FourBits))}")
+        raise UsageError(f"quantize(kind={kind!r}) is unknown; {nearest(str(kind), list(get_args(FourBits)))}")
     if find_spec("bitsandbytes") is None:
         raise UsageError("weights of four bits need bitsandbytes, not installed here; pip install bitsandbytes.")
     if added_by_adapters(model):
