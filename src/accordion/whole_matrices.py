@@ -1,4 +1,4 @@
-"""Step sharded matrices whole: the rows of each travel to one owner rank, in buckets, and rows of the result travel back."""
+"""Step sharded matrices whole: an owner rank gets the rows of each, in buckets, and sends back the rows of the result."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Matrix:
         shape: of the whole tensor.
         levels: its divisions over ranks; none if every rank has the whole tensor, and steps it.
         owner: rank of the owner on the axis of each level.
-        side_stream: on which its rows travel; None without levels.
+        side_stream: on which its rows are sent; None without levels.
     """
 
     group: int
@@ -62,7 +62,7 @@ class Matrix:
     def work(self) -> int:
         return _work(self.shape)
 
-    def arrives(self, level: int = 0) -> bool:
+    def owned_here(self, level: int = 0) -> bool:
         """Return True if this rank has the matrix once the rows of `level` and all levels after it are joined."""
         pairs = zip(self.levels[level:], self.owner[level:], strict=True)
         return all(axis.rank == owner for (axis, _), owner in pairs)
@@ -139,7 +139,7 @@ def buckets_of(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
 # -- exchanges
 
 
-class Shipment(NamedTuple):
+class AllToAll(NamedTuple):
     """One all-to-all, of 1-D tensors: `sizes` has the elements of `received` from each rank, and of `sent` to each rank."""
 
     communicator: Communicator
@@ -148,16 +148,16 @@ class Shipment(NamedTuple):
     sizes: tuple[list[int], list[int]]
 
 
-Journey: TypeAlias = Generator[Shipment | None, None, list[Tensor]]
-"""Exchanges, one after the other: it yields a message (None: this rank sends nothing), is resumed once that has arrived, and
-returns the tensors that this rank has at the end.
+Exchanges: TypeAlias = Generator[AllToAll | None, None, list[Tensor]]
+"""Exchanges, one after the other. The generator yields a message (None: this rank sends nothing), is resumed when that has been
+received, and returns the tensors that this rank has at the end.
 """
 
 
-def to_owners(bucket: Sequence[Matrix], rows: list[Tensor]) -> Journey:
+def to_owners(bucket: Sequence[Matrix], rows: list[Tensor]) -> Exchanges:
     """Send `rows`, (..., *local shape) of each matrix, to its owner; return (..., *shape) of each that this rank owns."""
     for level in reversed(range(len(bucket[0].levels))):
-        members = [matrix for matrix in bucket if matrix.arrives(level + 1)]
+        members = [matrix for matrix in bucket if matrix.owned_here(level + 1)]
         if not members:
             return []
         axis, cuts, owners = _on_axis(members, level)
@@ -171,13 +171,13 @@ def to_owners(bucket: Sequence[Matrix], rows: list[Tensor]) -> Journey:
     return rows
 
 
-def from_owners(bucket: Sequence[Matrix], wholes: list[Tensor], like: Tensor) -> Journey:
+def from_owners(bucket: Sequence[Matrix], wholes: list[Tensor], like: Tensor) -> Exchanges:
     """Send the rows of `wholes`, the matrices that this rank owns, to all ranks; return this rank's rows of each matrix.
 
     `like`: a tensor with the dtype and device of the message.
     """
     for level in range(len(bucket[0].levels)):
-        members = [matrix for matrix in bucket if matrix.arrives(level + 1)]
+        members = [matrix for matrix in bucket if matrix.owned_here(level + 1)]
         if not members:
             yield None  # so that all ranks of the next axis begin its exchange at the same time
             continue
@@ -210,47 +210,47 @@ def _dim(cut: Cut) -> int:
 
 def _exchanged(
     axis: Axis, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], like: Tensor
-) -> Generator[Shipment, None, list[list[Tensor]]]:
+) -> Generator[AllToAll, None, list[list[Tensor]]]:
     """Send the tensors `sent[r]` to rank r of `axis`; return those that each rank r sent here, of the shapes `shapes[r]`."""
     numels = [[prod(shape) for shape in of_rank] for of_rank in shapes]
     sizes = [sum(of_rank) for of_rank in numels], [sum(t.numel() for t in to_rank) for to_rank in sent]
     received = like.new_empty(sum(sizes[0]))
     message = torch.cat([like.new_empty(0), *(t.flatten() for t in chain(*sent))])
-    yield Shipment(axis.reduce, received, message, sizes)
+    yield AllToAll(axis.reduce, received, message, sizes)
     return [
         [piece.view(shape) for piece, shape in zip(part.split(of_rank), shapes_of, strict=True)]
         for part, of_rank, shapes_of in zip(received.split(sizes[0]), numels, shapes, strict=True)
     ]
 
 
-class Trip:
-    """A journey under way on a side stream; its tensors are allocated on the compute stream, which packs and unpacks them."""
+class PendingExchanges:
+    """Exchanges in flight on a side stream. Their tensors are allocated on the compute stream, which packs and unpacks them."""
 
-    def __init__(self, side_stream: SideStream | None, journey: Journey) -> None:
-        self._side_stream, self._journey = side_stream, journey
+    def __init__(self, side_stream: SideStream | None, exchanges: Exchanges) -> None:
+        self._side_stream, self._exchanges = side_stream, exchanges
         self._transfer: Transfer | None = None
-        self._arrived: list[Tensor] | None = None  # until the journey has ended
-        self._go_on()
+        self._tensors: list[Tensor] | None = None  # until the last exchange has ended
+        self._start_next()
 
-    def land(self) -> list[Tensor]:
-        """Let the compute stream wait for the end, and return the tensors that have arrived. On gloo the host waits."""
-        while self._arrived is None:
+    def wait(self) -> list[Tensor]:
+        """Let the compute stream wait for the end, and return the tensors that this rank has then. On gloo the host waits."""
+        while self._tensors is None:
             if self._transfer is not None:
                 self._transfer.land()
-            self._go_on()
-        return self._arrived
+            self._start_next()
+        return self._tensors
 
-    def _go_on(self) -> None:
+    def _start_next(self) -> None:
         try:
-            message = next(self._journey)
+            message = next(self._exchanges)
         except StopIteration as end:
-            self._arrived = end.value
+            self._tensors = end.value
             return
         self._transfer = None if message is None else self._start(message)
 
-    def _start(self, message: Shipment) -> Transfer:
+    def _start(self, message: AllToAll) -> Transfer:
         communicator, received, sent, sizes = message
-        assert self._side_stream is not None, "matrices that travel have levels"
+        assert self._side_stream is not None, "matrices that are sent have levels"
 
         def steps() -> Steps:
             yield communicator.exchange([(received, sent, *sizes)])
@@ -284,23 +284,25 @@ class WholeStep(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient, which must be the same ones on all ranks. Collective."""
         buckets = buckets_of(matrix for matrix in matrices_of(self.param_groups) if matrix.rows.grad is not None)
-        # While one bucket is computed, the rows of the next one and the results of the one before it are on their way.
-        outward = _one_ahead(self._depart(bucket) for bucket in buckets)
-        homeward = _one_ahead(self._return(*departed) for departed in outward)
-        for bucket, trip in homeward:
-            for matrix, rows in zip(bucket, trip.land(), strict=True):
+        # While one bucket is computed, the rows of the next one and the results of the one before it are in flight.
+        gathering = _one_ahead(self._send_rows(bucket) for bucket in buckets)
+        returning = _one_ahead(self._send_results(*begun) for begun in gathering)
+        for bucket, pending in returning:
+            for matrix, rows in zip(bucket, pending.wait(), strict=True):
                 self._unpack(matrix, rows)
 
-    def _depart(self, bucket: list[Matrix]) -> tuple[list[Matrix], Tensor, Trip]:
-        """Start to send the rows of `bucket` to the owners; return the bucket, a tensor of the message's dtype, the trip."""
+    def _send_rows(self, bucket: list[Matrix]) -> tuple[list[Matrix], Tensor, PendingExchanges]:
+        """Start to send the rows of `bucket` to the owners. Return the bucket, a tensor of the message's dtype, the exchanges."""
         rows = [self._pack(matrix) for matrix in bucket]
-        return bucket, rows[0].new_empty(0), Trip(bucket[0].side_stream, to_owners(bucket, rows))
+        return bucket, rows[0].new_empty(0), PendingExchanges(bucket[0].side_stream, to_owners(bucket, rows))
 
-    def _return(self, bucket: list[Matrix], like: Tensor, trip: Trip) -> tuple[list[Matrix], Trip]:
+    def _send_results(
+        self, bucket: list[Matrix], like: Tensor, pending: PendingExchanges
+    ) -> tuple[list[Matrix], PendingExchanges]:
         """Wait for the matrices that this rank owns, compute their results and start to send them back."""
-        wholes = trip.land()
-        results = self._compute([matrix for matrix in bucket if matrix.arrives()], wholes)
-        return bucket, Trip(bucket[0].side_stream, from_owners(bucket, results, like))
+        wholes = pending.wait()
+        results = self._compute([matrix for matrix in bucket if matrix.owned_here()], wholes)
+        return bucket, PendingExchanges(bucket[0].side_stream, from_owners(bucket, results, like))
 
 
 def _one_ahead(items: Iterable[T]) -> Iterator[T]:
@@ -385,15 +387,15 @@ class OwnerStep(WholeStep):
         return torch.stack([matrix.rows, matrix.rows.grad.to(matrix.rows.dtype)])
 
     def _compute(self, matrices: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
-        todo: list[Part] = []
+        parts: list[Part] = []
         for matrix, whole in zip(matrices, wholes, strict=True):
             param = whole[0]
             param.grad = whole[1].clone()  # in aligned memory, as otherwise kernels would sum in another order
-            todo.append((matrix.group, matrix.rows, param, self.state.get(matrix.rows, {})))
-        states = self._copy.step(todo)
-        for matrix, (_, _, param, _) in zip(matrices, todo, strict=True):
+            parts.append((matrix.group, matrix.rows, param, self.state.get(matrix.rows, {})))
+        states = self._copy.step(parts)
+        for matrix, (_, _, param, _) in zip(matrices, parts, strict=True):
             self.state[matrix.rows] = states.get(param, {})
-        return [param for _, _, param, _ in todo]
+        return [param for _, _, param, _ in parts]
 
     def _unpack(self, matrix: Matrix, rows: Tensor) -> None:
         matrix.rows.copy_(rows)
@@ -422,11 +424,11 @@ class OwnerStep(WholeStep):
             def whole(tensor: Tensor, matrix: Matrix = matrix) -> Tensor:
                 if not isinstance(tensor, DTensor):
                     return tensor
-                arrived = Trip(matrix.side_stream, to_owners([matrix], [_torch.local_of(tensor)])).land()
-                return arrived[0] if arrived else tensor
+                own = PendingExchanges(matrix.side_stream, to_owners([matrix], [_torch.local_of(tensor)])).wait()
+                return own[0] if own else tensor
 
             exchange(state, whole)
-            if state and matrix.arrives():
+            if state and matrix.owned_here():
                 self.state[p] = state
 
     def _sharded(self) -> Iterator[tuple[int, DTensor, Matrix]]:
@@ -456,7 +458,7 @@ def _from_owner(state: dict[str, Any], matrix: Matrix) -> dict[str, Any]:
     Collective. Raises `UsageError` on every rank for other values.
     """
     tensors: list[Tensor] = []
-    text = repr(_described(state, tensors)).encode() if matrix.arrives() else b""
+    text = repr(_described(state, tensors)).encode() if matrix.owned_here() else b""
     length = _sent_by_owner(torch.tensor(len(text), device=matrix.rows.device), matrix)
     padded = torch.frombuffer(bytearray(text.ljust(int(length), b" ")) or bytearray(1), dtype=torch.uint8)
     text = _sent_by_owner(padded.to(matrix.rows.device), matrix).cpu().numpy().tobytes()
@@ -467,7 +469,7 @@ def _from_owner(state: dict[str, Any], matrix: Matrix) -> dict[str, Any]:
             "the state of an optimizer that steps whole matrices has a value other than finite numbers, texts and tensors in "
             f"lists, tuples and dicts: {text.decode()[:200]}"
         ) from error
-    arriving = iter(tensors)
+    own_tensors = iter(tensors)
 
     def built(tree: Any) -> Any:
         if isinstance(tree, dict):
@@ -475,7 +477,7 @@ def _from_owner(state: dict[str, Any], matrix: Matrix) -> dict[str, Any]:
         if isinstance(tree, tuple) and tree[:1] == (TENSOR,):
             _, dtype, shape = tree
             empty = torch.empty(shape, dtype=getattr(torch, dtype), device=matrix.rows.device)
-            return _sent_by_owner(next(arriving, empty).to(empty.device), matrix)
+            return _sent_by_owner(next(own_tensors, empty).to(empty.device), matrix)
         return type(tree)(map(built, tree)) if isinstance(tree, list | tuple) else tree
 
     whole_state: dict[str, Any] = built(description)
@@ -496,7 +498,7 @@ def _sent_by_owner(tensor: Tensor, matrix: Matrix) -> Tensor:
     """Return on every rank the `tensor` of the owner of `matrix`; it has the same shape and dtype on all. Collective."""
     tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
     for level, (axis, _) in enumerate(matrix.levels):
-        if matrix.arrives(level + 1) and tensor.numel():
+        if matrix.owned_here(level + 1) and tensor.numel():
             message = tensor.view(-1).view(torch.uint8)
             dist.broadcast(message, group=axis.gather.group, group_src=matrix.owner[level])
     return tensor
