@@ -330,7 +330,7 @@ BUDGETS = {
     "shard": 1680,
     "tasks": 530,
     "train": 6010,
-    "weights": 1640,
+    "weights": 1650,
     "workers": 310,
     "files beside them": 4400,
 }

@@ -100,8 +100,8 @@ def assert_as_unsharded(model, optimizer, kind, num_steps):
 def continued(mesh, kind, source, target, **options):
     """Load `source` if any, take two steps, compare with the unsharded model, save, and take one more."""
     model, optimizer = sharded(mesh, kind, seed=5 if source else 0, **options)
-    if source:
-        go_on(model, optimizer, [9])  # states that are overwritten
+    if source and mesh.size() == 1:
+        go_on(model, optimizer, [9])  # states that are overwritten; on more ranks `load` creates them
     start = acc.load(source, model, optimizer) if source else 0
     go_on(model, optimizer, range(start, start + 2))
     assert_as_unsharded(model, optimizer, kind, start + 2)
@@ -244,5 +244,7 @@ def test_the_example_counts_states_and_resumes(tmp_path, capfd):
     eight = [line for line in lines if line.startswith("adamw_8bit")]
     assert len(lines) == 8
     assert all("1,064,960 bytes planned, 1,073,152 counted, 2.047 an element" in line for line in eight)
-    first, second = (float(line.split()[-1]) for line in eight)
-    assert second < first
+    losses = [
+        [float(line.split()[-1]) for line in lines if line.startswith(f"{name}:")] for name in ("adamw", "adamw_8bit")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3), "in both runs the loss is that of AdamW"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def test_a_rank_holds_its_shard_and_at_most_one_tensor(mesh: Any, tmp_path: Path
     plain = nn.Sequential(*[nn.Linear(96 * 5, 96 * 7, bias=False, dtype=torch.bfloat16) for _ in range(6)])
     if mesh.get_rank() == 0:
         save_file(plain.state_dict(), tmp_path / "model.safetensors")
-    torch.distributed.barrier()
+    torch.distributed.barrier(mesh.get_group())
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(96 * 5, 96 * 7, bias=False) for _ in range(6)])
     with Allocations() as memory:
@@ -193,7 +194,7 @@ def test_transformers_loads_what_is_saved(mesh: Any, tmp_path: Path, kind: str) 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = base_in(tmp_path) if mesh.get_rank() == 0 else tmp_path / "base"
-    torch.distributed.barrier()
+    torch.distributed.barrier(mesh.get_group())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
         model = acc.quantize(model, kind)
@@ -216,13 +217,13 @@ def test_bytes_are_those_of_the_plan(mesh: Any, tmp_path: Path, kind: str) -> No
     from transformers import AutoConfig
 
     folder = base_in(tmp_path) if mesh.get_rank() == 0 else tmp_path / "base"
-    torch.distributed.barrier()
+    torch.distributed.barrier(mesh.get_group())
     model = sharded(mesh, folder, kind)
     frozen = [p for p in model.parameters() if p.dtype == torch.uint8]
     planned = trained_model(AutoConfig.from_pretrained(folder), "base", Kernels(lora_rank=4, quantize=kind))
     whole = sum(p.nbytes for p in planned.parameters() if p.dtype == torch.uint8)
     counted = torch.tensor(sum(p.to_local().nbytes for p in frozen))
-    torch.distributed.all_reduce(counted)
+    torch.distributed.all_reduce(counted, group=mesh.get_group())
     assert int(counted) == whole
 
 
@@ -258,8 +259,14 @@ def test_a_run_is_resumed_on_other_ranks_and_merged(tmp_path: Path, monkeypatch:
     assert error < 0.2 * (plain_logits - logits).norm()
 
 
+def without_warnings(words: list[str]) -> None:
+    warnings.simplefilter("ignore")  # those of PEFT, as above
+    forked.script(words)
+
+
 def test_the_example_trains(capfd: pytest.CaptureFixture[str]) -> None:
-    assert forked.script_under_torchrun(Path(__file__).parents[2] / "examples" / "qlora.py", 2) == 0
+    example = Path(__file__).parents[2] / "examples" / "qlora.py"
+    assert forked.under_torchrun([str(example)], 2, without_warnings) == 0
     losses = [float(line.split()[-1]) for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
     assert len(losses) == 4
     assert losses == sorted(losses, reverse=True)

@@ -15,6 +15,7 @@ from accordion._torch import local_of, packed_dtensor
 from accordion.checkpoint.contents import Contents, optimizer_name
 from accordion.checkpoint.format import CODES, DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
+from accordion.checkpoint.optimizer_list import parts_of
 from accordion.checkpoint.optimizer_states import RankStates
 from accordion.errors import CheckpointError
 from accordion.low_bit import LowBitStates, packed_shape
@@ -115,6 +116,8 @@ def restored(
     optimizer is of another class, nothing changes.
     """
     tensors: dict[str, Tensor] = {}
+    low_bit = [part.param_groups for part in parts_of(optimizer) if isinstance(part, LowBitStates)]
+    has_blocks = {id(p) for groups in low_bit for group in groups for p in group["params"]}
 
     def tensor_for(param: Tensor | None, name: str) -> Tensor:
         if states is not None and param is not None and name.startswith(states.prefix):
@@ -124,7 +127,9 @@ def restored(
             return state
         if name not in manifest.tensors:
             raise CheckpointError(f"the optimizer's state refers to {name}, which the checkpoint does not hold.")
-        tensors[name] = _fitting(name, manifest.tensors[name], param, contents.tensors.get(name))
+        tensors[name] = _fitting(
+            name, manifest.tensors[name], param, contents.tensors.get(name), id(param) in has_blocks
+        )
         return tensors[name]
 
     words, current = manifest.optimizer, optimizer.state_dict()
@@ -150,8 +155,11 @@ def restored(
     return {"state": state, "param_groups": groups}, tensors
 
 
-def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tensor | None) -> Tensor:
-    """Return the tensor to fill from `entry`: the optimizer's `present` one if it fits, else a new one placed like `param`."""
+def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tensor | None, has_blocks: bool) -> Tensor:
+    """Return the tensor to fill from `entry`: the optimizer's `present` one if it fits, else a new one placed like `param`.
+
+    `has_blocks`: the states of `param` are low-bit, with a row of scales or codes for some rows of it.
+    """
     # torch keeps the step count as a plain tensor. Its shape does not show that, since a parameter may be 0-d too.
     dtype, step = DTYPES[entry.dtype], name.endswith("/step")
     like = param is not None and entry.shape == tuple(param.shape) and not step
@@ -167,7 +175,7 @@ def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tenso
         return plain
     assert isinstance(param, DTensor)
     block = param.numel() // max(1, math.prod(entry.shape))
-    if "Shard" in str(entry.placements) and block and entry.shape == packed_shape(param.shape, block):
+    if has_blocks and block and entry.shape == packed_shape(param.shape, block):
         rows = local_of(param).numel() // block // math.prod(entry.shape[1:])
         local = torch.empty((rows, *entry.shape[1:]), dtype=dtype, device=local_of(param).device)
         return packed_dtensor(local, param, entry.shape)
