@@ -31,6 +31,7 @@ from accordion.units import min_params, only_blocks
 from accordion.weights.export import save_pretrained
 from accordion.weights.initialise import initialise
 from accordion.weights.pretrained import load_pretrained
+from accordion.weights.stream import stream_weights
 
 __all__ = [
     "FULL_SHARD",
@@ -73,6 +74,7 @@ __all__ = [
     "save",
     "save_pretrained",
     "shard",
+    "stream_weights",
     "synchronize",
     "wrap_optimizer",
 ]
