@@ -19,6 +19,7 @@ from accordion.errors import AccordionError, CheckpointError, DivergenceError, N
 from accordion.losses import linear_cross_entropy
 from accordion.offload.estimate import estimate_memory
 from accordion.optim import clip_grad_norm_, wrap_optimizer
+from accordion.park import park, unpark
 from accordion.plan.api import plan
 from accordion.plan.choice import Search
 from accordion.plan.hardware import Cluster
@@ -70,11 +71,13 @@ __all__ = [
     "min_params",
     "no_sync",
     "only_blocks",
+    "park",
     "plan",
     "save",
     "save_pretrained",
     "shard",
     "stream_weights",
     "synchronize",
+    "unpark",
     "wrap_optimizer",
 ]

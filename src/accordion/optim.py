@@ -28,7 +28,8 @@ from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import mark_rows, refuse_other_rows, refuse_states_of_others
 
 Opt = TypeVar("Opt", bound=Optimizer)
-OURS = "_accordion_sharded"  # attribute that marks a sharded parameter
+OURS = "_accordion_sharded"  # attribute that marks a sharded parameter: True, or while the model is parked `PARKED`
+PARKED = "parked"
 ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
@@ -46,6 +47,7 @@ class LocalStep(Optimizer):
     _kind: type[Optimizer]  # the optimizer's class before it was wrapped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        refuse_parked(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -158,6 +160,7 @@ class StepHooks:
         params = (p for group in optimizer.param_groups for p in group["params"])
         if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
             return None
+        refuse_parked(optimizer)
         refuse_unwrapped(optimizer)
         if optimizer not in self._checked:
             refuse_adafactor(optimizer)
@@ -196,6 +199,17 @@ def mark_sharded(engine: Engine) -> None:
     for param in engine.params:
         vars(param.sharded)[OURS] = True
     step_hooks()
+
+
+def refuse_parked(optimizer: Optimizer) -> None:
+    """Raise `UsageError` if the first parameter of `optimizer` is of a model that `park` has moved off the device."""
+    params = optimizer.param_groups[0]["params"]
+    if params and vars(params[0]).get(OURS) is PARKED:
+        raise parked_error()
+
+
+def parked_error() -> UsageError:
+    return UsageError("this model is parked off the device; call accordion.unpark(model, optimizer) before its next use.")
 
 
 def refuse_adafactor(optimizer: Optimizer) -> None:

@@ -73,9 +73,9 @@ class WeightStream(Observer):
         finally:
             # The garbage collector may end a generator on any thread, or inside a backward. Then the stream stays open, and
             # the engine closes it.
-            if self._is_open and not self._is_exiting() and threading.get_ident() == self._thread:
-                if not _torch.is_in_backward():
-                    self.close()
+            may_close = self._is_open and not self._is_exiting() and threading.get_ident() == self._thread
+            if may_close and not _torch.is_in_backward():
+                self.close()
 
     def close(self) -> None:
         """Take part in the gathers that are left, without their results; return at once if the stream has ended."""
@@ -126,8 +126,8 @@ class WeightStream(Observer):
             )
         if self._shard_version() != self._version:
             raise UsageError(
-                "the weights were written while they were streamed, so that ranks may have old and new ones; step and load before "
-                "stream_weights, or after its last tensor."
+                "the weights were written while they were streamed, so that ranks may have old and new ones; step and load "
+                "before stream_weights, or after its last tensor."
             )
 
     def _shard_version(self) -> int:
@@ -144,8 +144,8 @@ def stream_weights(
 ) -> WeightStream:
     """Return an iterable of (name, full tensor) of a sharded model: its parameters and persistent buffers, tied ones once.
 
-    Collective; all ranks iterate. They make the same gathers, also if a consumer breaks off or raises. The tensors are contiguous,
-    on the device, and the consumer's own. The next bucket is gathered while the consumer has this one, so a rank needs at most
+    Collective; all ranks iterate. They make the same gathers, also if a consumer breaks off or raises. The tensors are
+    contiguous, on the device, and the consumer's own. The next bucket is gathered while the consumer has this one, so a rank needs at most
     two buckets of memory besides the shards. Raises `UsageError` for arguments that do not fit, before anything is gathered.
 
     Args:

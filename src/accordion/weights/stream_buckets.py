@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from accordion.engine.communicator import Communicator, Pending, carried
+from accordion.engine.communicator import Communicator, carried
 from accordion.engine.engine import Engine
 from accordion.engine.params import Param
 from accordion.engine.streams import Steps
@@ -114,7 +114,7 @@ class Bucket:
         self._transfer = engine.context.gather_stream.start(_steps(list(self._gathers)), [], what)
 
     def land(self) -> deque[tuple[str, Tensor]]:
-        """Let the compute stream wait for the gather; return (name, full tensor) of each item, nothing if this rank only sends."""
+        """Let the compute stream wait for the gather; return (name, full tensor) of each item, none if this rank only sends."""
         self._transfer.land()
         gathers, result = deque(self._gathers), deque[tuple[str, Tensor]]()
         self._gathers.clear()
