@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ def train(steps: int, ranks: Sequence[int], sharded: bool = True) -> list[tuple[
     if sharded:
         model = acc.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
-    stream: acc.WeightStream | str = "start"
+    stream: Any = "start"
     history = []
     for step in range(steps):
         if sharded:

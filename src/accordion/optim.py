@@ -209,7 +209,9 @@ def refuse_parked(optimizer: Optimizer) -> None:
 
 
 def parked_error() -> UsageError:
-    return UsageError("this model is parked off the device; call accordion.unpark(model, optimizer) before its next use.")
+    return UsageError(
+        "this model is parked off the device; call accordion.unpark(model, optimizer) before its next use."
+    )
 
 
 def refuse_adafactor(optimizer: Optimizer) -> None:

@@ -50,13 +50,13 @@ class ParkedModel(Observer):
         self.optimizer, self._engine, self._modules = optimizer, engine, list(model.modules())
         groups = [group for unit in engine.units for group in unit.groups]
         on_device = [group for group in groups if not isinstance(group.shard_buffer, OffDeviceShards)]
-        self._params = [param for group in on_device for param in group.params]
+        self._params = [param.sharded for group in on_device for param in group.params]
+        self._grads = [(param, param.grad) for param in self._params if param.grad is not None]
         flat = [(g.shard_buffer, g.params) for g in on_device if isinstance(g.shard_buffer, FlatShards)]
         self._shards = [(shards, [p.sharded for p in params]) for shards, params in flat]
+        self._locals = [[_torch.local_of(param) for param in params] for _, params in self._shards]
+        self._hosts: list[list[Tensor]] = []  # copies of the flat buffers
         self._caches = [(cache.untyped_storage(), cache.nbytes) for group in groups for cache in group.caches]
-        self._hosts: list[list[Tensor]] = []  # copies of the flat buffers, by shard buffer
-        self._locals: list[list[Tensor]] = []  # the local tensors of the shards on the device, by shard buffer
-        self._grads = [(p.sharded, p.sharded.grad) for p in self._params if p.sharded.grad is not None]
         self._moved: dict[int, Tensor] = {}  # by id: tensors off the device, in the place of others
 
     def unit_is_called(self) -> None:
@@ -71,156 +71,134 @@ class ParkedModel(Observer):
 
     def sizes(self) -> list[int]:
         """Return the bytes of each tensor on the device that is to be moved."""
-        sizes = [flat.nbytes for shards, _ in self._shards for flat in shards.flats]
-
-        def count(tensor: Tensor) -> Tensor:
-            sizes.append(tensor.nbytes)
-            return tensor
-
-        self._exchange(_Swap(count, self._is_here))
-        return sizes
+        tensors = [flat for shards, _ in self._shards for flat in shards.flats]
+        self._exchange(lambda tensor: tensors.append(tensor) or tensor, self._is_here)  # type: ignore[func-returns-value]
+        return [tensor.nbytes for tensor in tensors]
 
     def sizes_away(self) -> list[int]:
         """Return the bytes of each tensor that `come_back` allocates on the device."""
-        hosts = [host.nbytes for hosts in self._hosts for host in hosts]
-        return [*hosts, *(num_bytes for _, num_bytes in self._caches), *(t.nbytes for t in self._moved.values())]
+        hosts = [host for hosts in self._hosts for host in hosts]
+        return [*(t.nbytes for t in (*hosts, *self._moved.values())), *(num_bytes for _, num_bytes in self._caches)]
 
     def leave(self, take: Allocate) -> None:
         """Copy everything into memory that `take` allocates, and free it on the device."""
         for shards, params in self._shards:
             hosts = [take(flat.numel(), flat.dtype).copy_(flat, non_blocking=True) for flat in shards.flats]
             self._hosts.append(hosts)
-            self._locals.append([_torch.local_of(param) for param in params])
             for param, local in zip(params, shards.locals_in(hosts), strict=True):
                 _torch.set_local(param, local)
 
         def copied(tensor: Tensor) -> Tensor:
             if not _torch.is_plain(tensor):
                 return tensor.to("cpu")
-            host = take(tensor.numel(), tensor.dtype)
-            host = host.as_strided(tensor.shape, tensor.stride()) if _is_dense(tensor) else host.view(tensor.shape)
+            host, span = take(tensor.numel(), tensor.dtype), zip(tensor.shape, tensor.stride(), strict=True)
+            is_dense = 1 + sum((size - 1) * stride for size, stride in span) == tensor.numel()
+            host = host.as_strided(tensor.shape, tensor.stride()) if is_dense else host.view(tensor.shape)
             return host.copy_(tensor, non_blocking=True)
 
-        swap = _Swap(copied, self._is_here)
-        self._exchange(swap)
-        self._moved = {id(host): host for host in swap.results}
+        self._moved = {id(host): host for host in self._exchange(copied, self._is_here)}
         for param, _ in self._grads:
             param.grad = None
         for param in self._params:
-            vars(param.sharded)[OURS] = PARKED
-        _settle_device(self._engine.context.device)  # the copies have ended
+            vars(param)[OURS] = PARKED
+        self._settle()
         for (shards, _), old in zip(self._shards, self._locals, strict=True):
             for local in {id(t): t for t in (*shards.locals, *old)}.values():
                 local.set_()  # type: ignore[call-overload]  # no tensor keeps the address of freed memory
-            for flat in shards.flats:
-                flat.untyped_storage().resize_(0)
-        for storage, _ in self._caches:
+        for storage in [
+            *(s for s, _ in self._caches),
+            *(f.untyped_storage() for s, _ in self._shards for f in s.flats),
+        ]:
             storage.resize_(0)
 
     def come_back(self) -> None:
         """Allocate everything on the device again, and copy it there."""
-        device = self._engine.context.device
         for storage, num_bytes in self._caches:
             storage.resize_(num_bytes)
         for (shards, params), hosts, old in zip(self._shards, self._hosts, self._locals, strict=True):
             for flat, host in zip(shards.flats, hosts, strict=True):
                 flat.untyped_storage().resize_(host.nbytes)
                 flat.copy_(host, non_blocking=True)
-            for param, local, ours, view in zip(params, old, shards.locals, shards.locals_in(shards.flats), strict=True):
+            views = shards.locals_in(shards.flats)
+            for param, local, ours, view in zip(params, old, shards.locals, views, strict=True):
                 for tensor in (local, ours):
                     tensor.set_(view.untyped_storage(), 0, view.shape, view.stride())  # type: ignore[call-overload]
                 _torch.set_local(param, local)
-        self._exchange(_Swap(lambda host: host.to(device, non_blocking=True, copy=True), lambda t: id(t) in self._moved))
+        back = partial(Tensor.to, device=self._engine.context.device, non_blocking=True, copy=True)
+        self._exchange(back, lambda tensor: id(tensor) in self._moved)
         for param in self._params:
-            vars(param.sharded)[OURS] = True
+            vars(param)[OURS] = True
         for param, grad in self._grads:
             param.grad = grad
         for unit in self._engine.units:
             unit.mark_stale()
             unit.note_memory()
-        _settle_device(device)  # the host memory may be freed
+        self._settle()
+
+    def _settle(self) -> None:
+        """Let the host wait for the copies, so that either memory may be freed."""
+        device = self._engine.context.device
+        if device.type != "cpu":
+            torch.get_device_module(device).synchronize(device)
 
     def _is_here(self, tensor: Tensor) -> bool:
         return tensor.device == self._engine.context.device and tensor.numel() > 0
 
-    def _exchange(self, swap: _Swap) -> None:
-        """Replace each gradient, optimizer state and buffer by `swap` of it."""
+    def _exchange(self, move: Callable[[Tensor], Tensor], moves: Callable[[Tensor], bool]) -> list[Tensor]:
+        """Replace each gradient, optimizer state and buffer for which `moves` returns True by `move` of it; return these."""
+        done: dict[int, tuple[Tensor, Tensor]] = {}  # by id of either: (before, after)
+        results: list[Tensor] = []
+
+        def swap(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, DTensor):  # stays the same object
+                _torch.set_local(tensor, swap(_torch.local_of(tensor)))
+            elif id(tensor) not in done and moves(tensor):
+                results.append(move(tensor))
+                done[id(tensor)] = done[id(results[-1])] = tensor, results[-1]
+            return done[id(tensor)][1] if id(tensor) in done else tensor
+
         for _, grad in self._grads:
             swap(grad)
         for param in self._params if self.optimizer is not None else ():
-            exchange(self.optimizer.state.get(param.sharded), swap)
+            exchange(self.optimizer.state.get(param), swap)
         for module in self._modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = swap(buffer)
-
-
-class _Swap:
-    """Function that returns `move` of a tensor, once for each, if `is_moved` is true for it, and the tensor itself if not."""
-
-    def __init__(self, move: Callable[[Tensor], Tensor], is_moved: Callable[[Tensor], bool]) -> None:
-        self._move, self._is_moved = move, is_moved
-        self._done: dict[int, tuple[Tensor, Tensor]] = {}
-        self.results: list[Tensor] = []
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        if id(tensor) in self._done:
-            return self._done[id(tensor)][1]
-        moved = tensor
-        if isinstance(tensor, DTensor):  # stays the same object
-            _torch.set_local(tensor, self(_torch.local_of(tensor)))
-        elif self._is_moved(tensor):
-            moved = self._move(tensor)
-            self.results.append(moved)
-        self._done[id(tensor)] = tensor, moved
-        return moved
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) == tensor.numel()
-
-
-def _settle_device(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
-
-
-def _parked(engine: Engine) -> ParkedModel | None:
-    return engine.observers.find(ParkedModel)
+            module._buffers.update({name: swap(b) for name, b in module._buffers.items() if b is not None})
+        return results
 
 
 def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -> Move:
     """Move shards, gradients, optimizer states and buffers of a sharded model off the device; return the bytes and seconds.
 
     Collective, between two steps. `to`: "host", in memory that is pinned for accelerators, or "disk:/folder". The device's memory
-    is given back to the driver. Until `unpark` the model can be saved, loaded and streamed, and neither called nor stepped.
-    Offloaded parameters stay where they are. Raises `UsageError` on every rank, before anything is moved, if the model is
-    parked, has gradients that are not reduced, or one rank lacks room.
+    is given back to the driver. Until `unpark` the model can be saved, loaded and streamed, and neither called nor stepped;
+    tensors that share memory with its shards must not be used. Offloaded parameters stay where they are. Raises `UsageError`
+    on every rank, before anything is moved, if gradients of `no_sync` are not reduced, or a rank lacks memory.
     """
-    begun, engine = time.monotonic(), sharded_engine(model, "park")
-    folder = folder_of(to)
+    begun, engine, folder = time.monotonic(), sharded_engine(model, "park"), folder_of(to)
     if folder is None and to != HOST:
         raise UsageError(f'park takes to="host" or to="disk:/folder", not {to!r}.')
-    if _parked(engine) is not None:
+    if engine.observers.find(ParkedModel) is not None:
         raise parked_error()
     if engine.suspended or any(unit.local_sums.any_held() for unit in engine.units):
-        raise UsageError("park works outside of full_params, and after gradients of no_sync were reduced; end these first.")
+        raise UsageError(
+            "park works outside of full_params, and after gradients of no_sync were reduced; end these first."
+        )
     settle(engine, f"parks the model on {'the disk' if folder else 'the host'}")
     engine.drop_kept()
     for unit in engine.units:
         unit.free()
     parked = ParkedModel(model, None if optimizer is None else inner_of(optimizer), engine)
-    device, sizes = engine.context.device, parked.sizes()
+    sizes, device = parked.sizes(), engine.context.device
     num_bytes = sum(map(page_aligned, sizes))
 
-    def room() -> Allocate:
+    def memory() -> Allocate:
         if folder is None:
-            arena = Arena(num_bytes, device, "park", 'pass to="disk:/folder", or park fewer ranks of one machine')
+            arena = Arena(num_bytes, device, "park", 'pass to="disk:/folder"')
             return partial(arena.take, zeros=False)
         file = FileAllocator(folder, num_bytes, checksums=False)
         return lambda numel, dtype: file.take(numel, dtype).mapped()
 
-    take = on_every_rank(room, engine.context)
+    take = on_every_rank(memory, engine.context)
     with torch.no_grad():
         parked.leave(take)
     if device.type != "cpu":
@@ -232,10 +210,10 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
 def unpark(model: nn.Module, optimizer: Optimizer | None = None) -> Move:
     """Move what `park` has moved back to the device, bit for bit; return the bytes and seconds. Collective.
 
-    `optimizer`: that of `park`. Raises `UsageError` on every rank if one lacks device memory; the model then stays parked.
+    `optimizer`: that of `park`. Raises `UsageError` on every rank if one lacks device memory; the model then stays off it.
     """
     begun, engine = time.monotonic(), sharded_engine(model, "unpark")
-    parked = _parked(engine)
+    parked = engine.observers.find(ParkedModel)
     if parked is None or parked.optimizer is not (None if optimizer is None else inner_of(optimizer)):
         raise UsageError("unpark takes a model that is parked, and the optimizer that was parked with it.")
     settle(engine, "unparks the model")

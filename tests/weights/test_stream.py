@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import accordion as acc
-from accordion.config import STRATEGIES
 from accordion.engine.communicator import Communicator
 from tests.devices import device
 from tests.inside import engine_in
@@ -76,8 +75,8 @@ class Normed(nn.Module):
         return self.model(tokens) + self.uneven(tokens % 19).sum()
 
 
-def sharded(mesh: Any, strategy: str = "full_shard", **options: Any) -> nn.Module:
-    return acc.shard(Normed(), mesh=mesh, strategy=STRATEGIES[strategy], units={models.Block}, **options)
+def sharded(mesh: Any, strategy: acc.Strategy = acc.FULL_SHARD, **options: Any) -> nn.Module:
+    return acc.shard(Normed(), mesh=mesh, strategy=strategy, units={models.Block}, **options)
 
 
 def padded_bytes(model: nn.Module) -> int:
@@ -92,12 +91,16 @@ def padded_bytes(model: nn.Module) -> int:
 
 
 @under_strategies(*EVERY, num_ranks=3)
-def test_it_delivers_the_full_state_dict_in_the_fewest_bytes_and_two_buckets(mesh: Any, strategy: str) -> None:
+def test_it_delivers_the_full_state_dict_in_the_fewest_bytes_and_two_buckets(mesh: Any, strategy: acc.Strategy) -> None:
     model = sharded(mesh, strategy)
     wanted, rank, last = acc.full_state_dict(model, rank0_only=False, cpu=False), dist.get_rank(), mesh.size() - 1
     wanted.pop("uneven.head.weight")  # tied
     largest = max(t.nbytes for t in wanted.values())
-    for bucket_bytes, ranks, dtype in ((4 * largest, "all", None), (1, "first", None), (2**28, [0, last], torch.bfloat16)):
+    for bucket_bytes, ranks, dtype in (
+        (4 * largest, "all", None),
+        (1, "first", None),
+        (2**28, [0, last], torch.bfloat16),
+    ):
         receives = ranks == "all" or rank == 0 or (ranks != "first" and rank == last)
         count, memory = 0, Allocations()
         with Recorded() as recorded, memory:
@@ -115,7 +118,7 @@ def test_it_delivers_the_full_state_dict_in_the_fewest_bytes_and_two_buckets(mes
         if ranks == "all":
             assert recorded.sent == padded_bytes(model)
             assert peak <= 2 * bucket_bytes
-        elif strategy in ("full_shard", "shard_grad_op", "shard_optim") and ranks == "first":
+        elif not (strategy.hybrid or strategy is acc.NO_SHARD) and ranks == "first":
             assert recorded.sent == (0 if rank == 0 else padded_bytes(model) // last)
             assert receives or peak < largest  # it only sends
     assert_at_rest(model)
@@ -171,7 +174,7 @@ def test_ranks_make_the_same_gathers_whatever_each_consumes(mesh: Any) -> None:
             consumed(model, mine)
             end()
         each: list[Messages] = [[] for _ in range(mesh.size())]
-        dist.all_gather_object(each, recorded.messages)
+        dist.all_gather_object(each, recorded.messages, mesh.get_group())
         assert all(messages == each[0] for messages in each), (act, each)
     assert_at_rest(model)
 

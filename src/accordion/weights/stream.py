@@ -6,7 +6,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,9 @@ BUCKET_BYTES = 256 * 2**20
 class WeightStream(Observer):
     """An iterable of (name, full tensor) that `stream_weights` returns; it is iterated once.
 
-    While it is open it is attached to the engine, which closes it before this rank begins a forward, a backward or another
-    collective. Closing takes part in the gathers that are left, so that all ranks make the same ones whatever each consumes.
-    `digests`: name -> digest of this rank's shards, 0-d int64; empty if none are kept. `up_to_date`: the names whose values the
-    consumer of this rank has.
+    The engine closes an open stream before this rank begins a forward, a backward or another collective. Closing takes part in
+    the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name -> digest of this
+    rank's shards, 0-d int64, if they are kept. `up_to_date`: the names whose values this rank's consumer has.
     """
 
     # The end of the loop closes the stream: `break` and exceptions end the generator of `__iter__`, which runs its `finally`.
@@ -145,34 +144,48 @@ def stream_weights(
     """Return an iterable of (name, full tensor) of a sharded model: its parameters and persistent buffers, tied ones once.
 
     Collective; all ranks iterate. They make the same gathers, also if a consumer breaks off or raises. The tensors are
-    contiguous, on the device, and the consumer's own. The next bucket is gathered while the consumer has this one, so a rank needs at most
-    two buckets of memory besides the shards. Raises `UsageError` for arguments that do not fit, before anything is gathered.
+    contiguous, on the device, and the consumer's own. The next bucket is gathered while the consumer has this one, so a rank
+    needs at most two buckets of memory besides the shards. Raises `UsageError` for arguments that do not fit.
 
     Args:
         bucket_bytes: memory of one bucket, with all that its gather needs; a larger tensor is a bucket of its own.
         ranks: the global ranks that receive. The others only send: their loops have no iterations.
         dtype: of floating-point parameters, which are cast before they are sent; by default that of the shards.
-        changed_since: an earlier stream of this model with the same dtype: only tensors whose bits have changed since are
-            delivered. "start": deliver all, and keep the digests that a later stream compares.
+        changed_since: an earlier stream of this model: only tensors whose bits, in `dtype`, have changed since are delivered.
+            "start": deliver all, and keep the digests that a later stream compares.
         adapters: of a PEFT model: "merged" into the weights, with the names of the base model; or "alone", as PEFT saves them.
     """
     engine = sharded_engine(model, "stream_weights")
-    of_model = _ranks_of(engine)
-    receiving = {"all": of_model, "first": of_model[:1]}.get(ranks, ranks) if isinstance(ranks, str) else list(ranks)
-    _check_arguments(engine, bucket_bytes, receiving, of_model, changed_since, adapters)
-    stream = WeightStream(engine, frozenset(map(int, receiving)), bucket_bytes)
-    since = "the last stream" if isinstance(changed_since, WeightStream) else changed_since
+    of_model = list(monitor_of(engine.context).ranks) or [_own_rank()]
+    chosen: Sequence[Any] = {"all": of_model, "first": of_model[:1]}.get(ranks, []) if isinstance(ranks, str) else ranks
+    earlier = changed_since if isinstance(changed_since, WeightStream) else None
+    for is_wrong, text in (
+        (engine.suspended, "stream_weights does not work inside full_params; leave it first."),
+        (bucket_bytes < 1, f"bucket_bytes={bucket_bytes} is not a positive number of bytes."),
+        (
+            not chosen or not set(chosen) <= set(of_model),
+            f'ranks={ranks!r} is neither "all" nor "first" nor a list of ranks of the model, {of_model}.',
+        ),
+        (adapters not in ("merged", "alone"), f'adapters={adapters!r} is neither "merged" nor "alone".'),
+        (
+            changed_since not in (None, "start")
+            and (earlier is None or earlier.engine is not engine or not earlier.digests),
+            f'changed_since={changed_since!r} is no earlier stream of this model that kept digests; begin with "start".',
+        ),
+    ):
+        if is_wrong:
+            raise UsageError(text)
     settle(
         engine,
-        f"streams weights to ranks {sorted(stream.ranks)}, {bucket_bytes} bytes at a time, as {dtype}, with adapters {adapters}, "
-        f"changed since {since}",
+        f"streams weights to ranks {sorted(chosen)}, {bucket_bytes} bytes at a time, as {dtype}, adapters {adapters}, changed "
+        f"since {'the last stream' if earlier else changed_since}",
     )
-    items = items_of(model, engine, dtype, adapters)
+    stream, items = WeightStream(engine, frozenset(chosen), bucket_bytes), items_of(model, engine, dtype, adapters)
     if changed_since is not None:
-        stream.digests = _digests(items, engine.context.device)
-    if isinstance(changed_since, WeightStream):
-        changed = _changed(stream, changed_since)
-        stream.up_to_date.update(item.name for item in items if item.name not in changed)
+        stream.digests = {item.name: _digest(item, engine.context.device) for item in items}
+    if earlier is not None:
+        changed = _changed(stream, earlier)
+        stream.up_to_date.update(stream.digests.keys() - changed)
         items = [item for item in items if item.name in changed]
     stream.open(items)
     return stream
@@ -182,62 +195,20 @@ def _own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _ranks_of(engine: Engine) -> list[int]:
-    """Return the global ranks that have the model, in order."""
-    return list(monitor_of(engine.context).ranks) or [_own_rank()]
-
-
-def _check_arguments(
-    engine: Engine,
-    bucket_bytes: int,
-    receiving: Sequence[int] | str,
-    of_model: list[int],
-    changed_since: WeightStream | str | None,
-    adapters: str,
-) -> None:
-    """Raise `UsageError` for arguments of `stream_weights` that do not fit the model."""
-    if engine.suspended:
-        raise UsageError("stream_weights does not work inside full_params; leave it first.")
-    if bucket_bytes < 1:
-        raise UsageError(f"bucket_bytes={bucket_bytes} is not a positive number of bytes.")
-    if isinstance(receiving, str) or not receiving or not set(receiving) <= set(of_model):
-        raise UsageError(
-            f'ranks={receiving!r} is neither "all" nor "first" nor a list of ranks of the model, {of_model}.'
-        )
-    if adapters not in ("merged", "alone"):
-        raise UsageError(f'adapters={adapters!r} is neither "merged" nor "alone".')
-    is_stream = isinstance(changed_since, WeightStream)
-    if not (is_stream or changed_since in (None, "start")):
-        raise UsageError(
-            f'changed_since={changed_since!r} is no earlier stream; pass that, or "start" for the first one.'
-        )
-    if isinstance(changed_since, WeightStream) and (changed_since.engine is not engine or not changed_since.digests):
-        raise UsageError(
-            'changed_since is a stream of another model, or one that kept no digests; begin with changed_since="start".'
-        )
-
-
-def _digests(items: Sequence[Item], device: torch.device) -> dict[str, Tensor]:
-    """Return, for each name, a digest of what this rank has of the tensors that are sent for it, in their dtypes."""
-    digests = {}
-    for item in items:
-        parts = [checksum(source.local(device)) * (2 * i + 1) for i, source in enumerate(item.sources)]
-        digests[item.name] = torch.stack(parts).sum()
-    return digests
+def _digest(item: Item, device: torch.device) -> Tensor:
+    """Return a digest, 0-d int64, of what this rank has of the tensors that are sent for `item`, in their dtypes."""
+    return torch.stack([checksum(part.local(device)) * (2 * i + 1) for i, part in enumerate(item.parts)]).sum()
 
 
 def _changed(stream: WeightStream, earlier: WeightStream) -> set[str]:
     """Return the names that differ on any rank from `earlier`, or whose values of then some receiving rank does not have."""
-    device, context = stream.engine.context.device, stream.engine.context
-    names = list(stream.digests)
-    new = torch.stack([stream.digests[name] for name in names])
-    old = torch.stack([earlier.digests.get(name, torch.zeros((), dtype=new.dtype, device=device)) for name in names])
-    has = [
+    context, names = stream.engine.context, list(stream.digests)
+    is_known = [
         name in earlier.digests and (name in earlier.up_to_date or stream.rank not in earlier.ranks) for name in names
     ]
-    changed = (new != old).cpu() | ~torch.tensor(has, device="cpu")
+    differ = torch.stack([stream.digests[name] != earlier.digests.get(name, 0) for name in names])
     communicators = [context.shard.gather, context.replicate.gather]
     communicators += [c for p in stream.engine.params if p.around is not None for c in p.around.communicators]
-    over = {id(each.group): each for each in communicators}
-    counts = reduced(changed.to(device, torch.int32), [*over.values()])
+    counts = differ.to(torch.int32) + ~torch.tensor(is_known, device=context.device)
+    counts = reduced(counts, [*{id(each.group): each for each in communicators}.values()])
     return {name for name, count in zip(names, counts.tolist(), strict=True) if count}
