@@ -23,15 +23,17 @@ class Receiver:
             self._memory = mmap.mmap(file.fileno(), num_bytes)
         words = [sys.executable, __file__, str(path)]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answers: Any = self._process.stdout
         self.names: list[str] = []
 
     def receive(self, name: str, tensor: Any) -> None:
         """Copy `tensor` to the shared memory; raise `RuntimeError` unless the process reads the same bytes there."""
-        data = tensor.detach().cpu().contiguous().view(-1).view(__import__("torch").uint8).numpy().data
+        import torch  # not by the process, which starts fast without it
+
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         self._memory[: len(data)] = data
-        assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps([name, len(data)]), file=self._process.stdin, flush=True)
-        if json.loads(self._process.stdout.readline()) != [name, hashlib.sha256(data).hexdigest()]:
+        if json.loads(self._answers.readline()) != [name, hashlib.sha256(data).hexdigest()]:
             raise RuntimeError(f"the receiver has other bytes of {name}")
         self.names.append(name)
 

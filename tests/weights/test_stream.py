@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from accordion.engine.communicator import Communicator
 from tests.devices import device
 from tests.inside import engine_in
 from tests.support import models
-from tests.support.checks import assert_at_rest, one_loss
+from tests.support.checks import assert_at_rest
 from tests.support.meters import Allocations
 from tests.support.ranked import on_mesh, on_world, on_worlds, under_strategies
 
@@ -139,6 +140,13 @@ def one_loss_of(model: nn.Module) -> Tensor:
     return model(models.batch(0, 0, dist.get_rank(), vocab=48)[0]).square().mean()
 
 
+def consume(stream: Any, act: Callable[[], object]) -> None:
+    """Call `act` with each tensor from the third on."""
+    for i, _ in enumerate(stream):
+        if i >= 2:
+            act()
+
+
 def consumed(model: nn.Module, act: str) -> None:
     """Consume a stream as `act` says, and return."""
     stream = acc.stream_weights(model, 2**14)
@@ -150,9 +158,7 @@ def consumed(model: nn.Module, act: str) -> None:
             break
     elif act == "raises":
         with pytest.raises(KeyError):
-            for i, _ in enumerate(stream):
-                if i == 3:
-                    raise KeyError
+            consume(stream, lambda: {}["no such key"])
     elif act != "begins nothing":
         for _ in stream:
             time.sleep(0.002 if act == "is slow" else 0)
@@ -184,8 +190,7 @@ def test_a_loop_that_uses_the_model_or_writes_weights_is_refused(mesh: Any) -> N
     model = sharded(mesh)
     for act, words in ((one_loss_of, "closed before its end"), (written, "were written while")):
         with pytest.raises(acc.UsageError, match=words):
-            for _ in acc.stream_weights(model, 1):
-                act(model)
+            consume(acc.stream_weights(model, 1), partial(act, model))
     one_loss_of(model).backward()
 
 

@@ -102,7 +102,7 @@ class FlatShards(ShardBuffer):
         )
 
     def locals_in(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Return each shard without padding, with a storage of its own, over the memory of `flats`, the flat buffers or copies."""
+        """Return each shard without padding, with its own storage, over the memory of `flats`, the flat buffers or copies."""
         shards = zip(self._places, self._cuts, strict=True)
         views = [local_view(flats[at][start : start + c.shard_numel], c, self._rank) for (at, start), c in shards]
         return [own_storage(view) for view in views]
