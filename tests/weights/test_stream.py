@@ -240,7 +240,7 @@ def test_wrong_arguments_are_refused_in_a_sentence(mesh: Any) -> None:
         ({"ranks": []}, r"ranks=\[\] is neither"),
         ({"adapters": "apart"}, "is neither"),
         ({"adapters": "alone"}, "has no adapters"),
-        ({"changed_since": stream}, "another model"),
+        ({"changed_since": stream}, "no earlier stream of this model"),
         ({"changed_since": "yesterday"}, "is no earlier stream"),
     ]:
         with pytest.raises(acc.UsageError, match=words):

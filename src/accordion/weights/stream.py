@@ -170,7 +170,7 @@ def stream_weights(
         (
             changed_since not in (None, "start")
             and (earlier is None or earlier.engine is not engine or not earlier.digests),
-            f'changed_since={changed_since!r} is no earlier stream of this model that kept digests; begin with "start".',
+            'changed_since is no earlier stream of this model that kept digests; begin with changed_since="start".',
         ),
     ):
         if is_wrong:
