@@ -104,7 +104,7 @@ class ParkedModel(Observer):
         self._settle()
         for (shards, _), old in zip(self._shards, self._locals, strict=True):
             for local in {id(t): t for t in (*shards.locals, *old)}.values():
-                local.set_()  # type: ignore[call-overload]  # no tensor keeps the address of freed memory
+                local.set_()  # no tensor keeps the address of freed memory
         for storage in [
             *(s for s, _ in self._caches),
             *(f.untyped_storage() for s, _ in self._shards for f in s.flats),
@@ -159,8 +159,9 @@ class ParkedModel(Observer):
 
         for _, grad in self._grads:
             swap(grad)
-        for param in self._params if self.optimizer is not None else ():
-            exchange(self.optimizer.state.get(param), swap)
+        states = {} if self.optimizer is None else self.optimizer.state
+        for param in self._params:
+            exchange(states.get(param), swap)
         for module in self._modules:
             module._buffers.update({name: swap(b) for name, b in module._buffers.items() if b is not None})
         return results

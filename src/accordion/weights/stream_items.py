@@ -71,8 +71,8 @@ def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapte
             is_cast = dtype is not None and param is not None and param.dtype.is_floating_point
             sent = dtype if is_cast and dtype is not None else value.dtype
             items.append(Item(name, (ItemPart(value, param, sent),), sent))
-    for part in [part for item in items for part in item.parts if part.param is not None]:
-        refuse_own_gather(part.param)
+    for param in [part.param for item in items for part in item.parts if part.param is not None]:
+        refuse_own_gather(param)
     return items
 
 
