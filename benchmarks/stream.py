@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/stream.py [MIB] [ROUNDS]
 
-Each rank consumes every tensor by reading its first element. The model has MIB megabytes of float32 parameters, 1,024 by default.
+Each rank reads the first element of every tensor. MIB: size of the model in float32, 1,024 by default.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ WIDTH = 1024
 
 def main(mib: int, rounds: int) -> None:
     dist.init_process_group()
+    torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(mib * 2**20 // (4 * WIDTH * WIDTH))]
     model = acc.shard(nn.Sequential(*[nn.Sequential(layer) for layer in layers]), units={nn.Linear})
     first = acc.stream_weights(model, changed_since="start")
@@ -52,8 +53,8 @@ def main(mib: int, rounds: int) -> None:
             seconds[name].append(time.perf_counter() - begun)
     if dist.get_rank() == 0:
         print(f"{mib} MiB, {dist.get_world_size()} ranks, {rounds} rounds: median seconds (least, most)")
-        for name, values in seconds.items():
-            print(f"{name:45}{statistics.median(values):8.2f}  ({min(values):.2f}, {max(values):.2f})")
+        for name, each in seconds.items():
+            print(f"{name:45}{statistics.median(each):8.2f}  ({min(each):.2f}, {max(each):.2f})")
     dist.destroy_process_group()
 
 

@@ -149,13 +149,15 @@ class ParkedModel(Observer):
         done: dict[int, tuple[Tensor, Tensor]] = {}  # by id of either: (before, after)
         results: list[Tensor] = []
 
-        def swap(tensor: Tensor) -> Tensor:
+        def swap(tensor: Tensor) -> Tensor:  # not recursive, since a cycle would keep the memory of `done`
+            local = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+            if id(local) not in done and moves(local):
+                results.append(move(local))
+                done[id(local)] = done[id(results[-1])] = local, results[-1]
+            after = done[id(local)][1] if id(local) in done else local
             if isinstance(tensor, DTensor):  # stays the same object
-                _torch.set_local(tensor, swap(_torch.local_of(tensor)))
-            elif id(tensor) not in done and moves(tensor):
-                results.append(move(tensor))
-                done[id(tensor)] = done[id(results[-1])] = tensor, results[-1]
-            return done[id(tensor)][1] if id(tensor) in done else tensor
+                _torch.set_local(tensor, after)
+            return tensor if isinstance(tensor, DTensor) else after
 
         for _, grad in self._grads:
             swap(grad)
