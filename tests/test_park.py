@@ -99,9 +99,8 @@ def test_other_memory_is_parked_too(mesh: Any, case: str, tmp_path: Path) -> Non
     }
     weights = []
     for parks in (True, False):
-        model, optimizer = made(
-            mesh, acc.FULL_SHARD, mixed if case == "mixed" else models.experts, **options.get(case, {})
-        )
+        floor, build = used_bytes(), mixed if case == "mixed" else models.wide
+        model, optimizer = made(mesh, acc.FULL_SHARD, build, **options.get(case, {}))
         for step in range(3):
             if parks:
                 acc.park(model, optimizer)
