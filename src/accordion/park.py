@@ -173,7 +173,7 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
     """Move shards, gradients, optimizer states and buffers of a sharded model off the device; return the bytes and seconds.
 
     Collective, between two steps. `to`: "host", in memory that is pinned for accelerators, or "disk:/folder". The device's memory
-    is given back to the driver. Until `unpark` the model can be saved, loaded and streamed, and neither called nor stepped;
+    is given back to the driver. Until `unpark` the model can be saved and streamed, and not called, stepped or loaded;
     tensors that share memory with its shards must not be used. Offloaded parameters stay where they are. Raises `UsageError`
     on every rank, before anything is moved, if gradients of `no_sync` are not reduced, or a rank lacks memory.
     """
