@@ -104,7 +104,7 @@ class ParkedModel(Observer):
         self._settle()
         for (shards, _), old in zip(self._shards, self._locals, strict=True):
             for local in {id(t): t for t in (*shards.locals, *old)}.values():
-                local.set_()  # no tensor keeps the address of freed memory
+                local.set_()  # type: ignore[call-overload]  # no tensor keeps the address of freed memory
         for storage in [
             *(s for s, _ in self._caches),
             *(f.untyped_storage() for s, _ in self._shards for f in s.flats),
@@ -122,7 +122,7 @@ class ParkedModel(Observer):
             views = shards.locals_in(shards.flats)
             for param, local, ours, view in zip(params, old, shards.locals, views, strict=True):
                 for tensor in (local, ours):
-                    tensor.set_(view.untyped_storage(), 0, view.shape, view.stride())  # type: ignore[call-overload]
+                    tensor.set_(view.untyped_storage(), 0, view.shape, view.stride())
                 _torch.set_local(param, local)
         back = partial(Tensor.to, device=self._engine.context.device, non_blocking=True, copy=True)
         self._exchange(back, lambda tensor: id(tensor) in self._moved)
