@@ -20,7 +20,7 @@ GLOSSARY = ROOT / "docs/glossary.md"
 PRIVATE = {  # words that the project once had for what the field or the glossary names otherwise
     "adopted": "loaded", "apart": "diverged", "bay": "staging buffer", "berth": "slot", "flight": "transfer",
     "habits": "policy", "home": "shard buffer", "lane": "side stream", "lifeline": "watchdog of the store",
-    "parked": "offloaded", "parking": "activation offload", "passage": "pipeline", "piece": "chunk",
+    "parking": "activation offload", "passage": "pipeline", "piece": "chunk",
     "recipe": "copy of the optimizer", "relay": "inner shard", "rig": "setup", "room": "memory, or full buffer",
     "shelf": "file", "sibling": "unit of another rank", "spot": "range of a file", "strip": "span", "wiring": "context",
 }  # fmt: skip

@@ -20,6 +20,7 @@ from accordion.errors import AccordionError, CheckpointError, DivergenceError, N
 from accordion.losses import linear_cross_entropy
 from accordion.offload.estimate import estimate_memory
 from accordion.optim import clip_grad_norm_, wrap_optimizer
+from accordion.park import park, unpark
 from accordion.plan.api import plan
 from accordion.plan.choice import Search
 from accordion.plan.hardware import Cluster
@@ -33,6 +34,7 @@ from accordion.weights.export import save_pretrained
 from accordion.weights.four_bits import quantize
 from accordion.weights.initialise import initialise
 from accordion.weights.pretrained import load_pretrained
+from accordion.weights.stream import stream_weights
 
 __all__ = [
     "EMA",
@@ -72,11 +74,14 @@ __all__ = [
     "min_params",
     "no_sync",
     "only_blocks",
+    "park",
     "plan",
     "quantize",
     "save",
     "save_pretrained",
     "shard",
+    "stream_weights",
     "synchronize",
+    "unpark",
     "wrap_optimizer",
 ]

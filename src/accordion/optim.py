@@ -30,6 +30,7 @@ from accordion.row_marks import mark_rows, refuse_other_rows, refuse_states_of_o
 from accordion.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
 
 Opt = TypeVar("Opt", bound=Optimizer)
+PARKED = "_accordion_parked"  # attribute of a sharded parameter while its model is parked
 ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
@@ -46,6 +47,7 @@ class LocalStep(Optimizer):
     _kind: type[Optimizer]  # the optimizer's class before it was wrapped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        refuse_parked(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -161,6 +163,7 @@ class StepHooks:
         params = (p for group in optimizer.param_groups for p in group["params"])
         if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
             return None
+        refuse_parked(optimizer)
         refuse_unwrapped(optimizer)
         if optimizer not in self._checked:
             refuse_adafactor(optimizer)
@@ -200,6 +203,19 @@ def mark_sharded(engine: Engine) -> None:
         vars(param.sharded)[OURS] = param.name
     sharded_engines().add(engine)
     step_hooks()
+
+
+def refuse_parked(optimizer: Optimizer) -> None:
+    """Raise `UsageError` if the first parameter of `optimizer` is of a model that `park` has moved off the device."""
+    params = optimizer.param_groups[0]["params"]
+    if params and PARKED in vars(params[0]):
+        raise parked_error()
+
+
+def parked_error() -> UsageError:
+    return UsageError(
+        "this model is parked off the device; call accordion.unpark(model, optimizer) before its next use."
+    )
 
 
 def refuse_adafactor(optimizer: Optimizer) -> None:

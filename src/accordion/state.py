@@ -39,6 +39,8 @@ def settle(engine: Engine, what: str) -> None:
     Collective; not during a forward or backward. Raises `DivergenceError` on every rank if `what` differs. Gradients of a
     backward that raised are dropped.
     """
+    for notify in engine.observers.settles:
+        notify()
     engine.recover()
     engine.synchronize()
     monitor = monitor_of(engine.context)
@@ -87,13 +89,13 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
                 module = ref()
                 if module is not None:
                     shown.append((module, attr, param.sharded, full))
-    _register([(module, attr, full) for module, attr, _, full in shown])
+    register([(module, attr, full) for module, attr, _, full in shown])
     engine.suspended = True
     try:
         yield
     finally:
         engine.suspended = False
-        _register([(module, attr, sharded) for module, attr, sharded, _ in shown])
+        register([(module, attr, sharded) for module, attr, sharded, _ in shown])
         if write:
             with torch.no_grad():
                 for param in engine.params:
@@ -102,7 +104,8 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
                     _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, param.context))
 
 
-def _register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+def register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Register parameters in modules: (module, attribute, parameter) each."""
     for module, attr, param in entries:
         module._parameters[attr] = param
     for module in {id(m): m for m, _, _ in entries}.values():
@@ -115,12 +118,17 @@ def full_of(param: Param) -> Tensor:
 
     Raises `UsageError` for a tensor subclass that has an all-gather of its own.
     """
+    refuse_own_gather(param)
+    return gathered(_torch.local_of(param.sharded), param.cut, param.context)
+
+
+def refuse_own_gather(param: Param) -> None:
+    """Raise `UsageError` if a parameter is a tensor subclass that has an all-gather of its own."""
     if param.extension is not None:
         raise UsageError(
             f"parameter {param.name!r} is a tensor subclass with its own all-gather, whose result is not what is stored; read "
             "its stored rows from model.state_dict()."
         )
-    return gathered(_torch.local_of(param.sharded), param.cut, param.context)
 
 
 Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | None

@@ -228,6 +228,37 @@ def test_adapters_are_merged_in_place_and_not_taken_out(mesh: Any) -> None:
             torch.testing.assert_close(tensor, merged[key], rtol=1e-4, atol=1e-6)
 
 
+MERGED = ("LoRA", "DoRA", "rsLoRA, modules_to_save", "IA3")
+
+
+@on_job(2)
+def test_adapters_are_streamed_merged_or_alone(mesh: Any) -> None:
+    from peft import get_peft_model_state_dict
+
+    with library_job():
+        for name in MERGED:
+            plain, model = tuned(name), acc.shard(tuned(name), mesh)
+            for one in (plain, model):
+                with torch.no_grad():
+                    for param in [param for param in one.parameters() if param.requires_grad]:
+                        (param.to_local() if hasattr(param, "to_local") else param).mul_(1.5).add_(0.01)
+            alone = dict(acc.stream_weights(model, adapters="alone"))
+            expected = get_peft_model_state_dict(plain)
+            assert alone.keys() == expected.keys()
+            assert all(torch.equal(alone[key], tensor) for key, tensor in expected.items())
+            with torch.no_grad():
+                logits = model(batch(0, 0)).logits
+            merged = dict(acc.stream_weights(model, 2**14, changed_since="start"))
+            base = plain.merge_and_unload().state_dict()
+            assert merged.keys() == base.keys(), name
+            for key, tensor in base.items():
+                torch.testing.assert_close(merged[key], tensor, rtol=1e-4, atol=1e-6)
+            with torch.no_grad():
+                assert torch.equal(model(batch(0, 0)).logits, logits), "the adapters are not merged in the model itself"
+        with pytest.raises(acc.UsageError, match="which no weight of the base model can take"):
+            acc.stream_weights(acc.shard(tuned("prompt tuning"), mesh))
+
+
 # -- several adapters, and bases of bytes
 
 

@@ -675,6 +675,17 @@ def with_errors() -> Iterator[Way]:
         yield Way(name, "failed", "bad sample", "loader", hooks(hook, on))
 
 
+def streams_and(deed: Deed) -> Deed:
+    """Stream the weights, a tensor at a time; run `deed` on one rank after the second one."""
+
+    def streams(script: Script) -> None:
+        for i, _ in enumerate(acc.stream_weights(script.model, 1)):
+            if i == 1 and script.here:
+                deed(script)
+
+    return streams
+
+
 def of_all() -> Iterator[Way]:
     """All ranks call the same function, which does something else on rank `one`."""
     two: dict[str, Deed] = {"before_training": shards_two, "loader": turns_two_round}
@@ -694,6 +705,9 @@ def of_all() -> Iterator[Way]:
         dies = saves_in_background_and(is_killed())
         yield Way(f"{prefix}is killed {name}", "save ends", "", "loader", all_do=dies, one=one)
         yield Way(f"{prefix}is stopped {name}", "save waits", "", "loader", all_do=stops, one=one, stays=True)
+    stream: dict[str, Deed] = {"loader": streams_and(is_killed())}
+    yield Way("is killed while all stream", "silent", "streams bucket", "loader", all_do=stream, num_ranks=3)
+    yield Way("raises while all stream", "failed", "bad sample", "loader", all_do={"loader": streams_and(fails)})
     raises = saves_in_background_and(fails)
     yield Way("raises while all save in the background", "failed", "bad sample", "loader", all_do=raises)
 

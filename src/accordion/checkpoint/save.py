@@ -35,6 +35,8 @@ from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import FileLayout, described, layout_of, write
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
+from accordion.optim import parked_error
+from accordion.park import ParkedModel
 from accordion.safety.replicas import compare_replicas
 from accordion.state import Only, settle
 
@@ -108,6 +110,8 @@ def finish_work(
             raise UsageError(
                 f"{call} does not work inside full_params, because the parameters are not sharded there; leave it first."
             )
+        if call == "load" and engine.observers.find(ParkedModel) is not None:
+            raise parked_error()
         settle(engine, f"{call}s a checkpoint")
     saver_of(model).wait()
     team = Team.of(model_tensors(model)[0].values())

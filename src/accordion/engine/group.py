@@ -133,6 +133,12 @@ class Group(ABC):
             self.tag_sum.mul_(self.scale)
 
     @property
+    def caches(self) -> list[Tensor]:
+        """Return device memory besides the shards that is kept between steps, and filled again after `mark_stale`."""
+        inner = self._inner_shard
+        return [*self.shard_buffer.caches, *([] if inner is None else [inner.full_buffer.flat])]
+
+    @property
     def full_bytes(self) -> int:
         return 0 if self.full_buffer is None else self.full_buffer.num_bytes
 

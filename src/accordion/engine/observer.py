@@ -98,6 +98,9 @@ class Observer:
     def backward_ended(self, reduced: bool) -> None:
         """Called when all gradients of a backward are written. `reduced`: False if they were only summed on this rank."""
 
+    def settles(self) -> None:
+        """Called before all ranks do something together between passes: a save, a load, a full state dict."""
+
     def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
         """Called at the start of `clip_grad_norm_`, with its arguments."""
 
@@ -122,9 +125,9 @@ class Observers:
         self._attached: list[Observer] = []
         self._sort()
 
-    def attach(self, observer: Observer) -> None:
-        """Call `observer` from now on, after the observers that were attached before."""
-        self._attached.append(observer)
+    def attach(self, observer: Observer, *, first: bool = False) -> None:
+        """Call `observer` from now on, after the observers that were attached before, or `first`."""
+        self._attached.insert(0 if first else len(self._attached), observer)
         self._sort()
 
     def detach(self, observer: Observer) -> None:

@@ -41,6 +41,11 @@ class ShardBuffer:
     def num_bytes(self) -> int:
         return sum(flat.nbytes for flat in self.flats)
 
+    @property
+    def caches(self) -> list[Tensor]:
+        """Return copies of shards on the device, which the next gather after `mark_stale` fills again."""
+        return []
+
     def refresh(self, version: int) -> Transfer | None:
         """Update copies that gathers read to `version` of the shards; return the copy under way, or None if there is none."""
         return None
@@ -78,21 +83,29 @@ class FlatShards(ShardBuffer):
     def __init__(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], allocate: Allocate) -> None:
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else None
         self.padded = [torch.empty(0, device="cpu")] * len(dtypes)
-        self.locals = list(self.padded)
         self.pack_row, self.flats = None, []
+        self._cuts, self._rank = msg.cuts, rank
+        self._places = [(0, 0)] * len(dtypes)  # (index of the flat buffer, offset in it) of each shard
         for dtype, chosen, part in flats_of(msg, dtypes):
             flat = allocate(part.shard_numel, dtype)
-            self.flats.append(flat)
             if self.dtype is not None:
                 self.pack_row = flat[msg.pack_start : msg.pack_start + msg.row_numel]
             for i, at in zip(chosen, part.shard_offsets, strict=True):
                 self.padded[i] = flat[at : at + msg.cuts[i].shard_numel]
-                self.locals[i] = own_storage(local_view(self.padded[i], msg.cuts[i], rank))
+                self._places[i] = len(self.flats), at
+            self.flats.append(flat)
+        self.locals = self.locals_in(self.flats)
         self.tag = (
             allocate(msg.num_flags, dtypes[0])
             if self.pack_row is None
             else self.pack_row[msg.row_numel - msg.num_flags :]
         )
+
+    def locals_in(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return each shard without padding, with its own storage, over the memory of `flats`, the flat buffers or copies."""
+        shards = zip(self._places, self._cuts, strict=True)
+        views = [local_view(flats[at][start : start + c.shard_numel], c, self._rank) for (at, start), c in shards]
+        return [own_storage(view) for view in views]
 
 
 class ShardBufferMaker(Protocol):

@@ -133,9 +133,7 @@ class Unit:
         self.module_params = ModuleParams(self.params)
         self.is_layer = is_layer(module)
         self._is_embedding = self.is_layer and type(module).forward is nn.Embedding.forward
-        # The memory of each full parameter, to find `weight.data = ...`; None for fake tensors, which have no addresses.
-        is_real = not self.module_params.has_around and all(_torch.fake_device(v) is None for v in self.views)
-        self._memory = [v.data for v in self.views] if is_real else None
+        self.note_memory()
 
     @property
     def needs_full_in_backward(self) -> bool:
@@ -261,6 +259,20 @@ class Unit:
             self._land()
         if not (self.context.keeps_full or self.keep_until_stale):
             self._close()
+
+    def free(self) -> None:
+        """Free the full parameters, also those that are kept between uses. There must be no lease; the next use gathers again."""
+        assert self.leases == 0, f"unit {self.name!r} is in use"
+        if self._transfers:
+            self._land()
+        self._close()
+        self.mark_stale()
+
+    def note_memory(self) -> None:
+        """Record the memory of each full parameter, to find `weight.data = ...`."""
+        # None for fake tensors, which have no addresses.
+        is_real = not self.module_params.has_around and all(_torch.fake_device(v) is None for v in self.views)
+        self._memory = [v.data for v in self.views] if is_real else None
 
     def _close(self) -> None:
         if self._opened_on is not None:

@@ -182,6 +182,10 @@ class HostShards(OffDeviceShards):
         self.read_by(self._fetch_stream.copy(copies, [], "copies shards to the device"))
         return self._reading[-1]
 
+    @property
+    def caches(self) -> list[Tensor]:
+        return [] if self._device_rows is None else self._device_rows.flats
+
     def mark_stale(self) -> None:
         super().mark_stale()
         self._device_version = NO_VERSION

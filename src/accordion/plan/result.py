@@ -173,6 +173,15 @@ class Plan:
         parts = {"by_kind": by_kind(step), "by_unit": by_unit(step, self.log.units)}
         return {name: list(map(asdict, each)) for name, each in parts.items()}
 
+    def beside_engine(self, reserve_bytes: int) -> dict[str, int]:
+        """Return the bytes of a GPU that an inference engine of `reserve_bytes` leaves free, negative if they are missing: while
+        it generates beside a model that is parked or that is not, and in a training step."""
+        memory, left = self.chosen.memory, self.cluster.card_bytes - reserve_bytes
+        if memory is None:
+            return {}
+        between = int(memory.peak.held_bytes * MARGIN) + OUTSIDE_BYTES
+        return {"parked": left - OUTSIDE_BYTES, "not_parked": left - between, "in_a_step": left - memory.needed_bytes}
+
     @property
     def run_cost(self) -> dict[str, tuple[float, ...]] | None:
         """Cost of a run over the workload's `tokens`: "hours", "gpu_hours" and, if the cluster has a price, "dollars", each ->

@@ -82,7 +82,7 @@ class DivergenceMonitor(Observer):
             hub: the connections of these ranks; by default those that the job keeps, created if there are none.
         """
         communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]
-        self._ranks = sorted(ranks)
+        self.ranks = sorted(ranks)
         # True if ranks wait on their devices, or in works whose wait must not time out, and cannot answer meanwhile.
         self.cannot_ask = not all(communicator.can_poll for communicator in communicators)
         self.listens = bool(communicators)  # there are other ranks
@@ -94,7 +94,7 @@ class DivergenceMonitor(Observer):
         self._prefix = f"accordion/{common_name(communicators)}"
         self._own_hub = hub
         if self.listens and hub is None:
-            self._own_hub = hub = Hub.of_job(self._ranks, dist.get_rank(), _torch.default_store(), self._prefix)
+            self._own_hub = hub = Hub.of_job(self.ranks, dist.get_rank(), _torch.default_store(), self._prefix)
             hub.position.may_wait_on_device |= self.cannot_ask
         self._position = Position() if hub is None else hub.position  # for ranks that ask
         self.num_steps = 0  # optimizer steps of parameters of this model
@@ -191,7 +191,7 @@ class DivergenceMonitor(Observer):
         if (hub := self._hub) is None:
             return None
         name = self._meeting
-        hub.arrive(name, len(self._ranks), json.dumps(report), self._facts, wakes=True)
+        hub.arrive(name, len(self.ranks), json.dumps(report), self._facts, wakes=True)
         over = self._until(hub, lambda: hub.over(name), report["what"])
         self.forget()
         self._num_met += 1
@@ -204,11 +204,11 @@ class DivergenceMonitor(Observer):
 
     def _until(self, hub: Hub, ready: Callable[[], MeetingOver | None], what: str) -> MeetingOver:
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
-        wait, next_s = _Wait(self._ranks, what), min(REPORT_AFTER_S, lost_s)
+        wait, next_s = _Wait(self.ranks, what), min(REPORT_AFTER_S, lost_s)
 
         def check(waited_s: float) -> None:
             nonlocal next_s
-            if (gone := self._gone(self._ranks)) is not None and not hub.has_over(self._meeting):
+            if (gone := self._gone(self.ranks)) is not None and not hub.has_over(self._meeting):
                 self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
             if waited_s < next_s:
                 return
@@ -243,7 +243,7 @@ class DivergenceMonitor(Observer):
             cause = hub.cause(0.0 if is_out_of_time else ECHO_S, self._prefix)
             if cause is not None:
                 self._break(wording.meanwhile(self._doing(what), *cause), error, of_rank=cause[0])
-            if others := hub.others(self._ranks, silent_too=is_out_of_time):
+            if others := hub.others(self.ranks, silent_too=is_out_of_time):
                 self.fail(
                     f"this rank {self._doing(what)}, and other ranks did not join within {_torch.timeout_s_of_job():g} s or "
                     f"left: {others}; all ranks must do the same with the model.",
@@ -331,7 +331,7 @@ class DivergenceMonitor(Observer):
         # A wait that all of its ranks have joined is slow, but will end.
         places = {rank: (post.get("ranks"), post.get("what")) for rank, post in posts.items()}
         goes_on = any(all(places.get(r) == places[rank] for r in post.get("ranks", ())) for rank, post in posts.items())
-        wait.num_circles = 0 if goes_on or len(posts) < len(self._ranks) else wait.num_circles + 1
+        wait.num_circles = 0 if goes_on or len(posts) < len(self.ranks) else wait.num_circles + 1
         if wait.num_circles == POLLS:
             each = wording.doing_of(posts)
             self.fail(f"ranks wait for each other in different places: {each}; {advice(posts)}")
@@ -339,7 +339,7 @@ class DivergenceMonitor(Observer):
     def _without_post(self, hub: Hub) -> str:
         """Return text on the ranks that have posted nothing: what they do, and which of them do not answer; "" if none."""
         posts = hub.posts(self._prefix)
-        ranks = [rank for rank in self._ranks if rank not in posts]
+        ranks = [rank for rank in self.ranks if rank not in posts]
         return hub.others(ranks) if ranks else ""
 
     # -- failures
@@ -399,7 +399,7 @@ class DivergenceMonitor(Observer):
         if hub.has_over(f"{self._prefix}/steps/{last}"):
             self._fail_mismatch("begins a backward")
         if num <= DIGEST_STEPS or num % DIGEST_STEPS == 0:
-            hub.arrive(f"{self._prefix}/steps/{num}", len(self._ranks), str(chain), quiet=True)
+            hub.arrive(f"{self._prefix}/steps/{num}", len(self.ranks), str(chain), quiet=True)
 
     def send_inputs(self, digest: int) -> None:
         """Send the digest of this rank's first inputs to the first rank, which warns if two ranks have equal ones."""
@@ -412,15 +412,15 @@ class DivergenceMonitor(Observer):
         self._tell(post)
         posts: dict[int, dict[str, Any]] = {}
         if (hub := self._hub) is not None:  # all ranks detect the mismatch at about the same time
-            poll(lambda: len(hub.posts(self._prefix)) == len(self._ranks), POSTS_S, pause=hub.pause)
+            poll(lambda: len(hub.posts(self._prefix)) == len(self.ranks), POSTS_S, pause=hub.pause)
             posts = hub.posts(self._prefix)
         text = wording.step_differences(posts)
         if not text:
-            if len(posts) == len(self._ranks) and all("what" in post for post in posts.values()):
+            if len(posts) == len(self.ranks) and all("what" in post for post in posts.values()):
                 each = wording.doing_of(posts)
             else:
                 others = {rank: one for rank, one in posts.items() if "what" in one and hub and rank != hub.rank}
-                gone = self._gone(self._ranks)
+                gone = self._gone(self.ranks)
                 ended = "" if gone is None else f"; rank {gone[0]} {gone[1]}"
                 each = f"this rank {what}, {wording.doing_of(others) or 'and another rank does something else'}{ended}"
             text = f"ranks are in different units: {each}; {advice(posts)}"

@@ -17,7 +17,8 @@ from accordion.plan.choice import MICRO_BATCHES, Search
 from accordion.plan.cli.cache import SavedAnswer
 from accordion.plan.cli.options import Options
 from accordion.plan.cli.pages import of_plan
-from accordion.plan.hardware import LARGEST_GPUS, Cluster, cluster_of
+from accordion.plan.hardware import GIB, LARGEST_GPUS, Cluster, cluster_of
+from accordion.plan.result import gib
 from accordion.plan.search.suggest import NODE, smallest_change
 from accordion.plan.trained_models import Kernels
 from accordion.plan.workload import Workload
@@ -35,6 +36,10 @@ def planned(o: Options, task_words: list[str]) -> SavedAnswer:
     `task_words`: arguments of the task. Raises `UsageError` for wrong options, and `TaskError` if the task's code fails."""
     say = partial(print, file=sys.stderr)
     cluster, sharding, search = cluster_in(o), sharding_of(o), search_of(o)
+    if o.reserve_gb is not None and not 0 <= o.reserve_gb < cluster.card_bytes / GIB:
+        raise UsageError(
+            f"--reserve-gb {o.reserve_gb:g} is not between 0 and the {gib(cluster.card_bytes)} GiB of a GPU."
+        )
     workload = workload_of(o, task_words)
     with without_collections():  # planning makes millions of small objects, and no reference cycles
         answer = plan(workload, cluster, sharding, search, say=say)
@@ -46,8 +51,12 @@ def planned(o: Options, task_words: list[str]) -> SavedAnswer:
 
         write(answer, Path(o.html))
         say(f"written: {o.html}")
-    more = {"smallest_change": change} if change else {}
-    return SavedAnswer(fits=answer.fits, data={**answer.as_dict(), **more}, page=of_plan(answer, change))
+    more: dict[str, Any] = {"smallest_change": change} if change else {}
+    beside = answer.beside_engine(int(o.reserve_gb * GIB)) if o.reserve_gb is not None else {}
+    if beside:
+        more["free_bytes_beside_engine"] = beside
+    page = of_plan(answer, change, beside)
+    return SavedAnswer(fits=answer.fits, data={**answer.as_dict(), **more}, page=page)
 
 
 # -- options as values
