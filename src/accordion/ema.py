@@ -42,7 +42,7 @@ class EMA:
         warmup: lower the decay to (1 + n) / (10 + n) while that is less, n being the number of updates before.
 
     The constructor is collective. Raises `UsageError` on every rank if the model is not sharded, nothing in it is trained, a
-    parameter is a tensor subclass, or there is no room for the averages.
+    parameter is a tensor subclass, or memory for the averages is lacking.
     """
 
     def __init__(

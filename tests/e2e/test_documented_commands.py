@@ -58,7 +58,7 @@ def exit_code(words: list[str]) -> int:
 def test_the_commands_are_these() -> None:
     """A command that somebody adds needs a way to be checked below."""
     assert {shlex.split(c)[0] for c in COMMANDS} == {"make", "accordion"}
-    assert len(INLINE) == 2
+    assert len(INLINE) == 5
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
@@ -167,23 +167,32 @@ def test_make_train_trains(tmp_path: Path) -> None:
 FEWER = [command.replace("--nproc-per-node 8", "--nproc-per-node 2") for command in INLINE]
 
 
-def example(place: launch.RankPlace, store: Store, path: str) -> None:
-    sys.argv = [path]
-    runpy.run_path(path, run_name="__main__")
+def example(place: launch.RankPlace, store: Store, *words: str) -> None:
+    sys.argv = list(words)
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def words_of_example(command: str, folder: Path) -> list[str]:
+    """Return the path of the example in `command` and its arguments, with `folder` for FOLDER."""
+    words = [word.replace("FOLDER", str(folder)) for word in shlex.split(command)]
+    first = next(i for i, word in enumerate(words) if word.startswith("examples/"))
+    return [str(ROOT / words[first]), *words[first + 1 :]]
 
 
 @pytest.mark.parametrize("command", FEWER)
-def test_examples_run_in_ranks(command: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert forked.start(example, (str(ROOT / shlex.split(command)[-1]),), 2) == 0
+def test_examples_run_in_ranks(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    if "low_bit_adam" in command:
+        pytest.importorskip("torchao")
+    assert forked.start(example, tuple(words_of_example(command, tmp_path)), 2) == 0
     said = capfd.readouterr().out
     assert "loss" in said or "full_shard" in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [*dict.fromkeys(INLINE + FEWER)])
-def test_examples_run(command: str) -> None:
-    words = shlex.split(command)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
+def test_examples_run(command: str, tmp_path: Path) -> None:
+    words = shlex.split(command)[1:3] + words_of_example(command, tmp_path)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "loss" in done.stdout or "full_shard" in done.stdout
