@@ -140,7 +140,7 @@ def test_a_signal_in_a_validation_or_before_one_does_not_change_it(
     assert "validation loss" in log.read_text()
     assert len(lines_of(run_dir)) == 3
     job = started(log, words_of(run_dir, *often, "--task.slow", "2"))  # the fourth step
-    until(lambda: "an epoch is" in log.read_text(), "the start", log)
+    until(lambda: log.exists() and "an epoch is" in log.read_text(), "the start", log)
     os.kill(job.pid, signal.SIGTERM)
     assert job.wait(120) == 75, log.read_text()
     assert "validation loss" not in log.read_text()

@@ -414,4 +414,6 @@ def test_programs_in_some_tiers(world, num_ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_in_every_tier(world, name, tmp_path):
-    world.run(2, in_tiers, tmp_path, [name], list(TIERS), timeout_s=600)
+    # "mixed" names units of a model that this program does not have.
+    tiers = [tier for tier in TIERS if (name, tier) != ("looks_at_everything", "mixed")]
+    world.run(2, in_tiers, tmp_path, [name], tiers, timeout_s=600)

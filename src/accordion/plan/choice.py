@@ -98,8 +98,12 @@ class Choice:
     @property
     def num_traced(self) -> int:
         """Number of micro-batches to trace: the first, one for all later ones, and the last if only that reduces gradients."""
-        each_reduces = self.strategy.grads is Place.SHARD and not self.no_sync
-        return min(self.accumulate, 2 if each_reduces else 3)
+        return min(self.accumulate, 2 if self.each_reduces else 3)
+
+    @property
+    def each_reduces(self) -> bool:
+        """True if every micro-batch reduces its gradients, False if the last one reduces the sum."""
+        return self.strategy.grads is Place.SHARD and not self.no_sync
 
     @property
     def shards(self) -> int:

@@ -51,7 +51,8 @@ def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
     num_batches = sum(isinstance(event, Enter) and begins(event.place) for event in log.events)
     gradients = sum(offloaded_gradients(log).values()) / num_batches
     rows = {unit: state.elements * compute_bytes for unit, state in states.items()}
-    times = choice.accumulate if offload.params == HOST else 1
+    # A backward that reduces marks the copies on the device as stale.
+    times = choice.accumulate if offload.params == HOST or choice.each_reduces else 1
     gathered = _gathered_units(log) if offload.params == HOST else list(rows)
     work[FETCH] = COPIED * times * sum(rows.get(unit, 0) for unit in gathered)
     work[STORE] = COPIED * choice.accumulate * gradients
