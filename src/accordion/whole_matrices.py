@@ -140,7 +140,8 @@ def buckets_of(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
 
 
 class AllToAll(NamedTuple):
-    """One all-to-all, of 1-D tensors: `sizes` has the elements of `received` from each rank, and of `sent` to each rank."""
+    """Arguments of one all-to-all of 1-D tensors, which `PendingExchanges` launches. `sizes`: (number of elements of `received`
+    from each rank, number of elements of `sent` to each rank)."""
 
     communicator: Communicator
     received: Tensor

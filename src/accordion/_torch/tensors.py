@@ -54,7 +54,7 @@ ASSERT_BYTES = 250
 
 
 def assert_on_device(condition: Tensor, text: str) -> None:
-    """Make the device fail with `text`, of at most `ASSERT_BYTES`, if `condition` is false; the host does not wait."""
+    """Make the device fail if `condition` is false, with the first `ASSERT_BYTES` bytes of `text`; the host does not wait."""
     torch._assert_async(condition, text.encode()[:ASSERT_BYTES].decode(errors="ignore"))
 
 

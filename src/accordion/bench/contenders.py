@@ -40,7 +40,7 @@ class Setting:
 
 
 class Loop:
-    """One contender's training loop on one rank: forward, backward, step."""
+    """One contender's training loop on one rank: forward, backward, and a step that also clears the gradients."""
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
         """`cast`: use autocast, for a contender without a mixed-precision policy of its own."""

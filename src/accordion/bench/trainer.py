@@ -37,8 +37,9 @@ class Clock:
             self._events.append(event)
 
     def times(self) -> Times:
-        """Return the seconds of a step, after its four marks: "forward", "backward", "optimizer" and their sum "step" are times
-        of the device; "host" is the wall time of the step, and "cpu" the CPU time of all threads."""
+        """Return the seconds of a step with four marks; an accelerator must be synchronised before. "forward", "backward",
+        "optimizer" and their sum "step": device time, on a CPU wall time. "host": wall time of the step on the host. "cpu": CPU
+        time of all threads."""
         marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
         parts = [b - a for a, b in pairwise(marks)]
         return {

@@ -257,7 +257,8 @@ class RankStates:
         return {key: value for key, value in values.items() if value != {OF_RANK: True}}
 
     def tensor(self, manifest: Manifest, name: str, param: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (state to fill from the saved tensor `name`, its local tensor): `present` if that fits, else a new one."""
+        """Return (state, its local tensor), to be filled from the saved tensor `name`: `present` if that is plain and its shape
+        and dtype fit, else new. Sharded states are new and placed like `param`; one without elements needs no filling."""
         is_sharded = name in self.sharded
         if name in self.empty:
             code, shape = self.empty[name]

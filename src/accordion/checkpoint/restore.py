@@ -156,9 +156,10 @@ def restored(
 
 
 def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tensor | None, has_blocks: bool) -> Tensor:
-    """Return the tensor to fill from `entry`: the optimizer's `present` one if it fits, else a new one placed like `param`.
+    """Return the tensor to fill from `entry`: the optimizer's `present` one if its shape and dtype fit, else a new one.
 
-    `has_blocks`: the states of `param` are low-bit, with a row of scales or codes for some rows of it.
+    A new one is sharded like `param` if it has the shape of `param` or, with `has_blocks` (the states of `param` are low-bit),
+    one element for each block of `param`. Any other new one is whole on each rank.
     """
     # torch keeps the step count as a plain tensor. Its shape does not show that, since a parameter may be 0-d too.
     dtype, step = DTYPES[entry.dtype], name.endswith("/step")

@@ -52,7 +52,8 @@ def space(folder: Path) -> Finding:
 
 
 def measured(folder: Path, num_bytes: int) -> tuple[float, float]:
-    """Return (written, read) bytes/s of a temporary file of `num_bytes` in `folder`. Raises `OSError` if that fails."""
+    """Return (written, read) bytes/s of a temporary file in `folder`, which has `num_bytes`, or fewer if writing them takes
+    longer than `BUDGET_S`. Raises `OSError` if a write or read fails."""
     block = os.urandom(BLOCK_BYTES)  # random, since some disks compress zeros
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         handle = file.fileno()

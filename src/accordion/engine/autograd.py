@@ -29,8 +29,9 @@ MOST_PUT_OFF = 2  # the most calls whose reduce over replicas may continue while
 
 @_torch.run_at_once
 class AwaitReduce(torch.autograd.Function):
-    """Forward: return a scalar edge tensor, connected to the shards. Backward: wait for reduces, and write gradients. `node`: has
-    the reduces to wait for, which Gather's backward began. `leaf`: a dummy leaf tensor, whose value is returned."""
+    """Forward: return the edge tensor, a scalar with the value of the dummy `leaf`, whose graph leads to `shards`. Backward:
+    wait for the reduces listed in `node`, which Gather's backward began; add the gradients to `.grad` of the shards, and return
+    those that autograd must accumulate, for shards with hooks for example."""
 
     @staticmethod
     def forward(ctx: Any, node: weakref.ref[ReduceNode], leaf: Tensor, *shards: Tensor) -> Tensor:
@@ -124,7 +125,8 @@ def added(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tu
 class Gather(torch.autograd.Function):
     """Forward: return a dummy output and the trained full parameters, already gathered. Backward: begin to reduce gradients.
 
-    The backward raises `UsageError` for a sparse gradient.
+    `call`: the unit's call. `edge`: AwaitReduce's output, or a leaf if nothing is reduced. The backward raises `UsageError` for
+    a sparse gradient.
     """
 
     @staticmethod

@@ -34,8 +34,9 @@ class FullMemory(Protocol):
 class FullBuffer:
     """One storage for the full parameters of a group, each contiguous and, if cut on dim 0, padded to equal chunks.
 
-    `flat`: the whole storage as a 1-D tensor, in which each parameter begins at its entry of `offsets`. `cut_dim_first`: store
-    tensors with their cut dim first, as shards are. `poison`: fill unused memory with NaN, to reveal reads without a wait.
+    `flat`: the whole storage as a 1-D tensor, in which each parameter begins at its entry of `offsets`; it is allocated at
+    first, so a new buffer is open. `cut_dim_first`: store tensors with their cut dim first, as shards are. `poison`: fill
+    unused memory with NaN, to reveal reads without a wait.
     """
 
     # Gathers write through tensors whose version counter is not that of `views`: autograd may have saved a view whose storage

@@ -82,7 +82,8 @@ class Exported:
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run `accordion export` with the arguments `words`, and print what was written. Return the exit code."""
+    """Run `accordion export` with the arguments `words`, print what was written, and return the exit code 0. `environ`: may
+    name the cache folder. Raises `AccordionError` for wrong input and errors of the disk."""
     options = flags.read(ExportOptions, words, PROG, (ExportOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0

@@ -26,7 +26,8 @@ class WrittenText:
 
 
 class TextWriter:
-    """Generates text with a model of transformers. A sharded one needs `CommonSteps`, so that ranks call it equally often."""
+    """Generates text with a model of transformers, whose `generation_config` is replaced. If the model gathers its units in
+    each call, the caller creates `CommonSteps` for it before, so that all ranks call it equally often."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions, device: torch.device

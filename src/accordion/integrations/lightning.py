@@ -144,7 +144,7 @@ class ShardedStrategy:
         return others
 
     def _write_file(self, path: str, content: Any, storage_options: Any) -> None:
-        """Write a full checkpoint as one file, on the first rank; a sharded checkpoint (a folder) of that name is removed."""
+        """Write a full checkpoint as one file, on the first rank; remove a sharded one (a folder) of that name. Collective."""
 
         def write() -> None:
             if self.is_global_zero:
@@ -467,7 +467,8 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
 
 
 def _initialise(module: nn.Module) -> None:
-    """Initialise `module` with equal values on all ranks. If their random generators differ, use the first rank's seed."""
+    """Initialise the sharded `module` with the weights that one device would give it. Collective. If the ranks' CPU random
+    generators differ, all ranks take the first rank's initial seed, for this call alone."""
     seen = Team.of(()).shared(str(zlib.crc32(bytes(torch.get_rng_state().tolist()))))
     if len(set(seen)) == 1:
         initialise(module)
