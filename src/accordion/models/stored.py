@@ -109,8 +109,8 @@ def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], st
 
 
 def _checkpoints_of_run(path: Path) -> Path:
-    """Return the folder of a run's checkpoints: the one that `path`/config.yaml names if it exists, otherwise `path`/checkpoints.
-    If `path` has neither, return `path`."""
+    """Return the folder of checkpoints of the run at `path`: the existing folder that `path`/config.yaml names, else
+    `path`/checkpoints. If there is no config.yaml and no folder `path`/checkpoints, return `path` itself."""
     inside = path / "checkpoints"
     if not (path / RUN_FILE).is_file():
         return inside if inside.is_dir() else path

@@ -106,7 +106,8 @@ class Slot:
         return self.file_range is not None and grad.data_ptr() == self._memory.data_ptr()
 
     def write(self, landing: Tensor) -> None:
-        """Write `landing`, 1-D uint8 of whole pages, to the file."""
+        """Write the bytes of the gradient, `landing`, 1-D uint8 of whole pages, to the slot's place in its file. Only for slots
+        on disk; returns when the data is written."""
         assert self.file_range is not None, "only slots on disk have a file"
         self.file_range.file.write(self.file_range.offset, landing)
 

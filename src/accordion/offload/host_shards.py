@@ -78,7 +78,8 @@ class OffDeviceShards(ShardBuffer):
         return self.grads.put(chosen, rows, adding, after)
 
     def defer(self, wait: Callable[[], None]) -> None:
-        """Register a step of these shards that is under way and writes the rows; `wait` returns when it has ended."""
+        """Register a step that runs on these shards and writes their rows. `wait`: blocks until the step has ended; the next
+        `ready` calls it once."""
         self.steps.append(wait)
 
     def ready(self) -> None:

@@ -45,7 +45,8 @@ def flat(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Result of comparing `losses`, by contender. `wrong`: contenders that differ by more than `tolerance`, a relative one."""
+    """Result of `compare_losses`. `losses`: contender -> its loss at each step; `tolerance`: relative to the median over
+    contenders; `wrong`: names of contenders without losses, or with a loss that differs by more than `tolerance`."""
 
     losses: dict[str, list[float]]
     tolerance: float

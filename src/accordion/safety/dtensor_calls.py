@@ -107,8 +107,9 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an in-place operator. Raises `UsageError` if it writes into a view that was gathered into new memory, as `weight[0]`,
-    or copies rows of other ranks into a parameter."""
+    """Run an in-place operator and return its result. A write into a view of a parameter counts as a write of the parameter.
+    Raises `UsageError` if `args[0]` is a view that was gathered into new memory, as `weight[0]`, or if the operator copies rows
+    of other ranks into a parameter."""
     tensor, param = args[0], _param_of(args[0])
     if param is not None:
         _begin_write(tensor, param)

@@ -141,7 +141,8 @@ def first_trained(engine: Engine) -> Unit | None:
 
 
 def text_of(value: Any) -> str:
-    """Return an optimizer option as text, without reading a device. Objects become "a <type>", since ids differ by rank."""
+    """Return the value of an optimizer option as text that is equal on all ranks if the values are. Never reads a device: a
+    tensor of one element on the CPU is shown as its number. Other tensors and objects are shown as "a <type>"."""
     if isinstance(value, float):
         return f"{value:g}"
     if value is None or isinstance(value, (str, int)):

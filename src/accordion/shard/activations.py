@@ -65,11 +65,12 @@ class _Mode(_torch.DispatchMode):
 
 
 class _Keep(_Mode):
-    """The mode of a region's forward: adds an entry to `results` for each product or attention. The entry is None if the result
-    is not kept, or if a later operator writes into it.
+    """Dispatch mode of a region's forward: appends an entry to `results` for each product and attention. The entry is the mode
+    that returns the kept result in the recomputation; None if the result is not kept, or if a later operator writes into it.
 
-    Each kept result has its own pair of torch's modes for selective checkpointing. A single pair would fail if the recomputation
-    runs more or fewer gathers of inner units, because it counts operators; it also misses some writes through views (GRU).
+    Each kept result has its own pair of torch's modes for selective checkpointing. A single pair counts the region's operators,
+    so it would fail if the recomputation runs more or fewer gathers of inner units. It also misses some writes through views
+    (GRU).
     """
 
     def __init__(self, results: Results) -> None:

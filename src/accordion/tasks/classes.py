@@ -28,7 +28,8 @@ OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
 
 @dataclass(frozen=True, kw_only=True)
 class PartConfig:
-    """A class or function of the user, "file.py:Name", "package.module:Name" or "package.module.Name", and its options."""
+    """A class or function of the user and its options. `class_path`: "file.py:Name", "file.py" (its `Task`),
+    "package.module:Name", "package.module.Name", or for an optimizer a name in `OPTIMIZERS`."""
 
     class_path: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +70,8 @@ def target_of(key: str, class_path: str) -> Callable[..., Any]:
 
 
 def _of_file(key: str, file: str) -> ModuleType:
-    """Import `file`, unless it is imported, and return its module. Adds its folder to `sys.path`, like Python for a script."""
+    """Return the module of `file`, imported at its first use. Adds the file's folder to `sys.path`, like Python for a script.
+    `key`: its configuration key. Raises `UsageError` if there is no such file, `TaskError` if the import fails."""
     path = Path(file).absolute()
     if not path.is_file():
         raise UsageError(f"{key} {file!r} does not exist; name a Python file, or package.module:Name.")

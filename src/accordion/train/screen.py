@@ -32,7 +32,7 @@ def human(num_bytes: float) -> str:
 
 
 def millions(count: int) -> str:
-    """Return a number of parameters as text: 10059840 -> `10.06 M`."""
+    """Return a number of parameters as text: 10059840 -> `10.06 M`; from 1e9 on in billions: `8.03 B`."""
     return f"{count / 1e6:,.2f} M" if count < 1e9 else f"{count / 1e9:,.2f} B"
 
 

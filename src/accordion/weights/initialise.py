@@ -185,7 +185,8 @@ def _outermost_of_transformers(module: nn.Module) -> Iterator[Any]:
 
 
 def _retied(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return (module, attribute) of each parameter whose own initial value is dropped, since transformers ties it later."""
+    """Return (module, attribute) of each name of a tied parameter in transformers' models, except the source's. Values drawn
+    under such a name are dropped: transformers ties after its initialisation, so the parameter has the value of its source."""
     places = []
     for top in _outermost_of_transformers(model):
         for name, source in top.all_tied_weights_keys.items():

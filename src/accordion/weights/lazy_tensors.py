@@ -24,10 +24,11 @@ Fill: TypeAlias = Callable[[Tensor, tuple[int, ...]], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """A lazy tensor: a tensor in a file, or the result of torch functions on lazy tensors, which read nothing when called.
+    """A lazy tensor: a tensor in a file, or the result of torch functions on lazy tensors. `fill` or `whole` read its values.
 
-    So the conversions of transformers run unchanged. For results of stack, cat, split, chunk and transpose only the needed
-    parts are read; any other function computes its whole result, once for each needed part.
+    Torch functions accept lazy tensors and return lazy ones without reading, so the conversions of transformers run unchanged.
+    A read of a result of stack, cat, split, chunk or transpose reads only the parts that it needs. Any other function computes
+    its whole result in each read.
     """
 
     shape: torch.Size

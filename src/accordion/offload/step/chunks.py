@@ -21,12 +21,12 @@ NUM_CHUNKS = 100  # number of chunks of a step between these limits, so that buf
 
 @dataclass(frozen=True, slots=True)
 class StateBlock:
-    """Optimizer states of the parameters of one unit, param group and dtype: each state is one run over all parameters.
+    """Optimizer states of the parameters of one unit, param group and dtype. Each state is one flat run of all parameters.
 
-    Args: `runs`: name -> `numel` elements, for each state that has the parameter's shape; `itemsize`: the smallest of
-    parameter, gradient, row (the shard's copy in the gathered dtype) and states; `max_numel`: elements of the largest chunk;
-    `steps_on_device`: chunks are stepped there, not on the host; `total_bytes`: bytes per element of parameter, gradient and
-    row; `disk_bytes`: the part of `total_bytes` that is on disk.
+    Args: `runs`: name of a state -> its `numel` elements in memory or in a file, for each state that has the parameter's shape;
+    `itemsize`: bytes of the smallest element of parameter, gradient, row (the shard's copy in the gathered dtype) and states;
+    `max_numel`: elements of the largest chunk; `steps_on_device`: step chunks on the device instead of the host; `total_bytes`:
+    bytes per element of parameter, gradient and row together; `disk_bytes`: the part of `total_bytes` that is on disk.
     """
 
     runs: dict[str, Values]

@@ -101,7 +101,7 @@ class InBackward(Observer):
 
 
 def refuse_in_backward(engine: Engine, what: str) -> None:
-    """Raise `UsageError` if a unit of `engine` is stepped in the backward. `what`: the feature that excludes this."""
+    """Raise `UsageError` if units of `engine` are stepped in the backward, which excludes the feature named `what`."""
     steps: object = getattr(engine.context.shard_buffers, "in_backward", None)
     if steps is not None:
         raise UsageError(f"{PROMISE}; {what} cannot be used with it: leave out one of the two.")
