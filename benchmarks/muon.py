@@ -38,7 +38,7 @@ def seconds(optimizer: torch.optim.Optimizer) -> float:
     return float(took)
 
 
-def main(layers: int = 12, width: int = 512, rounds: int = 15) -> None:
+def main(layers: int = 4, width: int = 128, rounds: int = 15) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)

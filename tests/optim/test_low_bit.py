@@ -114,8 +114,12 @@ def continued(mesh, kind, source, target, **options):
 
 
 @pytest.mark.parametrize("kind", sampled([*KINDS], ("4bit", "fp8", "bitsandbytes").__contains__))
-def test_steps_equal_the_unsharded_optimizer_and_resume_on_any_number_of_ranks(world, tmp_path, kind, monkeypatch):
+def test_steps_equal_the_unsharded_optimizer_and_resume_on_any_number_of_ranks(
+    world, tmp_path, kind, monkeypatch, request
+):
     pytest.importorskip(KINDS[kind][0])
+    if KINDS[kind][0] == "bitsandbytes" and request.config.getoption("--device") == "sim":
+        pytest.skip("bitsandbytes compiles its kernels for a device that it does not know, which round otherwise")
     source = None
     for num_ranks in (3, 1, 4, 2):
         world.run(num_ranks, continued, kind, source, tmp_path / f"{num_ranks}")

@@ -25,7 +25,10 @@ from tests.support.sample import sampled
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of PEFT and bitsandbytes about themselves
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # those of PEFT and bitsandbytes about themselves
+    pytest.mark.cpu("bitsandbytes compiles its kernels for a device that it does not know, for minutes"),
+]
 KINDS = ["nf4", "fp4", "nf4-double", "fp4-double"]
 
 
