@@ -323,7 +323,7 @@ BUDGETS = {
     "compat": 3650,
     "doctor": 610,
     "engine": 4510,
-    "export": 600,
+    "export": 610,
     "generate": 570,
     "integrations": 1370,
     "models": 540,

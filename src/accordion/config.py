@@ -255,7 +255,7 @@ def folder_of(place: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """Which units recompute activations in the backward: each `every`-th of those with more than one layer (0: none).
+    """The units that recompute activations in the backward: each `every`-th of those with more than one layer (0: none).
     `selective`: keep the results of attention without dropout and of every second matrix product."""
 
     every: int = 0

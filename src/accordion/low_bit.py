@@ -216,15 +216,19 @@ class BitsandbytesStates(LowBitStates):
             if key.startswith(QMAP):
                 return _replicated(value, p)
             is_vector = key.startswith("absmax") and value.dim() == 1  # AdEMAMix has two rows of them
-            return _packed(_local(value), p, BITSANDBYTES_BLOCK) if is_vector else value
+            return _packed(_torch.local_or_same(value), p, BITSANDBYTES_BLOCK) if is_vector else value
 
         return _each(entry, split)
 
     def _join(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         def join(key: str, value: Any) -> Any:
             if key.startswith(QMAP):
-                return _local(value)
-            return _local(value).view(-1) if key.startswith("absmax") and isinstance(value, DTensor) else value
+                return _torch.local_or_same(value)
+            return (
+                _torch.local_or_same(value).view(-1)
+                if key.startswith("absmax") and isinstance(value, DTensor)
+                else value
+            )
 
         return _each(entry, join)
 
@@ -286,11 +290,9 @@ def _packed(local: Tensor, p: DTensor, block: int) -> DTensor:
 
 def _replicated(tensor: Tensor, p: DTensor) -> DTensor:
     """Return `tensor`, equal on all ranks, as a DTensor on the mesh of `p`, of which a checkpoint saves one copy."""
-    return DTensor.from_local(_local(tensor), p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return DTensor.from_local(
+        _torch.local_or_same(tensor), p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False
+    )
 
 
 def _is_quantised(new_buffer: Callable[[Tensor, bool], Tensor], shape: torch.Size) -> bool:

@@ -31,7 +31,7 @@ log = logging.getLogger("accordion")
 
 
 class Move(NamedTuple):
-    """What `park` or `unpark` has moved on this rank."""
+    """The bytes that `park` or `unpark` has moved on this rank, and the time that it took."""
 
     num_bytes: int
     seconds: float
@@ -177,7 +177,7 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
     tensors that share memory with its shards must not be used. Offloaded parameters stay where they are. Raises `UsageError`
     on every rank, before anything is moved, if gradients of `no_sync` are not reduced, or a rank lacks memory.
     """
-    begun, engine, folder = time.monotonic(), sharded_engine(model, "park"), folder_of(to)
+    start_s, engine, folder = time.monotonic(), sharded_engine(model, "park"), folder_of(to)
     if folder is None and to != HOST:
         raise UsageError(f'park takes to="host" or to="disk:/folder", not {to!r}.')
     if engine.observers.find(ParkedModel) is not None:
@@ -207,7 +207,7 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
     engine.observers.attach(parked, first=True)
-    return _reported("parked", sum(sizes), begun)
+    return _reported("parked", sum(sizes), start_s)
 
 
 def unpark(model: nn.Module, optimizer: Optimizer | None = None) -> Move:
@@ -215,7 +215,7 @@ def unpark(model: nn.Module, optimizer: Optimizer | None = None) -> Move:
 
     `optimizer`: that of `park`. Raises `UsageError` on every rank if one lacks device memory; the model then stays off it.
     """
-    begun, engine = time.monotonic(), sharded_engine(model, "unpark")
+    start_s, engine = time.monotonic(), sharded_engine(model, "unpark")
     parked = engine.observers.find(ParkedModel)
     if parked is None or parked.optimizer is not (None if optimizer is None else inner_of(optimizer)):
         raise UsageError("unpark takes a model that is parked, and the optimizer that was parked with it.")
@@ -235,10 +235,10 @@ def unpark(model: nn.Module, optimizer: Optimizer | None = None) -> Move:
     engine.observers.detach(parked)
     with torch.no_grad():
         parked.come_back()
-    return _reported("unparked", sum(sizes), begun)
+    return _reported("unparked", sum(sizes), start_s)
 
 
-def _reported(what: str, num_bytes: int, begun: float) -> Move:
-    move = Move(num_bytes, time.monotonic() - begun)
+def _reported(what: str, num_bytes: int, start_s: float) -> Move:
+    move = Move(num_bytes, time.monotonic() - start_s)
     log.info("%s: %d bytes in %.2f s", what, *move)
     return move

@@ -287,7 +287,7 @@ class WholeStep(Optimizer):
         buckets = buckets_of(matrix for matrix in matrices_of(self.param_groups) if matrix.rows.grad is not None)
         # While one bucket is computed, the rows of the next one and the results of the one before it are in flight.
         gathering = _one_ahead(self._send_rows(bucket) for bucket in buckets)
-        returning = _one_ahead(self._send_results(*begun) for begun in gathering)
+        returning = _one_ahead(self._send_results(*sent) for sent in gathering)
         for bucket, pending in returning:
             for matrix, rows in zip(bucket, pending.wait(), strict=True):
                 self._unpack(matrix, rows)
@@ -405,7 +405,7 @@ class OwnerStep(WholeStep):
         """Return the state dict with the states of all owners, those of their parameter's shape in rows. Collective."""
         saved = super().state_dict()
         for index, p, matrix in self._sharded():
-            state = _from_owner({k: _local(v) for k, v in self.state.get(p, {}).items()}, matrix)
+            state = _from_owner({k: _torch.local_or_same(v) for k, v in self.state.get(p, {}).items()}, matrix)
             saved["state"].pop(index, None)
             if state:
 
@@ -434,16 +434,12 @@ class OwnerStep(WholeStep):
 
     def _sharded(self) -> Iterator[tuple[int, DTensor, Matrix]]:
         """Iterate over (index, parameter, matrix) of all parameters that are divided over ranks, in order of indices."""
-        groups = [{"params": [_local(p) for p in group["params"]]} for group in self.param_groups]
+        groups = [{"params": [_torch.local_or_same(p) for p in group["params"]]} for group in self.param_groups]
         matrices = {id(matrix.rows): matrix for matrix in matrices_of(groups)}
         for index, p in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
-            matrix = matrices[id(_local(p))]
+            matrix = matrices[id(_torch.local_or_same(p))]
             if isinstance(p, DTensor) and matrix.levels:
                 yield index, p, matrix
-
-
-def _local(value: Any) -> Any:
-    return _torch.local_of(value) if isinstance(value, DTensor) else value
 
 
 def _own_rows(whole: Tensor, matrix: Matrix) -> Tensor:

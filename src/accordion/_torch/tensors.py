@@ -87,6 +87,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
 
 
+def local_or_same(value: Any) -> Any:
+    """Return the local tensor of a DTensor, and any other value as it is."""
+    return local_of(value) if isinstance(value, DTensor) else value
+
+
 _version, _local = attrgetter("_version"), attrgetter("_local_tensor")
 
 

@@ -105,10 +105,10 @@ class SlicedReduce(PendingReduce):
         self.finish()
         sent, ours = self._group.dtype, [True] * len(grads)
         grads = [grad.to(sent) for grad in grads]
-        begun = self._call.engine.allocate(
+        reduce = self._call.engine.allocate(
             GRADIENTS, PendingReduce, self._group, self._chosen, grads, sent, ours, part.height
         )
-        self._under_way = part, begun
+        self._under_way = part, reduce
 
     def finish(self, decide: bool = True) -> list[Tensor | None]:
         if self._under_way is not None:

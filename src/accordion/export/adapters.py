@@ -55,12 +55,7 @@ def merged(
             f"SOURCE {stored.adapter!r} changes one of the tied tensors {', '.join(ties)}, and config.json has no "
             "tie_word_embeddings to untie them with; merge it with PEFT."
         )
-    # An adapter was trained next to the rounded weights of its base.
-    narrow = four_bit_layers(model)
-    sources = [
-        replace(source, read=partial(_rounded, narrow[source.name], source.read)) if source.name in narrow else source
-        for source in sources
-    ]
+    sources = _as_trained(sources, four_bit_layers(model))
     by_name = {source.name: source for source in sources}
     lost = sorted({*layers, *copies} - set(by_name) - set(ties))
     if lost:
@@ -77,6 +72,15 @@ def merged(
             source = replace(source, read=partial(_merge, layers[source.name], source.read))
         result.append(source)
     return result, left
+
+
+def _as_trained(sources: Sequence[TensorSource], layers: Mapping[str, FourBitLinear]) -> list[TensorSource]:
+    """Return `sources`, of which those of four-bit `layers` (by name) read weights that are rounded to four bits."""
+    # The adapter was trained next to the rounded weights of its base.
+    return [
+        replace(source, read=partial(_rounded, layers[source.name], source.read)) if source.name in layers else source
+        for source in sources
+    ]
 
 
 def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:

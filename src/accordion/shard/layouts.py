@@ -64,7 +64,7 @@ class TensorParallelView:
 
 class _Seen(torch.autograd.Function):
     """Autograd function. Forward: return the DTensor that `TensorParallelView.seen` makes of a full local tensor. Backward:
-    return the local gradient, redistributed to the view's placements except on the axes `summed`, where it stays as it is."""
+    return the local gradient, redistributed to the view's placements on all axes but `summed`."""
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, around: TensorParallelView) -> DTensor:

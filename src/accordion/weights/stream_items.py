@@ -112,8 +112,8 @@ def _base_tensors(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             if adapter in module.active_adapters:
                 copies |= {without_wrappers(f"{prefix}.{key}", INSIDE): value for key, value in values.items()}
     state = base.state_dict(keep_vars=True)
-    kept = {without_wrappers(name, INSIDE): value for name, value in state.items() if id(value) not in left_out}
-    return kept | copies, layers
+    tensors = {without_wrappers(name, INSIDE): value for name, value in state.items() if id(value) not in left_out}
+    return tensors | copies, layers
 
 
 def _merged_item(engine: Engine, name: str, layer: Any, dtype: torch.dtype | None) -> Item:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from accordion.plan.events import Alloc, Collective, Event, Log, Op
+from accordion.plan.events import Alloc, Collective, Event, Free, Log, Op
 
 
 class UnlikeError(Exception):
@@ -56,10 +56,14 @@ def _between(a: Any, b: Any, along: float) -> Alloc | Op | Collective:
 
 def _shape(log: Log) -> Sequence[object]:
     """Return the events of a log without their sizes, to compare logs of two micro-batches."""
-    shape: list[object] = [alloc.number for alloc, _ in log.held]
+    # Allocations are numbered anew: the first trace of a process also counts memory that torch allocates once.
+    numbers: dict[int, int] = {}
+    shape: list[object] = [numbers.setdefault(alloc.number, len(numbers)) for alloc, _ in log.held]
     for event in log.events:
         if isinstance(event, Alloc):
-            shape.append((event.number, event.stream))
+            shape.append((numbers.setdefault(event.number, len(numbers)), event.stream))
+        elif isinstance(event, Free):
+            shape.append((Free, numbers.get(event.number)))
         elif isinstance(event, Op):
             shape.append(event.name)
         elif isinstance(event, Collective):
