@@ -20,6 +20,7 @@ from accordion.safety.liveness.messages import HasEnded, Post, decoded, encoded
 from accordion.safety.liveness.polling import once_after, poll
 from tests.support import models
 from tests.support.hubs import hub_of, hubs_of
+from tests.support.processes import run_python
 
 # -- waiting
 
@@ -138,6 +139,17 @@ def test_our_own_error_is_secondary_if_it_names_another_rank() -> None:
     error.of_rank = 1
     assert wording.is_echo(error)
     assert not wording.is_backends_echo(error)
+
+
+def test_the_position_of_a_rank_that_prints_its_error_is_that_of_the_error(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(
+        "import functools, sys\n"
+        "from accordion.safety.liveness.hub import Position\n"
+        "sys.excepthook = functools.partial(print, Position())\n"
+        "raise ValueError('late')\n"
+    )
+    assert "is outside of the model at loop.py:4 `raise ValueError" in run_python(script).stdout
 
 
 def effects_of_shard(mesh: Any) -> set[str]:

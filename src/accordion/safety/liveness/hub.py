@@ -51,10 +51,15 @@ class Position:
     def __str__(self) -> str:
         doing = self.doing or ("is in the model" if self.phase.startswith("in ") else "is outside of the model")
         frame = sys._current_frames().get(self._main)
-        place = "" if frame is None or " at " in doing else wording.place_of(traceback.walk_stack(frame))
+        place = ""
+        if " at " not in doing:
+            place = wording.place_of(traceback.walk_stack(frame)) if frame is not None else ""
+            # While Python prints an uncaught error, the stack has been unwound; the error's traceback has the place.
+            if not place and (error := _last_error()) is not None:
+                place = wording.place_of_error(error)
         current: Any = sys._current_exceptions().get(self._main)
-        error = current[1] if isinstance(current, tuple) else current  # 3.11 gives `sys.exc_info()`
-        suffix = wording.while_handling(error)
+        handled = current[1] if isinstance(current, tuple) else current  # 3.11 gives `sys.exc_info()`
+        suffix = wording.while_handling(handled)
         return " ".join(text for text in (doing, self.phase, place) if text) + suffix
 
 

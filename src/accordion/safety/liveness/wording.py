@@ -72,7 +72,7 @@ def failure(error: BaseException, phase: str = "") -> str:
 
     `phase`: the phase of its step, such as "in the forward of step 3".
     """
-    place = _place_of_error(error)
+    place = place_of_error(error)
     when = f" {phase}" if phase else ""
     if was_interrupted(error):
         return f"was interrupted (Ctrl-C or SIGINT){when}"
@@ -91,7 +91,7 @@ def while_handling(error: BaseException | None) -> str:
     """Return a suffix such as " while it handles ValueError: ..."; empty for None, SystemExit and ends of iterators."""
     if error is None or isinstance(error, (SystemExit, StopIteration, GeneratorExit)):
         return ""
-    return f" while it handles {_named(error, _place_of_error(error))}"
+    return f" while it handles {_named(error, place_of_error(error))}"
 
 
 def _handled_by(error: BaseException) -> BaseException | None:
@@ -122,7 +122,8 @@ def place_of(stack: Iterable[tuple[Any, int]]) -> str:
     return _place((frame.f_code.co_filename, number) for frame, number in stack)
 
 
-def _place_of_error(error: BaseException) -> str:
+def place_of_error(error: BaseException) -> str:
+    """Return `place_of` the innermost frame of the user's code that `error` passed."""
     return place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
