@@ -30,7 +30,6 @@ from accordion.offload.disk_shards import DiskPlace, DiskShards, StagingBuffer
 from accordion.offload.host_shards import GroupMemory, HostShards, OffDeviceShards, Resources, paged_bytes
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.offload.step.state_store import States
-from accordion.offload.step.step_in_backward import InBackward
 from accordion.offload.swap_file import FileAllocator, check_folder
 
 log = logging.getLogger("accordion")
@@ -55,7 +54,6 @@ class Tiers:
         self.store_stream = SideStream(context.device, context.waiter, self.late).for_threads()
         self._units: dict[int, weakref.ref[Unit]] = {}
         self._order = UnitOrder()  # the order in which the engine uses the units
-        self.in_backward: InBackward | None = None  # set if a unit has step_in_backward
         self.waited_s = 0.0  # time that callers, forwards and backwards have waited for optimizer steps
         self.states: WeakKeyDictionary[Optimizer, States] = WeakKeyDictionary()
         for folder in {folder_of(place) for o in offloads for place in (o.optimizer, o.activations)} - {None}:
