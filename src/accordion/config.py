@@ -156,7 +156,6 @@ class Offload:
         activations: place, until the recomputation, of the inputs of units that `checkpoint_activations` recomputes
         step: "host" steps on the CPU, during the next forward; "device" copies the states to the device, chunk by
             chunk. None: "host" if `optimizer` is off the device
-        checksums: compare what is read from the disk with what was written
         device_bytes, host_bytes: bytes of this rank up to which offloaded state stays on the device, or on the host instead
             of the disk: parameters first, then gradients, then states, each from the first unit on. With `host_bytes` alone
             and nothing on disk, units that do not fit on the host stay on the device
@@ -168,7 +167,6 @@ class Offload:
     optimizer: str = DEVICE
     activations: str = DEVICE
     step: str | None = None
-    checksums: bool = False
     device_bytes: int | None = None
     host_bytes: int | None = None
     overrides: Mapping[type[nn.Module] | str, Offload] = field(default_factory=dict)

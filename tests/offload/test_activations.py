@@ -36,7 +36,7 @@ NUM_BLOCKS = 6  # more than there are staging buffers for the disk
 
 
 def on_disk(path: Path, **options: Any) -> acc.Offload:
-    return acc.Offload(activations=f"disk:{path}", checksums=True, **options)
+    return acc.Offload(activations=f"disk:{path}", **options)
 
 
 def activation_offload_of(model: nn.Module) -> ActivationOffload:
@@ -70,7 +70,7 @@ def same(mesh, path: Path, which: list[int]) -> None:
         checkpointing, places, debug, overrides = cases[i]
         wanted = None
         for activations in ("device", *(["host"] if i % 2 == 0 or len(which) == 1 else []), f"disk:{path}"):
-            offload = acc.Offload(activations=activations, checksums=True, **places)
+            offload = acc.Offload(activations=activations, **places)
             offload = replace(offload, overrides=overrides if activations != "device" else {})
             found = used(mesh, offload, checkpoint_activations=checkpointing, debug=debug)
             wanted = found if wanted is None else wanted
@@ -206,28 +206,17 @@ def test_adjacent_free_ranges_are_joined():
 
 @on_world(1)
 def test_a_disk_of_activations_that_fails_is_named(mesh, tmp_path: Path) -> None:
-    """A failed write, a failed read and a changed page raise an error that names the folder; the next step is correct."""
+    """A failed write and a failed read raise an error that names the folder; the next step is correct."""
     faults = [
         (("pwritev", errno.ENOSPC), rf"of the swap file in {tmp_path} could not be written: No space left on device"),
         (("preadv", errno.EIO), rf"of the swap file in {tmp_path} could not be read: Input/output error"),
-        (None, rf"of the swap file in {tmp_path} are not what was written there"),
     ]
     wanted = None
     for fault, message in [(None, None), *faults]:
         model = recomputed(mesh, on_disk(tmp_path))
-        if wanted is not None and fault is not None:
+        if fault is not None:
             with failing_calls(*fault), pytest.raises(acc.OffloadError, match=message):
                 loss_of(model, 1).backward()
-        elif wanted is not None:
-            loss = loss_of(model, 1)
-            (store,) = activation_offload_of(model)._stores.values()
-            store._collect()
-            for stage in store._stages:
-                stage.clear()  # all is in the file, and nowhere else
-            os.pwrite(store.file._plain, b"some other bytes", 64)
-            with pytest.raises(acc.OffloadError, match=message):
-                loss.backward()
-            del loss
         model.zero_grad()
         gc.collect()
         loss_of(model, 2).backward()
@@ -252,7 +241,6 @@ def test_activations_without_a_folder_or_with_budgets_are_refused(mesh, tmp_path
     model = recomputed(mesh, offload)
     loss_of(model, 1).backward()
     (store,) = activation_offload_of(model)._stores.values()
-    assert store.file._is_summed
     assert store.file.folder == tmp_path
 
 

@@ -59,10 +59,8 @@ class Tiers:
         for folder in {folder_of(place) for o in offloads for place in (o.optimizer, o.activations)} - {None}:
             assert folder is not None
             check_folder(folder)
-        self._checksums = any(offload.checksums for offload in offloads)
         self._allocators = {
-            folder: FileAllocator(folder, num_bytes, checksums=self._checksums)
-            for folder, num_bytes in on_disk(offloads, shapes).items()
+            folder: FileAllocator(folder, num_bytes) for folder, num_bytes in on_disk(offloads, shapes).items()
         }
         _torch.settle_before_unscale()
         needs = host_needs(offloads, shapes)
@@ -177,7 +175,6 @@ class Tiers:
             store_stream=self.store_stream,
             pool=lambda: self.pool,
             make_arena=self._make_arena,
-            checksums=self._checksums,
         )
 
     def _allocator(self, place: str) -> FileAllocator | None:
