@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
-from accordion.config import DEVICE, HOST
+from accordion.config import DEVICE
 from accordion.engine.engine import Engine
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
@@ -165,16 +165,9 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None
 
     Returns the `OptimizerCopy` that a small step was tried with, to find the states; None if no parameter is stepped chunk by
     chunk. `kind`: the optimizer's class before wrapping.
-    Raises `OffloadError` or `UsageError` without room, and `UsageError` if a capturable optimizer would step on the host.
+    Raises `OffloadError` or `UsageError` without room.
     """
-    owned = owned_by(optimizer)
-    for group, _, engine, unit in owned:
-        if optimizer.param_groups[group].get("capturable") and tiers_of(engine).offloads[unit.index].stepped_on == HOST:
-            raise UsageError(
-                f"{type(optimizer).__name__}(capturable=True) steps on an accelerator alone, and the Offload of unit "
-                f"{unit.name or 'root'!r} steps on the host; leave out capturable, or pass step='device'."
-            )
-    optimizer_copy = None
+    owned, optimizer_copy = owned_by(optimizer), None
     for engine in engines_of(optimizer):
         tiers = tiers_of(engine)
         wanted = [
