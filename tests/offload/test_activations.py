@@ -24,7 +24,6 @@ from tests.inside import engine_in
 from tests.offload.test_faults import failing_calls
 from tests.offload.test_files import cpu_resources
 from tests.support import models
-from tests.support.checks import logged
 from tests.support.disks import fill, mounted
 from tests.support.meters import Allocations
 from tests.support.offloads import chunks_of_at_most
@@ -147,13 +146,10 @@ def test_inputs_on_disk_past_the_page_cache_and_through_it(mesh, direct: int, tm
     inputs, num_blocks = 8 * 64 * 32 * 4, 8
     with mock.patch.object(swap_file, "DIRECT", direct), mock.patch.object(swap_file, "CHUNK_BYTES", 4096 * 3):
         model = recomputed(mesh, on_disk(tmp_path), num_blocks)
-        with logged() as messages:
-            loss_of(model, 0, (8, 64)).backward()
+        loss_of(model, 0, (8, 64)).backward()
     activation_offload = activation_offload_of(model)
     taken = stores.NUM_STAGES * inputs, num_blocks * inputs
     assert (activation_offload.host_bytes, activation_offload.disk_bytes) == taken
-    report = f"inputs of recomputed units take {taken[0]} bytes of host memory and {taken[1]} bytes on disk"
-    assert any(report in m for m in messages)
     for seed in range(3):
         loss_of(model, seed, (8, 64))  # its graph goes, with what is on its way
         gc.collect()

@@ -262,7 +262,7 @@ def alone() -> Iterator[Way]:
     name = "sleeps before the first forward"
     yield Way(name, "nothing new", "rank 1 .*sleep", "before_training", sleeps, step=0, stays=True)
     in_loader: list[tuple[str, str, str, Deed]] = [
-        ("waits in the store", "failed", "wait timeout", lambda s: _torch.default_store().wait(["never"])),
+        ("waits in the store", "failed|absent", "wait timeout|never", lambda s: _torch.default_store().wait(["never"])),
         ("leaves the process group", "left", "", leaves_group),
         ("saves", "alone", "saves", saves),
         ("saves in the background", "alone", "saves", lambda s: acc.save(f"{s.folder}/step", s.model, background=True)),

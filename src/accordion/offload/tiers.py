@@ -71,14 +71,8 @@ class Tiers:
         ]
         self._landing_used: dict[int, int] = {}  # unit -> bytes of the landing buffer that its groups have taken
         self._staging_used: dict[int, int] = {}  # unit -> bytes of its staging buffer that its groups have taken
-        kind = "pinned" if context.device.type != "cpu" else "ordinary"
-        counts = [sum(map(test, offloads)) for test in (lambda o: o.offloads, lambda o: o.folder is not None)]
-        log.info(
-            "offload: %d bytes of %s host memory for %d of %d units; %d units have optimizer states on disk; parameters and "
-            "gradients take %d bytes on disk",
-            needs.total, kind, counts[0], len(offloads), counts[1],
-            sum(allocator.file.num_bytes for allocator in self._allocators.values()),
-        )  # fmt: skip
+        num_bytes = sum(allocator.file.num_bytes for allocator in self._allocators.values())
+        log.info("offload: parameters and gradients take %d bytes on the host and %d on disk", needs.total, num_bytes)
 
     @property
     def files(self) -> list[FileAllocator]:

@@ -1,4 +1,4 @@
-"""Correct or refuse DTensor operators that are silently wrong, or fail obscurely, on tensors of sharded models.
+"""Correct or refuse DTensor operators that are silently wrong on tensors of sharded models.
 
 DTensor has one table of operator handlers for the process. The handlers here act on parameters of sharded models, views of them,
 and tensors on the mesh of a sharded model, such as gradients; for every other tensor they call torch's own implementation.
