@@ -47,6 +47,7 @@ def test_a_message_is_one_line() -> None:
     line = encoded(message)
     assert line.count(b"\n") == 1
     assert decoded(line.rstrip(b"\n")) == message
+    assert decoded(b"Fatal Python error: Aborted") is None
 
 
 def test_a_meeting_ends_when_all_have_joined_and_returns_reports_that_differ() -> None:
@@ -163,6 +164,26 @@ def test_a_handled_error_is_reported_with_its_place() -> None:
         text = wording.while_handling(error)
     assert text.startswith(" while it handles ValueError: bad sample (at test_liveness.py:")
     assert [wording.while_handling(each) for each in (None, SystemExit(1), StopIteration())] == [""] * 3
+
+
+WORDS = """Fatal Python error: Aborted
+
+{first} 0x01 (most recent call first):
+  File "/usr/lib/python3/site-packages/torch/x.py", line 3 in wait
+  File "/job/train.py", line 7 in run
+
+Thread 0x02 (most recent call first):
+  File "/job/train.py", line 321 in <module>"""
+
+
+@pytest.mark.parametrize(("first", "line"), [("Thread", 321), ("Current thread", 7)])
+def test_a_crash_is_reported_with_the_line_of_the_crashed_or_the_main_thread(
+    monkeypatch: pytest.MonkeyPatch, first: str, line: int
+) -> None:
+    monkeypatch.setattr(wording, "OWN_FOLDERS", ("/usr/lib/python3/site-packages/torch/",))
+    text = wording.end_of(WORDS.format(first=first).splitlines())
+    assert text.startswith(f"has crashed (Aborted) at train.py:{line}; gloo can crash if")
+    assert wording.end_of([]) == wording.end_of(["stray"]) == wording.SILENT_END
 
 
 def failed_wait_while_handling(handled: BaseException, waits: int) -> BaseException:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import accordion as acc
+from accordion.safety import report_crashes
 from tests.support import models
 
 TIMEOUT_S = 20.0  # of the process group
@@ -72,6 +73,8 @@ class Script:
 
     def train(self) -> None:
         way = self.way
+        if way.is_own:
+            report_crashes()
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
         self.step = 0
         self.reaches("before_shard")
@@ -150,7 +153,7 @@ class Way:
 
     `deed`: function that rank `one` runs at `moment` of step `step`. `others_...`: arguments of rank `one` alone. `all_say`: it
     prints the sentence too. `one_says`: only it does. `all_do`: functions that every rank runs, by moment. `stays`: it ends after
-    the others.
+    the others. `is_own`: ranks run as under `accordion run`, so that others report the line of a crash.
     """
 
     name: str
@@ -174,6 +177,7 @@ class Way:
     one_says: bool = False
     all_do: dict[str, Deed] = field(default_factory=dict)
     stays: bool = False
+    is_own: bool = False
 
     @property
     def speakers(self) -> list[int]:

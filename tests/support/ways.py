@@ -36,8 +36,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "ways-to-part.md"
 # The sentences of the page, by key. `{rank}`: the rank that diverges; other names in braces stand for any text.
 SENTENCES = {**dict(re.findall(r"^\| ([a-z_ ]+) \| `(.+?)` \|", PAGE.read_text(), re.M)), "nothing": ""}
 
-GLOO_CRASHES = "as gloo does if the collectives of ranks do not match"  # in the sentence `silent`
-
 # -- how a rank ends
 
 
@@ -81,7 +79,7 @@ ENDS: dict[str, tuple[Deed, str, str]] = {
     "calls os._exit(7)": (lambda script: os._exit(7), "silent", ""),
     "is killed": (is_killed(), "silent", ""),
     "is terminated": (is_killed(signal.SIGTERM), "silent", ""),
-    "aborts": (is_killed(signal.SIGABRT), "silent", ""),
+    "aborts": (is_killed(signal.SIGABRT), "crashed", "Aborted"),
 }
 MOMENTS = {
     "before_training": ("before the first forward", 0),
@@ -97,7 +95,7 @@ def ends() -> Iterator[Way]:
         for moment, (where, step) in MOMENTS.items():
             if moment == "backward" and how.startswith("exits"):
                 continue  # autograd turns it into an error of its own
-            yield Way(f"{how} {where}", sentence, also, moment, deed, step=step)
+            yield Way(f"{how} {where}", sentence, also, moment, deed, step=step, is_own=how == "aborts")
     for moment in ("forward", "backward", "before_step"):
         where = MOMENTS[moment][0]
         yield Way(f"raises {where}, first step", "failed", "bad sample", moment, fails, step=1)
@@ -246,9 +244,9 @@ def alone() -> Iterator[Way]:
     ]
     for name, moment, deed, also in waits:
         # Whether gloo lets the rank wait, lets it crash, or fails first depends on sizes.
-        yield Way(name, "absent|in vain|silent", f"{also}|{GLOO_CRASHES}", moment, deed)
-    groups: dict[str, Deed] = {"before_training": makes_group}
-    yield Way("waits at a barrier of another group", "absent", "barrier", "loader", waits_at_other_group, all_do=groups)
+        yield Way(name, "absent|in vain|crashed", also, moment, deed, is_own=True)
+    groups: dict[str, Any] = {"all_do": {"before_training": makes_group}, "is_own": True}
+    yield Way("waits at a barrier of another group", "absent", "barrier", "loader", waits_at_other_group, **groups)
     stays: list[tuple[str, str, str, Deed, str]] = [
         ("sleeps in the loader", "absent", "loader", sleeps, "sleep"),
         ("sleeps in its forward", "absent", "forward", sleeps, "sleep"),
@@ -625,9 +623,9 @@ def of_loaders() -> Iterator[Way]:
     saves_last: dict[str, Deed] = {"end": lambda script: acc.save(f"{script.folder}/last", script.model)}
     also = "saves a checkpoint alone"
     yield Way(f"{name}, and all save at the end", "alone", also, "loader", ends_its_loop, all_do=saves_last)
-    meets: dict[str, Deed] = {"end": lambda script: dist.barrier()}
-    sentence, also = "absent|in vain|silent", f"barrier|{GLOO_CRASHES}"
-    yield Way(f"{name}, and all meet at a barrier", sentence, also, "loader", ends_its_loop, all_do=meets)
+    meet: dict[str, Any] = {"all_do": {"end": lambda script: dist.barrier()}, "is_own": True}
+    gloo = "absent|in vain|crashed"
+    yield Way(f"{name}, and all meet at a barrier", gloo, "barrier", "loader", ends_its_loop, **meet)
     yield Way("leaves out a step whose loss is NaN", "ended", "", "skips_step_of_loop")
     for name, deed, also in [
         ("a row of its loader's worker is bad", fails, "bad row|ValueError"),
@@ -665,7 +663,7 @@ def with_errors() -> Iterator[Way]:
     for name, sentence, also, moment, deed in rows:
         yield Way(name, sentence, also, moment, deed)
     name = "waits at a barrier on the way of an error"
-    yield Way(name, "in vain|absent", "bad sample", "loader", handles(dist.barrier))
+    yield Way(name, "in vain|absent", "bad sample", "loader", handles(dist.barrier), is_own=True)
     for name, hook, on in [
         ("a forward hook fails", "register_forward_hook", lambda s: s.model.blocks[1]),
         ("a hook of the whole model fails", "register_forward_pre_hook", lambda s: s.model),

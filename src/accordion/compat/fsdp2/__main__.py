@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import faulthandler
 import runpy
 import sys
 from pathlib import Path
 
 from accordion.compat.fsdp2 import install
 from accordion.errors import advise
+from accordion.safety import report_crashes
 from accordion.safety.own_process import keep_freed_memory
 
 
@@ -20,7 +20,7 @@ def main(words: list[str]) -> None:
         raise SystemExit("usage: python -m accordion.compat.fsdp2 [-m] program [arguments of the program]")
     sys.argv = words
     keep_freed_memory()
-    faulthandler.enable()
+    report_crashes()
     try:
         with install():
             if as_module:

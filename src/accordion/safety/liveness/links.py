@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import secrets
 import selectors
@@ -19,17 +20,27 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from accordion import _torch
 from accordion.errors import DivergenceError
 from accordion.safety.liveness.messages import HasEnded, HubMessage, decoded, encoded
-from accordion.safety.liveness.wording import LOST_END, SILENT_END, numbers
+from accordion.safety.liveness.wording import LOST_END, end_of, numbers
 
 CONNECT_S = 5.0  # for one greeting, and for sending a few hundred bytes
 CONNECT_ALL_S = 60.0  # for all ranks to connect; then the listening socket is closed
 GREETING_BYTES = 40  # 32 letters that only ranks of this hub know, and the rank in 8 digits
 READ_BYTES = 1 << 16
 CHECK_S = 1.0  # between two checks that the main thread runs
+CRASH_LINES = 200
 BEFORE_S = 8.0  # before the job's timeout, so that waiting ranks learn which rank is gone before their backend fails
 PROBES = 20
 LONGEST_PROBE_S = 32_000  # Linux takes no more
+_wishes: list[bool] = []  # not empty if crashes are to be reported
 LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+
+
+def report_crashes() -> None:
+    """Have `faulthandler` send the stacks of a crash to the other ranks of a model; their errors name the line that crashed.
+
+    Call it before `shard`; `accordion run` does. It has no effect if the program has enabled `faulthandler` itself.
+    """
+    _wishes.append(True)
 
 
 def limit_s_of(timeout_s: float) -> float:
@@ -66,6 +77,8 @@ class HubLinks:
         self.timeout_s = _torch.timeout_s_of_job()
         self._peers: dict[int, socket.socket] = {}
         self._unfinished: dict[int, bytes] = {}  # by rank, the beginning of a line
+        self._crashes: dict[int, list[str]] = {}  # by rank, the lines that `faulthandler` wrote
+        self._crash_fd: int | None = None  # the descriptor to which Python writes if this process crashes
         self._selector = selectors.DefaultSelector()
         self._sending = threading.Lock()
 
@@ -123,6 +136,9 @@ class HubLinks:
         give_up(peer, self.timeout_s)
         self._peers[rank], self._unfinished[rank] = peer, b""
         self._selector.register(peer, selectors.EVENT_READ, rank)
+        if _wishes and not faulthandler.is_enabled():
+            self._crash_fd = os.dup(peer.fileno())
+            faulthandler.enable(self._crash_fd)
 
     def start(self, receive: Callable[[HubMessage], None], check: Callable[[], None]) -> None:
         """Start the thread that calls `receive` with each message, and `check` at least once a second."""
@@ -133,6 +149,7 @@ class HubLinks:
             links = reference()
             if links is not None:
                 links.closed = True
+                links._aim_crash()
                 for peer in links._peers.values():
                     peer.close()
 
@@ -158,9 +175,19 @@ class HubLinks:
     def close(self) -> None:
         """Stop sending. The thread ends after the others have closed too, so that all sent messages arrive."""
         self.closed = True
+        self._aim_crash()
         for peer in list(self._peers.values()):
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_WR)
+
+    def _aim_crash(self) -> None:
+        """Have `faulthandler` write a crash of this process to a connected rank; without one, to the null device."""
+        if self._crash_fd is None:
+            return
+        peer = None if self.closed else next(iter(self._peers.values()), None)
+        target = os.open(os.devnull, os.O_WRONLY) if peer is None else os.dup(peer.fileno())
+        os.dup2(target, self._crash_fd, inheritable=False)
+        os.close(target)
 
     # -- the thread
 
@@ -187,14 +214,18 @@ class HubLinks:
         if not data:
             self._selector.unregister(peer)
             del self._peers[rank]
+            self._aim_crash()
             peer.close()
             if not self.closed:
-                text = LOST_END.format(limit_s_of(self.timeout_s)) if is_lost else SILENT_END
+                text = LOST_END.format(limit_s_of(self.timeout_s)) if is_lost else end_of(self._crashes.get(rank, []))
                 receive(HasEnded(rank=rank, text=text, closed=True))
             return
         *lines, self._unfinished[rank] = (self._unfinished[rank] + data).split(b"\n")
         for line in lines:
-            receive(decoded(line))
+            if (message := decoded(line)) is not None:
+                receive(message)
+            elif len(crash := self._crashes.setdefault(rank, [])) < CRASH_LINES:
+                crash.append(line.decode(errors="replace"))
 
 
 def _server(num_ranks: int) -> socket.socket:

@@ -98,8 +98,10 @@ def encoded(message: HubMessage) -> bytes:
     return json.dumps({"type": type(message).__name__, **vars(message)}).encode() + b"\n"
 
 
-def decoded(line: bytes) -> HubMessage:
-    """Return the message in a line, given without its line break."""
+def decoded(line: bytes) -> HubMessage | None:
+    """Return the message in a line, given without its line break; None if the line is no message."""
+    if not line.startswith(b'{"type"') or not line.endswith(b"}"):
+        return None
     fields = json.loads(line)
     message: HubMessage = TYPES[fields.pop("type")](**fields)
     return message

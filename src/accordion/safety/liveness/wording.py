@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ PROGRAM_END = "has ended its program while others train; see its last output, an
 LEFT_END = "has left its process group{}; all ranks must destroy it together, after training"
 STOPPED = "whose process has not started, is stopped, or hangs"
 LOST_END = "has not answered for {:g} s: its machine, or the network to it, is gone"
+CRASH = "Fatal Python error: "
 SAME_INPUTS = (
     "ranks %d and %d got the same inputs in their first two training steps, and compute the same gradients; give each rank data "
     "of its own, as with DataLoader(dataset, sampler=torch.utils.data.DistributedSampler(dataset))."
@@ -113,8 +114,15 @@ def of_another(text: str) -> str:
 
 def place_of(stack: Iterable[tuple[Any, int]]) -> str:
     """Return "at file:line `code`" of the first frame in `stack` (innermost first) of the user's code; empty without one."""
-    for frame, number in stack:
-        file = frame.f_code.co_filename
+    return _place((frame.f_code.co_filename, number) for frame, number in stack)
+
+
+def _place_of_error(error: BaseException) -> str:
+    return place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
+
+
+def _place(lines: Iterable[tuple[str, int]]) -> str:
+    for file, number in lines:
         if file.startswith(("<", *OWN_FOLDERS)) or (file.startswith(STANDARD) and "-packages" not in file):
             continue
         text = linecache.getline(file, number).strip()[:LINE_LETTERS]
@@ -122,8 +130,23 @@ def place_of(stack: Iterable[tuple[Any, int]]) -> str:
     return ""
 
 
-def _place_of_error(error: BaseException) -> str:
-    return place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
+def end_of(lines: Sequence[str]) -> str:
+    """Describe the end of a process that sent no report; `lines`: the output of `faulthandler`, if any."""
+    if not lines or not lines[0].startswith(CRASH):
+        return SILENT_END
+    stacks: list[list[tuple[str, int]]] = [[]]
+    is_current = False
+    for line in lines[1:]:
+        if "most recent call first" in line:
+            if is_current:  # the thread that crashed; if none is marked, the main thread, which is the last
+                break
+            is_current = line.startswith("Current")
+            stacks.append([])
+        elif frame := re.match(r' *File "(.+)", line (\d+)', line):
+            stacks[-1].append((frame[1], int(frame[2])))
+    place = _place(stacks[-1])
+    kind = lines[0].removeprefix(CRASH)
+    return f"has crashed ({kind}){f' {place}' if place else ''}; gloo can crash if ranks call different collectives"
 
 
 # -- ranks
