@@ -146,7 +146,7 @@ class Offload:
     """The places in which training state is stored between uses, and in which the optimizer steps.
 
     A place is "device" (on which the model computes), "host" (memory of this machine) or "disk:/path" (an unnamed file in that
-    folder, gone with the process). Anything on disk, `step="device"` and `step_in_backward` need `wrap_optimizer`.
+    folder, gone with the process). Anything on disk and `step="device"` need `wrap_optimizer`.
 
     Args:
         params: place of each rank's shards in the dtype in which they are gathered; copied to the device for each use
@@ -156,8 +156,6 @@ class Offload:
         activations: place, until the recomputation, of the inputs of units that `checkpoint_activations` recomputes
         step: "host" steps on the CPU, during the next forward; "device" copies the states to the device, chunk by
             chunk. None: "host" if `optimizer` is off the device
-        step_in_backward: step each unit when its gradients are reduced; needs one backward a step, no clipping, no scaler
-        checksums: compare what is read from the disk with what was written
         device_bytes, host_bytes: bytes of this rank up to which offloaded state stays on the device, or on the host instead
             of the disk: parameters first, then gradients, then states, each from the first unit on. With `host_bytes` alone
             and nothing on disk, units that do not fit on the host stay on the device
@@ -169,8 +167,6 @@ class Offload:
     optimizer: str = DEVICE
     activations: str = DEVICE
     step: str | None = None
-    step_in_backward: bool = False
-    checksums: bool = False
     device_bytes: int | None = None
     host_bytes: int | None = None
     overrides: Mapping[type[nn.Module] | str, Offload] = field(default_factory=dict)
@@ -207,8 +203,8 @@ class Offload:
 
     @property
     def asks(self) -> bool:
-        """True if anything is stored on host or disk, activations included, or `step_in_backward` is set."""
-        return self.is_any or self.step_in_backward or self.activations != DEVICE
+        """True if anything is stored on host or disk, activations included."""
+        return self.is_any or self.activations != DEVICE
 
     @property
     def stepped_on(self) -> str:

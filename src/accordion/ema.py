@@ -197,7 +197,7 @@ def _taker(place: str, num_bytes: int, device: torch.device) -> Callable[..., Va
     folder = folder_of(place)
     if folder is None:
         return Arena(num_bytes, device, "EMA", "use more ranks, or place='disk:/path'").take
-    return FileAllocator(folder, num_bytes, checksums=False).take
+    return FileAllocator(folder, num_bytes).take
 
 
 def _copy(averages: list[Tensor], shards: list[Tensor], num_averaged: int) -> None:

@@ -25,7 +25,6 @@ from accordion.grad_norm import NormPart, multiply, scale_to, total_norm
 from accordion.low_bit import OURS, LowBitStates, check_blocks, low_bit_kind
 from accordion.offload.step.deferred_step import defer, engines_of, expose, owned_by, prepare, refuse_unwrapped
 from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
-from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import mark_rows, refuse_other_rows, refuse_states_of_others
 from accordion.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
 
@@ -112,13 +111,6 @@ class LocalStep(Optimizer):
         for name, value in list(vars(self).items()):
             if name != "state":
                 vars(self)[name] = exchange(value, swap)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # Only `torch.amp.GradScaler.step` reads this.
-        for engine in engines_of(self):
-            refuse_in_backward(engine, "a gradient scaler")
-        return bool(vars(self).get("_step_supports_amp_scaling", False))
 
     def _wait(self) -> None:
         """Let the host wait for running steps of offloaded parameters, which worker threads execute."""
@@ -384,7 +376,7 @@ def clip_grad_norm_(
 
     The norm is over all elements of all gradients, and the same on all ranks. Collective. Gradients of parameters that are not
     sharded must be equal on all ranks. With `error_if_nonfinite`, raises `NonFiniteError` on every rank, before any gradient
-    changes, if the norm is NaN or inf; this synchronizes with the device. Raises `UsageError` with `step_in_backward`.
+    changes, if the norm is NaN or inf; this synchronizes with the device.
     """
     target: object = model
     if not isinstance(target, nn.Module):
@@ -411,7 +403,6 @@ def clip_norm_of(
     """
     wanted = {id(param): param for param in parameters}
     for engine in engines:
-        refuse_in_backward(engine, "clip_grad_norm_")
         engine.synchronize()
         for notify in engine.observers.gradients_are_clipped:
             notify(float(max_norm), float(norm_type))
@@ -442,7 +433,6 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
     """Multiply all gradients of a sharded model, also offloaded ones, in place by `factor` (0-d, equal on all ranks)."""
     engine = engine_of(model)
     assert engine is not None, "a sharded model"
-    refuse_in_backward(engine, "scaling of gradients")
     engine.synchronize()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     multiply([_torch.local_of(grad) if isinstance(grad, DTensor) else grad for grad in grads], factor)

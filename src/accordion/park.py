@@ -198,7 +198,7 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
         if folder is None:
             arena = Arena(num_bytes, device, "park", 'pass to="disk:/folder"')
             return partial(arena.take, zeros=False)
-        file = FileAllocator(folder, num_bytes, checksums=False)
+        file = FileAllocator(folder, num_bytes)
         return lambda numel, dtype: file.take(numel, dtype).mapped()
 
     take = on_every_rank(memory, engine.context)

@@ -41,7 +41,7 @@ class Sharding:
         prefetch: how much is gathered ahead of use.
         offload: which state is stored off the device, and where the optimizer steps: "optimizer=host,params=disk:/folder",
             for example; in Python also an `Offload`. Its fields: params, grads, optimizer, activations, step,
-            device_bytes=16GiB, host_bytes, step_in_backward=true, checksums=true.
+            device_bytes=16GiB, host_bytes.
         units: modules that are gathered together: "blocks", "min_params:1000000" or names of classes, "Block,Head"; in Python
             also classes, `min_params(n)`, `only_blocks()` or a callable (name, module) -> bool. None or "auto": the repeated
             blocks, and embeddings and heads about as large as a block.
@@ -162,7 +162,6 @@ def num_bytes_in(text: str) -> int:
 OFFLOAD_FIELDS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(("params", "grads", "optimizer", "activations", "step"), str),
     **dict.fromkeys(("device_bytes", "host_bytes"), num_bytes_in),
-    **dict.fromkeys(("step_in_backward", "checksums"), {"true": True, "false": False}.__getitem__),
 }
 """Name of a field of `Offload` that has a text form -> function that parses its text."""
 
@@ -202,9 +201,7 @@ def offload_words(offload: Offload) -> str | Offload:
         return offload
     default = Offload()
     asked = {f.name: getattr(offload, f.name) for f in fields(offload)}
-    words = [
-        f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in asked.items() if v != getattr(default, k)
-    ]
+    words = [f"{k}={v}" for k, v in asked.items() if v != getattr(default, k)]
     return ",".join(words) or "none"
 
 

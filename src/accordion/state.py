@@ -18,7 +18,6 @@ from accordion.engine.hooks import attached_to, engine_of
 from accordion.engine.params import Param, own_part
 from accordion.errors import DivergenceError, UsageError
 from accordion.offload.step.deferred_step import owners_of
-from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import refuse_rows_of_others
 from accordion.safety.agreement import agreement_of
 from accordion.safety.divergence import DivergenceMonitor, monitor_of
@@ -54,10 +53,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Context manager: the backward of a forward inside it reduces no gradients, but sums full ones on each rank.
 
     Parameters are gathered as usual. The next backward of a forward outside reduces these sums too, even for modules that this
-    backward does not reach. Raises `UsageError` with `step_in_backward`.
+    backward does not reach.
     """
     engine = sharded_engine(model, "no_sync")
-    refuse_in_backward(engine, "no_sync")
     before, engine.sync = engine.sync, False
     try:
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
-from accordion.compat.fsdp2.lazy import parts_below
 from accordion.engine.order import Phase
 from tests.devices import device
 from tests.inside import units_of
@@ -304,26 +302,13 @@ def test_resharding_is_set_between_steps(mesh) -> None:
 
 
 @on_world(2)
-def test_the_end_of_a_backward_steps_units_and_ends_unshard(mesh) -> None:
-    """The end of a backward steps its units, and hides the parameters that `unshard` shows."""
-    wanted = None
-    for offload in (acc.Offload(), acc.Offload(step_in_backward=True)):
-        model = sharded(ours, mesh)
-        for part in parts_below([model]):
-            part.asked = replace(part.asked, sharding=replace(part.asked.sharding, offload=offload))
-        one_loss(model)  # makes the engine, which the optimizer is told of
-        optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in range(2):
-            loss = one_loss(model, step)
-            model.blocks[1].unshard()
-            loss.backward()
-            assert not any(unit.module_params.is_shown for unit in units_of(model))
-            assert all((p.grad is None) == offload.step_in_backward for p in model.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
-        found = [p.to_local() for p in model.parameters()]
-        wanted = wanted or found
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+def test_the_end_of_a_backward_hides_parameters_that_unshard_shows(mesh) -> None:
+    model = sharded(ours, mesh)
+    for step in range(2):
+        loss = one_loss(model, step)
+        model.blocks[1].unshard()
+        loss.backward()
+        assert not any(unit.module_params.is_shown for unit in units_of(model))
 
 
 @on_world(2)

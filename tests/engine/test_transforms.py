@@ -93,12 +93,6 @@ def batched(model: nn.Module, of: str) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, wanted, torch.eye(5, device=device()), is_grads_batched=True)
 
 
-def of_params(model: nn.Module) -> Any:
-    params = dict(model.named_parameters())
-    ones = {name: torch.ones_like(p) for name, p in params.items()}
-    return torch.func.jvp(lambda own: torch.func.functional_call(model, own, (numbers(1),)), (params,), (ones,))
-
-
 def with_plain_params(model: nn.Module) -> Any:
     params = {name: p.detach() for name, p in model.named_parameters()}
     return torch.func.functional_call(model, params, (numbers(1),))
@@ -119,7 +113,6 @@ REFUSED: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
     ),
     "batched gradients": ("one batched backward", lambda m: batched(m, "parameters")),
     "hvp": ("double backward", lambda m: functional.hvp(squares(m), numbers(1), numbers(2))),
-    "tangents of parameters": ("sharded tensor got a tangent", of_params),
     "plain parameters": ("functional_call", with_plain_params),
 }
 

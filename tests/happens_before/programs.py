@@ -160,7 +160,6 @@ class Steps:
     num_steps: int = 3
     micros: int = 1
     no_sync: bool = False
-    clips: bool = True
     trained: tuple[str, ...] = ("",)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -212,8 +211,7 @@ def trained(steps: Steps) -> Checker:
                 waits = steps.no_sync and micro < steps.micros - 1
                 with acc.no_sync(run.model) if waits else contextlib.nullcontext():
                     run.loss().backward()
-            if steps.clips:
-                acc.clip_grad_norm_(run.model, 1.0)
+            acc.clip_grad_norm_(run.model, 1.0)
             run.end()
         waits = run.checker.waits.copy()
         with torch.no_grad():

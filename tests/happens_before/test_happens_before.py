@@ -90,13 +90,9 @@ OFFLOADS: dict[str, tuple[dict[str, str], dict[str, object]]] = {
     "states on disk, step on the device": ({"optimizer": DISK, "step": "device"}, {}),
     "activations on disk": ({"activations": DISK}, {"checkpoint_activations": "full"}),
 }
-IN_BACKWARD = {
-    "step in the backward": {"optimizer": "host"},
-    "step in the backward, on the device": {"optimizer": "host", "step": "device"},
-}
 USUAL = {
     "frozen, recomputed", "another dim, hybrid_optim", "full, uneven, scattered",
-    "all and activations on the host", "step in the backward",
+    "all and activations on the host",
     "raises_then_goes_on", "the_step_on_another_stream",
 }  # fmt: skip
 
@@ -113,12 +109,11 @@ def test_steps_on_the_device_are_ordered_and_the_host_waits_for_none(name):
     assert sum(checker.waits.values()) == WAITS.get(name, 0), checker.waits
 
 
-@pytest.mark.parametrize("name", sampled([*OFFLOADS, *IN_BACKWARD], USUAL.__contains__))
+@pytest.mark.parametrize("name", sampled(OFFLOADS, USUAL.__contains__))
 def test_steps_of_offloaded_parameters_are_ordered(name, tmp_path):
-    places, options = OFFLOADS.get(name) or (IN_BACKWARD[name], {"clips": False})
+    places, options = OFFLOADS[name]
     places = {what: place + str(tmp_path) if place == DISK else place for what, place in places.items()}
-    offload = acc.Offload(**places, step_in_backward=name in IN_BACKWARD)
-    assert_ordered(trained(steps(offload=offload, **options)))
+    assert_ordered(trained(steps(offload=acc.Offload(**places), **options)))
 
 
 @pytest.mark.parametrize(

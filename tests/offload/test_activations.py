@@ -24,7 +24,6 @@ from tests.inside import engine_in
 from tests.offload.test_faults import failing_calls
 from tests.offload.test_files import cpu_resources
 from tests.support import models
-from tests.support.checks import logged
 from tests.support.disks import fill, mounted
 from tests.support.meters import Allocations
 from tests.support.offloads import chunks_of_at_most
@@ -36,7 +35,7 @@ NUM_BLOCKS = 6  # more than there are staging buffers for the disk
 
 
 def on_disk(path: Path, **options: Any) -> acc.Offload:
-    return acc.Offload(activations=f"disk:{path}", checksums=True, **options)
+    return acc.Offload(activations=f"disk:{path}", **options)
 
 
 def activation_offload_of(model: nn.Module) -> ActivationOffload:
@@ -70,7 +69,7 @@ def same(mesh, path: Path, which: list[int]) -> None:
         checkpointing, places, debug, overrides = cases[i]
         wanted = None
         for activations in ("device", *(["host"] if i % 2 == 0 or len(which) == 1 else []), f"disk:{path}"):
-            offload = acc.Offload(activations=activations, checksums=True, **places)
+            offload = acc.Offload(activations=activations, **places)
             offload = replace(offload, overrides=overrides if activations != "device" else {})
             found = used(mesh, offload, checkpoint_activations=checkpointing, debug=debug)
             wanted = found if wanted is None else wanted
@@ -147,13 +146,10 @@ def test_inputs_on_disk_past_the_page_cache_and_through_it(mesh, direct: int, tm
     inputs, num_blocks = 8 * 64 * 32 * 4, 8
     with mock.patch.object(swap_file, "DIRECT", direct), mock.patch.object(swap_file, "CHUNK_BYTES", 4096 * 3):
         model = recomputed(mesh, on_disk(tmp_path), num_blocks)
-        with logged() as messages:
-            loss_of(model, 0, (8, 64)).backward()
+        loss_of(model, 0, (8, 64)).backward()
     activation_offload = activation_offload_of(model)
     taken = stores.NUM_STAGES * inputs, num_blocks * inputs
     assert (activation_offload.host_bytes, activation_offload.disk_bytes) == taken
-    report = f"inputs of recomputed units take {taken[0]} bytes of host memory and {taken[1]} bytes on disk"
-    assert any(report in m for m in messages)
     for seed in range(3):
         loss_of(model, seed, (8, 64))  # its graph goes, with what is on its way
         gc.collect()
@@ -206,28 +202,17 @@ def test_adjacent_free_ranges_are_joined():
 
 @on_world(1)
 def test_a_disk_of_activations_that_fails_is_named(mesh, tmp_path: Path) -> None:
-    """A failed write, a failed read and a changed page raise an error that names the folder; the next step is correct."""
+    """A failed write and a failed read raise an error that names the folder; the next step is correct."""
     faults = [
         (("pwritev", errno.ENOSPC), rf"of the swap file in {tmp_path} could not be written: No space left on device"),
         (("preadv", errno.EIO), rf"of the swap file in {tmp_path} could not be read: Input/output error"),
-        (None, rf"of the swap file in {tmp_path} are not what was written there"),
     ]
     wanted = None
     for fault, message in [(None, None), *faults]:
         model = recomputed(mesh, on_disk(tmp_path))
-        if wanted is not None and fault is not None:
+        if fault is not None:
             with failing_calls(*fault), pytest.raises(acc.OffloadError, match=message):
                 loss_of(model, 1).backward()
-        elif wanted is not None:
-            loss = loss_of(model, 1)
-            (store,) = activation_offload_of(model)._stores.values()
-            store._collect()
-            for stage in store._stages:
-                stage.clear()  # all is in the file, and nowhere else
-            os.pwrite(store.file._plain, b"some other bytes", 64)
-            with pytest.raises(acc.OffloadError, match=message):
-                loss.backward()
-            del loss
         model.zero_grad()
         gc.collect()
         loss_of(model, 2).backward()
@@ -252,7 +237,6 @@ def test_activations_without_a_folder_or_with_budgets_are_refused(mesh, tmp_path
     model = recomputed(mesh, offload)
     loss_of(model, 1).backward()
     (store,) = activation_offload_of(model)._stores.values()
-    assert store.file._is_summed
     assert store.file.folder == tmp_path
 
 

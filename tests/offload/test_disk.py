@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,11 +12,10 @@ import torch
 
 import accordion as acc
 from accordion.offload.disk_shards import DiskShards
-from accordion.offload.swap_file import aligned_buffer, bytes_of
 from tests.inside import engine_in, units_of
 from tests.support import models
 from tests.support.checks import go_on, one_loss
-from tests.support.offloads import chunks_of_at_most, disk, disk_of_all, fresh
+from tests.support.offloads import chunks_of_at_most, disk, disk_of_all
 from tests.support.ranked import on_world
 from tests.support.reference import local_of, params_of
 
@@ -120,21 +118,3 @@ def test_shards_on_disk_are_read_ahead(mesh, tmp_path: Path) -> None:
     with mock.patch.multiple(DiskShards, begin_read=watched_read, refresh=watched_refresh):
         one_loss(model, 1)
     assert len(late) == 1, "the first unit, which nobody announces"
-
-
-@on_world(1)
-def test_a_page_that_changes_past_the_cache_is_a_disk_error(mesh, tmp_path: Path) -> None:
-    """A change of the file itself is a disk error; writes of a caller are none (`writes_without_a_version` in test_programs)."""
-    model, optimizer = fresh(mesh, offload=disk_of_all(tmp_path))
-    go_on(model, optimizer, range(2))
-    acc.synchronize(model)
-    one_loss(model).backward()
-    slot = units_of(model)[-1].groups[0].shard_buffer.grads.slots[0]
-    file, page = slot.file_range.file, aligned_buffer(4096).fill_(7)
-    # tmpfs takes direct access and has but the cache: what is written there is what a caller wrote.
-    kind = subprocess.run(["stat", "-f", "-c", "%T", str(tmp_path)], capture_output=True, text=True, check=True)
-    if file.is_direct and kind.stdout.strip() != "tmpfs":
-        os.pwritev(file._fast, [bytes_of(page)], slot.file_range.offset)
-        optimizer.step()
-        with pytest.raises(acc.OffloadError, match="are not what was written there"):
-            acc.synchronize(model)

@@ -23,7 +23,6 @@ import accordion as acc
 from accordion.offload import arena
 from accordion.offload.swap_file import SwapFile, aligned_buffer
 from tests.devices import device
-from tests.inside import engine_in
 from tests.support import models
 from tests.support.checks import assert_equal, one_loss
 from tests.support.offloads import HOST, disk, disk_of_all, fresh
@@ -63,7 +62,7 @@ def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def failing_calls(call: str, number: int, model: torch.nn.Module | None = None) -> Iterator[None]:
+def failing_calls(call: str, number: int) -> Iterator[None]:
     def broken(*_: Any) -> int:  # a new error each time, without the frames of earlier ones
         raise OSError(number, os.strerror(number))
 
@@ -72,8 +71,8 @@ def failing_calls(call: str, number: int, model: torch.nn.Module | None = None) 
 
 
 @on_world(1)
-def test_a_disk_that_is_full_or_unreadable_or_returns_other_bytes_is_named(mesh, tmp_path: Path) -> None:
-    """A full disk, one that cannot be read and a changed page each raise an error that names it, for all kinds of data."""
+def test_a_disk_that_is_full_or_unreadable_is_named(mesh, tmp_path: Path) -> None:
+    """A full disk and one that cannot be read raise an error that names it, for all kinds of data."""
     for what, offload in {
         "states": disk(tmp_path),
         "all": disk_of_all(tmp_path),
@@ -82,7 +81,6 @@ def test_a_disk_that_is_full_or_unreadable_or_returns_other_bytes_is_named(mesh,
         for breaks, message in (
             (partial(failing_calls, "pwritev", errno.ENOSPC), "could not be written: No space left on device"),
             (partial(failing_calls, "preadv", errno.EIO), "could not be read: Input/output error"),
-            (changed, "not what was written"),
         ):
             model, optimizer = fresh(mesh, offload=offload)
             one_loss(model).backward()
@@ -90,28 +88,13 @@ def test_a_disk_that_is_full_or_unreadable_or_returns_other_bytes_is_named(mesh,
             optimizer.zero_grad()
             acc.synchronize(model)
             one_loss(model).backward()
-            with breaks(model), pytest.raises(acc.OffloadError, match=message):
+            with breaks(), pytest.raises(acc.OffloadError, match=message):
                 stepped(model, optimizer)
             assert os.listdir(tmp_path) == [], what
 
 
-@contextmanager
-def changed(model: torch.nn.Module) -> Iterator[None]:
-    """Change bytes in the first page of every file of the model."""
-    tiers = engine_in(model).context.shard_buffers
-    states = [file for one in tiers.states.values() for file in one.files]
-    for file in [*states, *(allocator.file for allocator in tiers.files)]:
-        os.pwrite(file._plain, b"some other bytes", 64)
-    yield
-
-
 @on_world(1)
 def test_an_optimizer_that_must_be_wrapped_is_refused_where_it_is_not(mesh, tmp_path: Path) -> None:
-    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
-    with pytest.raises(
-        acc.UsageError, match=r"Adam\(capturable=True\) .* unit 'root' .* leave out capturable, or pass step='device'"
-    ):
-        acc.wrap_optimizer(torch.optim.Adam(model.parameters(), capturable=True))
     for offload in (disk(tmp_path), acc.Offload(optimizer="host", step="device")):
         model = acc.shard(models.plain(), mesh=mesh, offload=offload)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -34,11 +34,11 @@ def filled(num_bytes: int, seed: int) -> Tensor:
     return buffer.copy_(torch.randint(256, (num_bytes,), generator=torch.Generator().manual_seed(seed)))
 
 
-@pytest.mark.parametrize("checksums", [False, True])
-@pytest.mark.parametrize("direct", [False, True])
-def test_written_data_is_read_back_and_seen_in_mapped_tensors(tmp_path, direct, checksums):
-    file = SwapFile(tmp_path, 5 * PAGE, direct=direct, checksums=checksums)
-    assert file.is_direct == (direct and reads_past_the_cache(tmp_path))
+@pytest.mark.parametrize("direct", [swap_file.DIRECT, 0])
+def test_written_data_is_read_back_and_seen_in_mapped_tensors(tmp_path, monkeypatch, direct):
+    monkeypatch.setattr(swap_file, "DIRECT", direct)
+    file = SwapFile(tmp_path, 5 * PAGE)
+    assert (file._fast != file._plain) == (bool(direct) and reads_past_the_cache(tmp_path))
     one, two = filled(2 * PAGE, 1), filled(3 * PAGE, 2)
     file.write(0, one)
     file.write(2 * PAGE, two)
@@ -75,7 +75,7 @@ def test_a_file_system_without_direct_access_is_read_and_written_plainly(tmp_pat
 
     monkeypatch.setattr(os, "preadv", preadv)
     file = SwapFile(tmp_path, PAGE)
-    assert not file.is_direct
+    assert file._fast == file._plain
     file.write(0, filled(PAGE, 3))
     into = aligned_buffer(PAGE)
     file.read(0, into)
@@ -96,35 +96,6 @@ def test_two_jobs_on_one_path_have_files_of_their_own_and_leave_none(tmp_path):
     first.read(0, into)
     assert torch.equal(into, filled(PAGE, 1))
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("never_named", [True, False])
-def test_no_file_has_a_name_and_names_left_by_killed_jobs_are_removed(tmp_path, monkeypatch, never_named):
-    if not never_named:  # a file system that makes none without a name
-        monkeypatch.setattr(swap_file, "NEVER_NAMED", 0)
-    elif not swap_file.NEVER_NAMED:
-        pytest.skip("this system has no files without a name")
-    else:
-        monkeypatch.setattr(swap_file.tempfile, "mkstemp", None)
-    running = SwapFile(tmp_path, PAGE)
-    if not never_named:
-        (tmp_path / f"{swap_file.PREFIX}left").write_text("by a job that was killed before its file lost its name")
-    (tmp_path / "other").write_text("")
-    file = SwapFile(tmp_path, PAGE)
-    assert os.listdir(tmp_path) == ["other"]
-    for seed, one in enumerate((running, file)):
-        one.write(0, filled(PAGE, seed))
-    into = aligned_buffer(PAGE)
-    running.read(0, into)
-    assert torch.equal(into, filled(PAGE, 0))
-
-
-def test_a_block_that_changed_on_the_disk_is_named(tmp_path):
-    file = SwapFile(tmp_path, 2 * PAGE, checksums=True)
-    file.write(PAGE, filled(PAGE, 1))
-    os.pwrite(file._plain, b"wrong", PAGE + 100)
-    with pytest.raises(OffloadError, match=rf"{PAGE} bytes at {PAGE} of the swap file in .* are not what was written"):
-        file.read(PAGE, aligned_buffer(PAGE))
 
 
 @pytest.mark.parametrize(
@@ -178,7 +149,7 @@ def test_no_room_and_no_folder_are_named_before_the_first_step(tmp_path, monkeyp
 def test_every_element_is_in_one_chunk_and_none_is_larger_than_a_buffer(tmp_path):
     sizes = [5000, 1, 1024, 2048, 3, 0]
     *starts, numel = accumulate((-(-size // 1024) * 1024 for size in sizes), initial=0)
-    allocator = FileAllocator(tmp_path, 8 * numel, checksums=False)
+    allocator = FileAllocator(tmp_path, 8 * numel)
     runs = {name: allocator.take(numel, torch.float32) for name in "ab"}
     block = chunks.StateBlock(runs, numel, itemsize=4, max_numel=2048)
     tensors = [torch.zeros(size) for size in sizes]
@@ -317,7 +288,7 @@ def over_device(parts: list[chunks.Chunk], pool: ThreadPoolExecutor) -> DevicePi
 def cpu_resources(pool: ThreadPoolExecutor | None = None) -> Resources:
     device = torch.device("cpu")
     streams = {name: SideStream(device, None) for name in ("fetch_stream", "store_stream")}
-    return Resources(device=device, pool=lambda: pool, make_arena=Arena, checksums=False, **streams)
+    return Resources(device=device, pool=lambda: pool, make_arena=Arena, **streams)
 
 
 def add_one(chunk: chunks.Chunk, views: list[Tensor]) -> None:

@@ -41,7 +41,7 @@ def combinations(path: Path) -> dict[tuple[str, ...], acc.Offload]:
             with pytest.raises(acc.UsageError, match=r"Offload\((step='host', optimizer='device'|grads='device', )"):
                 acc.Offload(**places, step=step)
             continue
-        offload = acc.Offload(**places, step=step, checksums=True)
+        offload = acc.Offload(**places, step=step)
         assert (offload.rest_of_grads.partition(":")[0], offload.stepped_on) == (grads, step)
         found[params, grads, optimizer, step] = offload
     return found

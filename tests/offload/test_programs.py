@@ -311,7 +311,7 @@ def writes_between_steps(mesh, shard: Callable[..., nn.Module], path: Path) -> l
 
 @program("all on disk")
 def writes_without_a_version(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
-    """Clip by foreach operators on DTensors, which increment no tensor version: that is no disk error."""
+    """Clip by foreach operators on DTensors, which increment no tensor version: the step reads the new values."""
     model = shard(models.plain())
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
     for step in range(2):

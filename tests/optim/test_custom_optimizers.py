@@ -154,8 +154,7 @@ def test_custom_optimizer_counts_each_step_once_under_every_strategy(world):
 @on_world(2)
 def test_custom_optimizer_counts_each_step_once_also_in_partial_steps_of_offload(mesh, tmp_path: Path) -> None:
     device = acc.Offload(optimizer="host", step="device")
-    backward = acc.Offload(params="host", optimizer="host", step_in_backward=True)
-    steps_as_unsharded(mesh, acc.FULL_SHARD, (None, HOST, disk_of_all(tmp_path), device, backward))
+    steps_as_unsharded(mesh, acc.FULL_SHARD, (None, HOST, disk_of_all(tmp_path), device))
 
 
 @on_world(2)

@@ -102,25 +102,6 @@ def test_debug_order_names_divergence_in_any_step(alone, strategy):
     assert all("rank 0" in text and "rank 1" in text for text in texts), texts
 
 
-def saves_alone(mesh, folder: str) -> str:
-    """Save on the first rank alone, as a program with an unsharded model does."""
-    model = acc.shard(models.plain(), mesh=mesh, units={models.Block})
-    for step in range(2):
-        one_loss(model, step).backward()
-    acc.save(f"{folder}/step-1", model)
-    start = time.monotonic()
-    with impatient(), pytest.raises(acc.DivergenceError) as caught:
-        acc.save(f"{folder}/step-2", model) if dist.get_rank() == 0 else one_loss(model, 2).backward()
-    assert time.monotonic() - start < SOON_S
-    return str(caught.value)
-
-
-@IN_STREAMS
-def test_a_collective_of_one_rank_alone_is_named(alone, tmp_path):
-    for text in alone.run(2, saves_alone, str(tmp_path)):
-        assert "rank 0 saves a checkpoint, rank 1 gathers unit 0 (root)" in text
-
-
 def raises_alone(mesh, steps: int) -> str:
     """Raise in the forward of rank 1, for which the others wait; return their errors."""
     model = acc.shard(models.plain(), mesh=mesh)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,8 +16,7 @@ import accordion.compat.fsdp2 as compat
 from accordion.safety.forward_writes import ForwardWrites
 from tests.devices import device, here
 from tests.inside import engine_in, units_of
-from tests.safety.test_divergence import impatient
-from tests.support.checks import leave_together, run_under, under
+from tests.support.checks import run_under, under
 from tests.support.ranked import on_world
 from tests.support.sample import sampled
 
@@ -152,22 +150,6 @@ def test_debug_checks_every_step(mesh) -> None:
     model[2].write = flip
     with pytest.raises(acc.UsageError, match=f"unit '2' {LOST}"):
         step(model)
-
-
-def on_one_rank(mesh) -> str:
-    writes = dist.get_rank() == 1
-    model = acc.shard(Net(normalise if writes else nothing), mesh=mesh, units={Layer})
-    with impatient(), pytest.raises(acc.UsageError if writes else acc.DivergenceError) as caught:
-        step(model)
-    leave_together(mesh)  # it is still there, and does not say goodbye
-    return str(caught.value)
-
-
-def test_a_write_on_one_rank_ends_all(world):
-    for rank, text in enumerate(world.run(2, on_one_rank)):
-        assert LOST in text
-        assert rank == 1 or "rank 1 failed" in text
-    world.close()  # ranks have drifted apart
 
 
 # -- between steps

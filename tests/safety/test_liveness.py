@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,13 +167,6 @@ def test_shard_starts_one_thread_and_leaves_hooks_alone(world: Any) -> None:
 
 
 # -- how it is worded
-
-
-def test_files_of_torch_are_recognised_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "torch")
-    for name in ("torch", "link"):
-        assert f"{tmp_path}/{name}/" in wording.spellings(f"{tmp_path}/link/__init__.py")
 
 
 def test_a_handled_error_is_reported_with_its_place() -> None:

@@ -19,6 +19,7 @@ SAMPLE = [
     "rank 0 is killed in its forward",
     "is killed while all stream",
     "rank 0 saves at the end",
+    "saves",
     "takes a batch again where memory is full in its backward",
 ]
 

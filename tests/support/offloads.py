@@ -21,7 +21,7 @@ MIXED = acc.Offload(params="host", optimizer="host", overrides={models.Block: OP
 
 
 def disk(path: Path, **options: Any) -> acc.Offload:
-    return acc.Offload(params="host", optimizer=f"disk:{path}", checksums=True, **options)
+    return acc.Offload(params="host", optimizer=f"disk:{path}", **options)
 
 
 def places(path: Path) -> dict[str, acc.Offload]:
@@ -30,11 +30,11 @@ def places(path: Path) -> dict[str, acc.Offload]:
     return {
         "all on disk": disk_of_all(path),
         "parameters on disk": acc.Offload(params=on_disk, optimizer="host"),
-        "gradients on disk": acc.Offload(grads=on_disk, optimizer="host", checksums=True),
+        "gradients on disk": acc.Offload(grads=on_disk, optimizer="host"),
         "states on the device": acc.Offload(params="host"),
         "gradients on the host": acc.Offload(grads="host"),
         "on the device, states on the host": acc.Offload(optimizer="host", step="device"),
-        "on the device, states on disk": acc.Offload(optimizer=on_disk, step="device", checksums=True),
+        "on the device, states on disk": acc.Offload(optimizer=on_disk, step="device"),
         "on the device, all on the host": acc.Offload(params="host", optimizer="host", step="device"),
         "on the device, all on disk": disk_of_all(path, step="device"),
     }
@@ -42,7 +42,7 @@ def places(path: Path) -> dict[str, acc.Offload]:
 
 def disk_of_all(path: Path, **options: Any) -> acc.Offload:
     on_disk = f"disk:{path}"
-    return acc.Offload(params=on_disk, grads=on_disk, optimizer=on_disk, checksums=True, **options)
+    return acc.Offload(params=on_disk, grads=on_disk, optimizer=on_disk, **options)
 
 
 BF16, FP16 = {"compute": torch.bfloat16}, {"compute": torch.float16, "scale": 1024.0}

@@ -46,8 +46,7 @@ class AwaitReduce(torch.autograd.Function):
         for call, parts in calls:  # empty if the unit sums locally (no_sync) since that forward
             engine = call.engine
             accumulates = engine.accumulates()
-            waits = parts[0].goes_on and accumulates and not engine.observers.gradients_arrive
-            if waits and not any(_torch.grads_of(call.trained.params)[1]):
+            if parts[0].goes_on and accumulates and not any(_torch.grads_of(call.trained.params)[1]):
                 for part in parts:
                     part.arrive()
                 engine.delayed_writes.append(partial(hand_over, call, parts, True))
@@ -67,8 +66,6 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
     engine = call.engine
     if engine.arriving:
         engine.land_gradients()
-    for notify in engine.observers.gradients_arrive:
-        notify(call.unit)
     params = call.trained.params
     earlier, listens = _torch.grads_of(params)  # the gradients so far, and True for parameters with hooks
     if not accumulates:
@@ -78,9 +75,8 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
         pairs = list(zip(listens, earlier, strict=True))
         listens = [has_hooks or not (g is None or isinstance(g, DTensor)) for has_hooks, g in pairs]
         adding = [not leave and g is not None for leave, g in zip(listens, earlier, strict=True)]
-    any_listens = True in listens
-    decide = any_listens or bool(engine.observers.gradients_arrive)  # gradients are read before the backward ends
-    grads, copies = engine.allocate(GRADIENTS, call.unit.as_gradients, call.trained, parts, adding, decide)
+    any_listens = True in listens  # then gradients are read before the backward ends
+    grads, copies = engine.allocate(GRADIENTS, call.unit.as_gradients, call.trained, parts, adding, any_listens)
     engine.arriving += copies
     if parts in engine.reduces_under_way:  # not before: after an error `recover` cleans up the reduces under way
         engine.reduces_under_way.remove(parts)
@@ -100,8 +96,8 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
                 engine.to_add.append((_torch.local_of(previous), _torch.local_of(grad)))
             else:
                 _torch.local_of(previous).add_(_torch.local_of(grad))
-    if engine.undecided or (not decide and [part for part in parts if part.absent]):
-        _note_undecided(call, parts, earlier, grads, decide)
+    if engine.undecided or (not any_listens and [part for part in parts if part.absent]):
+        _note_undecided(call, parts, earlier, grads, any_listens)
     if not any_listens:
         return None
     return (None, None, *[grad if leave else None for leave, grad in zip(listens, grads, strict=True)])

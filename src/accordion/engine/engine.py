@@ -366,7 +366,7 @@ class Engine:
             trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
             none_ours = [False] * len(trained.indices)
             parts = self.allocate(GRADIENTS, unit.reduce, trained, None, none_ours)
-            decide = any(_torch.grads_of(trained.params)[1]) or bool(self.observers.gradients_arrive)
+            decide = any(_torch.grads_of(trained.params)[1])
             grads, copies = self.allocate(GRADIENTS, unit.as_gradients, trained, parts, none_ours, decide)
             self.arriving += copies
             self.land_gradients()

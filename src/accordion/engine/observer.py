@@ -89,9 +89,6 @@ class Observer:
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Called with this rank's full gradients of a call's trained parameters, before they are reduced or summed."""
 
-    def gradients_arrive(self, unit: Unit) -> None:
-        """Called when the reduce of a call's gradients is awaited, before these are written to `.grad`."""
-
     def backward_ends(self) -> None:
         """Called when the last node of a backward has run; sums of earlier backwards (no_sync) may be reduced after it."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def map_tensors(
@@ -66,33 +66,6 @@ def _collect(tree: Any, tensors: list[Tensor]) -> None:
         for f in dataclasses.fields(tree):
             if f.init:
                 _collect(getattr(tree, f.name), tensors)
-
-
-def tensors_in(tree: Any, opaque_depth: int = 0) -> Iterator[Tensor]:
-    """Yield the tensors in attributes of plain objects in `tree`. Tensors outside of plain objects are not yielded.
-
-    `opaque_depth`: number of nested plain objects to enter; with 0 nothing is yielded.
-    """
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from tensors_in(item, opaque_depth)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from tensors_in(item, opaque_depth)
-    elif opaque_depth and hasattr(tree, "__dict__") and not isinstance(tree, (Tensor, nn.Module, type)):
-        for value in vars(tree).values():
-            if isinstance(value, Tensor):
-                yield value
-            else:
-                yield from tensors_in(value, opaque_depth - 1)
-
-
-def written_into(inputs: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the lists and dicts among the arguments `inputs` (args, kwargs), to which a call may add tensors."""
-    args, kwargs = inputs
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, (list, dict)):
-            yield from tensors_of(argument)
 
 
 def overlapping(outputs: Sequence[Tensor], others: Iterable[Tensor]) -> list[Tensor]:

@@ -160,9 +160,7 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
     """
     result = list(offloads)
     movable = [i for i, offload in enumerate(offloads) if offload is policy]
-    whole = Offload(
-        step_in_backward=policy.step_in_backward, activations=policy.activations, checksums=policy.checksums
-    )
+    whole = Offload(activations=policy.activations)
 
     def on_device() -> int:
         return sum(map(device_bytes, result, shapes))

@@ -32,7 +32,6 @@ class Resources:
     store_stream: SideStream  # for copies to the host
     pool: Callable[[], ThreadPoolExecutor]  # threads that read and write files
     make_arena: ArenaMaker
-    checksums: bool  # of the pages of files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

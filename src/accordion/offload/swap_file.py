@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -24,8 +23,6 @@ from accordion.errors import OffloadError
 from accordion.offload.arena import ALIGN_BYTES, page_aligned
 
 DIRECT: int = getattr(os, "O_DIRECT", 0)
-NEVER_NAMED: int = getattr(os, "O_TMPFILE", 0)
-PREFIX = ".accordion-swap-"
 CHUNK_BYTES = 2**23  # bytes that one thread reads or writes at a time
 
 
@@ -39,26 +36,23 @@ class SwapFile:
     """One file without a name: its space is freed when the process ends, however it ends, and no two jobs share it.
 
     `read` and `write` may run on any thread. Their offsets and lengths are multiples of a page, and their memory begins at a
-    page. `mapped` returns tensors over the file for access outside of a step; their pages are loaded when they are read. With
-    `checksums`, `read` raises `OffloadError` if a page differs from what was last written there. `direct`: use O_DIRECT if
-    possible. Raises `OffloadError` if there is no room for `num_bytes`.
+    page. `mapped` returns tensors over the file for access outside of a step; their pages are loaded when they are read. Raises
+    `OffloadError` if there is no room for `num_bytes`.
     """
 
-    def __init__(self, folder: Path, num_bytes: int, *, checksums: bool = False, direct: bool = True) -> None:
+    def __init__(self, folder: Path, num_bytes: int) -> None:
         self.folder, self.num_bytes = folder, num_bytes
         self.traffic = {"read": 0, "written": 0}  # bytes
-        pages = page_aligned(num_bytes) // ALIGN_BYTES if checksums else 0
-        self._is_summed, self._lock = checksums, Lock()  # the lock guards the sums, which `grow` replaces
-        self._sums = torch.zeros(pages, dtype=torch.int64, device="cpu")
-        self._known = torch.zeros(pages, dtype=torch.bool, device="cpu")
-        self._plain, self._fast = _unnamed(folder, direct)
-        self.is_direct = self._fast != self._plain
+        self._plain = self._fast = _unnamed(folder)
+        if DIRECT:
+            with contextlib.suppress(OSError):
+                self._fast = os.open(f"/proc/self/fd/{self._plain}", os.O_RDWR | DIRECT)
         try:
             os.posix_fallocate(self._plain, 0, max(num_bytes, ALIGN_BYTES))
             self._map = mmap.mmap(self._plain, max(num_bytes, ALIGN_BYTES))
-            if self.is_direct and not self._reads_direct():
+            if self._fast != self._plain and not self._reads_direct():
                 os.close(self._fast)
-                self._fast, self.is_direct = self._plain, False
+                self._fast = self._plain
         except OSError as error:
             self.close()
             raise no_room(folder, max(num_bytes, ALIGN_BYTES), error) from error
@@ -79,24 +73,17 @@ class SwapFile:
         except OSError as error:
             raise no_room(self.folder, num_bytes, error) from error
         self.num_bytes += num_bytes
-        if self._is_summed:
-            pages = self.num_bytes // ALIGN_BYTES - len(self._sums)
-            with self._lock:
-                self._sums = torch.cat([self._sums, self._sums.new_zeros(pages)])
-                self._known = torch.cat([self._known, self._known.new_zeros(pages)])
 
     def mapped(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a (numel,) tensor that shares memory with the file at `offset` bytes."""
         return own_storage(self._bytes[offset : offset + numel * dtype.itemsize].view(dtype))
 
     def flush(self) -> None:
-        """Write all changes made through `mapped` to the file, and drop all checksums."""
+        """Write all changes made through `mapped` to the file."""
         self._map.flush()
-        with self._lock:
-            self._known.fill_(False)
 
     def settle(self, offset: int, num_bytes: int) -> None:
-        """Write changes of a range of whole pages that were made through `mapped` to the file, and drop its checksums.
+        """Write changes of a range of whole pages that were made through `mapped` to the file.
 
         Does nothing if no page of the range is in the page cache, because then no page was changed since its last direct write.
         """
@@ -106,28 +93,13 @@ class SwapFile:
         failed = _mincore()(start, ctypes.c_size_t(num_bytes), ctypes.c_void_p(present.data_ptr()))
         if failed or (present & 1).any():
             self._map.flush(offset, num_bytes)
-            with self._lock:
-                self._known[offset // ALIGN_BYTES : (offset + num_bytes) // ALIGN_BYTES] = False
 
     def read(self, offset: int, into: Tensor) -> None:
-        """Fill `into`, 1-D uint8. Raise `OffloadError` if the disk fails or, with checksums, if bytes are not those written."""
+        """Fill `into`, 1-D uint8. Raise `OffloadError` if the disk fails."""
         self._transfer(os.preadv, "read", offset, into)
-        if self._is_summed:
-            pages, sums = slice(offset // ALIGN_BYTES, (offset + into.numel()) // ALIGN_BYTES), sums_of(into)
-            with self._lock:
-                wrong = (self._known[pages] & (self._sums[pages] != sums)).nonzero()
-            if len(wrong):
-                raise OffloadError(
-                    f"{ALIGN_BYTES} bytes at {offset + int(wrong[0]) * ALIGN_BYTES} of the swap file in {self.folder} are not "
-                    "what was written there; the disk or its memory is faulty. Resume from the last checkpoint, on another disk."
-                )
 
     def write(self, offset: int, source: Tensor) -> None:
         """Write `source`, 1-D uint8, to the file at `offset`. Raise `OffloadError` if the disk fails."""
-        if self._is_summed:
-            pages, sums = slice(offset // ALIGN_BYTES, (offset + source.numel()) // ALIGN_BYTES), sums_of(source)
-            with self._lock:
-                self._sums[pages], self._known[pages] = sums, True
         self._transfer(os.pwritev, "written", offset, source)
 
     def _transfer(self, call: Callable[[int, Any, int], int], what: str, offset: int, memory: Tensor) -> None:
@@ -162,12 +134,6 @@ def no_room(folder: Path, num_bytes: int, error: OSError) -> OffloadError:
     )
 
 
-def sums_of(memory: Tensor) -> Tensor:
-    """Return the checksums, (pages,) int64, of `memory`, 1-D uint8 of whole pages: sums of 8-byte words times odd numbers."""
-    words = memory.view(torch.int64).view(-1, ALIGN_BYTES // 8)
-    return (words * torch.arange(1, ALIGN_BYTES // 4, 2, device="cpu")).sum(1)
-
-
 @dataclass(frozen=True, slots=True)
 class FileRange:
     """A 1-D tensor in a file: `numel` elements from `offset` bytes on. Slices of it are ranges too."""
@@ -196,8 +162,8 @@ Values: TypeAlias = Tensor | FileRange
 class FileAllocator:
     """Divides a new file of `num_bytes` bytes in `folder` into ranges, each of which begins at a page and is taken once."""
 
-    def __init__(self, folder: Path, num_bytes: int, *, checksums: bool) -> None:
-        self.file, self._used = SwapFile(folder, num_bytes, checksums=checksums), 0
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self.file, self._used = SwapFile(folder, num_bytes), 0
 
     def take(self, numel: int, dtype: torch.dtype) -> FileRange:
         file_range = FileRange(self.file, self._used, numel, dtype)
@@ -283,36 +249,20 @@ class CopyToDisk:
         return [] if self._calls is None else [self._calls]
 
 
-def _unnamed(folder: Path, direct: bool) -> tuple[int, int]:
-    """Return two handles of a new unnamed file, for ordinary and for direct access; twice one if direct access is impossible."""
+def _unnamed(folder: Path) -> int:
+    """Return a descriptor of a new file without a name. Raise `OffloadError` if none can be created in `folder`."""
     try:
-        plain = _opened(folder)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            return os.dup(file.fileno())
     except OSError as error:
         raise OffloadError(
             f"cannot create a file for offloaded state in {folder}: {error.strerror}; name a folder that exists and is writable."
         ) from error
-    try:
-        return plain, os.open(f"/proc/self/fd/{plain}", os.O_RDWR | DIRECT) if direct and DIRECT else plain
-    except OSError:
-        return plain, plain
-
-
-def _opened(folder: Path) -> int:
-    # A file system without O_TMPFILE needs a name, which is removed at once; names left by killed jobs are removed too.
-    if NEVER_NAMED:
-        with contextlib.suppress(OSError):
-            return os.open(folder, os.O_RDWR | NEVER_NAMED, 0o600)
-    for path in folder.glob(f"{PREFIX}*"):  # safe for a running job: it has opened its file and is about to do the same
-        path.unlink(missing_ok=True)
-    plain, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
-    Path(name).unlink(missing_ok=True)
-    return plain
 
 
 def check_folder(folder: Path) -> None:
     """Raise `OffloadError` if no file can be created in `folder`."""
-    for handle in set(_unnamed(folder, direct=False)):
-        os.close(handle)
+    os.close(_unnamed(folder))
 
 
 def aligned_buffer(num_bytes: int) -> Tensor:

@@ -30,7 +30,6 @@ from accordion.offload.disk_shards import DiskPlace, DiskShards, StagingBuffer
 from accordion.offload.host_shards import GroupMemory, HostShards, OffDeviceShards, Resources, paged_bytes
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.offload.step.state_store import States
-from accordion.offload.step.step_in_backward import InBackward
 from accordion.offload.swap_file import FileAllocator, check_folder
 
 log = logging.getLogger("accordion")
@@ -55,16 +54,13 @@ class Tiers:
         self.store_stream = SideStream(context.device, context.waiter, self.late).for_threads()
         self._units: dict[int, weakref.ref[Unit]] = {}
         self._order = UnitOrder()  # the order in which the engine uses the units
-        self.in_backward: InBackward | None = None  # set if a unit has step_in_backward
         self.waited_s = 0.0  # time that callers, forwards and backwards have waited for optimizer steps
         self.states: WeakKeyDictionary[Optimizer, States] = WeakKeyDictionary()
         for folder in {folder_of(place) for o in offloads for place in (o.optimizer, o.activations)} - {None}:
             assert folder is not None
             check_folder(folder)
-        self._checksums = any(offload.checksums for offload in offloads)
         self._allocators = {
-            folder: FileAllocator(folder, num_bytes, checksums=self._checksums)
-            for folder, num_bytes in on_disk(offloads, shapes).items()
+            folder: FileAllocator(folder, num_bytes) for folder, num_bytes in on_disk(offloads, shapes).items()
         }
         _torch.settle_before_unscale()
         needs = host_needs(offloads, shapes)
@@ -75,14 +71,8 @@ class Tiers:
         ]
         self._landing_used: dict[int, int] = {}  # unit -> bytes of the landing buffer that its groups have taken
         self._staging_used: dict[int, int] = {}  # unit -> bytes of its staging buffer that its groups have taken
-        kind = "pinned" if context.device.type != "cpu" else "ordinary"
-        counts = [sum(map(test, offloads)) for test in (lambda o: o.offloads, lambda o: o.folder is not None)]
-        log.info(
-            "offload: %d bytes of %s host memory for %d of %d units; %d units have optimizer states on disk; parameters and "
-            "gradients take %d bytes on disk",
-            needs.total, kind, counts[0], len(offloads), counts[1],
-            sum(allocator.file.num_bytes for allocator in self._allocators.values()),
-        )  # fmt: skip
+        num_bytes = sum(allocator.file.num_bytes for allocator in self._allocators.values())
+        log.info("offload: parameters and gradients take %d bytes on the host and %d on disk", needs.total, num_bytes)
 
     @property
     def files(self) -> list[FileAllocator]:
@@ -179,7 +169,6 @@ class Tiers:
             store_stream=self.store_stream,
             pool=lambda: self.pool,
             make_arena=self._make_arena,
-            checksums=self._checksums,
         )
 
     def _allocator(self, place: str) -> FileAllocator | None:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import Hooks
-from accordion.offload.tiers import Tiers
 from accordion.safety.agreement import OrderAgreement
 from accordion.safety.divergence import monitor_of
 from accordion.safety.finite import FiniteCheck, OverflowSpread
@@ -14,7 +13,6 @@ from accordion.safety.first_inputs import FirstInputs, have_own_data
 from accordion.safety.forward_writes import ForwardWrites
 from accordion.safety.hidden_losses import HiddenLosses
 from accordion.safety.refusals import OneCaller, guard
-from accordion.safety.replicas import ReplicaCheck
 from accordion.safety.steps import StepWatch
 from accordion.safety.weight_reads import WeightReads
 
@@ -32,9 +30,6 @@ def attach_safety(engine: Engine, hooks: Sequence[Hooks], debug: Collection[str]
     # it, so that the calls that reads began end first.
     for observer in (reads, monitor, OrderAgreement(engine, hooks, monitor, always="order" in debug), HiddenLosses()):
         engine.observers.attach(observer)
-    # A thread may be stepping offloaded parameters in a forward; they are compared before a save.
-    if engine.context.replicate.num_ranks > 1 and not isinstance(engine.context.shard_buffers, Tiers):
-        engine.observers.attach(ReplicaCheck(engine))
     engine.observers.attach(ForwardWrites(engine, always=bool(debug)))
     if "finite" in debug:
         engine.observers.attach(FiniteCheck(engine))

@@ -1,30 +1,20 @@
 """Unshard a unit in a backward that reaches it from a loss outside the model's outputs: in an attribute, argument or global.
 
-A loss that a forward leaves in an attribute of a module (such as a router's), or in a list among its inputs, is detected when the
-call ends, and gets a hook that begins the call's backward. A loss in a global or in another object cannot be detected: then
-the backward of the call begins when autograd reads a full parameter that it has saved.
+Until a unit's first backward, full parameters that autograd saves are wrapped: a read of one begins the backward of the call.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from accordion import _torch
-from accordion.engine.hooks import ATTACHED
 from accordion.engine.observer import CallInForward, Observer
-from accordion.engine.tree import tensors_in, written_into
 from accordion.engine.unit import Unit
-
-# Types of most attributes, which hold no tensor.
-_PLAIN = frozenset({bool, float, int, str, type(None), torch.dtype, torch.device})
-OF_MODULES = frozenset(nn.Module().__dict__)  # attributes that torch gives every module
 
 
 class SavedParam(NamedTuple):
@@ -35,8 +25,8 @@ class SavedParam(NamedTuple):
 
 
 class HiddenLosses(Observer):
-    """Observer that begins the backward of a call, which unshards its unit, when a gradient reaches a loss left in the unit's
-    modules, or when autograd reads a full parameter that it has saved.
+    """Observer that begins the backward of a call, which unshards its unit, when autograd reads a full parameter that it has
+    saved.
 
     A hook on saved tensors costs two Python calls for each tensor. So a unit has one only until its first backward, and later
     only if a backward of it has begun at such a read. The hook passes other tensors to hooks of activation checkpointing or
@@ -47,8 +37,6 @@ class HiddenLosses(Observer):
         self._begins_at_reads: dict[int, bool] = {}  # by unit, after its first backward
         self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}  # by id of their call
         self._packs: list[Callable[[Tensor], Any]] = []  # hooks of calls in progress
-        # By unit: the results of `_watched` for its modules.
-        self._inside: dict[int, list[tuple[weakref.ref[nn.Module], int, int]]] = {}
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
         """Install a hook for tensors that autograd saves in the forward of `call`: when a backward reads a full parameter among
@@ -76,18 +64,6 @@ class HiddenLosses(Observer):
             self._end(watch)
         return out
 
-    def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
-        """Have the backward of `call` begin when a gradient reaches a tensor that the forward left in attributes, objects in
-        `out`, or `inputs`."""
-        hidden = [] if isinstance(out, Tensor) else list(tensors_in(out, opaque_depth=3))
-        hidden += self._left_in_attributes(call.unit)
-        hidden += written_into(inputs)
-        if hidden:
-            begin = partial(call.begin, fulls)
-            for tensor in hidden:
-                if tensor.requires_grad and tensor.grad_fn is not None:
-                    _torch.on_gradient(tensor, begin)
-
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
         if call is not None:
             self._begins_at_reads.setdefault(unit.index, False)
@@ -108,51 +84,9 @@ class HiddenLosses(Observer):
         self._packs.pop()
         watch.__exit__()
 
-    def _left_in_attributes(self, unit: Unit) -> list[Tensor]:
-        """Return the tensors in attributes of the unit's modules, such as a router's loss."""
-        inside = self._inside.get(unit.index)
-        if inside is None:
-            root = unit.module()
-            inside = self._inside[unit.index] = [] if root is None else list(map(_watched, _modules_inside(root)))
-        tensors: list[Tensor] = []
-        for ref, start, num_plain in inside:
-            module = ref()
-            if module is None or len(module.__dict__) == num_plain:
-                continue
-            for value in islice(module.__dict__.values(), start, None):
-                kind = type(value)
-                if kind in _PLAIN:
-                    continue
-                if Tensor in kind.__mro__:  # isinstance would call its metaclass
-                    tensors.append(value)
-                elif kind is list or kind is tuple:
-                    tensors += [v for v in value if isinstance(v, Tensor)]
-                elif kind is dict:
-                    tensors += [v for v in value.values() if isinstance(v, Tensor)]
-        return tensors
-
 
 def read(saved: Any) -> Tensor:
     if isinstance(saved, SavedParam):
         saved.begin()
         return saved.tensor
     return cast(Tensor, saved)
-
-
-def _watched(module: nn.Module) -> tuple[weakref.ref[nn.Module], int, int]:
-    """Return (module, index in its `__dict__` of the first attribute that torch does not set, number of its attributes).
-
-    The number is -1 unless torch defines the class. Forwards of torch set no attributes, so while the number stays equal there
-    is no loss in them. The index is 0 if attributes were set before `super().__init__()`.
-    """
-    start = len(OF_MODULES) if set(list(module.__dict__)[: len(OF_MODULES)]) == OF_MODULES else 0
-    num = len(module.__dict__) if type(module).__module__.startswith("torch.nn.modules.") else -1
-    return weakref.ref(module), start, num
-
-
-def _modules_inside(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield `root` and the modules inside it, except modules that are units themselves and what is inside them."""
-    yield root
-    for child in root.children():
-        if ATTACHED not in child.__dict__:
-            yield from _modules_inside(child)

@@ -153,7 +153,6 @@ def _settings(precision: Precision, offload: Offload) -> Facts:
         **{f"precision.{key}": str(getattr(precision, key)).removeprefix("torch.") for key in kinds},
         **{f"offload.{key}": repr(place.partition(":")[0]) for key, place in places.items()},
         "offload with a budget": str((offload.device_bytes, offload.host_bytes) != (None, None)),
-        "offload.step_in_backward": str(offload.step_in_backward),
     }
 
 

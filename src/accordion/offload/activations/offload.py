@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 
 import torch
@@ -21,8 +20,6 @@ from accordion.offload.activations.stores import (
 from accordion.offload.host_shards import Resources
 from accordion.offload.swap_file import CopyToDisk
 
-log = logging.getLogger("accordion")
-
 
 class ActivationOffload:
     """Copies inputs of recomputed units into stores on the host or on disk, which are made at the first use and reused."""
@@ -30,7 +27,6 @@ class ActivationOffload:
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
         self._stores: dict[str, HostActivationStore | DiskActivationStore] = {}
-        self._reported_bytes = (0, 0)  # (host, disk) in the last log message
         self._last: weakref.ref[OffloadedInput] | None = None
         self._storing: tuple[Transfer | CopyToDisk, Tensor, int] | None = None  # copy under way, input and its version
 
@@ -69,12 +65,8 @@ class ActivationOffload:
                 )
 
     def begin_backward(self) -> None:
-        """Record that a backward runs: the next offloaded input is then the first one of a new forward. Logs the sizes of the
-        stores if they have changed."""
-        self._last, sizes = None, (self.host_bytes, self.disk_bytes)
-        if sizes != self._reported_bytes:
-            self._reported_bytes = sizes
-            log.info("offload: inputs of recomputed units take %d bytes of host memory and %d bytes on disk", *sizes)
+        """Record that a backward runs: the next offloaded input is then the first one of a new forward."""
+        self._last = None
 
     def report(self, error: OffloadError) -> None:
         """Report `error` to the other ranks, which may be waiting for this rank in the backward."""

@@ -87,7 +87,7 @@ class DiskActivationStore:
     free range is large enough: in the first forwards, and when inputs get larger."""
 
     def __init__(self, folder: Path, resources: Resources) -> None:
-        self.resources, self.file = resources, SwapFile(folder, 0, checksums=resources.checksums)
+        self.resources, self.file = resources, SwapFile(folder, 0)
         self._free: list[tuple[int, int]] = []  # (start, stop) in bytes of free ranges, sorted, adjacent ones joined
         self._released: deque[tuple[int, int, list[DiskCalls]]] = deque()  # free when their reads and writes have ended
         self._stages = [Stage() for _ in range(NUM_STAGES)]  # the least recently used first

@@ -16,15 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
-from accordion.config import DEVICE, HOST
+from accordion.config import DEVICE
 from accordion.engine.engine import Engine
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.chunks import ParamStep, chunks_of, finish, step_chunk
-from accordion.offload.step.optimizer_copy import SCALER_ATTRIBUTES, Entry, OptimizerCopy, local_of, step_entries
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of, step_entries
 from accordion.offload.step.state_store import States, Wanted
-from accordion.offload.step.step_in_backward import InBackward, refuse_in_backward
 from accordion.offload.tiers import Tiers
 
 OWNER = "_accordion_owner"  # attribute of an offloaded parameter, an `Owner`
@@ -48,14 +47,11 @@ class Owner:
 
 def own_parameters(engine: Engine, unit: Unit) -> None:
     """Register `unit` with the tiers of `engine`, and mark its parameters with an `Owner` if it has an Offload. Do nothing if
-    `engine` has no tiers. A unit with `step_in_backward` is stepped in backwards from now on."""
+    `engine` has no tiers."""
     tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers):
         return
     tiers.follow(unit, engine.order)
-    if tiers.offloads[unit.index].step_in_backward:
-        tiers.in_backward = tiers.in_backward or InBackward(step_unit)
-        tiers.in_backward.attach(engine)
     if tiers.offloads[unit.index].asks:
         for param in unit.params:
             if param.extension is None:
@@ -63,18 +59,13 @@ def own_parameters(engine: Engine, unit: Unit) -> None:
 
 
 def refuse_unwrapped(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if `optimizer`, not wrapped, has parameters that only a wrapped optimizer can step.
-
-    These are parameters that are stepped in the backward or chunk by chunk.
-    """
+    """Raise `UsageError` if `optimizer`, not wrapped, has parameters that are stepped chunk by chunk, which only a wrapped
+    optimizer can do."""
     for _, _, engine, unit in owned_by(optimizer):
-        offload = tiers_of(engine).offloads[unit.index]
-        if offload.streams or offload.step_in_backward:
-            is_whole = isinstance(optimizer, torch.optim.LBFGS)
+        if tiers_of(engine).offloads[unit.index].streams:
             raise UsageError(
-                f"{type(optimizer).__name__} steps parameters of unit {unit.name or 'root'!r}, whose Offload needs a step "
-                "that reads from disk, copies to the device or runs in the backward; "
-                + ("leave out that Offload." if is_whole else "pass the optimizer to wrap_optimizer.")
+                f"{type(optimizer).__name__} steps parameters of unit {unit.name or 'root'!r}, whose Offload needs a step that "
+                "reads from disk or copies to the device; pass the optimizer to wrap_optimizer, or leave out that Offload."
             )
 
 
@@ -172,22 +163,13 @@ class UnitStep:
 def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None:
     """Allocate the states of parameters of `optimizer` that are stepped chunk by chunk, if they have none yet.
 
-    Also registers `optimizer` for steps in the backward, if a unit has them. Returns the `OptimizerCopy` that a small step was
-    tried with, to find the states; None if no parameter is stepped chunk by chunk. `kind`: the optimizer's class before wrapping.
-    Raises `OffloadError` or `UsageError` without room, and `UsageError` if a capturable optimizer would step on the host.
+    Returns the `OptimizerCopy` that a small step was tried with, to find the states; None if no parameter is stepped chunk by
+    chunk. `kind`: the optimizer's class before wrapping.
+    Raises `OffloadError` or `UsageError` without room.
     """
-    owned = owned_by(optimizer)
-    for group, _, engine, unit in owned:
-        if optimizer.param_groups[group].get("capturable") and tiers_of(engine).offloads[unit.index].stepped_on == HOST:
-            raise UsageError(
-                f"{type(optimizer).__name__}(capturable=True) steps on an accelerator alone, and the Offload of unit "
-                f"{unit.name or 'root'!r} steps on the host; leave out capturable, or pass step='device'."
-            )
-    optimizer_copy = None
+    owned, optimizer_copy = owned_by(optimizer), None
     for engine in engines_of(optimizer):
         tiers = tiers_of(engine)
-        if tiers.in_backward is not None:
-            tiers.in_backward.steps_with(optimizer, kind)
         wanted = [
             Wanted(unit.index, tiers.offloads[unit.index], group, p, local_of(p), tiers.shard_buffer_of(unit, p))
             for group, p, owner, unit in owned
@@ -233,11 +215,6 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
         hook(optimizer, (), {})
     for engine in engines_of(optimizer):
         engine.synchronize()
-        in_backward = tiers_of(engine).in_backward
-        if in_backward is not None:
-            if any(getattr(optimizer, name, None) is not None for name in SCALER_ATTRIBUTES):
-                refuse_in_backward(engine, "a gradient scaler")
-            in_backward.stepped()
     optimizer_copy, not_offloaded = prepare(optimizer, kind) or OptimizerCopy(optimizer, kind), []
     optimizer_copy.write_after(optimizer)
     by_unit: dict[int, tuple[Engine, Unit, list[Entry]]] = {}
@@ -263,20 +240,6 @@ def _entry(optimizer: Optimizer, group: int, p: Tensor, grad: Tensor) -> Entry:
     local = local_of(p)
     torch.autograd.graph.increment_version(local)  # not by the thread, whose own increment comes at any time
     return Entry(group, p, local, local_of(grad), optimizer.state[p])
-
-
-def step_unit(engine: Engine, unit: Unit, optimizer: Optimizer, optimizer_copy: OptimizerCopy) -> None:
-    """If `unit` has `step_in_backward`, start the step of its parameters in a backward, and set their gradients to None."""
-    if not tiers_of(engine).offloads[unit.index].step_in_backward:
-        return
-    param_ids, entries = {id(p.sharded) for p in unit.params}, []
-    for i, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            if id(p) in param_ids and p.grad is not None:
-                entries.append(_entry(optimizer, i, p, p.grad))
-                p.grad = None
-    if entries:
-        _start(engine, [(unit, entries)], optimizer_copy, optimizer)
 
 
 def _start(
@@ -309,9 +272,6 @@ def _start(
         with torch.no_grad():
             step_entries(optimizer_copy, in_memory)
     if states is not None and on_device:
-        # The thread may be stepping another unit with the same buffers: wait for it here; `step_on_device` waits for its chunks.
-        if tiers.in_backward is not None and not tiers.late:
-            tiers.stepper.submit(lambda: None).result()
         with reported(engine):
             states.step_on_device(on_device, partial(step_chunk, optimizer_copy))
     for job in jobs:

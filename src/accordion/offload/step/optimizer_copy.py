@@ -17,7 +17,6 @@ from accordion import _torch
 from accordion.errors import UsageError
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-SCALER_ATTRIBUTES = ("grad_scale", "found_inf")  # `torch.amp.GradScaler` sets these during a fused step
 PROBE_NUMEL = 3  # rows of a probe; a state of this shape must have taken it from the parameter
 
 

@@ -92,7 +92,7 @@ class States:
         """Allocate `num_bytes` in the tier `place`; return a function (numel, dtype) that returns new elements of them."""
         folder = folder_of(place)
         if folder is not None:
-            allocator = FileAllocator(folder, num_bytes, checksums=self._resources.checksums)
+            allocator = FileAllocator(folder, num_bytes)
             self.files.append(allocator.file)
             return allocator.take
         if place == DEVICE:

@@ -38,13 +38,8 @@ BACKEND_ERRORS = re.compile(
 )
 
 
-def spellings(file: str, up: int = 0) -> tuple[str, ...]:
-    """Return the folder `up` levels above that of `file` as two paths: as written, and with links resolved."""
-    return tuple(f"{path.parents[up]}{os.sep}" for path in (Path(file).absolute(), Path(file).resolve()))
-
-
-OWN_FOLDERS = (*spellings(inspect.getfile(torch)), *spellings(__file__, 2))
-STANDARD = spellings(threading.__file__)
+OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(inspect.getfile(torch)).parent, Path(__file__).parents[2]))
+STANDARD = f"{Path(threading.__file__).parent}{os.sep}"
 
 
 # -- errors
