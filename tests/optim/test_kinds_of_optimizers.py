@@ -159,12 +159,16 @@ def test_optimizers_of_whole_tensors_step_unwrapped(mesh) -> None:
 
 
 @on_world(2)
-def test_adafactor_raises_and_names_adamw(mesh) -> None:
+def test_adafactor_and_lbfgs_raise_and_name_adamw(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     one_loss(model).backward()
     for use in (lambda optimizer: optimizer.step(), partial(acc.wrap_optimizer, elementwise=True)):
         with pytest.raises(acc.UsageError, match=r"Adafactor keeps .* a rank holds only some rows.*use AdamW"):
             use(torch.optim.Adafactor(model.parameters()))
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    for use in (lambda: lbfgs.step(lambda: one_loss(model)), lambda: acc.wrap_optimizer(lbfgs)):
+        with pytest.raises(acc.UsageError, match=r"LBFGS computes with .* sharded parameters are rows.*use AdamW"):
+            use()
     whole = acc.shard(models.plain(), mesh=mesh, strategy=acc.NO_SHARD)
     one_loss(whole).backward()
     torch.optim.Adafactor(whole.parameters()).step()

@@ -109,7 +109,6 @@ def ordinary(mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
         "anomaly": nan_check,
         "SGD": lambda: stepped(torch.optim.SGD),
         "Adam": lambda: stepped(torch.optim.Adam),  # torch itself replaces `step` when it makes the first one
-        "LBFGS": lambda: stepped(torch.optim.LBFGS),
         "Adafactor": lambda: stepped(torch.optim.Adafactor),
         "safetensors": saved,
     }

@@ -70,11 +70,9 @@ def refuse_unwrapped(optimizer: Optimizer) -> None:
     for _, _, engine, unit in owned_by(optimizer):
         offload = tiers_of(engine).offloads[unit.index]
         if offload.streams or offload.step_in_backward:
-            is_whole = isinstance(optimizer, torch.optim.LBFGS)
             raise UsageError(
                 f"{type(optimizer).__name__} steps parameters of unit {unit.name or 'root'!r}, whose Offload needs a step "
-                "that reads from disk, copies to the device or runs in the backward; "
-                + ("leave out that Offload." if is_whole else "pass the optimizer to wrap_optimizer.")
+                "that reads from disk, copies to the device or runs in the backward; pass the optimizer to wrap_optimizer."
             )
 
 
