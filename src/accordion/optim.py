@@ -25,7 +25,7 @@ from accordion.low_bit import OURS, LowBitStates, check_blocks, low_bit_kind
 from accordion.offload.step.deferred_step import defer, engines_of, expose, owned_by, prepare, refuse_unwrapped
 from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
 from accordion.offload.step.step_in_backward import refuse_in_backward
-from accordion.row_marks import mark_rows, refuse_other_rows, refuse_states_of_others
+from accordion.row_marks import refuse_other_rows, refuse_states_of_others
 from accordion.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -130,10 +130,9 @@ class LocalStep(Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for running steps; return the state dict of this rank's rows, with a mark on each state that names the rows."""
+        """Wait for running steps; return the state dict of this rank's rows."""
         self._wait()
         expose(self)
-        mark_rows(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
