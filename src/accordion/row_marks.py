@@ -33,7 +33,7 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
     """
     if dist.is_initialized():
         sharded = ((value, p) for value, p in _states(optimizer, state_dict) if isinstance(value, DTensor))
-        other = next((value for value, p in sharded if _is_elsewhere(value, p)), None)
+        other = next((value for value, p in sharded if _is_cut_otherwise(value, p) or _is_elsewhere(value, p)), None)
         _refuse_on_all(other, _params(optimizer), "the optimizer's states")
 
 
@@ -69,6 +69,11 @@ def _is_copy(mesh: DeviceMesh) -> bool:
     """Return True if `mesh` was unpickled from a mesh that `mark_meshes` has marked, here or in another process."""
     this = os.getpid(), id(mesh)
     return bool(vars(mesh).get(MADE, this) != this)
+
+
+def _is_cut_otherwise(loaded: DTensor, target: DTensor) -> bool:
+    """Return True if `loaded`, a state of the shape of the parameter `target`, is divided otherwise over the ranks."""
+    return loaded.shape == target.shape and loaded.placements != target.placements
 
 
 def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:

@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from accordion import _torch
 from accordion.config import Offload, Precision, UnitRule
 from accordion.engine.unit import is_layer
 from accordion.errors import UsageError, nearest
@@ -272,16 +271,6 @@ def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
     for key, entry in entries.items():
         entry.owner = above[key][-1] if above[key] else 0
     return list(entries.values())
-
-
-def check_hooks(owned: list[Owned]) -> None:
-    """Raise `UsageError` if parameter objects share memory and one has a hook, which would get the sum of their gradients."""
-    for o in owned:
-        if o.others and any(_torch.has_hooks(p) for p in (o.original, *o.others)):
-            raise UsageError(
-                f"{', '.join(o.names)} are parameters over one memory, and one of them has a hook on its gradient, which would "
-                "become a hook on the sum; make them one object before shard(), or register the hook after it."
-            )
 
 
 STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

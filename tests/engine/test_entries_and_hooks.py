@@ -382,13 +382,3 @@ def test_hooks_set_on_a_parameter_before_and_their_handles_go_on(mesh, kind: str
         check_step(mesh, model, plain, plain_run, num_left)
         assert len(seen[model]) == num_left
         assert sorted(seen[model]) == sorted(seen[plain])
-
-
-@on_world(1)
-def test_a_hook_on_one_of_two_parameters_over_one_memory_is_refused_by_name(mesh) -> None:
-    for hooked in ("first", "last"):
-        model = nn.ModuleDict({"first": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
-        model["last"].weight = nn.Parameter(model["first"].weight.data)
-        model[hooked].weight.register_hook(lambda g: g)
-        with pytest.raises(acc.UsageError, match=r"first\.weight, last\.weight .*hook"):
-            acc.shard(model, mesh=mesh)

@@ -37,7 +37,7 @@ from accordion.shard.subclasses import check_extended, extended_rows, is_extende
 from accordion.shard.topology import CommunicatorMaker, beside, communicator_over, mesh_for, wire
 from accordion.sharding import Sharding
 from accordion.state import attach_state_dict_hooks
-from accordion.units import Owned, by_unit, check_hooks, choose_units, gathered_dtype, owned_parameters
+from accordion.units import Owned, by_unit, choose_units, gathered_dtype, owned_parameters
 
 log = logging.getLogger("accordion")
 
@@ -105,7 +105,7 @@ def shard_over(
     attach_state_dict_hooks(model)
     weakref.finalize(model, engine.dismantle)
     refuse_additions(model, engine)
-    _announce(engine, plan.owned, plan.chosen, plan.mesh)
+    _announce(plan)
     return model
 
 
@@ -136,7 +136,6 @@ def _agree(
     context = wire(mesh, strategy, scale, late="streams" in modes, make=make)
     chosen = choose_units(model, sharding.units)
     owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
-    check_hooks(owned)
     over, refused = list[DeviceMesh | None]([None] * len(owned)), None
     try:
         over = own_meshes(model, owned, sharding.meshes or {}, mesh, strategy)
@@ -242,14 +241,9 @@ def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]
     return [Replicate(), Shard(c.dim)] if mesh.ndim == 2 else [Shard(c.dim)]
 
 
-def _announce(engine: Engine, owned: list[Owned], chosen: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> None:
+def _announce(plan: _Plan) -> None:
+    mesh = plan.mesh
     if mesh.get_local_rank(0) or (mesh.ndim > 1 and mesh.get_local_rank(1)):
         return
-    padding = sum((p.cut.padded_numel - p.cut.numel) * p.dtype.itemsize for u in engine.units for p in u.params)
-    log.info(
-        "%s over %d ranks: %d parameters in %d units (%s), %d bytes of padding",
-        engine.strategy.name, mesh.size(), len(owned), len(chosen), ", ".join(n or "(root)" for n, _ in chosen), padding,
-    )  # fmt: skip
-    for o in owned:
-        if len(o.names) > 1:
-            log.info("tied: %s are one parameter, owned by unit %s", ", ".join(o.names), chosen[o.owner][0] or "(root)")
+    units = ", ".join(name or "(root)" for name, _ in plan.chosen)
+    log.info("%s over %d ranks: %d units (%s)", plan.sharding.strategy.name, mesh.size(), len(plan.chosen), units)
