@@ -84,16 +84,7 @@ def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
         this = target.device_mesh.get_coordinate()
         return coordinate != this and any(coordinate is None or this is None or coordinate[i] != this[i] for i in axes)
     targets = zip(target.device_mesh.shape, target.placements, strict=True)
-    if math.prod(mesh.size(axis) for axis in axes) != math.prod(n for n, how in targets if not how.is_replicate()):
-        return True
-    for axis in axes:
-        try:
-            ranks = dist.get_process_group_ranks(mesh.get_group(axis))
-        except (RuntimeError, ValueError, KeyError):  # this process has no such group
-            return True
-        if coordinate is None or len(ranks) != mesh.size(axis) or ranks[coordinate[axis]] != dist.get_rank():
-            return True
-    return False
+    return bool(axes) or any(num > 1 and not how.is_replicate() for num, how in targets)
 
 
 def _refuse_on_all(other: DTensor | None, tensors: Iterable[Tensor], what: str) -> None:

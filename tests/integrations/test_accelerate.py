@@ -341,11 +341,6 @@ def test_unsupported_options_are_refused(mesh: Any) -> None:
         assert both is not None
         with pytest.raises(acc.UsageError, match="parameters of several models"):
             one.save_state("nowhere")
-        late = blocks(seed=3)
-        optimizer = torch.optim.AdamW(late.parameters())
-        optimizer.state[late[0][0].weight] = {"rows": torch.ones(32)}
-        with pytest.raises(acc.UsageError, match="was made before its model was sharded, and has a state 'rows'"):
-            one.prepare(late, optimizer)
     with library_job(), pytest.raises(acc.UsageError, match="a dynamo backend would compile the model"):
         accelerator(True, dynamo_backend="eager")
 

@@ -184,7 +184,7 @@ FILES = [
     ("", "holds no keys"),
     ("- 1", "holds no keys"),
     ("model: {path: [3]}", "takes text"),
-    ("train.steps: 1:30", "train.steps is '1:30'; readers take"),
+    ("train.steps: 1:30", "train.steps is '1:30'; it takes a whole number"),
     ("train: {steps: " + "9" * 5000 + "}", "it takes a whole number"),
     ("train: {steps: null}", "train.steps"),
     ("shard: {strategy: null}", "strategy"),
