@@ -5,9 +5,8 @@ The mesh of such a DTensor keeps the coordinate of the rank that pickled it.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -23,7 +22,6 @@ from accordion.errors import UsageError
 from accordion.offload.step.optimizer_copy import leaves
 
 MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it was created
-BITS = 20  # for a rank, since one int64 carries three
 
 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -33,8 +31,8 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
     """
     if dist.is_initialized():
         sharded = ((value, p) for value, p in _states(optimizer, state_dict) if isinstance(value, DTensor))
-        other = next((value for value, p in sharded if _is_cut_otherwise(value, p) or _is_elsewhere(value, p)), None)
-        _refuse_on_all(other, _params(optimizer), "the optimizer's states")
+        is_other = any(_is_cut_otherwise(value, p) or _is_elsewhere(value, p) for value, p in sharded)
+        _refuse_on_all(is_other, _params(optimizer), "the optimizer's states")
 
 
 def mark_meshes(params: Iterable[Tensor]) -> None:
@@ -54,9 +52,8 @@ def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> 
         what: name of the loaded tensors, for the message.
     """
     sharded = [(a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor)]
-    of_other_meshes = ((a, b) for a, b in sharded if a.device_mesh is not b.device_mesh)
-    other = next((loaded for loaded, target in of_other_meshes if _is_elsewhere(loaded, target)), None)
-    _refuse_on_all(other, (target for loaded, target in sharded if _is_copy(loaded.device_mesh)), what)
+    is_other = any(a.device_mesh is not b.device_mesh and _is_elsewhere(a, b) for a, b in sharded)
+    _refuse_on_all(is_other, (target for loaded, target in sharded if _is_copy(loaded.device_mesh)), what)
 
 
 def refuse_states_of_others(optimizer: Optimizer) -> None:
@@ -78,46 +75,36 @@ def _is_cut_otherwise(loaded: DTensor, target: DTensor) -> bool:
 
 def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
     """Return True if `loaded`, from a file, has other rows of `target` than this rank, by the meshes of both."""
-    mesh, coordinate = loaded.device_mesh, loaded.device_mesh.get_coordinate()
+    mesh, target_mesh = loaded.device_mesh, target.device_mesh
     axes = [axis for axis, how in enumerate(loaded.placements) if not how.is_replicate() and mesh.size(axis) > 1]
-    if mesh == target.device_mesh:
-        this = target.device_mesh.get_coordinate()
-        return coordinate != this and any(coordinate is None or this is None or coordinate[i] != this[i] for i in axes)
-    targets = zip(target.device_mesh.shape, target.placements, strict=True)
-    return bool(axes) or any(num > 1 and not how.is_replicate() for num, how in targets)
+    if mesh != target_mesh:
+        targets = zip(target_mesh.shape, target.placements, strict=True)
+        return bool(axes) or any(num > 1 and not how.is_replicate() for num, how in targets)
+    theirs, this = mesh.get_coordinate(), target_mesh.get_coordinate()
+    return theirs != this and any(theirs is None or this is None or theirs[i] != this[i] for i in axes)
 
 
-def _refuse_on_all(other: DTensor | None, tensors: Iterable[Tensor], what: str) -> None:
-    """Raise `UsageError` on all ranks of the meshes of `tensors` if any rank passes a tensor as `other`. Collective.
+def _refuse_on_all(is_other: bool, tensors: Iterable[Tensor], what: str) -> None:
+    """Raise `UsageError` on all ranks of the meshes of `tensors` if any rank passes True. Collective.
 
-    `other`: another rank's rows that this rank has loaded, or None. `what`: name of these tensors, for the message.
+    `is_other`: this rank has loaded another rank's rows. `what`: name of these tensors, for the message.
     """
-    # All-reduces the maximum of a number that packs this rank (counted from 1), the rank of `other` and its number of ranks.
-    rank, source, num_ranks = (0, 0, 0) if other is None else (dist.get_rank() + 1, *_written_by(other))
+    rank = dist.get_rank() + 1 if is_other else 0  # counted from 1
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         device = torch.device(mesh.device_type)
         every = [Communicator(group, device) for group in mesh.get_all_groups()]
         communicators = [communicator for communicator in every if not communicator.is_fake]
-        packed = torch.tensor((rank << 2 * BITS) + (source << BITS) + num_ranks, device=device)
-        largest = int(reduced(packed, communicators, dist.ReduceOp.MAX).item())
-        rank, source, num_ranks = (largest >> shift & (1 << BITS) - 1 for shift in (2 * BITS, BITS, 0))
+        rank = int(reduced(torch.tensor(rank, device=device), communicators, dist.ReduceOp.MAX))
     if rank:
         raise UsageError(
-            f"rank {rank - 1} was given {what} of rank {source} of {num_ranks}, which are of other rows than its own: torch.save "
-            "writes the rows of one rank. Write the result of acc.full_state_dict(model), or use acc.save and acc.load, or let "
-            "every rank load its own file, on as many ranks."
+            f"rank {rank - 1} was given {what} of another rank, which are of other rows than its own: torch.save writes the rows "
+            "of one rank. Write the result of acc.full_state_dict(model), or use acc.save and acc.load, or let every rank load "
+            "its own file, on as many ranks."
         )
 
 
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
-
-
-def _written_by(loaded: DTensor) -> tuple[int, int]:
-    """Return (rank, number of ranks) of the process that wrote `loaded`, a DTensor from a file, on its mesh."""
-    mesh = loaded.device_mesh
-    coordinate: Sequence[int] = mesh.get_coordinate() or [0] * mesh.ndim
-    return sum(i * math.prod(mesh.shape[axis + 1 :]) for axis, i in enumerate(coordinate)), mesh.size()
 
 
 def _states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, DTensor]]:

@@ -22,7 +22,7 @@ from accordion.offload.step.deferred_step import owners_of
 from accordion.offload.step.step_in_backward import refuse_in_backward
 from accordion.row_marks import refuse_rows_of_others
 from accordion.safety.agreement import agreement_of
-from accordion.safety.divergence import DivergenceMonitor, monitor_of
+from accordion.safety.divergence import monitor_of
 from accordion.safety.same_on_ranks import same_given
 
 
@@ -265,7 +265,13 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *re
     }
     if not all(is_sharded_alike(state.get(key), sharded) for key, sharded in wanted.items()):
         settle(engine, "loads full tensors (load_state_dict)")
-        refuse_others({k: value for k, value in state.items() if k.startswith(prefix)}, monitor_of(engine.context))
+        given = {repr(key): value for key, value in state.items() if key.startswith(prefix)}
+        unlike = same_given(given, monitor_of(engine.context), "load_state_dict")
+        if unlike:
+            raise DivergenceError(
+                f"load_state_dict was given full tensors that differ between ranks: {unlike}; nothing was loaded. Load the same "
+                "file on every rank, or broadcast the first rank's state dict before."
+            )
     for key, sharded in wanted.items():
         value, param = state.get(key), params[id(sharded)]
         if not isinstance(value, Tensor) or value.shape != sharded.shape or is_sharded_alike(value, sharded):
@@ -285,13 +291,3 @@ def is_sharded_alike(value: object, sharded: DTensor) -> bool:
         and value.placements == sharded.placements
         and value.device_mesh == sharded.device_mesh
     )
-
-
-def refuse_others(state: Mapping[str, Any], monitor: DivergenceMonitor) -> None:
-    """Raise `DivergenceError` on every rank if `state` differs between ranks, which would mix rows of different models."""
-    unlike = same_given({f"{key!r}": value for key, value in state.items()}, monitor, "load_state_dict")
-    if unlike:
-        raise DivergenceError(
-            f"load_state_dict was given full tensors that differ between ranks: {unlike}; nothing was loaded. Load the same file "
-            "on every rank, or broadcast the first rank's state dict before."
-        )

@@ -77,9 +77,7 @@ def one_rank_for_all(mesh, path):
     for rank in range(mesh.size()):
         theirs = of_rank(mesh, written(optimizer.state_dict()), rank)
         for state in (read(theirs), copy.deepcopy(read(theirs))):
-            with pytest.raises(
-                acc.UsageError, match=rf"states of rank {rank} of {mesh.size()}.*other rows.*acc\.save"
-            ) as caught:
+            with pytest.raises(acc.UsageError, match=r"states of another rank.*other rows.*acc\.save") as caught:
                 optimizer.load_state_dict(state)
             assert_untouched(optimizer, before)
             assert str(caught.value).startswith("rank ")
@@ -99,7 +97,7 @@ def of_another_world(mesh, path, options):
     """Load states of another number of ranks and other shards."""
     _, optimizer = trained(mesh, **options)
     before = values(optimizer)
-    with pytest.raises(acc.UsageError, match=r"states of rank \d of 2"):
+    with pytest.raises(acc.UsageError, match="states of another rank"):
         optimizer.load_state_dict(read((path / f"{dist.get_rank() % 2}").read_bytes()))
     assert_untouched(optimizer, before)
 
