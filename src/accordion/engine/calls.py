@@ -32,6 +32,13 @@ def transform_error() -> UsageError:
     )
 
 
+def changed_error(unit: Unit) -> UsageError:
+    return UsageError(
+        f"the parameters of unit {unit.name or 'root'!r} were changed between this forward and its backward, by an optimizer "
+        "step, a load or a write; run the backward before the step, or the forward again."
+    )
+
+
 class Call:
     """One run of a unit's forward, and its state in each backward that reaches it (several with `retain_graph`). `waiting`: id of
     a backward -> number of inputs whose gradients must be computed before the full parameters are freed; 0 if the Gather node
@@ -116,10 +123,7 @@ class Call:
         # The backward must see the parameters of the forward; without sharding, autograd's version counters check this.
         if self.version not in (None, version):
             unit.release()
-            raise UsageError(
-                f"the parameters of unit {unit.name or 'root'!r} were changed between this forward and its backward, by an "
-                "optimizer step, a load or a write; run the backward before the step, or the forward again."
-            )
+            raise changed_error(unit)
         unit.module_params.show(fulls, registered=False)
         self.shown[task] = fulls
 

@@ -38,9 +38,6 @@ class ShardBuffer:
     tag: Tensor
     flats: list[Tensor]
 
-    def num_bytes(self) -> int:
-        return sum(flat.nbytes for flat in self.flats)
-
     @property
     def caches(self) -> list[Tensor]:
         """Return copies of shards on the device, which the next gather after `mark_stale` fills again."""
