@@ -366,14 +366,12 @@ def clip_grad_norm_(
     changes, if the norm is NaN or inf; this synchronizes with the device. Raises `UsageError` with `step_in_backward`.
     """
     target: object = model
-    if not isinstance(target, nn.Module):
-        raise UsageError(
-            f"clip_grad_norm_ takes the model that shard() returned, not a {type(target).__name__} of parameters as torch's; "
-            "write clip_grad_norm_(model, 1.0)."
-        )
-    engine = engine_of(model)
+    engine = engine_of(model) if isinstance(target, nn.Module) else None
     if engine is None:
-        raise UsageError("clip_grad_norm_ takes a model that shard() returned; this one is not sharded.")
+        raise UsageError(
+            f"clip_grad_norm_ takes the model that shard() returned, and this {type(target).__name__} is not sharded; write "
+            "clip_grad_norm_(model, 1.0)."
+        )
     return clip_norm_of([engine], model.parameters(), max_norm, norm_type, error_if_nonfinite)
 
 
