@@ -317,7 +317,7 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # Lines that each folder may have, and the files beside them. Raising one takes a line in CHANGELOG.md that names the user who
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
-    "_torch": 1030,
+    "_torch": 980,
     "bench": 1240,
     "checkpoint": 4500,
     "compat": 3650,
@@ -331,12 +331,12 @@ BUDGETS = {
     "pages": 340,
     "plan": 6500,
     "safety": 3510,
-    "shard": 1680,
+    "shard": 1470,
     "tasks": 530,
     "train": 6010,
     "weights": 2150,
     "workers": 310,
-    "files beside them": 4670,
+    "files beside them": 4560,
 }
 
 
