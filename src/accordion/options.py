@@ -281,13 +281,7 @@ class _Parser(argparse.ArgumentParser):
     """Argument parser that raises `UsageError` for wrong arguments instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        wrong = re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL)
-        flag, problem = (wrong[1], wrong[2]) if wrong else ("", message)
-        if problem.startswith("expected"):
-            raise UsageError(f"option {flag!r} is given no value, {problem}; see {self.prog} --help.")
-        if problem.startswith("ignored explicit argument"):
-            raise UsageError(f"option {flag!r} takes no value; write it alone.")
-        raise UsageError(f"{problem}; see {self.prog} --help.")
+        raise UsageError(f"{message}; see {self.prog} --help.")
 
 
 class _Set(argparse.Action):

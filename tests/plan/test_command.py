@@ -29,7 +29,7 @@ NO_FOLDER = "/no-such-folder/page.html"
     [
         ("--gpu h1000", "nearest are h100"),
         ("--gpu mine,memory_gib=10", "memory_gib=80,tflops=900,bandwidth_gbps=3000,link_gbps=400"),
-        ("--gpu", "'--gpu' is given no value"),
+        ("--gpu", "--gpu: expected one argument"),
         ("--gpu= --gpus 8", "not in the table"),
         ("--gpu h100,memory=80", "memory_gib"),
         ("--gpu h100,tflops=many", "which is no number"),
@@ -59,7 +59,7 @@ NO_FOLDER = "/no-such-folder/page.html"
         ("--gpuss 8", "did you mean '--gpus'"),
         ("--micro_bach 8", "did you mean '--micro-batch'"),
         ("--jsn", "did you mean '--json'"),
-        ("--json=yes", "takes no value"),
+        ("--json=yes", "ignored explicit argument"),
         ("-x", "belongs to no option"),
         ("llama3-8b", "belongs to no option"),
         ("--seq many", "--seq is 'many'"),
