@@ -107,7 +107,7 @@ def writes(mesh, folder):
 
 
 def other_number_of_ranks(mesh, folder):
-    with pytest.raises(acc.UsageError, match=r"of rank \d of 2"):
+    with pytest.raises(acc.UsageError, match="of another rank"):
         built(mesh, seed=3)[0].load_state_dict(read((folder / str(dist.get_rank() % 2)).read_bytes()))
 
 
