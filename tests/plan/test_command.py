@@ -40,7 +40,7 @@ NO_FOLDER = "/no-such-folder/page.html"
         ("--model llama3-8x", "llama3-8b"),
         ("--model .", "no config.json"),
         ("--strategy full_shart", "full_shard"),
-        ("--strategy", "given no value"),
+        ("--strategy", "--strategy: expected one argument"),
         ("--sharding reduce_up=sum", "did you mean 'reduce_op'"),
         ("--checkpoint-activations every:0", "not understood"),
         ("--checkpoint-activations ful", "did you mean 'full'"),
