@@ -174,4 +174,4 @@ def main(rank: int, store: str) -> None:
 def test_shard_changes_nothing_that_other_code_sees_but_what_is_documented(tmp_path):
     program = "import os, sys; from tests.shard.test_host_process import main; main(int(os.fork() == 0), sys.argv[1])"
     done = run_python("-c", program, tmp_path / "store", timeout_s=600)
-    assert done.stdout == "alike\nalike\n", done.stderr
+    assert done.stdout.count("alike") == 2, done.stderr  # two processes write to one pipe
