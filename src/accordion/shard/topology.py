@@ -74,7 +74,8 @@ def wire(
 ) -> ShardingContext:
     """Return the context of a model on `mesh`, with new communicators and side streams. A collective.
 
-    `scale`: factor of summed gradients. `late`: debug="streams". Raises `DivergenceError` if ranks passed different meshes.
+    `scale`: factor of summed gradients. `late`: debug="streams". Raises `DivergenceError` on every rank if ranks passed
+    different meshes and wait for each other.
     """
     device = device_of(mesh)
     try:
