@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,16 +34,3 @@ def test_stream_without_a_file_is_returned_as_it_is() -> None:
     """For example in a notebook, whose output may have the descriptor of an unused terminal."""
     stream = io.StringIO()
     assert lasting_stream(stream) is stream
-
-
-def test_closed_streams_are_replaced_by_devnull() -> None:
-    """Also in child processes: the number of a closed stream is not given to the next file."""
-    program = (
-        "import os; from accordion.output import lasting_output\n"
-        "with lasting_output():\n"
-        "    os.write(2, b'lost')\n"
-        "    print(os.get_inheritable(2), os.open(os.devnull, os.O_RDONLY) > 2)"
-    )
-    words = ["sh", "-c", '"$0" -c "$1" 2>&-', sys.executable, program]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stdout) == (0, "True True\n")

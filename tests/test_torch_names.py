@@ -47,11 +47,10 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         *("local_of", "set_local", "as_dtensor", "as_dtensors", "plain_attributes", "untracked_views"),
     ),
     "engine/test_precision.py": ("saving_hook",),
-    "engine/test_transforms.py": ("transforms_active", "is_batched"),
+    "engine/test_transforms.py": ("transforms_active",),
     "integrations/test_plain_loops.py": ("DDP_LEAVES_OUT",),
     "offload/test_programs.py": ("settle_before_unscale",),
     "optim/test_kinds_of_optimizers.py": ("unseen_by_dynamo",),
-    "optim/test_lbfgs.py": ("use_whole_vectors",),
     "optim/test_low_bit.py": ("packed_dtensor", "local_or_same"),
     "optim/test_muon.py": ("muon_rate",),
     "optim/test_errors.py": ("has_counted_step", "counts_itself", "count_step"),
@@ -242,9 +241,7 @@ def grouped(mesh: DeviceMesh) -> None:
     """What asks groups with a backend: gloo's."""
     group, rank, num = mesh.get_group(), mesh.get_rank(), mesh.size()
     assert _torch.backend_of(group, CPU) == "gloo"
-    timeout, options = _torch.options_of(group, CPU)
-    assert isinstance(timeout, timedelta)
-    assert options is None
+    assert isinstance(_torch.timeout_of(group, CPU), timedelta)
     assert 0 < _torch.timeout_s_of_job() < 1e5
     assert _torch.default_store().add("accordion/test_torch_names", 1) >= 1
     assert _torch.group_name(group)
@@ -256,7 +253,8 @@ def grouped(mesh: DeviceMesh) -> None:
         swapped, full + 10 * rank, [], [], _torch.exchange_options(True)
     ).wait()
     assert swapped.tolist() == [float(10 * r + rank) for r in range(num)]
-    _torch.collective(group, "reduce_scatter_single")(part, full, _torch.reduce_scatter_options(True)).wait()
+    scatter = _torch.collective(group, "reduce_scatter_single_coalesced")
+    scatter([part], [full], _torch.reduce_scatter_options(True)).wait()
     assert part.item() == float(num * rank)
     _torch.collective(group, "all_gather_single_coalesced")([full], [part], _torch.gather_options(True)).wait()
     assert full.tolist() == [float(num * r) for r in range(num)]
@@ -310,7 +308,7 @@ def test_what_stands_in_for_functions_of_torch_takes_what_they_take() -> None:
 
 
 @checks(
-    *("backend_of", "options_of", "timeout_s_of_job", "default_store", "group_name", "named_group", "BEFORE_2_13"),
+    *("backend_of", "timeout_of", "timeout_s_of_job", "default_store", "group_name", "named_group", "BEFORE_2_13"),
     *("collective", "joined_mesh"),
     "flattened_mesh",
 )

@@ -5,18 +5,17 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accordion import _torch
-from accordion.engine.communicator import Communicator, reduced
+from accordion.engine.communicator import Communicator
 from accordion.engine.engine import Engine
 from accordion.engine.hooks import engine_of
 from accordion.engine.params import Param
@@ -25,7 +24,7 @@ from accordion.grad_norm import NormPart, multiply, scale_to, total_norm
 from accordion.low_bit import OURS, LowBitStates, check_blocks, low_bit_kind
 from accordion.offload.step.deferred_step import defer, engines_of, expose, owned_by, prepare, refuse_unwrapped
 from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
-from accordion.row_marks import mark_rows, refuse_other_rows, refuse_states_of_others
+from accordion.row_marks import refuse_other_rows, refuse_states_of_others
 from accordion.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
 
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -123,10 +122,9 @@ class LocalStep(Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for running steps; return the state dict of this rank's rows, with a mark on each state that names the rows."""
+        """Wait for running steps; return the state dict of this rank's rows."""
         self._wait()
         expose(self)
-        mark_rows(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -150,23 +148,19 @@ class StepHooks:
         self._watches: list[weakref.ref[Any]] = []
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Refuse an unwrapped optimizer that cannot step sharded parameters; return new (args, kwargs) for an LBFGS."""
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse an unwrapped optimizer that cannot step sharded parameters."""
         params = (p for group in optimizer.param_groups for p in group["params"])
         if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
-            return None
+            return
         refuse_parked(optimizer)
         refuse_unwrapped(optimizer)
         if optimizer not in self._checked:
             refuse_adafactor(optimizer)
+            _refuse_lbfgs(optimizer)
             self._checked.add(optimizer)
             optimizer.register_load_state_dict_post_hook(refuse_states_of_others)
             refuse_states_of_others(optimizer)
-        if not isinstance(optimizer, torch.optim.LBFGS):
-            return None
-        _torch.use_whole_vectors(optimizer)
-        mean_loss = partial(_mean_loss, _mesh_of(optimizer))
-        return (optimizer, *(partial(mean_loss, closure) for closure in (*args[1:], *kwargs.values()))), {}
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for reference in self._watches:
@@ -224,22 +218,13 @@ def refuse_adafactor(optimizer: Optimizer) -> None:
         )
 
 
-def _mesh_of(optimizer: torch.optim.LBFGS) -> DeviceMesh:
-    """Return the mesh of the sharded parameters of an LBFGS. Raises `UsageError` if they have several."""
-    first, *others = {p.device_mesh for p in optimizer.param_groups[0]["params"] if isinstance(p, DTensor)}
-    if others:
+def _refuse_lbfgs(optimizer: Optimizer) -> None:
+    """Raise `UsageError` for an LBFGS, which steps all parameters as one vector and evaluates the loss of one rank."""
+    if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
-            f"{type(optimizer).__name__} steps all of its parameters as one vector, and these are sharded over several meshes; "
-            "make one optimizer for each mesh."
+            "LBFGS computes with the vector of all parameters and with the loss of one rank, and sharded parameters are rows of "
+            "it; use AdamW, or train the model without shard()."
         )
-    return first
-
-
-def _mean_loss(mesh: DeviceMesh, closure: Callable[[], Any]) -> Tensor:
-    """Call `closure` and return the mean of its loss over the ranks of `mesh`, detached. Collective."""
-    loss, device = torch.as_tensor(closure()).detach(), torch.device(mesh.device_type)
-    total = loss.to(device, torch.promote_types(loss.dtype, torch.float32), copy=True)
-    return reduced(total, [Communicator(group, device) for group in mesh.get_all_groups()]).div_(mesh.size())
 
 
 def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
@@ -281,10 +266,10 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices:
 
     Its interface stays, and `param_groups` and `state` keep their DTensors. Without this an optimizer steps correctly, but more
     slowly. `state_dict` returns the rows of this rank; `load_state_dict` is collective, and raises `UsageError` on all ranks if
-    one gets other rows. The result can be copied, not pickled. In `torch.compile` the step runs uncompiled. An LBFGS stays
-    unchanged; its steps use the mean loss of all ranks. If `optimizer` wraps another one (accelerate's), the inner one is
-    changed. Low-bit optimizers of torchao and bitsandbytes need whole blocks on each rank: `shard(state_block=256)`. A step of
-    torch.optim.Muon is collective: one rank orthogonalises each matrix, and its rows travel there and back.
+    one gets other rows. The result can be copied, not pickled. In `torch.compile` the step runs uncompiled. If `optimizer`
+    wraps another one (accelerate's), the inner one is changed. Low-bit optimizers of torchao and bitsandbytes need whole blocks
+    on each rank: `shard(state_block=256)`. A step of torch.optim.Muon is collective: one rank orthogonalises each matrix, and
+    its rows travel there and back.
 
     Args:
         elementwise: for an optimizer that torch.optim lacks, promise that the update of an element depends on it alone.
@@ -307,8 +292,6 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices:
     if elementwise and whole_matrices:
         raise UsageError("wrap_optimizer got elementwise=True and whole_matrices=True; pass one of them.")
     _check_wrappable(target, elementwise, whole_matrices)
-    if isinstance(target, torch.optim.LBFGS):  # `StepHooks.before` changes its steps
-        return optimizer
     low_bit = low_bit_kind(target)
     if low_bit is not None:
         check_blocks(target, low_bit)
@@ -333,15 +316,11 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 def _check_wrappable(optimizer: Optimizer, elementwise: bool, whole_matrices: bool) -> None:
     """Raise `UsageError` if `wrap_optimizer` does not support this optimizer or it has no sharded parameters."""
     name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise UsageError(
-            "SparseAdam steps sparse gradients, and those of sharded parameters are dense; take Adam or AdamW."
-        )
     if isinstance(optimizer, torch.optim.Muon) and elementwise:
         raise UsageError(f"{name} steps whole matrices, and elementwise=True says the contrary; leave it out.")
     is_muon = type(optimizer) is torch.optim.Muon  # a subclass may step otherwise
-    is_known = is_muon or is_elementwise(optimizer) or isinstance(optimizer, torch.optim.LBFGS)
-    if not (elementwise or whole_matrices or is_known):
+    _refuse_lbfgs(optimizer)
+    if not (elementwise or whole_matrices or is_muon or is_elementwise(optimizer)):
         raise UsageError(
             f"wrap_optimizer does not know {name}; pass elementwise=True if its step treats each element by itself, as Adam "
             "does, or whole_matrices=True if it treats each parameter by itself; otherwise leave out wrap_optimizer."
@@ -379,14 +358,12 @@ def clip_grad_norm_(
     changes, if the norm is NaN or inf; this synchronizes with the device.
     """
     target: object = model
-    if not isinstance(target, nn.Module):
-        raise UsageError(
-            f"clip_grad_norm_ takes the model that shard() returned, not a {type(target).__name__} of parameters as torch's; "
-            "write clip_grad_norm_(model, 1.0)."
-        )
-    engine = engine_of(model)
+    engine = engine_of(model) if isinstance(target, nn.Module) else None
     if engine is None:
-        raise UsageError("clip_grad_norm_ takes a model that shard() returned; this one is not sharded.")
+        raise UsageError(
+            f"clip_grad_norm_ takes the model that shard() returned, and this {type(target).__name__} is not sharded; write "
+            "clip_grad_norm_(model, 1.0)."
+        )
     return clip_norm_of([engine], model.parameters(), max_norm, norm_type, error_if_nonfinite)
 
 

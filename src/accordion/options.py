@@ -29,9 +29,6 @@ SEVERAL = {tuple[float, float]: 2, tuple[float, float, float]: 3}
 KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 METAVARS = {int: "NUMBER", float: "NUMBER", str: "TEXT", bool: "true|false"}
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}  # as YAML has them
-# Octal and base-60 numbers of YAML 1.1, which JSON, YAML 1.2 and people read as other numbers.
-AMBIGUOUS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
-UNCLEAR = "readers take this for different numbers; write it without zeros in front, and without colons."
 LONGEST = 60  # characters of a value in a message
 LARGEST = 2**31 - 1  # fits into torch's seeds, sizes and counters
 HELP_WIDTH = 110
@@ -204,8 +201,6 @@ class Option:
                 raise UsageError(f"{name} {shown!r} is an invalid choice; {nearest(shown, list(self.choices))}")
             return value
         kind, shown = str if self.parse else self.kind, short(str(value))
-        if kind in (int, float) and isinstance(value, str) and AMBIGUOUS.fullmatch(value):
-            raise UsageError(f"{name} is {shown!r}; {UNCLEAR}")
         if kind in SEVERAL:
             return _several(value, SEVERAL[kind], name)
         if kind is bool and str(value).lower() in TRUTHS:
@@ -216,8 +211,6 @@ class Option:
                 raise ValueError
             return kind(value)
         except (ValueError, OverflowError):  # Python refuses numbers of thousands of digits
-            if kind is int and re.fullmatch(r"[-+]?[0-9_]+", str(value)):
-                raise UsageError(f"{name} has too many digits for a number.") from None
             raise UsageError(f"{name} is {shown!r}; it takes {KINDS[kind]}.") from None
 
 
@@ -288,13 +281,7 @@ class _Parser(argparse.ArgumentParser):
     """Argument parser that raises `UsageError` for wrong arguments instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        wrong = re.fullmatch(r"argument (\S+): (.*)", message, re.DOTALL)
-        flag, problem = (wrong[1], wrong[2]) if wrong else ("", message)
-        if problem.startswith("expected"):
-            raise UsageError(f"option {flag!r} is given no value, {problem}; see {self.prog} --help.")
-        if problem.startswith("ignored explicit argument"):
-            raise UsageError(f"option {flag!r} takes no value; write it alone.")
-        raise UsageError(f"{problem}; see {self.prog} --help.")
+        raise UsageError(f"{message}; see {self.prog} --help.")
 
 
 class _Set(argparse.Action):

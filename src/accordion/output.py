@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -35,11 +34,6 @@ def lasting_stream(stream: TextIO) -> TextIO:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Context manager in which writes to `sys.stdout` and `sys.stderr` never raise; opens `os.devnull` for closed ones."""
-    for handle in range(3):
-        try:
-            os.fstat(handle)
-        except OSError:  # otherwise the next file to be opened gets this number, and the output of C code
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    """Context manager in which writes to `sys.stdout` and `sys.stderr` never raise."""
     with redirect_stdout(lasting_stream(sys.stdout)), redirect_stderr(lasting_stream(sys.stderr)):
         yield

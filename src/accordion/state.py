@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from accordion.errors import DivergenceError, UsageError
 from accordion.offload.step.deferred_step import owners_of
 from accordion.row_marks import refuse_rows_of_others
 from accordion.safety.agreement import agreement_of
-from accordion.safety.divergence import DivergenceMonitor, monitor_of
+from accordion.safety.divergence import monitor_of
 from accordion.safety.same_on_ranks import same_given
 
 
@@ -75,40 +76,31 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     if engine.suspended:
         raise UsageError("full_params is open already on this model; leave it first.")
     settle(engine, "shows full parameters")
-    shown: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-    fulls: dict[int, nn.Parameter] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for param in engine.params:
-            rows = full_of(param)
-            shown_as = rows if param.around is None else param.around.seen(rows)
-            full = fulls[id(param)] = nn.Parameter(shown_as, requires_grad=param.sharded.requires_grad)
-            vars(full).update(_torch.marks_of(param.sharded))
-            for ref, attr in param.places:
-                module = ref()
-                if module is not None:
-                    shown.append((module, attr, param.sharded, full))
-    register([(module, attr, full) for module, attr, _, full in shown])
+        fulls = [[_full_parameter(param) for param in unit.params] for unit in engine.units]
+    for unit, of_unit in zip(engine.units, fulls, strict=True):
+        unit.module_params.show(of_unit)
     engine.suspended = True
     try:
         yield
     finally:
         engine.suspended = False
-        register([(module, attr, sharded) for module, attr, sharded, _ in shown])
+        for unit, of_unit in zip(engine.units, fulls, strict=True):
+            unit.module_params.hide(of_unit)
         if write:
             with torch.no_grad():
-                for param in engine.params:
-                    full = fulls[id(param)]
+                for param, full in zip(engine.params, chain.from_iterable(fulls), strict=True):
                     data = full.data if param.around is None else _torch.local_of(full).data
                     _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, param.context))
 
 
-def register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Register parameters in modules: (module, attribute, parameter) each."""
-    for module, attr, param in entries:
-        module._parameters[attr] = param
-    for module in {id(m): m for m, _, _ in entries}.values():
-        if isinstance(module, nn.RNNBase):  # has its parameters in a list too
-            module.__dict__["_flat_weights"] = [getattr(module, n, None) for n in module._flat_weights_names]
+def _full_parameter(param: Param) -> nn.Parameter:
+    """Return a full copy of a parameter, as modules see it, with the attributes of the sharded one. Collective."""
+    rows = full_of(param)
+    shown_as = rows if param.around is None else param.around.seen(rows)
+    full = nn.Parameter(shown_as, requires_grad=param.sharded.requires_grad)
+    vars(full).update(_torch.marks_of(param.sharded))
+    return full
 
 
 def full_of(param: Param) -> Tensor:
@@ -271,7 +263,13 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *re
     }
     if not all(is_sharded_alike(state.get(key), sharded) for key, sharded in wanted.items()):
         settle(engine, "loads full tensors (load_state_dict)")
-        refuse_others({k: value for k, value in state.items() if k.startswith(prefix)}, monitor_of(engine.context))
+        given = {repr(key): value for key, value in state.items() if key.startswith(prefix)}
+        unlike = same_given(given, monitor_of(engine.context), "load_state_dict")
+        if unlike:
+            raise DivergenceError(
+                f"load_state_dict was given full tensors that differ between ranks: {unlike}; nothing was loaded. Load the same "
+                "file on every rank, or broadcast the first rank's state dict before."
+            )
     for key, sharded in wanted.items():
         value, param = state.get(key), params[id(sharded)]
         if not isinstance(value, Tensor) or value.shape != sharded.shape or is_sharded_alike(value, sharded):
@@ -291,13 +289,3 @@ def is_sharded_alike(value: object, sharded: DTensor) -> bool:
         and value.placements == sharded.placements
         and value.device_mesh == sharded.device_mesh
     )
-
-
-def refuse_others(state: Mapping[str, Any], monitor: DivergenceMonitor) -> None:
-    """Raise `DivergenceError` on every rank if `state` differs between ranks, which would mix rows of different models."""
-    unlike = same_given({f"{key!r}": value for key, value in state.items()}, monitor, "load_state_dict")
-    if unlike:
-        raise DivergenceError(
-            f"load_state_dict was given full tensors that differ between ranks: {unlike}; nothing was loaded. Load the same file "
-            "on every rank, or broadcast the first rank's state dict before."
-        )

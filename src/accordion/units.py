@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from accordion import _torch
 from accordion.config import Offload, Precision, UnitRule
 from accordion.engine.unit import is_layer
 from accordion.errors import UsageError, nearest
@@ -214,19 +213,14 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[nn.Module]) -> set[int]:
-    argument: object = choice
-    if not isinstance(argument, Iterable | str | type):
-        raise UsageError(f"units is {argument!r}; pass module classes or their names, min_params(n) or a callable.")
     wanted = [choice] if isinstance(choice, (str, type)) else list(choice)
     chosen: set[int] = set()
     classes = sorted({type(m).__name__ for m in model.modules()})
     for cls in wanted:
         if isinstance(cls, str):
             matching = {id(m) for m in model.modules() if cls in (c.__name__ for c in type(m).__mro__)}
-        elif isinstance(cls, type) and issubclass(cls, nn.Module):
-            matching = {id(m) for m in model.modules() if isinstance(m, cls)}
         else:
-            raise UsageError(f"units has {cls!r}, which is no module class; pass classes, min_params(n) or a callable.")
+            matching = {id(m) for m in model.modules() if isinstance(m, cls)}
         if not matching:
             name = cls if isinstance(cls, str) else cls.__name__
             raise UsageError(
@@ -272,16 +266,6 @@ def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
     for key, entry in entries.items():
         entry.owner = above[key][-1] if above[key] else 0
     return list(entries.values())
-
-
-def check_hooks(owned: list[Owned]) -> None:
-    """Raise `UsageError` if parameter objects share memory and one has a hook, which would get the sum of their gradients."""
-    for o in owned:
-        if o.others and any(_torch.has_hooks(p) for p in (o.original, *o.others)):
-            raise UsageError(
-                f"{', '.join(o.names)} are parameters over one memory, and one of them has a hook on its gradient, which would "
-                "become a hook on the sum; make them one object before shard(), or register the hook after it."
-            )
 
 
 STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

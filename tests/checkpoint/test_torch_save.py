@@ -16,7 +16,7 @@ from tests.support.checks import assert_equal, full, go_on
 from tests.support.ranked import on_mesh, on_num_ranks, on_world
 from tests.support.sample import sampled
 
-REFUSED = r"rank 1 was given .* of rank 0 of 2, .*acc\.full_state_dict.*acc\.save"
+REFUSED = r"rank 1 was given .* of another rank, .*acc\.full_state_dict.*acc\.save"
 
 
 def written(value):
@@ -107,7 +107,7 @@ def writes(mesh, folder):
 
 
 def other_number_of_ranks(mesh, folder):
-    with pytest.raises(acc.UsageError, match=r"of rank \d of 2"):
+    with pytest.raises(acc.UsageError, match="of another rank"):
         built(mesh, seed=3)[0].load_state_dict(read((folder / str(dist.get_rank() % 2)).read_bytes()))
 
 

@@ -17,11 +17,9 @@ from tests.support.chains import FEW, WIDTH, Chain, Plain, around_each, chain, n
 from tests.support.compare import (
     Case,
     Pair,
-    check_grads,
     compare_poisoned,
     on_its_ranks,
     rest,
-    seed_of,
     seeded,
 )
 from tests.support.ranked import on_num_ranks, on_worlds
@@ -206,36 +204,6 @@ def test_a_derivative_over_several_units_is_refused_by_name(mesh) -> None:
         model.pairs[1](model.pairs[0](numbers())).mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     rest(model)
-
-
-@on_worlds
-def test_two_sharded_models_in_one_graph(mesh) -> None:
-    """A generator and a critic, each sharded, in one graph and with an optimizer of its own."""
-    pairs = [[seeded(Chain, seed) for seed in (1, 2)] for _ in range(2)]
-    for m in pairs[1]:
-        m.last = nn.Identity() if m is pairs[1][0] else m.last
-        acc.shard(m, mesh=mesh, units={Pair})
-    pairs[0][0].last = nn.Identity()
-    optimizers = [[torch.optim.SGD(m.parameters(), lr=1 / 128) for m in pair] for pair in pairs]
-    for step in range(4):
-        for pair in pairs:
-            torch.manual_seed(seed_of(step))
-            fake = pair[0](numbers())
-            if step % 2:
-                (pair[1](fake.detach()).square().mean() - pair[1](numbers()).square().mean()).backward()
-            else:
-                pair[1](fake).square().mean().backward()
-        for plain, model in zip(*pairs, strict=True):
-            check_grads(mesh, model, plain, exact=False, tolerance=4e-6)
-        for row in optimizers:
-            row[step % 2].step()
-            for optimizer in row:
-                optimizer.zero_grad()
-    for m in pairs[1]:
-        for step in range(2):  # a step ends what forwards that were not walked back have kept
-            plain_run(m, step)
-            torch.optim.SGD(m.parameters(), lr=0.1).step()
-        rest(m)
 
 
 # -- recomputation by the caller

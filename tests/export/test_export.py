@@ -384,7 +384,7 @@ WRONG = {
     "llama out --format dcp": "takes a checkpoint, and SOURCE",
     "llama out --dtype I8": "no floating-point dtype",
     "llama out --dtype int4": "invalid choice",
-    "llama out --like": "is given no value",
+    "llama out --like": "expected one argument",
     "llama s3://bucket/out": "is a URL",
     "llama file/out": "cannot be created",
     "nowhere out": "does not exist",

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import accordion as acc
-from tests.devices import device
 from tests.support import models
 from tests.support.checks import assert_equal, one_loss
 from tests.support.ranked import on_world
@@ -140,39 +139,6 @@ def test_nonfinite_norm_raises_if_requested(mesh):
         for name, p in model.named_parameters():
             assert torch.equal(p.grad.to_local(), before[name]) or (p is bad and dist.get_rank() == 0), name
     assert not torch.isfinite(acc.clip_grad_norm_(model, 1.0))
-
-
-class Streams(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.inner(x)
-
-    def stream(self, x):
-        for _ in range(2):
-            x = self.inner(x)
-            yield x
-
-    async def later(self, x):
-        return self.inner(x)
-
-    async def streams_later(self, x):
-        yield self.inner(x)
-
-    @torch.no_grad()
-    def without_grad(self, x):
-        yield self.inner(x)
-
-
-@on_world(2)
-def test_a_generator_is_no_entry_point(mesh):
-    model = acc.shard(Streams(), mesh=mesh)
-    for name in ("stream", "later", "streams_later", "without_grad"):
-        with pytest.raises(acc.UsageError, match=rf"Streams.{name} .*after its call returns"):
-            acc.entry_point(model, name)
-    assert model(torch.ones(1, 4, device=device())).shape == (1, 4)
 
 
 @on_world(2)

@@ -140,31 +140,16 @@ def test_wrap_optimizer_refuses_optimizers_that_are_not_elementwise(mesh) -> Non
 
 
 @on_world(2)
-def test_optimizers_of_whole_tensors_step_unwrapped(mesh) -> None:
-    """Step Muon on DTensors, with torch's own step, which communicates."""
-    found = []
-    for sharded in (False, True):
-        model = acc.shard(models.plain(), mesh=mesh) if sharded else models.plain()
-        optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=1e-2)
-        losses: list[float] = []
-        for _ in range(2):
-            optimizer.zero_grad()
-            tokens, targets = models.batch(0, 0, 0, vocab=48)
-            loss = models.loss_of(model(tokens), targets)
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-        found.append(losses)
-    assert found[1] == pytest.approx(found[0], rel=1e-2)
-
-
-@on_world(2)
-def test_adafactor_raises_and_names_adamw(mesh) -> None:
+def test_adafactor_and_lbfgs_raise_and_name_adamw(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     one_loss(model).backward()
     for use in (lambda optimizer: optimizer.step(), partial(acc.wrap_optimizer, elementwise=True)):
         with pytest.raises(acc.UsageError, match=r"Adafactor keeps .* a rank holds only some rows.*use AdamW"):
             use(torch.optim.Adafactor(model.parameters()))
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    for use in (lambda: lbfgs.step(lambda: one_loss(model)), lambda: acc.wrap_optimizer(lbfgs)):
+        with pytest.raises(acc.UsageError, match=r"LBFGS computes with .* sharded parameters are rows.*use AdamW"):
+            use()
     whole = acc.shard(models.plain(), mesh=mesh, strategy=acc.NO_SHARD)
     one_loss(whole).backward()
     torch.optim.Adafactor(whole.parameters()).step()

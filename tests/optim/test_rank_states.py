@@ -16,10 +16,10 @@ from tests.support import models
 from tests.support.checkpoints import differing
 from tests.support.checks import assert_equal, full, go_on, mesh_of, one_loss
 from tests.support.ranked import on_world
-from tests.support.row_states import Factored, InBlocks, Packed
+from tests.support.row_states import Factored, InBlocks
 from tests.support.sample import sampled
 
-KINDS = {"blocks": InBlocks, "packed": Packed, "factored": Factored}
+KINDS = {"blocks": InBlocks, "factored": Factored}
 MAKERS = {**KINDS, "adamw": torch.optim.AdamW}
 
 
@@ -54,7 +54,7 @@ def refused(mesh, kind, path, key):
 
 @pytest.mark.parametrize(
     ("kind", "key"),
-    sampled([("blocks", "absmax"), ("packed", "packed"), ("factored", "rows")], lambda kind, _: kind == "blocks"),
+    sampled([("blocks", "absmax"), ("factored", "rows")], lambda kind, _: kind == "blocks"),
 )
 def test_states_of_another_shape_are_refused_before_anything_is_written(world, tmp_path, kind, key):
     said = world.run(2, refused, kind, tmp_path, key)
@@ -90,7 +90,7 @@ def kept(mesh, kind, path, strategy, background, offload=False):
     ("name", "kind"),
     sampled(
         [(name, kind) for name in ("full_shard", "hybrid_shard", "no_shard") for kind in KINDS],
-        lambda name, kind: (name, kind) in (("full_shard", "factored"), ("no_shard", "packed")),
+        lambda name, kind: (name, kind) in (("full_shard", "factored"), ("no_shard", "blocks")),
     ),
 )
 def test_states_of_each_rank_resume_bit_for_bit(world, tmp_path, name, kind):

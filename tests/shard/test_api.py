@@ -115,7 +115,7 @@ def test_misuse_is_said_by_name(mesh) -> None:
         acc.shard(model, mesh=mesh)
     with pytest.raises(acc.UsageError, match="sharded already"):
         acc.shard(nn.Sequential(model), mesh=mesh)
-    with pytest.raises(acc.UsageError, match="hybrid_shard needs two"):
+    with pytest.raises(acc.UsageError, match=r"hybrid_shard needs a mesh with the axes \('replicate', 'shard'\)"):
         acc.shard(models.plain(), mesh=mesh, strategy=acc.HYBRID_SHARD)
     with pytest.raises(acc.UsageError, match="'mean' or 'sum'"):
         acc.shard(models.plain(), mesh=mesh, reduce_op="average")
@@ -123,16 +123,12 @@ def test_misuse_is_said_by_name(mesh) -> None:
         acc.shard(models.plain(), mesh=mesh, checkpoint_activations="selektive")
     with pytest.raises(acc.UsageError, match="no parameters"):
         acc.shard(nn.ReLU(), mesh=mesh)
-    with pytest.raises(acc.UsageError, match="Module"):
-        acc.shard(lambda x: x, mesh=mesh)
     for name, given in {
-        "mesh": 2,
         "strategy": 3,
         "precision": torch.bfloat16,
         "prefetch": 2,
         "offload": 2,
         "checkpoint_activations": True,
-        "units": 1000,
     }.items():
         with pytest.raises(acc.UsageError, match=f"^{name} is {given!r}.*; pass"):
             acc.shard(models.plain(), **{"mesh": mesh, name: given})

@@ -109,7 +109,6 @@ def ordinary(mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
         "anomaly": nan_check,
         "SGD": lambda: stepped(torch.optim.SGD),
         "Adam": lambda: stepped(torch.optim.Adam),  # torch itself replaces `step` when it makes the first one
-        "LBFGS": lambda: stepped(torch.optim.LBFGS),
         "Adafactor": lambda: stepped(torch.optim.Adafactor),
         "safetensors": saved,
     }
@@ -175,4 +174,4 @@ def main(rank: int, store: str) -> None:
 def test_shard_changes_nothing_that_other_code_sees_but_what_is_documented(tmp_path):
     program = "import os, sys; from tests.shard.test_host_process import main; main(int(os.fork() == 0), sys.argv[1])"
     done = run_python("-c", program, tmp_path / "store", timeout_s=600)
-    assert done.stdout == "alike\nalike\n", done.stderr
+    assert done.stdout.count("alike") == 2, done.stderr  # two processes write to one pipe

@@ -77,24 +77,6 @@ class InBlocks(torch.optim.Optimizer):
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
 
 
-class Packed(InBlocks):
-    """Two elements in a byte: nothing has the parameter's shape."""
-
-    def begin(self, p: Tensor, state: dict[str, Any]) -> None:
-        state["packed"] = torch.full(((p.numel() + 1) // 2,), 0x88, dtype=torch.uint8, device=p.device)
-        state["largest"] = 0.0
-
-    def moment(self, p: Tensor, state: dict[str, Any]) -> Tensor:
-        pairs = torch.stack([state["packed"] // 16, state["packed"] % 16], 1).flatten()[: p.numel()]
-        return ((pairs.float() - 8) / 7 * state["largest"]).view(p.shape)
-
-    def keep(self, moment: Tensor, state: dict[str, Any]) -> None:
-        state["largest"] = float(moment.abs().max()) if moment.numel() else 0.0
-        codes = (moment.flatten() / max(state["largest"], 1e-12) * 7 + 8).round().to(torch.uint8)
-        pairs = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
-        state["packed"].copy_(pairs[:, 0] * 16 + pairs[:, 1])
-
-
 class Factored(InBlocks):
     """A vector for the rows and one for the columns of each matrix."""
 

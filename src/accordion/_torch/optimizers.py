@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
-
-from accordion._torch.tensors import as_dtensor, local_of
+from torch.distributed.tensor import DTensor
 
 
 def settle_before_unscale() -> None:
@@ -40,37 +38,6 @@ def hooks_after_any_step() -> list[Any]:
     from torch.optim import optimizer
 
     return list(optimizer._global_optimizer_post_hooks.values())
-
-
-def use_whole_vectors(optimizer: torch.optim.LBFGS) -> None:
-    """Replace private methods of an LBFGS, so that it steps DTensors with full vectors, the same on every rank.
-
-    DTensor cannot flatten rows that do not divide by the number of ranks.
-    """
-    inner: Any = optimizer
-    inner._gather_flat_grad = partial(_whole_grads, inner._params)
-    inner._add_grad = partial(_add_whole, inner._params)
-
-
-def _whole_grads(params: Sequence[Tensor]) -> Tensor:
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    return torch.cat([_whole(grad).flatten() for grad in grads])
-
-
-def _whole(grad: Tensor) -> Tensor:
-    if not isinstance(grad, DTensor):
-        return grad
-    # The rows may be on the host, where the mesh does not communicate.
-    return as_dtensor(local_of(grad).to(grad.device_mesh.device_type), grad).full_tensor()
-
-
-def _add_whole(params: Sequence[Tensor], step_size: Any, vector: Tensor) -> None:
-    for p, chunk in zip(params, vector.split([p.numel() for p in params]), strict=True):
-        change = chunk.view(p.shape)
-        if isinstance(p, DTensor):
-            rows = distribute_tensor(change, p.device_mesh, p.placements, src_data_rank=None)
-            change = as_dtensor(local_of(rows).to(local_of(p).device), p)
-        p.add_(change, alpha=step_size)
 
 
 def has_counted_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -36,7 +36,6 @@ all_reduce_options: Callable[[bool], Any] = partial(_options, _c10d.AllreduceOpt
 BEFORE_2_13 = {
     "all_gather_single": "_allgather_base",
     "all_to_all_single": "alltoall_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
 }
@@ -48,32 +47,20 @@ def collective(group: Any, name: str) -> Callable[..., Any]:
     return getattr(group, name, None) or getattr(group, BEFORE_2_13[name])  # type: ignore[no-any-return]
 
 
-def options_of(group: Any, device: torch.device) -> tuple[timedelta | None, Any]:
-    """Return (timeout, new NCCL options) like those of the backend of `group` for `device`, for another group.
-
-    The timeout is None if the backend reports none. The options are None if it is not NCCL. No public names (2.11 to 2.13).
-    """
+def timeout_of(group: Any, device: torch.device) -> timedelta | None:
+    """Return the timeout of the backend of `group` for `device`; None if it reports none. No public name (2.11 to 2.15)."""
     try:
         backend = group._get_backend(device)
-        options = getattr(backend, "wrapped_pg", backend).options
+        timeout: timedelta = getattr(backend, "wrapped_pg", backend).options._timeout
     except (AttributeError, RuntimeError):  # the latter from C++
-        return None, None
-    fresh, nccl = None, getattr(torch.distributed, "ProcessGroupNCCL", None)
-    if nccl is not None and isinstance(options, nccl.Options):
-        fresh = nccl.Options()  # a copy would name the communicator from which it was split
-        for name in ("is_high_priority_stream", "config"):
-            if hasattr(options, name):
-                setattr(fresh, name, getattr(options, name))
-        fresh._timeout = options._timeout
-    return getattr(options, "_timeout", None), fresh
+        return None
+    return timeout
 
 
-def named_group(
-    name: str, ranks: list[int], device: torch.device | None, timeout: timedelta | None = None, options: Any = None
-) -> Any:
+def named_group(name: str, ranks: list[int], device: torch.device | None, timeout: timedelta | None = None) -> Any:
     """Return a new process group of `ranks`. A collective of these ranks alone, which all pass the same unused `name`.
 
-    `device`: the device that the group is bound to, unless the job is bound to one. `options`: NCCL's. No public names.
+    `device`: the device that the group is bound to, unless the job is bound to one. No public names.
     """
     # `new_group(use_local_synchronization=True)` derives the name from the number of groups that a rank knows. If ranks know
     # different numbers (after one `new_group([0])`), each waits forever for the others under its own name. The group is
@@ -85,9 +72,7 @@ def named_group(
     c10d._process_group_name = lambda ranks, use_hashed_name: name
     c10d._get_split_source = lambda *_: None  # (group), since 2.15 (group, backend)
     try:
-        return torch.distributed.new_group(
-            ranks, timeout, pg_options=options, use_local_synchronization=True, device_id=device
-        )
+        return torch.distributed.new_group(ranks, timeout, use_local_synchronization=True, device_id=device)
     finally:
         c10d._process_group_name, c10d._get_split_source = plain
 

@@ -25,10 +25,17 @@ ENDS_WITH_THE_BACKWARD = -1  # value in `Call.waiting`: no node shows when the g
 
 
 def transform_error() -> UsageError:
-    """Return the error for a model that is called inside a transform of torch.func, or with batched forward-mode tangents."""
+    """Return the error for a model that is called inside a transform of torch.func."""
     return UsageError(
-        "a sharded model was called inside a transform of torch.func (jvp, vmap, grad, ...) or with batched tangents, and it "
-        "supports neither; call it inside `accordion.full_params(model)`, or use torch.autograd.forward_ad for one tangent."
+        "a sharded model was called inside a transform of torch.func (jvp, vmap, grad, ...), which it does not support; call it "
+        "inside `accordion.full_params(model)`."
+    )
+
+
+def changed_error(unit: Unit) -> UsageError:
+    return UsageError(
+        f"the parameters of unit {unit.name or 'root'!r} were changed between this forward and its backward, by an optimizer "
+        "step, a load or a write; run the backward before the step, or the forward again."
     )
 
 
@@ -116,10 +123,7 @@ class Call:
         # The backward must see the parameters of the forward; without sharding, autograd's version counters check this.
         if self.version not in (None, version):
             unit.release()
-            raise UsageError(
-                f"the parameters of unit {unit.name or 'root'!r} were changed between this forward and its backward, by an "
-                "optimizer step, a load or a write; run the backward before the step, or the forward again."
-            )
+            raise changed_error(unit)
         unit.module_params.show(fulls, registered=False)
         self.shown[task] = fulls
 

@@ -84,11 +84,8 @@ class Communicator:
         self._exchange_options = _torch.exchange_options(self._async)
         self._scatter_options = _torch.reduce_scatter_options(self._async)
         self._sum_options = _torch.all_reduce_options(self._async)
-        # Before 2.12, torch's checking wrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL) has no coalesced collectives.
-        self._coalesces = dist.get_debug_level() != dist.DebugLevel.DETAIL  # type: ignore[attr-defined]
         self._gather = _torch.collective(group, "all_gather_single")
         self._exchange = _torch.collective(group, "all_to_all_single")
-        self._scatter = _torch.collective(group, "reduce_scatter_single")
         self._gather_coalesced = _torch.collective(group, "all_gather_single_coalesced")
         self._scatter_coalesced = _torch.collective(group, "reduce_scatter_single_coalesced")
 
@@ -102,8 +99,8 @@ class Communicator:
 
     def gather(self, fulls: list[Tensor], shards: list[Tensor]) -> Pending:
         """All-gather: fill each `fulls[i]` (num_ranks * n,) with the `shards[i]` (n,) of all ranks in rank order."""
-        # One launch if the backend is stream-ordered and coalesces; gloo would copy in and out, and has none for CUDA tensors.
-        if self._async or not self._coalesces:
+        # One launch if the backend is stream-ordered; gloo would copy in and out, and has none for CUDA tensors.
+        if self._async:
             gather, options, pairs = self._gather, self._gather_options, zip(fulls, shards, strict=True)
             return self._pending(*[gather(full, shard, options) for full, shard in pairs])
         if fulls:
@@ -112,7 +109,7 @@ class Communicator:
 
     def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
         """All-to-all for each (output, input, output split sizes, input split sizes); tensors are 1-D, [] splits equally."""
-        if self._async or len(sends) < 2 or not self._coalesces:
+        if self._async or len(sends) < 2:
             return self._pending(
                 *[self._exchange(out, sent, a, b, self._exchange_options) for out, sent, a, b in sends]
             )
@@ -124,18 +121,13 @@ class Communicator:
 
     def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
         """Reduce-scatter: fill each `outs[i]` (n,) with this rank's part of the sum of all `inputs[i]` (num_ranks * n,)."""
-        if not outs:
-            return self._pending()
-        if not self._coalesces:
-            scatter, pairs = self._scatter, zip(outs, inputs, strict=True)
-            return self._pending(*[scatter(out, tensor, self._scatter_options) for out, tensor in pairs])
-        return self._pending(self._scatter_coalesced(outs, inputs, self._scatter_options))
+        return self._pending(self._scatter_coalesced(outs, inputs, self._scatter_options)) if outs else self._pending()
 
     def sum(self, tensors: Sequence[Tensor]) -> Pending:
         """All-reduce: replace each tensor, in place, by its sum over ranks."""
         if self.num_ranks == 1:
             return Pending(self)
-        if self._async or len(tensors) < 2 or not self._coalesces:
+        if self._async or len(tensors) < 2:
             return self._pending(*[self.group.allreduce([t], self._sum_options) for t in tensors])
         self.group._start_coalescing(self.device)
         for t in tensors:
@@ -181,14 +173,13 @@ def own_communicator(communicator: Communicator, device: torch.device) -> Commun
 
 def group_of_job(communicator: Communicator, ranks: list[int], device: torch.device) -> Any:
     """Return a process group of `ranks` that all models share. The first call creates it, and is a collective. `communicator`:
-    its ranks must make that call together; the new group copies its backend options."""
+    its ranks must make that call together; the new group has its timeout."""
     key = f"accordion/group/{_torch.group_name(communicator.group)}/{len(ranks)}/"
     groups = _torch.kept_with_job(key)
     if not groups:
         name = f"accordion/{common_name([] if communicator.is_fake else [communicator])}/{ranks[0]}"
-        timeout, options = _torch.options_of(communicator.group, device)
-        bound_to = None if device.type == "cpu" else device
-        groups = [_torch.named_group(name, ranks, bound_to, timeout, options)]
+        timeout, bound_to = _torch.timeout_of(communicator.group, device), None if device.type == "cpu" else device
+        groups = [_torch.named_group(name, ranks, bound_to, timeout)]
         _torch.keep_with_job(key, groups[0])
     return groups[0]
 

@@ -26,10 +26,11 @@ GATHERED, GRADIENTS = Purpose  # reading through the class takes 0.1 us in Pytho
 
 
 class CallInForward(Protocol):
-    """Protocol for one run of a unit's forward, as observers see it.
+    """Protocol for one run of a unit's forward, as observers see it; its methods are those of `Call`.
 
     `root`: number of the outermost call, -1 in a backward. `is_dummy`: True if this rank only joins the collectives of ranks
     that call the unit. `needs_full_in_backward`: the backward gathers the unit. `may_come_back`: a backward may reach this call.
+    `has_begun`: the backward that runs now has reached it.
     """
 
     unit: Unit
@@ -40,15 +41,11 @@ class CallInForward(Protocol):
     @property
     def may_come_back(self) -> bool: ...
 
-    def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
-        """Gradient hook: record that a backward has reached the call. If `needs_full_in_backward`, gather the unit and show its
-        full parameters `fulls` to modules."""
+    def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None: ...
 
-    def has_begun(self) -> bool:
-        """Return True if the backward that runs now has reached this call."""
+    def has_begun(self) -> bool: ...
 
-    def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """Record that a backward has reached the call, and gather the unit in any case: one of `fulls` is about to be read."""
+    def begin_for_read(self, fulls: Sequence[Tensor]) -> None: ...
 
 
 class Observer:

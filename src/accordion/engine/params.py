@@ -1,43 +1,92 @@
-"""A sharded parameter of the model, and the modules that read it."""
+"""A sharded parameter of the model, the modules that read it, and the DTensor that they see under tensor parallelism."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from accordion.engine.communicator import Communicator
 from accordion.engine.context import ShardingContext, own_rows
 from accordion.engine.layout import Cut
 
 
-class ParamView(Protocol):
-    """Protocol for a parameter whose gathered tensor is only this rank's part of a larger one, as in tensor parallelism.
+class TensorParallelView:
+    """The DTensor that a parameter was before `shard`. Data parallelism shards its local tensor; a call with the gathered local
+    tensor returns the DTensor with the old `mesh` and `placements`, connected to it in autograd's graph.
 
-    `communicators`: of the ranks over which the larger tensor is divided. `is_first`: True if this is the first rank of each.
+    `summed`: axes of `mesh` on which the parameter is replicated and over which the engine sums gradients. `communicators`: of
+    the ranks over which the DTensor is divided.
     """
 
-    @property
-    def communicators(self) -> Sequence[Communicator]: ...
-
-    @property
-    def is_first(self) -> bool: ...
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        device: torch.device,
+        summed: Sequence[int] = (),
+    ) -> None:
+        self.mesh, self.placements, self.shape, self.summed = mesh, tuple(placements), torch.Size(shape), tuple(summed)
+        self.stride = torch.empty(self.shape, device="meta").stride()
+        cut = [i for i, p in enumerate(self.placements) if isinstance(p, Shard)]
+        self.communicators = [Communicator(mesh.get_group(i), device) for i in cut if mesh.size(i) > 1]
 
     def __call__(self, full: Tensor) -> Tensor:
-        """Return the tensor that modules see in place of `full`, such as a DTensor, connected to `full` in autograd's graph."""
+        if self.summed:
+            return _Seen.apply(full, self)  # type: ignore[no-untyped-call, no-any-return]
+        return self.seen(full)
 
-    def seen(self, full: Tensor) -> Tensor:
-        """Return the tensor that modules see in place of `full`, not connected to autograd's graph."""
+    def seen(self, full: Tensor) -> DTensor:
+        """Return the DTensor of the local tensor `full`."""
+        return DTensor.from_local(
+            full, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )
 
     def whole(self, full: Tensor) -> Tensor:
-        """Return the larger tensor, made of the part `full` of each rank. A collective."""
+        """Return the full tensor, made of the local tensor `full` of each rank. A collective."""
+        return self.seen(full.detach()).full_tensor()
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of the larger tensor `whole` as a view."""
+        """Return this rank's local tensor as a view of the full tensor `whole`."""
+        for i, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                c = Cut(tuple(whole.shape), placement.dim % len(whole.shape), self.mesh.size(i))
+                rank = self.mesh.get_local_rank(i)
+                whole = whole.narrow(placement.dim, min(rank * c.chunk, c.rows), c.rows_of(rank))
+        return whole
+
+    @property
+    def is_first(self) -> bool:
+        return not any(self.mesh.get_coordinate() or ())
+
+
+class _Seen(torch.autograd.Function):
+    """Autograd function. Forward: return the DTensor that `TensorParallelView.seen` makes of a full local tensor. Backward:
+    return the local gradient, redistributed to the view's placements on all axes but `summed`."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, around: TensorParallelView) -> DTensor:
+        ctx.around = around
+        return around.seen(full.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        around: TensorParallelView = ctx.around
+        wanted = [
+            actual if i in around.summed else expected
+            for i, (actual, expected) in enumerate(zip(grad.placements, around.placements, strict=True))
+        ]
+        if wanted != list(grad.placements):
+            grad = grad.redistribute(placements=wanted)
+        return grad.to_local(), None
 
 
 @dataclass(slots=True, weakref_slot=True)
@@ -56,7 +105,7 @@ class Param:
     requires_grad: bool
     grad_dtype: torch.dtype | None
     extension: Callable[[Tensor], Tensor] | None = None
-    around: ParamView | None = None
+    around: TensorParallelView | None = None
     sharded: nn.Parameter = field(init=False)
     grad_like: Tensor = field(init=False, repr=False)
     context: ShardingContext = field(init=False, repr=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,9 +37,6 @@ class ShardBuffer:
     pack_row: Tensor | None
     tag: Tensor
     flats: list[Tensor]
-
-    def num_bytes(self) -> int:
-        return sum(flat.nbytes for flat in self.flats)
 
     @property
     def caches(self) -> list[Tensor]:
@@ -108,22 +105,13 @@ class FlatShards(ShardBuffer):
         return [own_storage(view) for view in views]
 
 
-class ShardBufferMaker(Protocol):
-    """Function that makes a group's shard buffer. `unit`: index of its unit. `msg`: layout of its shards. `dtypes`: dtype of each
-    shard. `gathered`: dtype in which all are gathered."""
-
-    def __call__(
-        self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
-    ) -> ShardBuffer: ...
+ShardBufferMaker = Callable[[int, Message, int, Sequence[torch.dtype], torch.dtype], ShardBuffer]
+"""Function (index of a unit, layout of its shards, rank, dtype of each shard, gathered dtype) -> the shard buffer of a group."""
 
 
 def on_device(device: torch.device) -> ShardBufferMaker:
     """Return a `ShardBufferMaker` for shards that stay on `device`."""
-
-    def make(unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype) -> ShardBuffer:
-        return FlatShards(msg, rank, dtypes, zeros_on(device))
-
-    return make
+    return lambda unit, msg, rank, dtypes, gathered: FlatShards(msg, rank, dtypes, zeros_on(device))
 
 
 def zeros_on(device: torch.device) -> Allocate:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.autograd import hand_over
-from accordion.engine.calls import Call
+from accordion.engine.calls import Call, changed_error
 from accordion.engine.communicator import carried
 from accordion.engine.engine import Engine
 from accordion.engine.layout import Slice
@@ -17,7 +17,6 @@ from accordion.engine.observer import GATHERED, GRADIENTS
 from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.streams import Steps, Transfer
 from accordion.engine.unit import Unit
-from accordion.errors import UsageError
 
 
 def why_not_sliced(unit: Unit) -> str:
@@ -147,8 +146,5 @@ def begin_call(engine: Engine, unit: Unit) -> Call:
 def begin_backward(call: Call) -> None:
     """Make the running backward one of `call`. Raises `UsageError` if the parameters were changed since the forward."""
     if call.version != call.unit.groups[0].version():
-        raise UsageError(
-            f"the parameters of unit {call.unit.name or 'root'!r} were changed between this forward and its backward, by an "
-            "optimizer step, a load or a write; run the backward before the step, or the forward again."
-        )
+        raise changed_error(call.unit)
     call.engine.join(_torch.current_graph_task(), call)

@@ -28,8 +28,8 @@ from accordion.offload.tiers import activation_offload_of
 from accordion.safety.refusals import refuse_additions
 from accordion.safety.same_on_ranks import arguments_of, place_buffers, same_structure, same_values, settings_of
 from accordion.shard.activations import checkpoint_forward
-from accordion.shard.build import UnitSpec, build_engine, groups_over, with_secondary, with_tiers
-from accordion.shard.checks import check_entry_point, check_model
+from accordion.shard.build import UnitSpec, build_engine, plan_groups, with_secondary, with_tiers
+from accordion.shard.checks import check_model
 from accordion.shard.layouts import Layout, layout_of, local_part
 from accordion.shard.own_meshes import check_choice, mesh_settings, own_meshes
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
@@ -37,7 +37,7 @@ from accordion.shard.subclasses import check_extended, extended_rows, is_extende
 from accordion.shard.topology import CommunicatorMaker, beside, communicator_over, mesh_for, wire
 from accordion.sharding import Sharding
 from accordion.state import attach_state_dict_hooks
-from accordion.units import Owned, by_unit, check_hooks, choose_units, gathered_dtype, owned_parameters
+from accordion.units import Owned, by_unit, choose_units, gathered_dtype, owned_parameters
 
 log = logging.getLogger("accordion")
 
@@ -94,7 +94,7 @@ def shard_over(
     """Shard as `shard` does, with communicators from `make` and host memory from `make_arena`, which the planner replaces."""
     modes = debug_modes(debug)
     check_choice(sharding.meshes, sharding.strategy, sync=sync)
-    check_model(model, mesh)
+    check_model(model)
     with torch.no_grad(), torch.inference_mode(False):
         plan = _agree(make, model, mesh_for(mesh, sharding.strategy), sharding, sync, modes)
         engine = _attach_engine(make, make_arena, model, plan)
@@ -105,7 +105,7 @@ def shard_over(
     attach_state_dict_hooks(model)
     weakref.finalize(model, engine.dismantle)
     refuse_additions(model, engine)
-    _announce(engine, plan.owned, plan.chosen, plan.mesh)
+    _announce(plan)
     return model
 
 
@@ -136,7 +136,6 @@ def _agree(
     context = wire(mesh, strategy, scale, late="streams" in modes, make=make)
     chosen = choose_units(model, sharding.units)
     owned = owned_parameters(model, {id(m): i for i, (_, m) in enumerate(chosen)})
-    check_hooks(owned)
     over, refused = list[DeviceMesh | None]([None] * len(owned)), None
     try:
         over = own_meshes(model, owned, sharding.meshes or {}, mesh, strategy)
@@ -166,7 +165,7 @@ def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Mo
     extended = [[pair for pair in pairs if is_extended(pair[0].original)] for pairs in cuts]
     plain = [[pair for pair in pairs if not is_extended(pair[0].original)] for pairs in cuts]
     planned = [
-        groups_over(pairs, [own_contexts.get(id(o)) for o, _ in pairs], each)
+        plan_groups(pairs, each, lambda o: own_contexts.get(id(o)))
         for pairs, each in zip(plain, plan.precisions, strict=True)
     ]
     check_activations(plan.offloads, sharding.checkpoint_activations)
@@ -196,14 +195,13 @@ def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Mo
 
 def entry_point(module: nn.Module, name: str) -> None:
     """Let the method `name` of `module` use full parameters as `forward` does: `generate`, `encode` and the like. `module`: the
-    sharded model, or a module that is a unit. Raises `UsageError` for any other module, for a missing method, and for a generator
-    or coroutine."""
+    sharded model, or a module that is a unit; `UsageError` for any other. Full parameters are freed when the method returns, so
+    it must not be a generator or coroutine."""
     hooks = attached_to(module)
     if hooks is None:
         raise UsageError(
             f"{type(module).__name__} is no unit; entry points are methods of the sharded model or of a unit's module."
         )
-    check_entry_point(module, name)
     hooks.attach_method(module, name)
 
 
@@ -242,14 +240,9 @@ def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]
     return [Replicate(), Shard(c.dim)] if mesh.ndim == 2 else [Shard(c.dim)]
 
 
-def _announce(engine: Engine, owned: list[Owned], chosen: list[tuple[str, nn.Module]], mesh: DeviceMesh) -> None:
+def _announce(plan: _Plan) -> None:
+    mesh = plan.mesh
     if mesh.get_local_rank(0) or (mesh.ndim > 1 and mesh.get_local_rank(1)):
         return
-    padding = sum((p.cut.padded_numel - p.cut.numel) * p.dtype.itemsize for u in engine.units for p in u.params)
-    log.info(
-        "%s over %d ranks: %d parameters in %d units (%s), %d bytes of padding",
-        engine.strategy.name, mesh.size(), len(owned), len(chosen), ", ".join(n or "(root)" for n, _ in chosen), padding,
-    )  # fmt: skip
-    for o in owned:
-        if len(o.names) > 1:
-            log.info("tied: %s are one parameter, owned by unit %s", ", ".join(o.names), chosen[o.owner][0] or "(root)")
+    units = ", ".join(name or "(root)" for name, _ in plan.chosen)
+    log.info("%s over %d ranks: %d units (%s)", plan.sharding.strategy.name, mesh.size(), len(plan.chosen), units)

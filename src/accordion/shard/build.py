@@ -151,26 +151,21 @@ def with_tiers(
     return dataclasses.replace(context, shard_buffers=on_every_rank(make, context))
 
 
-def plan_groups(params_of_unit: list[tuple[Owned, Cut]], precision: Precision) -> list[GroupPlan]:
-    """Return one group per dtype in which parameters of a unit are gathered. `params_of_unit`: pairs of parameter and cut."""
-    by_dtype: dict[torch.dtype, list[Param]] = {}
+def plan_groups(
+    params_of_unit: Sequence[tuple[Owned, Cut]],
+    precision: Precision,
+    context_of: Callable[[Owned], ShardingContext | None] = lambda o: None,
+) -> list[GroupPlan]:
+    """Return one group per context and dtype in which parameters of a unit are gathered. `params_of_unit`: pairs of parameter and
+    cut. `context_of`: returns the ranks over which a parameter is sharded; None for those of the model."""
+    groups: dict[tuple[ShardingContext | None, torch.dtype], list[Param]] = {}
     for o, c in params_of_unit:
         dtype, trained = o.original.dtype, o.original.requires_grad
         shard_dtype = precision.master_dtype(dtype, trained)
         was_set, asked = _torch.asked_grad_dtype(o.original)
         param = Param(o.names[0], o.places, c, shard_dtype, trained, asked if was_set else shard_dtype)
-        by_dtype.setdefault(gathered_dtype(o, precision), []).append(param)
-    return [GroupPlan(params, dtype, precision.reduce_dtype(dtype)) for dtype, params in by_dtype.items()]
-
-
-def groups_over(
-    params_of_unit: Sequence[tuple[Owned, Cut]], contexts: Sequence[ShardingContext | None], precision: Precision
-) -> list[GroupPlan]:
-    """Return one group per context and gathered dtype of a unit's parameters. `contexts`: per parameter; None: the model's."""
-    by_context: dict[ShardingContext | None, list[tuple[Owned, Cut]]] = {}
-    for pair, context in zip(params_of_unit, contexts, strict=True):
-        by_context.setdefault(context, []).append(pair)
-    return [g._replace(context=c) for c, pairs in by_context.items() for g in plan_groups(pairs, precision)]
+        groups.setdefault((context_of(o), gathered_dtype(o, precision)), []).append(param)
+    return [GroupPlan(params, d, precision.reduce_dtype(d), over) for (over, d), params in groups.items()]
 
 
 def with_secondary(

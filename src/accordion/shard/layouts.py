@@ -6,81 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
-from accordion.engine.communicator import Communicator
 from accordion.engine.layout import Cut
+from accordion.engine.params import TensorParallelView
 from accordion.shard.topology import device_of
-
-
-class TensorParallelView:
-    """A `ParamView` for a parameter that was a DTensor before `shard`. Data parallelism shards its local tensor. A call with the
-    gathered local tensor returns the DTensor with the old `mesh` and `placements`. `summed`: axes of `mesh` on which the
-    parameter is replicated and over which the engine sums gradients."""
-
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        placements: Sequence[Placement],
-        shape: Sequence[int],
-        device: torch.device,
-        summed: Sequence[int] = (),
-    ) -> None:
-        self.mesh, self.placements, self.shape, self.summed = mesh, tuple(placements), torch.Size(shape), tuple(summed)
-        self.stride = torch.empty(self.shape, device="meta").stride()
-        cut = [i for i, p in enumerate(self.placements) if isinstance(p, Shard)]
-        self.communicators = [Communicator(mesh.get_group(i), device) for i in cut if mesh.size(i) > 1]
-
-    def __call__(self, full: Tensor) -> Tensor:
-        if self.summed:
-            return _Seen.apply(full, self)  # type: ignore[no-untyped-call, no-any-return]
-        return self.seen(full)
-
-    def seen(self, full: Tensor) -> DTensor:
-        return DTensor.from_local(
-            full, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
-        )
-
-    def whole(self, full: Tensor) -> Tensor:
-        return self.seen(full.detach()).full_tensor()
-
-    def part_of(self, whole: Tensor) -> Tensor:
-        for i, placement in enumerate(self.placements):
-            if isinstance(placement, Shard):
-                c = Cut(tuple(whole.shape), placement.dim % len(whole.shape), self.mesh.size(i))
-                rank = self.mesh.get_local_rank(i)
-                whole = whole.narrow(placement.dim, min(rank * c.chunk, c.rows), c.rows_of(rank))
-        return whole
-
-    @property
-    def is_first(self) -> bool:
-        return not any(self.mesh.get_coordinate() or ())
-
-
-class _Seen(torch.autograd.Function):
-    """Autograd function. Forward: return the DTensor that `TensorParallelView.seen` makes of a full local tensor. Backward:
-    return the local gradient, redistributed to the view's placements on all axes but `summed`."""
-
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, around: TensorParallelView) -> DTensor:
-        ctx.around = around
-        return around.seen(full.detach())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        around: TensorParallelView = ctx.around
-        wanted = [
-            actual if i in around.summed else expected
-            for i, (actual, expected) in enumerate(zip(grad.placements, around.placements, strict=True))
-        ]
-        if wanted != list(grad.placements):
-            grad = grad.redistribute(placements=wanted)
-        return grad.to_local(), None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

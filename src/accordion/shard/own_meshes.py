@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,34 +17,16 @@ from accordion.sharding import MeshChoice
 from accordion.units import Owned
 
 
-def check_choice(meshes: Any, strategy: Strategy, *, sync: bool) -> MeshChoice:
-    """Return the mapping `meshes` of a `Sharding`, {} for None. Raises `UsageError` for wrong types, and if there are meshes
-    with `sync` or a strategy that divides rows over replicas too."""
-    if meshes is None:
-        return {}
-    if not isinstance(meshes, Mapping):
-        raise UsageError(
-            f"meshes is a {type(meshes).__name__}; pass a mapping from classes of modules or patterns of names to meshes, "
-            'as in {"*.experts": mesh["edp"]}.'
+def check_choice(meshes: MeshChoice | None, strategy: Strategy, *, sync: bool) -> None:
+    """Raise `UsageError` if `meshes` of a `Sharding` come with `sync` or a strategy that divides rows over replicas too."""
+    if meshes and (sync or strategy.optim_over_replicas):
+        what = (
+            "sync=True: the first rank lacks other ranks' parts" if sync else f"{strategy.name}, which cuts rows twice"
         )
-    for key, mesh in meshes.items():
-        is_key = isinstance(key, str) or (isinstance(key, type) and issubclass(key, nn.Module))
-        if not is_key or not isinstance(mesh, DeviceMesh):
-            raise UsageError(
-                f"meshes has {key!r}: {mesh!r}; pass classes of modules or patterns of names, each with a DeviceMesh, such as a "
-                "slice of another."
-            )
-    if meshes and strategy.optim_over_replicas:
         raise UsageError(
-            f"meshes cannot be combined with {strategy.name}, which cuts rows over two axes of the model's mesh; use "
-            "HYBRID_SHARD or FULL_SHARD."
+            f"meshes cannot be combined with {what}; use HYBRID_SHARD or FULL_SHARD, and build the model with its values on "
+            "every rank, or load it after shard()."
         )
-    if meshes and sync:
-        raise UsageError(
-            "meshes cannot be combined with sync=True, because the first rank lacks the other ranks' parts of such parameters; "
-            "build the model with the same values on every rank, or load it after shard()."
-        )
-    return meshes
 
 
 def own_meshes(
@@ -83,17 +64,14 @@ def _names(model: nn.Module, key: type[nn.Module] | str, o: Owned) -> bool:
 
 
 def _check_mesh(key: type[nn.Module] | str, asked: DeviceMesh, mesh: DeviceMesh, strategy: Strategy) -> None:
-    entry = f"meshes[{_shown(key)}]"
-    one_axis = strategy.optim is Place.REPLICATE
-    if asked.ndim not in (1, 2) or (asked.ndim == 2 and one_axis):
-        wanted = "one" if one_axis else "one axis that shards, or two, the second of which shards"
-        raise UsageError(
-            f"{entry} has {asked.ndim} axes, named {asked.mesh_dim_names}; {strategy.name} takes {wanted}."
-        )
+    most, wanted = (
+        (1, "one axis") if strategy.optim is Place.REPLICATE else (2, "one axis, or two that replicate and shard")
+    )
     is_inside = asked.device_type == mesh.device_type and {*_torch.ranks_of(asked)} <= {*_torch.ranks_of(mesh)}
-    if not is_inside or asked.get_coordinate() is None:
+    if asked.ndim > most or not is_inside or asked.get_coordinate() is None:
         raise UsageError(
-            f"{entry} is {asked}, but the model's mesh is {mesh}; pass a slice of the model's mesh that includes this rank."
+            f"meshes[{_shown(key)}] is {asked} with axes {asked.mesh_dim_names}, and the model's mesh is {mesh}; "
+            f"{strategy.name} takes a slice of the model's mesh that includes this rank, of {wanted}."
         )
 
 
@@ -102,48 +80,44 @@ def _check_parameter(o: Owned, own_mesh: DeviceMesh | None, mesh: DeviceMesh) ->
     are refused. On a mesh of its own, a plain tensor needs all ranks of `mesh`, a DTensor must be `Shard` over a second mesh that
     adds the missing ranks, and other subclasses are refused."""
     # If ranks were missing, the full value would be unknown, and each of several replicas would sum only some of its gradients.
-    name, param = o.names[0], o.original
+    param, problem = o.original, None
+    everybody = sorted(_torch.ranks_of(mesh))
     if own_mesh is None:
         if isinstance(param, DTensor):
-            raise UsageError(
-                f"parameter {name!r} is a DTensor already; shard() takes plain parameters, and DTensors only with a mesh of "
-                "their own in meshes=."
+            problem = "a DTensor already; shard() takes DTensors only with a mesh of their own in meshes="
+    elif not _torch.is_plain(local_part(param)):
+        problem = (
+            f"a {type(local_part(param)).__name__}, a tensor subclass, and only plain tensors have a mesh of their own"
+        )
+    elif isinstance(param, DTensor):
+        if not _complete(param, own_mesh, everybody):
+            problem = (
+                f"a DTensor with {param.placements} on {param.device_mesh}, and meshes names {own_mesh} for it; it must be "
+                "Shard(dim) on every axis of one slice of a mesh with named axes, and meshes must name another slice, which "
+                "completes the ranks of the model: distribute_tensor(param, mesh['ep'], [Shard(0)]) and mesh['edp']"
             )
-        return
-    if not _torch.is_plain(local_part(param)):
-        raise UsageError(
-            f"parameter {name!r} is a {type(local_part(param)).__name__}, a tensor subclass, on a mesh of its own, where "
-            "only plain ones are sharded; leave it out of meshes."
+    elif sorted(_torch.ranks_of(own_mesh)) != everybody:
+        problem = (
+            f"a plain tensor on the mesh {own_mesh} of its own, so its values on other ranks are unknown; make it a DTensor over "
+            "these ranks first, with distribute_tensor(param, mesh['ep'], [Shard(0)])"
         )
-    everybody, ranks = sorted(_torch.ranks_of(mesh)), sorted(_torch.ranks_of(own_mesh))
-    if isinstance(param, DTensor):
-        _check_dtensor(name, param, own_mesh, everybody)
-    elif ranks != everybody:
-        raise UsageError(
-            f"parameter {name!r} is a plain tensor on the mesh {own_mesh} of its own, so its values on the other "
-            f"{len(everybody) - len(ranks)} ranks are unknown; make it a DTensor over these ranks first, with "
-            "distribute_tensor(param, mesh['ep'], [Shard(0)])."
-        )
+    if problem is not None:
+        raise UsageError(f"parameter {o.names[0]!r} is {problem}.")
 
 
-def _check_dtensor(name: str, param: DTensor, own_mesh: DeviceMesh, everybody: list[int]) -> None:
-    inner, placements = param.device_mesh, param.placements
+def _complete(param: DTensor, own_mesh: DeviceMesh, everybody: list[int]) -> bool:
+    """Return True if `param` is sharded on every axis of its mesh, and this mesh and `own_mesh` are two slices of one mesh of the
+    ranks `everybody`."""
+    inner = param.device_mesh
     names, others = own_mesh.mesh_dim_names, inner.mesh_dim_names
-    if names is None or others is None or set(names) & set(others):
-        raise UsageError(
-            f"parameter {name!r} is a DTensor on {inner}, and meshes names {own_mesh} for it; pass slices of one mesh with named "
-            "axes and no axis in common, such as mesh['ep'] to distribute_tensor and mesh['edp'] here."
-        )
-    if not all(type(p) is Shard for p in placements):
-        raise UsageError(
-            f"parameter {name!r} has the placements {placements} on {inner}, whose ranks do not sum its gradients; with a mesh "
-            "of its own it must be Shard(dim) on every axis of that mesh."
-        )
-    if sorted(_torch.ranks_of(_torch.joined_mesh(own_mesh, inner))) != everybody:
-        raise UsageError(
-            f"parameter {name!r} is a DTensor on {inner}, and meshes names {own_mesh} for it, but together they are not the "
-            f"ranks {everybody} of the model; pass slices of one mesh of all these ranks."
-        )
+    if (
+        names is None
+        or others is None
+        or set(names) & set(others)
+        or not all(type(p) is Shard for p in param.placements)
+    ):
+        return False
+    return sorted(_torch.ranks_of(_torch.joined_mesh(own_mesh, inner))) == everybody
 
 
 def mesh_settings(own_meshes: Sequence[DeviceMesh | None], owned: Sequence[Owned]) -> dict[str, str]:

@@ -65,21 +65,10 @@ class Moved(nn.Parameter):
 
 
 def follow_moved(optimizer: torch.optim.Optimizer) -> None:
-    """Replace the parameters of an optimizer made before `shard` by shards, in place, and its states by this rank's rows.
-
-    Raises `UsageError` for a state that is neither one number nor of its parameter's shape.
-    """
+    """Replace the parameters of an optimizer made before `shard` by shards, in place, and its states by this rank's rows."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     moved = {id(p): vars(p)["moved_to"] for p in params if "moved_to" in vars(p)}
     states = {p: state for p, state in optimizer.state.items() if id(p) in moved}
-    for p, state in states.items():
-        shape = moved[id(p)].shape
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != shape:
-                raise UsageError(
-                    f"this {type(optimizer).__name__} was made before its model was sharded, and has a state {key!r} of shape "
-                    f"{tuple(value.shape)} for a parameter of shape {tuple(shape)}, whose rows a rank cannot take; make it after."
-                )
     for p, state in states.items():
         sharded = moved[id(p)]
         optimizer.state.pop(p)

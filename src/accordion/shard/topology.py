@@ -34,23 +34,14 @@ from accordion.shard.same_mesh import same_mesh
 
 def mesh_for(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
     """Return `mesh`, or for None a mesh of all ranks. Raises `UsageError` if the strategy needs other axes."""
-    if mesh is None:
-        if strategy.hybrid:
-            raise UsageError(
-                f"{strategy.name} needs a mesh with two axes; pass init_device_mesh(device, (nodes, gpus), "
-                "mesh_dim_names=('replicate', 'shard'))."
-            )
+    if mesh is None and not strategy.hybrid:
         return default_mesh()
-    names, wanted = mesh.mesh_dim_names, ("replicate", "shard")
-    if strategy.hybrid and (mesh.ndim != 2 or names not in (None, wanted)):
+    wanted = ("replicate", "shard") if strategy.hybrid else ("shard",)
+    names, ndim = (None, 0) if mesh is None else (mesh.mesh_dim_names, mesh.ndim)
+    if mesh is None or ndim != len(wanted) or (strategy.hybrid and names not in (None, wanted)):
         raise UsageError(
-            f"the mesh has {mesh.ndim} axes, named {names}, but {strategy.name} needs two, {wanted}; pass "
-            f"init_device_mesh(device, (nodes, gpus), mesh_dim_names={wanted})."
-        )
-    if not strategy.hybrid and mesh.ndim != 1:
-        raise UsageError(
-            f"the mesh has {mesh.ndim} axes, named {names}, but {strategy.name} shards over one; pass a 1-D mesh or a slice "
-            "of this one, or strategy=HYBRID_SHARD."
+            f"{strategy.name} needs a mesh with the axes {wanted}, and this has {ndim}, named {names}; pass another strategy, "
+            "a slice of the mesh, or init_device_mesh(device, (nodes, gpus), mesh_dim_names=('replicate', 'shard'))."
         )
     return mesh
 
@@ -63,16 +54,9 @@ def default_mesh() -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device of `mesh`. Raises `UsageError` if the machine has no such device."""
+    """Return this rank's device of `mesh`."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != mesh.device_type:
-        available = "no accelerator" if accelerator is None else f"accelerators of type {accelerator.type!r}"
-        raise UsageError(
-            f"the mesh is one of {mesh.device_type!r} devices, and this machine has {available}; make it with "
-            f"init_device_mesh({(accelerator or torch.device('cpu')).type!r}, ...)."
-        )
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 

@@ -15,7 +15,7 @@ from accordion.checkpoint.contents import without_wrappers
 from accordion.engine.engine import Engine
 from accordion.engine.params import Param
 from accordion.errors import UsageError
-from accordion.state import refuse_own_gather, register
+from accordion.state import refuse_own_gather
 from accordion.weights.adapters import added_by_adapters, copied_inside, is_adapter
 from accordion.weights.export import is_peft
 from accordion.weights.pretrained import INSIDE
@@ -133,7 +133,9 @@ def _merged_item(engine: Engine, name: str, layer: Any, dtype: torch.dtype | Non
 def _merge(engine: Engine, layer: Any, params: list[tuple[Param, Places]], fulls: Sequence[Tensor]) -> Tensor:
     """Return the weight of a PEFT layer with its active adapters merged, by PEFT's code, which overwrites `fulls[0]`."""
     shown = [nn.Parameter(full, requires_grad=False) for full in fulls]
-    register([(module, attr, full) for (_, places), full in zip(params, shown, strict=True) for module, attr in places])
+    for (_, places), full in zip(params, shown, strict=True):
+        for module, attr in places:
+            module._parameters[attr] = full
     engine.suspended = True
     try:
         with torch.no_grad():
@@ -142,4 +144,6 @@ def _merge(engine: Engine, layer: Any, params: list[tuple[Param, Places]], fulls
     finally:
         layer.merged_adapters.clear()
         engine.suspended = False
-        register([(module, attr, param.sharded) for param, places in params for module, attr in places])
+        for param, places in params:
+            for module, attr in places:
+                module._parameters[attr] = param.sharded

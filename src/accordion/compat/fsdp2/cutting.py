@@ -17,8 +17,9 @@ from accordion import _torch
 from accordion.compat.fsdp2.asked import PART, Spmd, keeps_dtype
 from accordion.compat.fsdp2.lazy import Part, parts_below
 from accordion.engine.layout import Cut
+from accordion.engine.params import TensorParallelView
 from accordion.errors import UsageError
-from accordion.shard.layouts import Layout, TensorParallelView, cut_on, layout_of, local_part
+from accordion.shard.layouts import Layout, cut_on, layout_of, local_part
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
 from accordion.shard.subclasses import check_tensor, extended_rows
 from accordion.shard.topology import device_of

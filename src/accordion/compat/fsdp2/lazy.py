@@ -457,8 +457,7 @@ def _planned(
     for (over, keeps_dtype), pairs in by_context.items():
         precision = replace(part.asked.precision, params=None) if keeps_dtype else part.asked.precision
         groups = [group._replace(context=over) for group in plan_groups(pairs, precision)]
-        groups = with_secondary(groups, context, part.asked.sharding)
-        for group in groups:
+        for group in with_secondary(groups, context, part.asked.sharding):
             # Since torch 2.15, without a reduce_dtype, gradients are summed in the dtype that their dtypes promote to. A
             # parameter whose `grad_dtype` is None has gradients in the dtype of the computation.
             dtypes = [param.grad_dtype or group.dtype for param in group.params if param.requires_grad]
