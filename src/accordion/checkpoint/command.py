@@ -1,15 +1,13 @@
-"""The command `accordion checkpoint`: inspect, verify and convert, for people and, with `--json`, for programs."""
+"""The command `accordion checkpoint`: inspect and verify, for people and, with `--json`, for programs."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accordion.checkpoint.convert import convert
 from accordion.checkpoint.reading import read_manifest, steady, verify
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import CheckpointError
@@ -29,7 +27,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class PathOptions:
-    """Options of subcommands that read one checkpoint.
+    """Options of both subcommands.
 
     Args:
         path: the checkpoint
@@ -37,21 +35,6 @@ class PathOptions:
     """
 
     path: str = place()
-    json: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """Options of `convert`.
-
-    Args:
-        source: the path to read
-        target: the checkpoint to write
-        json: print JSON
-    """
-
-    source: str = place()
-    target: str = place()
     json: bool = False
 
 
@@ -72,17 +55,8 @@ def run(words: list[str]) -> int:
         answer = job(options)
     except OSError as error:
         raise CheckpointError(str(error)) from error
-    print(json.dumps(_plain(answer.data), indent=2) if options.json else "\n".join(answer.lines), flush=True)
+    print(json.dumps(answer.data, indent=2) if options.json else "\n".join(answer.lines), flush=True)
     return answer.code
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as JSON that any program can read: NaN, infinities and keys as strings, tuples as lists."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -144,17 +118,8 @@ def _verify(options: PathOptions) -> Answer:
     return Answer(data=data, lines=faults or [f"{options.path} is as it was written, every byte"], code=bool(faults))
 
 
-def _convert(options: ConvertOptions) -> Answer:
-    source = convert(options.source, options.target)
-    num_tensors = len(source.tensors)
-    data = {"path": options.target, "from": source.kind, "tensors": num_tensors, "left_out": list(source.left)}
-    lines = [f"{options.target}: {num_tensors} tensors from {source.kind}"]
-    return Answer(data=data, lines=[*lines, *(f"left out: {name}" for name in source.left)])
-
-
 JOBS: Mapping[str, tuple[str, type[Any], Callable[[Any], Answer]]] = {
     "inspect": ("List what is in a checkpoint.", PathOptions, _inspect),
     "verify": ("Read every byte of a checkpoint and compare it with its checksum.", PathOptions, _verify),
-    "convert": ("Make a checkpoint of a folder of safetensors or a torch.save file.", ConvertOptions, _convert),
 }
 SUBCOMMANDS = {name: about for name, (about, _, _) in JOBS.items()}
