@@ -93,21 +93,3 @@ class Packed(InBlocks):
         codes = (moment.flatten() / max(state["largest"], 1e-12) * 7 + 8).round().to(torch.uint8)
         pairs = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
         state["packed"].copy_(pairs[:, 0] * 16 + pairs[:, 1])
-
-
-class Factored(InBlocks):
-    """A vector for the rows and one for the columns of each matrix."""
-
-    def begin(self, p: Tensor, state: dict[str, Any]) -> None:
-        state["rows"], state["cols"] = p.new_zeros(p.shape[0]), p.new_zeros(p.shape[-1])
-        state["last"] = torch.zeros_like(p)
-
-    def moment(self, p: Tensor, state: dict[str, Any]) -> Tensor:
-        outer = state["rows"][:, None] + state["cols"] if p.dim() == 2 else state["rows"]
-        return state["last"].clone().mul_(outer + 1)
-
-    def keep(self, moment: Tensor, state: dict[str, Any]) -> None:
-        state["last"].copy_(moment)
-        if moment.numel():
-            state["rows"].copy_(moment.abs().flatten(1).mean(1) if moment.dim() > 1 else moment.abs())
-            state["cols"].copy_(moment.abs().mean(0))

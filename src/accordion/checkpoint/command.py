@@ -62,8 +62,7 @@ def run(words: list[str]) -> int:
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the manifest of the checkpoint at `path` as a dict: its writer, files, tensors, options of the optimizer, `extra`.
 
-    Its "rank_states" has "num_ranks", the number of ranks that saved, and "states", [parameter, key] of each optimizer state
-    that belongs to one rank's shard. Raises `CheckpointError` if the manifest is missing or damaged.
+    Raises `CheckpointError` if the manifest is missing or damaged.
     """
     manifest = steady(lambda: checkpoint_at(path), read_manifest)
     optimizer = manifest.optimizer
@@ -85,28 +84,18 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         },
         "aliases": dict(manifest.aliases),
         "optimizer": None if optimizer is None else [group["options"] for group in optimizer["groups"]],
-        "rank_states": {
-            "num_ranks": manifest.saved_by.get("num_ranks"),
-            "states": (optimizer or {}).get("of_rows", []),
-        },
         "extra": manifest.extra,
     }
 
 
 def _inspect(options: PathOptions) -> Answer:
     about = inspect(options.path)
-    tensors, saved_by, states = about["tensors"], about["saved_by"], about["rank_states"]["states"]
+    tensors, saved_by = about["tensors"], about["saved_by"]
     lines = [
         f"{about['path']}: {len(tensors)} tensors, {about['num_bytes']:,} bytes in {len(about['files'])} files",
         f"saved by {saved_by.get('num_ranks')} ranks, torch {saved_by.get('torch')}",
         f"checksums: {about['checksum']}; optimizer: {'none' if about['optimizer'] is None else 'yes'}",
     ]
-    if states:
-        keys = ", ".join(sorted({str(key) for _, key in states}))
-        lines.append(
-            f"states that belong to the rows of one of {about['rank_states']['num_ranks']} ranks, and load on as many ranks "
-            f"only: {keys} of {len({param for param, _ in states})} parameters"
-        )
     lines += [f"  {name}  {t['dtype']} {list(t['shape'])}  {t['num_chunks']} chunks" for name, t in tensors.items()]
     return Answer(data=about, lines=[*lines, *(f"  {a} is {b}" for a, b in about["aliases"].items())])
 

@@ -30,7 +30,7 @@ from accordion.checkpoint.contents import (
 from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.optimizer_list import OptimizerList
-from accordion.checkpoint.optimizer_states import RankStates, load_rank_states, same_kind_on_all
+from accordion.checkpoint.optimizer_states import same_kind_on_all
 from accordion.checkpoint.prune import before
 from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, opened, place_of, steady
 from accordion.checkpoint.restore import differences, restored
@@ -114,8 +114,7 @@ def _checked(files: Files, request: _Request) -> _Plan:
         )
     wanted = team.agree(lambda: contents(request.model, request.optimizer, request.only))
     same_kind_on_all(wanted, team)
-    states = load_rank_states(files, wanted, team)
-    plan = team.agree(lambda: _plan(files, wanted, states, request))
+    plan = team.agree(lambda: _plan(files, wanted, request))
     try:
         team.agree(lambda: _check(files, plan, team))
     except CheckpointError as error:
@@ -196,14 +195,14 @@ def _refused(what: str, error: Exception) -> Exception:
     return CheckpointError(f"{what} ({type(error).__name__}: {error}); it is of another kind, or was changed.")
 
 
-def _plan(files: Files, wanted: Contents, states: RankStates | None, request: _Request) -> _Plan:
+def _plan(files: Files, wanted: Contents, request: _Request) -> _Plan:
     """Compare the checkpoint with `wanted`, and plan this rank's load. Raises `CheckpointError` if they differ and `strict`."""
     manifest, optimizer = files.manifest, request.optimizer
-    unlike = differences(manifest, wanted, states)
+    unlike = differences(manifest, wanted)
     if unlike and request.strict:
         raise CheckpointError(f"{files.folder} does not fit: {'; '.join(unlike)}.")
     files.check_sizes()
-    state, tensors = ({}, {}) if optimizer is None else restored(manifest, wanted, optimizer, states)
+    state, tensors = ({}, {}) if optimizer is None else restored(manifest, wanted, optimizer)
     present = {id(tensor) for tensor in wanted.tensors.values()}
     of_model: list[Read] = []
     of_optimizer: list[Read] = []
