@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,34 +85,6 @@ CANNOT_HOLD = {"tensor": torch.ones(1), "set": {1, 2}, "object": object(), "byte
 def test_values_that_json_cannot_hold_are_named(value):
     with pytest.raises(CheckpointError, match=r"extra.* is a (Tensor|set|object|bytes), which JSON cannot hold"):
         json_values.encode(value, "extra")
-
-
-NESTS = {  # how to put a value into another, and how often at most
-    "list": (lambda value: [value], 100),
-    "dict": (lambda value: {"a": value}, 100),
-    "tuple": (lambda value: (value,), 50),
-    "dict of numbers": (lambda value: {1: value}, 33),
-}
-
-
-@pytest.mark.parametrize(("nest", "most"), NESTS.values(), ids=NESTS)
-def test_save_accepts_values_as_deep_as_a_reader_does(tmp_path, nest, most):
-    model = torch.nn.Linear(1, 1)
-    value = 1
-    for _ in range(most):
-        value = nest(value)
-    save(tmp_path / "c", model, extra=value)
-    assert load(tmp_path / "c", model) == value
-    endless = []
-    endless.append(endless)
-    for deeper in (nest(value), endless):
-        with pytest.raises(
-            CheckpointError, match=r"^extra.* nests more than 100 deep as JSON \(a tuple: 2\); flatten it"
-        ):
-            save(tmp_path / "d", model, extra=deeper)
-        with pytest.raises(CheckpointError, match=r"^state/loader/.* nests more than 100 deep"):
-            save(tmp_path / "d", model, state={"loader": SimpleNamespace(state_dict=lambda at=deeper: {"at": at})})
-    assert os.listdir(tmp_path) == ["c"]
 
 
 def a_manifest(**changes):

@@ -72,7 +72,7 @@ def test_ranks_that_save_to_different_paths_are_refused(mesh, tmp_path):
     keep, folder = "2" if rank else 0, "" if rank == 2 else tmp_path / "c"
     number = r"^rank 1, 2: keep is '2'; it takes a num"
     assert_refused(mesh, UsageError, number, lambda: acc.save(tmp_path / "c", model, keep=keep))
-    assert_refused(mesh, UsageError, r"^rank 2: the path is empty;", lambda: acc.save(folder, model))
+    assert_refused(mesh, UsageError, r"^rank 2: the path is '';", lambda: acc.save(folder, model))
     odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     odd.mkdir(exist_ok=True)
     (odd / "notes.txt").write_text("mine")

@@ -186,7 +186,7 @@ class ThreadAgreement:
             self._lease = None
 
     def __call__(self, action: Callable[[], T], /) -> T:
-        return agreed(action, self._shared, self._team.index)
+        return agreed(action, self._shared)
 
     def _shared(self, text: str) -> list[str]:
         """Send `text` over the hub; return the texts of all ranks. Collective. Raises `CheckpointError` if a rank is lost."""

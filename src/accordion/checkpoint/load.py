@@ -31,7 +31,6 @@ from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.optimizer_list import OptimizerList
 from accordion.checkpoint.optimizer_states import same_kind_on_all
-from accordion.checkpoint.prune import before
 from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, opened, place_of, steady
 from accordion.checkpoint.restore import differences, restored
 from accordion.checkpoint.save import finish_work
@@ -107,20 +106,16 @@ def _checked(files: Files, request: _Request) -> _Plan:
     checkpoint is damaged or does not fit, or if ranks were given different checkpoints."""
     team = request.team
     if len(set(team.gathered(files.digest))) > 1:
-        this = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
-        folders = joined(team.shared(this), team.index, this)
+        folders = joined(
+            team.shared(f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}")
+        )
         raise CheckpointError(
             f"ranks were given different checkpoints, {folders}; pass the path of the same one on all ranks."
         )
     wanted = team.agree(lambda: contents(request.model, request.optimizer, request.only))
     same_kind_on_all(wanted, team)
     plan = team.agree(lambda: _plan(files, wanted, request))
-    try:
-        team.agree(lambda: _check(files, plan, team))
-    except CheckpointError as error:
-        older = team.shared((before(files.folder) or "") if team.leads else "")[0]
-        more = f" The one before it, {older}, is complete: load that, or move {files.folder} away." if older else ""
-        raise CheckpointError(f"{error}{more}") from error
+    team.agree(lambda: _check(files, plan, team))
     return plan
 
 

@@ -23,13 +23,12 @@ from accordion.checkpoint.json_values import Json
 from accordion.checkpoint.storage.folders import Folder, Reader, checkpoint_at
 from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import bytes_of
-from accordion.errors import CheckpointError, UsageError, some_of
+from accordion.errors import CheckpointError, UsageError
 
 T = TypeVar("T")
 DCP_METADATA = ".metadata"
 TURNS = 5  # largest number of reads of a checkpoint that is replaced meanwhile
 REPLACED = "replaced again and again while it was read, another job saves under this name; read it when that has ended."
-SHOWN = 3  # tensors of a file that a message names
 STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
 
 
@@ -197,9 +196,6 @@ class Files:
             if file not in sizes or size != about.num_bytes:
                 differs = f" has {size} bytes and {about.num_bytes} in the manifest"
                 wrong.append(f"{file}{differs if file in sizes else ': No such file'}")
-                chunks = [(name, e, chunk) for name, e, chunk in self.manifest.chunks() if chunk.file == file]
-                lost = [name for name, e, chunk in chunks if chunk.at + e.num_bytes(chunk.box) > size]
-                wrong[-1] += f"; it lacks {some_of(lost, SHOWN)}" if lost else ""
         if wrong:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion.checkpoint.background import Saving, ThreadAgreement, saver_of
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
-from accordion.checkpoint.collective import Team, encodable
+from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import (
     Contents,
     Stateful,
@@ -148,7 +148,7 @@ class SaveJob:
 
     def _write_file(self, begun: Folder, host: memoryview | None) -> None:
         """Write this rank's file into `begun`. Raises `CheckpointError` if rank 0 saves to another path."""
-        if isinstance(begun, Local) and not begun.path.is_dir() and encodable(str(self.target)) != self.place:
+        if isinstance(begun, Local) and not begun.path.is_dir() and str(self.target) != self.place:
             raise CheckpointError(
                 f"this rank saves to {self.target} and rank 0 to {self.place}; pass the same path on all ranks, on storage "
                 "that all of them share."
