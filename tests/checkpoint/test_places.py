@@ -30,11 +30,6 @@ def with_notes(folder):
     (folder / "notes.txt").write_text("the best one")
 
 
-def with_folder(folder):
-    save(folder, filled(1))
-    (folder / "plots").mkdir()
-
-
 def thesis(folder):
     (folder / "thesis.tex").write_text("mine")
 
@@ -49,7 +44,6 @@ def thesis(folder):
             r"c exists and is no checkpoint, it holds manifest\.json; pass another path, a folder in it for example, or",
         ),
         (with_notes, r"c holds notes\.txt beside a checkpoint"),
-        (with_folder, r"c holds plots beside a checkpoint"),
     ],
 )
 def test_save_replaces_nothing_but_checkpoints(tmp_path, make, found):

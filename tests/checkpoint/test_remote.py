@@ -79,7 +79,7 @@ def test_incomplete_and_damaged_checkpoints_in_memory(memory):
 def test_other_formats_are_written_on_this_machine_only(memory, tmp_path):
     save(f"{memory}/c", small(1))
     export(f"{memory}/c", tmp_path / "m.safetensors", "safetensors")
-    with pytest.raises(UsageError, match=r"memory://x is on remote storage, and other formats .* copy it"):
+    with pytest.raises(UsageError, match=r"memory://x is on remote storage, and other formats .* copy it there"):
         export(f"{memory}/c", "memory://x")
 
 

@@ -41,14 +41,15 @@ class PathOptions:
 def run(words: list[str]) -> int:
     """Run the subcommand that `words` name and return the exit code: 0, or 1 if `verify` found damage."""
     if not words or words[0] in ("-h", "--help"):
+        subcommands = listed({name: about for name, (about, _) in JOBS.items()}, PROG)
         print(
-            f"usage: {PROG} <subcommand> [options]\n\n{listed(SUBCOMMANDS, PROG)}\n\n{PROG} <subcommand> --help tells more; "
+            f"usage: {PROG} <subcommand> [options]\n\n{subcommands}\n\n{PROG} <subcommand> --help tells more; "
             "`accordion export` writes the model in other formats."
         )
         return 0
     check_subcommand(words[0], JOBS, PROG)
-    about, kind, job = JOBS[words[0]]
-    options = read(kind, words[1:], f"{PROG} {words[0]}", about)
+    about, job = JOBS[words[0]]
+    options = read(PathOptions, words[1:], f"{PROG} {words[0]}", about)
     if options is None:
         return 0
     try:
@@ -107,8 +108,7 @@ def _verify(options: PathOptions) -> Answer:
     return Answer(data=data, lines=faults or [f"{options.path} is as it was written, every byte"], code=bool(faults))
 
 
-JOBS: Mapping[str, tuple[str, type[Any], Callable[[Any], Answer]]] = {
-    "inspect": ("List what is in a checkpoint.", PathOptions, _inspect),
-    "verify": ("Read every byte of a checkpoint and compare it with its checksum.", PathOptions, _verify),
+JOBS: Mapping[str, tuple[str, Callable[[PathOptions], Answer]]] = {
+    "inspect": ("List what is in a checkpoint.", _inspect),
+    "verify": ("Read every byte of a checkpoint and compare it with its checksum.", _verify),
 }
-SUBCOMMANDS = {name: about for name, (about, _, _) in JOBS.items()}

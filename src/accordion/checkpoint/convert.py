@@ -28,14 +28,6 @@ SHARD_BYTES = 4 * 2**30  # largest size of one exported safetensors file
 LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # files next to the weights in a folder of transformers
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return `path` as a path of this machine. Raises `UsageError` for a URL of remote storage."""
-    folder = folder_at(path)
-    if isinstance(folder, Local):
-        return folder.path
-    raise UsageError(f"{folder} is on remote storage, and other formats are written on this machine only; copy it.")
-
-
 def export(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -58,7 +50,12 @@ def export(
     """
     if kind not in FORMATS:
         raise UsageError(f"format {kind!r} does not exist; valid: {', '.join(FORMATS)}.")
-    at = local_path(target)
+    folder = folder_at(target)
+    if not isinstance(folder, Local):
+        raise UsageError(
+            f"{folder} is on remote storage, and other formats are written on this machine only; copy it there afterwards."
+        )
+    at = folder.path
     with draft_of(at) as begun, closing(opened(checkpoint_at(source), ema)) as files:
         check_model(files)
         if kind == "safetensors":  # tied names go into the header, as `safetensors.torch.save_model` writes them

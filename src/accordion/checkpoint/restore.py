@@ -39,17 +39,17 @@ def differences(manifest: Manifest, contents: Contents) -> list[str]:
         if not holds(tensor.dtype, DTYPES[entry.dtype]):
             kinds.append(both(entry.dtype, CODES.get(tensor.dtype, tensor.dtype)))
     unlike = [
-        *_listed("missing in the checkpoint", missing),
-        *_listed("in the checkpoint but not in the model", [ties.get(name, name) for name in surplus]),
-        *_listed("of another shape", shapes),
-        *_listed("of another kind", kinds),
+        *listed("missing in the checkpoint", missing),
+        *listed("in the checkpoint but not in the model", [ties.get(name, name) for name in surplus]),
+        *listed("of another shape", shapes),
+        *listed("of another kind", kinds),
     ]
     if contents.optimizer is not None:
         unlike += _optimizer_differences(manifest.optimizer, contents.optimizer)
     return unlike
 
 
-def _listed(what: str, names: Iterable[str]) -> list[str]:
+def listed(what: str, names: Iterable[str]) -> list[str]:
     """Return ["NUMBER WHAT: NAME, NAME, ..."], or [] if there are no `names`."""
     names = list(names)
     return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
@@ -60,8 +60,8 @@ def _optimizer_differences(saved: Json, current: Json) -> list[str]:
         return [misfit]
     theirs, ours = ({n: i for i, g in enumerate(words["groups"]) for n in g["params"]} for words in (saved, current))
     return [
-        *_listed("missing in the checkpoint's parameter groups", (name for name in ours if name not in theirs)),
-        *_listed("only in the checkpoint's parameter groups", (name for name in theirs if name not in ours)),
+        *listed("missing in the checkpoint's parameter groups", (name for name in ours if name not in theirs)),
+        *listed("only in the checkpoint's parameter groups", (name for name in theirs if name not in ours)),
         *(
             f"the parameters of group {i} are in group {', '.join(map(str, sources))} of the checkpoint (strict=False takes the "
             "options of one group, and of several none)"
@@ -105,8 +105,6 @@ def restored(
     has_blocks = {id(p) for groups in low_bit for group in groups for p in group["params"]}
 
     def tensor_for(param: Tensor | None, name: str) -> Tensor:
-        if name not in manifest.tensors:
-            raise CheckpointError(f"the optimizer's state refers to {name}, which the checkpoint does not hold.")
         tensors[name] = _fitting(
             name, manifest.tensors[name], param, contents.tensors.get(name), id(param) in has_blocks
         )
