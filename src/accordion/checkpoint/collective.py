@@ -128,8 +128,9 @@ def agreed(action: Callable[[], T], shared: Callable[[str], list[str]]) -> T:
 
 
 def message_of(error: Exception) -> str:
-    """Return the message of `error`, after its class unless it is an `AccordionError`."""
-    return (isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}"
+    """Return the message of `error` as text that UTF-8 can encode, after its class unless it is an `AccordionError`."""
+    text = (isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}"
+    return text.encode(errors="backslashreplace").decode()  # paths and names may have any bytes
 
 
 def joined(texts: list[str]) -> str:
