@@ -40,7 +40,7 @@ COMMANDS = {
         True,
     ),
     "export": Command("write a model for transformers, safetensors or ONNX", "export.command", takes_environ=True),
-    "checkpoint": Command("inspect, verify and convert checkpoints", "checkpoint.command"),
+    "checkpoint": Command("inspect and verify checkpoints", "checkpoint.command"),
     "plan": Command(
         "predict before launch what fits, how fast it runs, and which configuration to choose",
         "plan.cli.command",

@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,34 +87,6 @@ def test_values_that_json_cannot_hold_are_named(value):
         json_values.encode(value, "extra")
 
 
-NESTS = {  # how to put a value into another, and how often at most
-    "list": (lambda value: [value], 100),
-    "dict": (lambda value: {"a": value}, 100),
-    "tuple": (lambda value: (value,), 50),
-    "dict of numbers": (lambda value: {1: value}, 33),
-}
-
-
-@pytest.mark.parametrize(("nest", "most"), NESTS.values(), ids=NESTS)
-def test_save_accepts_values_as_deep_as_a_reader_does(tmp_path, nest, most):
-    model = torch.nn.Linear(1, 1)
-    value = 1
-    for _ in range(most):
-        value = nest(value)
-    save(tmp_path / "c", model, extra=value)
-    assert load(tmp_path / "c", model) == value
-    endless = []
-    endless.append(endless)
-    for deeper in (nest(value), endless):
-        with pytest.raises(
-            CheckpointError, match=r"^extra.* nests more than 100 deep as JSON \(a tuple: 2\); flatten it"
-        ):
-            save(tmp_path / "d", model, extra=deeper)
-        with pytest.raises(CheckpointError, match=r"^state/loader/.* nests more than 100 deep"):
-            save(tmp_path / "d", model, state={"loader": SimpleNamespace(state_dict=lambda at=deeper: {"at": at})})
-    assert os.listdir(tmp_path) == ["c"]
-
-
 def a_manifest(**changes):
     chunks = [
         {"offset": [0, 0], "shape": [2, 2], "sums": ["1" * 8] * 2},
@@ -169,7 +139,7 @@ def test_file_names_outside_of_the_folder_are_refused(file):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema", 1, "schema 1 and this version reads 2; .* export it .* with the version of Accordion that wrote it"),
+        ("schema", 1, "schema 1 and this version reads 2; .* export it with the version of Accordion that wrote it"),
         ("checksum", "md5", "checksums are 'md5'"),
         ("checksum", "xxh3_64", "not of the kind xxh3_64"),
         ("piece_bytes", 0, "piece_bytes is 0"),
@@ -246,14 +216,10 @@ def test_missing_package_xxhash_is_named(tmp_path, monkeypatch):
 
 
 def test_save_and_load_use_no_pickle():
-    """The modules of `save` and `load` use no function that reads or writes a pickle."""
+    """No module of the folder uses a function that reads or writes a pickle."""
     words = re.compile(
         r"import pickle\b|\bmarshal\b|\bshelve\b|\bdill\b|torch\.save\(|torch\.load\(|\w+_object(?:_list)?\("
     )
     files = list(Path(accordion.checkpoint.__file__).parent.glob("*.py"))
     uses = {path.name: set(words.findall(path.read_text())) for path in files}
-    assert {name: held for name, held in uses.items() if held} == {
-        "convert.py": {"torch.save("},
-        "foreign.py": {"torch.load("},
-        "untrusted_files.py": {"import pickle"},  # the class of torch.load's error
-    }
+    assert not {name: held for name, held in uses.items() if held}

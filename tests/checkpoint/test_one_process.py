@@ -178,11 +178,8 @@ def test_different_optimizers_are_named(tmp_path):
     save(tmp_path / "part", model, torch.optim.AdamW([model.scale]))
     with pytest.raises(CheckpointError, match="saved without an optimizer"):
         load(tmp_path / "none", model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(CheckpointError, match=r"1 missing in the checkpoint's parameter group 0: embed\.weight"):
+    with pytest.raises(CheckpointError, match=r"1 missing in the checkpoint's parameter groups: embed\.weight"):
         load(tmp_path / "part", model, torch.optim.AdamW(model.parameters()))
-    two = torch.optim.AdamW([{"params": [model.scale]}, {"params": [model.embed.weight]}])
-    with pytest.raises(CheckpointError, match="has 1 parameter groups and the optimizer has 2"):
-        load(tmp_path / "part", model, two)
     with pytest.raises(CheckpointError, match=r"shape \(2,\) that is not the model's"):
         save(tmp_path / "foreign", model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1))
     load(tmp_path / "part", model)
@@ -270,7 +267,7 @@ def test_frozen_parameters_and_optimizers_of_some(tmp_path):
     assert [p.requires_grad for p in other.parameters()] == [False, False, True, True]
     assert torch.equal(mine.state[other[1].weight]["exp_avg"], optimizer.state[model[1].weight]["exp_avg"])
     thawed = torch.optim.AdamW(other.parameters())
-    with pytest.raises(CheckpointError, match=r"2 missing in the checkpoint's parameter group 0: 0\.weight, 0\.bias"):
+    with pytest.raises(CheckpointError, match=r"2 missing in the checkpoint's parameter groups: 0\.weight, 0\.bias"):
         load(tmp_path / "c", other, thawed)
     with pytest.warns(UserWarning, match="was loaded in part"):
         load(tmp_path / "c", other, thawed, strict=False)

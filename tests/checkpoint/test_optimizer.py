@@ -43,9 +43,9 @@ def test_reordered_groups_take_options_by_their_parameters(tmp_path):
     mine = in_groups(other, (1, 0))
     for group in mine.param_groups:
         group["weight_decay"], group["lr"] = 9.0, 9.0
-    with pytest.raises(CheckpointError, match=r"parameter group 0 is the checkpoint's group 1"):
+    with pytest.raises(CheckpointError, match=r"the parameters of group 0 are in group 1 of the checkpoint"):
         load(tmp_path / "c", other, mine)
-    with pytest.warns(UserWarning, match=r"parameter group 0 is the checkpoint's group 1"):
+    with pytest.warns(UserWarning, match=r"the parameters of group 0 are in group 1 of the checkpoint"):
         load(tmp_path / "c", other, mine, strict=False)
     assert options_of(mine) == [(0.0, 0.25), (0.5, 0.1)]
     assert mine.state[other[0].weight]["exp_avg"].shape == (3, 4)
@@ -85,7 +85,7 @@ def test_groups_merged_from_several_keep_their_options(tmp_path):
     ):
         other = small(1)
         mine = torch.optim.AdamW(groups(other), lr=0.9)
-        with pytest.warns(UserWarning, match=r"parameter group"):
+        with pytest.warns(UserWarning, match=r"the parameters of group"):
             load(tmp_path / "c", other, mine, strict=False)
         assert options_of(mine) == wanted
         assert all(mine.state[p] for p in other.parameters())

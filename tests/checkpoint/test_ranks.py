@@ -236,9 +236,7 @@ def file_gone_for_one(mesh, layout, path, failing):
     if mesh.get_rank() == failing:  # only the last rank needs the last file
         (path / "rank-00003.safetensors").unlink()
     torch.distributed.barrier(mesh.get_group())
-    with pytest.raises(
-        CheckpointError, match=r"c is damaged: rank-00003\.safetensors: No such file; it lacks model/embed"
-    ):
+    with pytest.raises(CheckpointError, match=r"c is damaged: rank-00003\.safetensors: No such file"):
         load(path, model)
     assert not model.embed.to_local().any()
 

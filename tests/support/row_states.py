@@ -77,19 +77,19 @@ class InBlocks(torch.optim.Optimizer):
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
 
 
-class Factored(InBlocks):
-    """A vector for the rows and one for the columns of each matrix."""
+class Packed(InBlocks):
+    """Two elements in a byte: nothing has the parameter's shape."""
 
     def begin(self, p: Tensor, state: dict[str, Any]) -> None:
-        state["rows"], state["cols"] = p.new_zeros(p.shape[0]), p.new_zeros(p.shape[-1])
-        state["last"] = torch.zeros_like(p)
+        state["packed"] = torch.full(((p.numel() + 1) // 2,), 0x88, dtype=torch.uint8, device=p.device)
+        state["largest"] = 0.0
 
     def moment(self, p: Tensor, state: dict[str, Any]) -> Tensor:
-        outer = state["rows"][:, None] + state["cols"] if p.dim() == 2 else state["rows"]
-        return state["last"].clone().mul_(outer + 1)
+        pairs = torch.stack([state["packed"] // 16, state["packed"] % 16], 1).flatten()[: p.numel()]
+        return ((pairs.float() - 8) / 7 * state["largest"]).view(p.shape)
 
     def keep(self, moment: Tensor, state: dict[str, Any]) -> None:
-        state["last"].copy_(moment)
-        if moment.numel():
-            state["rows"].copy_(moment.abs().flatten(1).mean(1) if moment.dim() > 1 else moment.abs())
-            state["cols"].copy_(moment.abs().mean(0))
+        state["largest"] = float(moment.abs().max()) if moment.numel() else 0.0
+        codes = (moment.flatten() / max(state["largest"], 1e-12) * 7 + 8).round().to(torch.uint8)
+        pairs = torch.nn.functional.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+        state["packed"].copy_(pairs[:, 0] * 16 + pairs[:, 1])

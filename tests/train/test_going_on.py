@@ -379,7 +379,7 @@ def test_resume_reports_which_checkpoints_it_passes_over(
     content[-1] ^= 1
     file.write_bytes(content)
     message = refused(CheckpointError)
-    assert f"The one before it, {steps[2]}, is complete" in message
+    assert f"{steps[3]} is damaged" in message
     assert "To resume from another, give its path as --checkpoint.resume." in message
 
     cut(steps[3] / "manifest.json")

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -25,7 +25,9 @@ log = logging.getLogger("accordion")
 T = TypeVar("T")
 GRACE_S = 60.0  # how long a save waits for the other ranks once this program is ending
 LONGEST_PAUSE_S = 0.1
-SAVER = "_accordion_saver"  # attribute of a model
+SAVERS: WeakKeyDictionary[nn.Module, Saver] = (
+    WeakKeyDictionary()
+)  # not an attribute, which copies of a model would share
 
 
 class Saving:
@@ -76,12 +78,6 @@ class Saver:
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._agreement: ThreadAgreement | None = None  # of the latest save
         self._ends_with_program = False
-
-    def __deepcopy__(self, memo: object) -> Saver:
-        return Saver()
-
-    def __reduce__(self) -> tuple[type[Saver], tuple[()]]:
-        return Saver, ()
 
     def wait(self) -> None:
         """Wait for the latest save, if any. Raises `CheckpointError` if it failed and no call has raised its error yet."""
@@ -147,10 +143,8 @@ def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
 
 
 def saver_of(model: nn.Module) -> Saver:
-    """Return the saver of `model`; the first call creates it and stores it as an attribute of `model`."""
-    saver = vars(model).setdefault(SAVER, Saver())
-    assert isinstance(saver, Saver)
-    return saver
+    """Return the saver of `model`, which the first call creates."""
+    return SAVERS.setdefault(model, Saver())
 
 
 class ThreadAgreement:
@@ -186,7 +180,7 @@ class ThreadAgreement:
             self._lease = None
 
     def __call__(self, action: Callable[[], T], /) -> T:
-        return agreed(action, self._shared, self._team.index)
+        return agreed(action, self._shared)
 
     def _shared(self, text: str) -> list[str]:
         """Send `text` over the hub; return the texts of all ranks. Collective. Raises `CheckpointError` if a rank is lost."""

@@ -19,12 +19,11 @@ from pathlib import Path
 
 from accordion.checkpoint.format import MANIFEST
 from accordion.errors import CheckpointError, some_of
-from accordion.files import NOT_REGULAR, is_open_at, open_regular
+from accordion.files import is_open_at
 
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
 # NFS renames a file that is removed while a process has it open to .nfs and a number.
 OF_SAVES = re.compile(rf"{RANK_FILE.pattern}|\.nfs[0-9a-f]+")
-BEGINS = re.compile(rb'\s*\{\s*"schema"\s*:\s*\d')
 HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{8}\.tmp|old)")
 LOCK_TIMEOUT_S = 10.0  # a process that a killed job forked, such as a loader's worker, may keep its lock for 5 s
 POLL_S = 0.05
@@ -90,32 +89,15 @@ def _occupied(path: Path) -> str:
         return "exists and is no checkpoint but a file"
     if os.path.ismount(path):
         return "is a mount point, which cannot be renamed"
-    if names and MANIFEST not in names:
+    if names and not (MANIFEST in names and any(map(RANK_FILE.fullmatch, names))):
         return f"exists and is no checkpoint, it holds {some_of(sorted(names), SHOWN)}"
-    if others := foreign_in(path):
-        return f"holds {some_of(sorted(others), SHOWN)} beside a checkpoint, which a save would remove"
-    return (
-        f"exists and is no checkpoint, its {MANIFEST} is another program's"
-        if names and not _is_ours(path, names)
-        else ""
-    )
+    others = foreign_in(path)
+    return f"holds {some_of(sorted(others), SHOWN)} beside a checkpoint, which a save would remove" if others else ""
 
 
 def foreign_in(path: Path) -> list[str]:
     """Return the names in the folder `path` that no save writes; none if there is no such folder."""
     return [text for text in _names(path) if text != MANIFEST and not OF_SAVES.fullmatch(text)]
-
-
-def _is_ours(path: Path, names: list[str]) -> bool:
-    """Return True if a version of Accordion wrote the manifest in `path`, damaged or not. `names`: the files in `path`."""
-    try:
-        with open_regular(path / MANIFEST) as file:
-            text = file.read()
-    except OSError as error:
-        if error.strerror == NOT_REGULAR:
-            return False
-        raise
-    return BEGINS.match(text) is not None and (b'"piece_bytes"' in text or any(map(RANK_FILE.fullmatch, names)))
 
 
 # -- lock a name, remove a folder

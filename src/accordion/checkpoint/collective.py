@@ -18,7 +18,7 @@ from accordion.safety.liveness.hub import hubs_of_job
 T = TypeVar("T")
 BY_CALLER = "!"  # marks the message of a `UsageError` when it is sent
 QUOTED = 300  # letters of a backend's error that a message quotes
-MESSAGE_BYTES = 8192  # largest error message sent to other ranks; the rank that failed raises its own message uncut
+MESSAGE_BYTES = 32768  # longer error messages are cut, as each rank receives those of all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Team:
 
         If it fails on any rank, all raise: `UsageError` if all the errors are of that class, else `CheckpointError`.
         """
-        return agreed(action, self.shared, self.index)
+        return agreed(action, self.shared)
 
     def shared(self, text: str, most: int | None = MESSAGE_BYTES) -> list[str]:
         """All-gather `text`: return those of all `ranks`, in order, each cut to `most` bytes (None: whole). Collective."""
@@ -108,11 +108,11 @@ class Team:
             ) from error
 
 
-def agreed(action: Callable[[], T], shared: Callable[[str], list[str]], index: int) -> T:
+def agreed(action: Callable[[], T], shared: Callable[[str], list[str]]) -> T:
     """Call `action` and return its result once it has succeeded on all ranks. Collective.
 
     If it fails on any rank, all raise an error with the messages of those that failed: `UsageError` if all their errors are of
-    that class, else `CheckpointError`. `shared`: all-gathers a text; `index`: position of this rank's text in its result.
+    that class, else `CheckpointError`. `shared`: all-gathers a text.
     """
     failure: Exception | None = None
     try:
@@ -123,30 +123,23 @@ def agreed(action: Callable[[], T], shared: Callable[[str], list[str]], index: i
     marked = shared(BY_CALLER * isinstance(failure, UsageError) + message)
     if any(marked):
         kind = UsageError if all(text.startswith(BY_CALLER) for text in marked if text) else CheckpointError
-        raise kind(joined([text.removeprefix(BY_CALLER) for text in marked], index, message)) from failure
+        raise kind(joined([text.removeprefix(BY_CALLER) for text in marked])) from failure
     return result
 
 
 def message_of(error: Exception) -> str:
     """Return the message of `error` as text that UTF-8 can encode, after its class unless it is an `AccordionError`."""
-    return encodable((isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}")
+    text = (isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}"
+    return text.encode(errors="backslashreplace").decode()  # paths and names may have any bytes
 
 
-def encodable(text: str) -> str:
-    """Return `text` with backslash escapes for characters that UTF-8 cannot encode, as paths and names may have them."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def joined(texts: list[str], index: int, whole: str) -> str:
-    """Return one message from the `texts` of all ranks: their common text, or each text with the ranks that sent it.
-
-    Empty texts are left out. `whole`: the uncut text of this rank, to use in place of `texts[index]`, which may be cut off.
-    """
+def joined(texts: list[str]) -> str:
+    """Return one message from the `texts` of all ranks: their common text, or each text with the ranks that sent it. Empty
+    texts are left out."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:
             ranks_of.setdefault(text, []).append(rank)
-    uncut = {texts[index]: whole}
-    if len(ranks_of) == 1 and len(next(iter(ranks_of.values()))) == len(texts):
-        return uncut.get(texts[0], texts[0])
-    return "; ".join(f"rank {', '.join(map(str, ranks))}: {uncut.get(text, text)}" for text, ranks in ranks_of.items())
+    if list(map(len, ranks_of.values())) == [len(texts)]:
+        return texts[0]
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())

@@ -1,15 +1,13 @@
-"""The command `accordion checkpoint`: inspect, verify and convert, for people and, with `--json`, for programs."""
+"""The command `accordion checkpoint`: inspect and verify, for people and, with `--json`, for programs."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accordion.checkpoint.convert import convert
 from accordion.checkpoint.reading import read_manifest, steady, verify
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import CheckpointError
@@ -29,7 +27,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class PathOptions:
-    """Options of subcommands that read one checkpoint.
+    """Options of both subcommands.
 
     Args:
         path: the checkpoint
@@ -40,56 +38,32 @@ class PathOptions:
     json: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """Options of `convert`.
-
-    Args:
-        source: the path to read
-        target: the checkpoint to write
-        json: print JSON
-    """
-
-    source: str = place()
-    target: str = place()
-    json: bool = False
-
-
 def run(words: list[str]) -> int:
     """Run the subcommand that `words` name and return the exit code: 0, or 1 if `verify` found damage."""
     if not words or words[0] in ("-h", "--help"):
+        subcommands = listed({name: about for name, (about, _) in JOBS.items()}, PROG)
         print(
-            f"usage: {PROG} <subcommand> [options]\n\n{listed(SUBCOMMANDS, PROG)}\n\n{PROG} <subcommand> --help tells more; "
+            f"usage: {PROG} <subcommand> [options]\n\n{subcommands}\n\n{PROG} <subcommand> --help tells more; "
             "`accordion export` writes the model in other formats."
         )
         return 0
     check_subcommand(words[0], JOBS, PROG)
-    about, kind, job = JOBS[words[0]]
-    options = read(kind, words[1:], f"{PROG} {words[0]}", about)
+    about, job = JOBS[words[0]]
+    options = read(PathOptions, words[1:], f"{PROG} {words[0]}", about)
     if options is None:
         return 0
     try:
         answer = job(options)
     except OSError as error:
         raise CheckpointError(str(error)) from error
-    print(json.dumps(_plain(answer.data), indent=2) if options.json else "\n".join(answer.lines), flush=True)
+    print(json.dumps(answer.data, indent=2) if options.json else "\n".join(answer.lines), flush=True)
     return answer.code
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as JSON that any program can read: NaN, infinities and keys as strings, tuples as lists."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the manifest of the checkpoint at `path` as a dict: its writer, files, tensors, options of the optimizer, `extra`.
 
-    Its "rank_states" has "num_ranks", the number of ranks that saved, and "states", [parameter, key] of each optimizer state
-    that belongs to one rank's shard. Raises `CheckpointError` if the manifest is missing or damaged.
+    Raises `CheckpointError` if the manifest is missing or damaged.
     """
     manifest = steady(lambda: checkpoint_at(path), read_manifest)
     optimizer = manifest.optimizer
@@ -111,28 +85,18 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         },
         "aliases": dict(manifest.aliases),
         "optimizer": None if optimizer is None else [group["options"] for group in optimizer["groups"]],
-        "rank_states": {
-            "num_ranks": manifest.saved_by.get("num_ranks"),
-            "states": (optimizer or {}).get("of_rows", []),
-        },
         "extra": manifest.extra,
     }
 
 
 def _inspect(options: PathOptions) -> Answer:
     about = inspect(options.path)
-    tensors, saved_by, states = about["tensors"], about["saved_by"], about["rank_states"]["states"]
+    tensors, saved_by = about["tensors"], about["saved_by"]
     lines = [
         f"{about['path']}: {len(tensors)} tensors, {about['num_bytes']:,} bytes in {len(about['files'])} files",
         f"saved by {saved_by.get('num_ranks')} ranks, torch {saved_by.get('torch')}",
         f"checksums: {about['checksum']}; optimizer: {'none' if about['optimizer'] is None else 'yes'}",
     ]
-    if states:
-        keys = ", ".join(sorted({str(key) for _, key in states}))
-        lines.append(
-            f"states that belong to the rows of one of {about['rank_states']['num_ranks']} ranks, and load on as many ranks "
-            f"only: {keys} of {len({param for param, _ in states})} parameters"
-        )
     lines += [f"  {name}  {t['dtype']} {list(t['shape'])}  {t['num_chunks']} chunks" for name, t in tensors.items()]
     return Answer(data=about, lines=[*lines, *(f"  {a} is {b}" for a, b in about["aliases"].items())])
 
@@ -144,17 +108,7 @@ def _verify(options: PathOptions) -> Answer:
     return Answer(data=data, lines=faults or [f"{options.path} is as it was written, every byte"], code=bool(faults))
 
 
-def _convert(options: ConvertOptions) -> Answer:
-    source = convert(options.source, options.target)
-    num_tensors = len(source.tensors)
-    data = {"path": options.target, "from": source.kind, "tensors": num_tensors, "left_out": list(source.left)}
-    lines = [f"{options.target}: {num_tensors} tensors from {source.kind}"]
-    return Answer(data=data, lines=[*lines, *(f"left out: {name}" for name in source.left)])
-
-
-JOBS: Mapping[str, tuple[str, type[Any], Callable[[Any], Answer]]] = {
-    "inspect": ("List what is in a checkpoint.", PathOptions, _inspect),
-    "verify": ("Read every byte of a checkpoint and compare it with its checksum.", PathOptions, _verify),
-    "convert": ("Make a checkpoint of a folder of safetensors or a torch.save file.", ConvertOptions, _convert),
+JOBS: Mapping[str, tuple[str, Callable[[PathOptions], Answer]]] = {
+    "inspect": ("List what is in a checkpoint.", _inspect),
+    "verify": ("Read every byte of a checkpoint and compare it with its checksum.", _verify),
 }
-SUBCOMMANDS = {name: about for name, (about, _, _) in JOBS.items()}

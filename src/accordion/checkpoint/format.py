@@ -191,8 +191,8 @@ def _parsed(text: bytes) -> Manifest:
     words = json.loads(text, object_pairs_hook=without_twins)
     if words["schema"] != SCHEMA:
         way = (
-            "if it is newer, update Accordion; else export it to safetensors with the version of Accordion that wrote it "
-            "(`accordion export --format safetensors`) and convert that (`accordion checkpoint convert`)"
+            "if it is newer, update Accordion; else export it with the version of Accordion that wrote it "
+            "(`accordion export`) and read that folder with `load_pretrained`"
         )
         raise CheckpointError(f"it has schema {repr(words['schema'])[:20]} and this version reads {SCHEMA}; {way}.")
     tail = TAIL.fullmatch(text[-TAIL_BYTES:])
@@ -235,9 +235,8 @@ def _check_values(optimizer: Json, saved_by: Json) -> None:
     described = all(isinstance(group["options"], dict) and all(map(_is_text, group["params"])) for group in groups)
     if not (described and all(isinstance(state, dict) for state in states)):
         raise CheckpointError("its optimizer does not consist of groups and state.")
-    pairs = [(param, "" if key is None else key) for param, key in optimizer.get("of_rows", [])]
-    if not all(map(_is_text, [*optimizer.get("kind", []), *(text for pair in pairs for text in pair)])):
-        raise CheckpointError("its optimizer's kind or of_rows is not a list of names.")
+    if not all(map(_is_text, optimizer.get("kind", []))):
+        raise CheckpointError("its optimizer's kind is not a list of names.")
 
 
 def _is_text(value: Json) -> bool:

@@ -13,18 +13,14 @@ from torch import Tensor
 from accordion.errors import CheckpointError
 
 Json: TypeAlias = Any  # a value that `json` reads and writes
-DEEPEST = 100  # levels of nesting in JSON
 
 
-def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None, levels: int = DEEPEST) -> Json:
+def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None) -> Json:
     """Return `value` as JSON from which `decode` makes an equal value: None, numbers, strings, lists, tuples, dicts, tensors.
 
     Each tensor is added to the dict `tensors` under a name that begins with `path`, and the JSON refers to it by that name.
-    Raises `CheckpointError` for objects of other types, for a tensor if `tensors` is None, and if the JSON would nest deeper
-    than `levels`, as for a list that contains itself.
+    Raises `CheckpointError` for objects of other types, and for a tensor if `tensors` is None.
     """
-    if levels < 0:
-        raise CheckpointError(f"{path[:40]}... nests more than {DEEPEST} deep as JSON (a tuple: 2); flatten it.")
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -35,14 +31,12 @@ def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None, l
         tensors[path] = value
         return {"$tensor": path}
     if isinstance(value, list | tuple):
-        levels -= 1 if isinstance(value, list) else 2
-        items = [encode(item, f"{path}/{i}", tensors, levels) for i, item in enumerate(value)]
+        items = [encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, dict):
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
-        levels -= 1 if plain else 3
-        pairs = [(key, encode(item, f"{path}/{key}", tensors, levels)) for key, item in value.items()]
-        return dict(pairs) if plain else {"$dict": [[encode(key, path, None, levels), item] for key, item in pairs]}
+        pairs = [(key, encode(item, f"{path}/{key}", tensors)) for key, item in value.items()]
+        return dict(pairs) if plain else {"$dict": [[encode(key, path, None), item] for key, item in pairs]}
     raise CheckpointError(
         f"{path} is a {type(value).__name__}, which JSON cannot hold; use numbers, strings, lists, tuples and dicts."
     )

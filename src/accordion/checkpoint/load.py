@@ -30,8 +30,7 @@ from accordion.checkpoint.contents import (
 from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.optimizer_list import OptimizerList
-from accordion.checkpoint.optimizer_states import RankStates, load_rank_states, same_kind_on_all
-from accordion.checkpoint.prune import before
+from accordion.checkpoint.optimizer_states import same_kind_on_all
 from accordion.checkpoint.reading import REPLACED, TURNS, Files, Read, opened, place_of, steady
 from accordion.checkpoint.restore import differences, restored
 from accordion.checkpoint.save import finish_work
@@ -107,21 +106,16 @@ def _checked(files: Files, request: _Request) -> _Plan:
     checkpoint is damaged or does not fit, or if ranks were given different checkpoints."""
     team = request.team
     if len(set(team.gathered(files.digest))) > 1:
-        this = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
-        folders = joined(team.shared(this), team.index, this)
+        folders = joined(
+            team.shared(f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}")
+        )
         raise CheckpointError(
             f"ranks were given different checkpoints, {folders}; pass the path of the same one on all ranks."
         )
     wanted = team.agree(lambda: contents(request.model, request.optimizer, request.only))
     same_kind_on_all(wanted, team)
-    states = load_rank_states(files, wanted, team)
-    plan = team.agree(lambda: _plan(files, wanted, states, request))
-    try:
-        team.agree(lambda: _check(files, plan, team))
-    except CheckpointError as error:
-        older = team.shared((before(files.folder) or "") if team.leads else "")[0]
-        more = f" The one before it, {older}, is complete: load that, or move {files.folder} away." if older else ""
-        raise CheckpointError(f"{error}{more}") from error
+    plan = team.agree(lambda: _plan(files, wanted, request))
+    team.agree(lambda: _check(files, plan, team))
     return plan
 
 
@@ -196,14 +190,14 @@ def _refused(what: str, error: Exception) -> Exception:
     return CheckpointError(f"{what} ({type(error).__name__}: {error}); it is of another kind, or was changed.")
 
 
-def _plan(files: Files, wanted: Contents, states: RankStates | None, request: _Request) -> _Plan:
+def _plan(files: Files, wanted: Contents, request: _Request) -> _Plan:
     """Compare the checkpoint with `wanted`, and plan this rank's load. Raises `CheckpointError` if they differ and `strict`."""
     manifest, optimizer = files.manifest, request.optimizer
-    unlike = differences(manifest, wanted, states)
+    unlike = differences(manifest, wanted)
     if unlike and request.strict:
         raise CheckpointError(f"{files.folder} does not fit: {'; '.join(unlike)}.")
     files.check_sizes()
-    state, tensors = ({}, {}) if optimizer is None else restored(manifest, wanted, optimizer, states)
+    state, tensors = ({}, {}) if optimizer is None else restored(manifest, wanted, optimizer)
     present = {id(tensor) for tensor in wanted.tensors.values()}
     of_model: list[Read] = []
     of_optimizer: list[Read] = []
@@ -280,11 +274,7 @@ def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
         return {}
 
     def tensor(name: str) -> Tensor:
-        if name in plan.sharded:
-            return plan.sharded[name]
-        if name not in files.manifest.tensors:
-            raise CheckpointError(f"{plan.state} refers to {name}, which the checkpoint does not hold.")
-        return files.whole(name)
+        return plan.sharded[name] if name in plan.sharded else files.whole(name)
 
     saved: dict[str, Any] = decode(files.words(plan.state), tensor)
     lost = [key for key in state if key not in saved]

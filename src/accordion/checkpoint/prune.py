@@ -87,18 +87,6 @@ def newest(folder: str | os.PathLike[str]) -> Newest:
     return Newest(path=None, passed_over=tuple(wrong))
 
 
-def before(folder: Folder) -> str | None:
-    """Return the path of the newest complete checkpoint next to `folder` that is older than it; None if none can be found."""
-    with suppress(CheckpointError, UsageError, OSError):
-        older = _by_age(_split(folder)[0])
-        names = list(map(str, older))
-        for one in reversed(older[: names.index(str(folder))] if str(folder) in names else []):
-            with suppress(OSError):
-                if _fault(one) is None:
-                    return str(one)
-    return None
-
-
 def _split(folder: Folder) -> tuple[Folder, str]:
     """Return (the parent of `folder`, the name of `folder` in it)."""
     parent, _, name = str(folder).rpartition("/")

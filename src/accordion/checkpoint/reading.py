@@ -23,15 +23,12 @@ from accordion.checkpoint.json_values import Json
 from accordion.checkpoint.storage.folders import Folder, Reader, checkpoint_at
 from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import bytes_of
-from accordion.errors import CheckpointError, UsageError, some_of
+from accordion.errors import CheckpointError, UsageError
 
 T = TypeVar("T")
 DCP_METADATA = ".metadata"
 TURNS = 5  # largest number of reads of a checkpoint that is replaced meanwhile
 REPLACED = "replaced again and again while it was read, another job saves under this name; read it when that has ended."
-SHOWN = 3  # tensors of a file that a message names
-_CONVERT = "`accordion checkpoint convert` makes a checkpoint"
-FROM_DCP = "read it into the sharded model with torch's `dcp.load` and `set_state_dict`, and save that"
 STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
 
 
@@ -52,7 +49,7 @@ def opened(folder: Folder, ema: str | None = None) -> Files:
     except (FileNotFoundError, NotADirectoryError):
         why = "there is no such folder."
         if isinstance(folder, Local) and folder.path.is_file():
-            why = f"it is a file, and a checkpoint is a folder; {_CONVERT} of a file of torch.save."
+            why = "it is a file, and a checkpoint is a folder."
         raise CheckpointError(f"{folder} is no checkpoint: {why}") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
@@ -74,9 +71,12 @@ def look_into(folder: Folder) -> Files:
     if MANIFEST not in sizes:
         instead = ""
         if DCP_METADATA in sizes:
-            instead = f", but the {DCP_METADATA} of torch.distributed.checkpoint; {FROM_DCP}"
+            instead = (
+                f", but the {DCP_METADATA} of torch.distributed.checkpoint; read it into the sharded model with torch's "
+                "`dcp.load` and `set_state_dict`, and save that"
+            )
         elif any(name.endswith(".safetensors") and not RANK_FILE.fullmatch(name) for name in sizes):
-            instead = f", but safetensors files; {_CONVERT} of them, and `load_pretrained` reads them as they are"
+            instead = ", but safetensors files; `load_pretrained` reads them"
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}{instead}.")
     text = folder.read(MANIFEST)
     try:
@@ -196,9 +196,6 @@ class Files:
             if file not in sizes or size != about.num_bytes:
                 differs = f" has {size} bytes and {about.num_bytes} in the manifest"
                 wrong.append(f"{file}{differs if file in sizes else ': No such file'}")
-                chunks = [(name, e, chunk) for name, e, chunk in self.manifest.chunks() if chunk.file == file]
-                lost = [name for name, e, chunk in chunks if chunk.at + e.num_bytes(chunk.box) > size]
-                wrong[-1] += f"; it lacks {some_of(lost, SHOWN)}" if lost else ""
         if wrong:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 

@@ -16,12 +16,11 @@ from accordion.checkpoint.contents import Contents, optimizer_name
 from accordion.checkpoint.format import CODES, DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.optimizer_list import parts_of
-from accordion.checkpoint.optimizer_states import RankStates
 from accordion.errors import CheckpointError
 from accordion.low_bit import LowBitStates, packed_shape
 
 
-def differences(manifest: Manifest, contents: Contents, states: RankStates | None = None) -> list[str]:
+def differences(manifest: Manifest, contents: Contents) -> list[str]:
     """Return texts that describe each difference between the checkpoint and `contents`; empty if the checkpoint fits."""
     wanted = contents.of_model()
     sources = {name: manifest.aliases.get(name, name) for name in wanted}
@@ -40,64 +39,51 @@ def differences(manifest: Manifest, contents: Contents, states: RankStates | Non
         if not holds(tensor.dtype, DTYPES[entry.dtype]):
             kinds.append(both(entry.dtype, CODES.get(tensor.dtype, tensor.dtype)))
     unlike = [
-        *_listed("missing in the checkpoint", missing),
-        *_listed("in the checkpoint but not in the model", [ties.get(name, name) for name in surplus]),
-        *_listed("of another shape", shapes),
-        *_listed("of another kind", kinds),
+        *listed("missing in the checkpoint", missing),
+        *listed("in the checkpoint but not in the model", [ties.get(name, name) for name in surplus]),
+        *listed("of another shape", shapes),
+        *listed("of another kind", kinds),
     ]
     if contents.optimizer is not None:
         unlike += _optimizer_differences(manifest.optimizer, contents.optimizer)
-    return unlike + ([states.why] if states is not None and states.why is not None else [])
+    return unlike
 
 
-def _listed(what: str, names: Iterable[str]) -> list[str]:
+def listed(what: str, names: Iterable[str]) -> list[str]:
     """Return ["NUMBER WHAT: NAME, NAME, ..."], or [] if there are no `names`."""
     names = list(names)
     return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
 
 
 def _optimizer_differences(saved: Json, current: Json) -> list[str]:
+    if misfit := _misfit(saved, current):
+        return [misfit]
+    theirs, ours = ({n: i for i, g in enumerate(words["groups"]) for n in g["params"]} for words in (saved, current))
+    return [
+        *listed("missing in the checkpoint's parameter groups", (name for name in ours if name not in theirs)),
+        *listed("only in the checkpoint's parameter groups", (name for name in theirs if name not in ours)),
+        *(
+            f"the parameters of group {i} are in group {', '.join(map(str, sources))} of the checkpoint (strict=False takes the "
+            "options of one group, and of several none)"
+            for i, sources in enumerate(_sources(saved, current))
+            if sources not in ([], [i])
+        ),
+    ]
+
+
+def _misfit(saved: Json, current: Json) -> str:
+    """Return the reason for which the optimizer `current` can take no state of `saved`; "" if it can."""
     if saved is None:
-        return ["it was saved without an optimizer; load it without one"]
-    if _lacks_wrapper(saved, current):
-        return [f"it has low-bit states; pass the {optimizer_name(current)} to wrap_optimizer before it is loaded"]
-    if not _is_related(saved, current):
-        names = [optimizer_name(words) for words in (saved, current)]
-        return [f"it was saved with {names[0]} and the optimizer is {names[1]}, whose states have other meanings"]
-    theirs, ours = ([group["params"] for group in words["groups"]] for words in (saved, current))
-    unlike = []
-    if len(theirs) != len(ours):
-        unlike.append(f"it has {len(theirs)} parameter groups and the optimizer has {len(ours)}")
-    all_theirs, all_ours = ({name for names in groups for name in names} for groups in (theirs, ours))
-    for i, our in enumerate(ours):
-        text = f"missing in the checkpoint's parameter group {i}" if i < len(theirs) else f"of group {i} missing in it"
-        unlike += _listed(text, (name for name in our if name not in all_theirs))
-    for i, their in enumerate(theirs):
-        unlike += _listed(
-            f"only in the checkpoint's parameter group {i}", (name for name in their if name not in all_ours)
-        )
-    for i, their in enumerate(_sources(saved, current)):
-        if len(their) > 1:
-            numbers = ", ".join(map(str, their))
-            unlike.append(
-                f"parameter group {i} has parameters of the checkpoint's groups {numbers}, so it keeps its current options"
-            )
-        elif their and their != [i]:
-            unlike.append(
-                f"parameter group {i} is the checkpoint's group {their[0]} (with strict=False it takes the options of that group)"
-            )
-    return unlike
-
-
-def _is_related(saved: Json, current: Json) -> bool:
-    """Return True if the class of one optimizer equals or inherits from the other's, or the saved one's is not recorded."""
+        return "it was saved without an optimizer; load it without one"
     theirs, ours = saved.get("kind") or [], current["kind"]
-    return not theirs or theirs[0] in ours or ours[0] in theirs
-
-
-def _lacks_wrapper(saved: Json, current: Json) -> bool:
-    """Return True if `saved` has low-bit states in the form that `wrap_optimizer` gives them, and `current` is not wrapped."""
-    return LowBitStates.__name__ in (saved.get("kind") or []) and LowBitStates.__name__ not in current["kind"]
+    if LowBitStates.__name__ in theirs and LowBitStates.__name__ not in ours:
+        return f"it has low-bit states; pass the {optimizer_name(current)} to wrap_optimizer before it is loaded"
+    if saved.get("of_rows"):
+        return "it has optimizer states of single ranks, which an earlier snapshot saved; load it without the optimizer"
+    if theirs and theirs[0] not in ours and ours[0] not in theirs:  # neither class inherits from the other
+        names = [optimizer_name(words) for words in (saved, current)]
+        return f"it was saved with {names[0]} and the optimizer is {names[1]}, whose states have other meanings"
+    return ""
 
 
 def _sources(saved: Json, current: Json) -> list[list[int]]:
@@ -107,33 +93,25 @@ def _sources(saved: Json, current: Json) -> list[list[int]]:
 
 
 def restored(
-    manifest: Manifest, contents: Contents, optimizer: torch.optim.Optimizer, states: RankStates | None = None
+    manifest: Manifest, contents: Contents, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return (the state dict to load into `optimizer`, {saved name: tensor in it that is still to be filled}).
 
-    A parameter keeps its current states if the saved optimizer lacks it, if it was saved with another shape, or if its saved
-    states belong to other rows of it. Any other parameter gets its saved states, or none if none were saved. If the saved
-    optimizer is of another class, nothing changes.
+    A parameter keeps its current states if the saved optimizer lacks it, or if it was saved with another shape. Any other
+    parameter gets its saved states, or none if none were saved. If the saved optimizer is of another class, nothing changes.
     """
     tensors: dict[str, Tensor] = {}
     low_bit = [part.param_groups for part in parts_of(optimizer) if isinstance(part, LowBitStates)]
     has_blocks = {id(p) for groups in low_bit for group in groups for p in group["params"]}
 
     def tensor_for(param: Tensor | None, name: str) -> Tensor:
-        if states is not None and param is not None and name.startswith(states.prefix):
-            state, local = states.tensor(manifest, name, param, contents.tensors.get(name.removeprefix(states.prefix)))
-            if local.numel():
-                tensors[name] = local
-            return state
-        if name not in manifest.tensors:
-            raise CheckpointError(f"the optimizer's state refers to {name}, which the checkpoint does not hold.")
         tensors[name] = _fitting(
             name, manifest.tensors[name], param, contents.tensors.get(name), id(param) in has_blocks
         )
         return tensors[name]
 
     words, current = manifest.optimizer, optimizer.state_dict()
-    if words is None or _lacks_wrapper(words, contents.optimizer) or not _is_related(words, contents.optimizer):
+    if _misfit(words, contents.optimizer):
         return current, tensors
     groups = []
     for group, sources in zip(current["param_groups"], _sources(words, contents.optimizer), strict=True):
@@ -144,12 +122,11 @@ def restored(
     for group, ours in zip(groups, contents.optimizer["groups"], strict=True):
         for index, name in zip(group["params"], ours["params"], strict=True):
             param, entry = contents.params[name], manifest.tensors.get("model/" + name)
-            fits = (entry is None or entry.shape == tuple(param.shape)) and not (states and name in states.misfits)
-            fits = fits and name in saved_params
-            state.pop(index, None) if fits else None
-            if fits and name in words["state"]:
-                saved = words["state"][name] if states is None else states.put_into(name, words["state"][name])
-                state[index] = decode(saved, partial(tensor_for, param))
+            if name not in saved_params or (entry is not None and entry.shape != tuple(param.shape)):
+                continue
+            state.pop(index, None)
+            if name in words["state"]:
+                state[index] = decode(words["state"][name], partial(tensor_for, param))
                 if not isinstance(state[index], dict):
                     raise CheckpointError(f"the optimizer's state of {name} is no dict.")
     return {"state": state, "param_groups": groups}, tensors

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion.checkpoint.background import Saving, ThreadAgreement, saver_of
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
-from accordion.checkpoint.collective import Team, encodable
+from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import (
     Contents,
     Stateful,
@@ -48,7 +48,6 @@ def save(
     *,
     extra: Json = None,
     state: Mapping[str, Stateful] | None = None,
-    rank_states: bool = False,
     background: bool = False,
     keep: int = 0,
     only: Only = None,
@@ -64,9 +63,6 @@ def save(
         optimizer: one optimizer or a list of several; a list is loaded into a list of as many, in the same order.
         extra: numbers, strings, lists, tuples and dicts to save with the tensors; those of rank 0 are saved.
         state: objects whose `state_dict()` is saved for each rank: a scheduler, a scaler, a data loader, `RandomState()`.
-        rank_states: save optimizer states that are neither shaped like their shard nor equal on all ranks (block scales of a
-            low-bit optimizer of your own, a vector for each matrix) for each rank; they load on as many ranks with the same
-            shards only. Without it such states raise `CheckpointError`.
         background: return when everything is copied to host memory, and write in a thread. The next save waits for the thread;
             if it failed, the next step of `optimizer`, the next save or `wait()` raises its error.
         keep: number of complete checkpoints to keep among those in the same folder whose names differ only in the number at
@@ -82,11 +78,10 @@ def save(
     sharded, own_states = team.agree(lambda: object_states(state or {}, team))
     saved_once = team.agree(lambda: contents(model, stepping, only))
     saved_once = replace(saved_once, tensors={**saved_once.tensors, **sharded})
-    saved_once, rank_tensors = same_on_all(saved_once, stepping, team, rank_states)
+    same_on_all(saved_once, stepping, team)
     name, _, place = team.shared(f"{secrets.token_hex(4)} {target}" if team.leads else "")[0].partition(" ")
-    rank_tensors |= own_states
     form, plan = team.agree(
-        lambda: (form_of(saved_once, team, encode(extra, "extra")), layout_of(saved_once, rank_tensors, team))
+        lambda: (form_of(saved_once, team, encode(extra, "extra")), layout_of(saved_once, own_states, team))
     )
     job = SaveJob(target=target, name=name, place=place, form=form, plan=plan, team=team, keep=keep)
     if not background:
@@ -153,7 +148,7 @@ class SaveJob:
 
     def _write_file(self, begun: Folder, host: memoryview | None) -> None:
         """Write this rank's file into `begun`. Raises `CheckpointError` if rank 0 saves to another path."""
-        if isinstance(begun, Local) and not begun.path.is_dir() and encodable(str(self.target)) != self.place:
+        if isinstance(begun, Local) and not begun.path.is_dir() and str(self.target) != self.place:
             raise CheckpointError(
                 f"this rank saves to {self.target} and rank 0 to {self.place}; pass the same path on all ranks, on storage "
                 "that all of them share."

@@ -18,6 +18,7 @@ from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import WRAPPERS, local_data, named_tensors, without_wrappers
 from accordion.checkpoint.format import holds
 from accordion.checkpoint.load import load
+from accordion.checkpoint.restore import listed
 from accordion.checkpoint.untrusted_files import check_quantised
 from accordion.engine.context import gathered
 from accordion.engine.engine import Engine
@@ -206,7 +207,7 @@ def _fitting(
         if not equal_rows(a, b):
             unequal.append(f"{first} and {second}")
     if unequal:
-        raise _misfit(model, folder, _listed("tied in the model but not equal in the folder", unequal))
+        raise _misfit(model, folder, listed("tied in the model but not equal in the folder", unequal))
     return {name: matched.stored[name] for name in matched.first.values()}, matched.computed
 
 
@@ -232,9 +233,9 @@ def match(model: nn.Module, folder: Path, stored: Mapping[str, Rows], ignore: li
     known = [*_class_patterns(model, "unexpected"), *(MOVED_BUFFERS if is_of_transformers(model) else ())]
     surplus = [key for key in extra if not (_matches(key, ignore) or _searched(key, known))]
     unlike = [
-        *_listed("missing in the folder", missing),
-        *_listed("in the folder but not in the model", [f"{key} {tuple(stored[key].shape)}" for key in surplus]),
-        *_listed("that do not fit", [*wrong, *_misfits(tensors, wanted)]),
+        *listed("missing in the folder", missing),
+        *listed("in the folder but not in the model", [f"{key} {tuple(stored[key].shape)}" for key in surplus]),
+        *listed("that do not fit", [*wrong, *_misfits(tensors, wanted)]),
     ]
     if unlike:
         raise _misfit(model, folder, unlike)
@@ -243,10 +244,6 @@ def match(model: nn.Module, folder: Path, stored: Mapping[str, Rows], ignore: li
 
 def _misfit(model: nn.Module, folder: Path, unlike: list[str]) -> CheckpointError:
     return CheckpointError(f"{folder} does not fit {type(model).__name__}: {'; '.join(unlike)}.")
-
-
-def _listed(what: str, names: list[str]) -> list[str]:
-    return [f"{len(names)} {what}: {', '.join(names)}"] if names else []
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

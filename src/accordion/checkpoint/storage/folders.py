@@ -22,15 +22,9 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
     """
     if path is None:
         raise UsageError("the path is None; if `latest` returned it, there is no checkpoint yet.")
-    try:
-        text = os.fspath(path)
-    except TypeError:
-        raise UsageError(f"the path is a {type(path).__name__}; pass a string or a pathlib.Path.") from None
-    if not isinstance(text, str) or "\0" in text:
-        raise UsageError("the path is bytes, or holds a zero byte; pass a string or a pathlib.Path.")
-    text = text.removeprefix("file://")
-    if not text:
-        raise UsageError('the path is empty; the current folder is called ".".')
+    text = os.fspath(path).removeprefix("file://") if isinstance(path, str | os.PathLike) else ""
+    if not text or "\0" in text:
+        raise UsageError(f'the path is {path!r}; pass a string or a pathlib.Path (the current folder is called ".").')
     return Remote.at(text) if "://" in text else Local(Path(os.path.abspath(text)))
 
 

@@ -45,7 +45,7 @@ class Local:
                 with os.scandir(self.path) as entries:
                     for entry in entries:
                         name = claims.replaced(entry.name) or entry.name
-                        if name[0] != "." and _is_folder(entry):
+                        if name[0] != "." and os.path.isdir(entry):
                             names[name] = None
         return list(names)
 
@@ -206,14 +206,6 @@ class LocalReader:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return True for a folder, and for an entry that cannot be examined, since reading it will raise the error."""
-    try:
-        return entry.is_dir()
-    except OSError as error:
-        return error.errno != errno.ELOOP
 
 
 def _make(folder: Path) -> None:
