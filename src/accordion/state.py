@@ -82,7 +82,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         for param in engine.params:
             rows = full_of(param)
-            shown_as = rows if param.around is None else param.around.seen(rows)
+            shown_as = rows if param.around is None else param.around(rows)
             full = fulls[id(param)] = nn.Parameter(shown_as, requires_grad=param.sharded.requires_grad)
             vars(full).update(_torch.marks_of(param.sharded))
             for ref, attr in param.places:

@@ -260,7 +260,11 @@ def test_refusals_name_the_reason(mesh) -> None:
     refuses("the mesh has 3 axes", model, mesh=init_device_mesh("cpu", (4, 1, 1)))
     cuda = DeviceMesh("cuda", [0, 1, 2, 3], _init_backend=False)
     refuses("one of 'cuda' devices, and this machine has (no accelerator|accelerators of type)", model, mesh=cuda)
-    refuses("dp_mesh_dims is a object", model, dp_mesh_dims=object())
+    refuses("dp_mesh_dims is not supported", model, dp_mesh_dims=object())
+    newer = type(
+        "Newer", (ours.MixedPrecisionPolicy,), {"param_dtype_override_fn": len}
+    )  # an attribute since torch 2.15
+    refuses("param_dtype_override_fn=. is not supported", model, mp_policy=newer())
     refuses("mp_policy is a dtype", model, mp_policy=torch.bfloat16)
     refuses("offload_policy is a bool", model, offload_policy=True)
     refuses("not an nn.Parameter", model, ignored_params={"head.weight"})

@@ -147,31 +147,6 @@ def test_the_dtype_of_sums_is_that_of_the_installed_torch(mesh: Any) -> None:
     assert _torch.reduces_in_own_dtype() == NEW
 
 
-@since_2_15
-@on_world(2)
-def test_a_parameter_may_compute_in_its_own_dtype(mesh: Any) -> None:
-    policy = theirs.MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16,
-        reduce_dtype=torch.float32,
-        output_dtype=torch.float32,
-        cast_forward_inputs=False,
-        param_dtype_override_fn=lambda p: p.dtype if p.dim() == 1 else None,
-    )
-    seen = []
-    for api in SIDES:
-        layer = here(nn.LayerNorm(8)), here(nn.Linear(8, 8, bias=False))
-        model = api.fully_shard(nn.Sequential(*layer), mesh=mesh, mp_policy=policy)
-        model[0].register_forward_pre_hook(lambda m, args: seen.append(m.weight.dtype))
-        model[0].register_forward_hook(lambda m, args, out: out.bfloat16())
-        model[1].register_forward_pre_hook(lambda m, args: seen.append(m.weight.dtype))
-        model(torch.ones(2, 8, device=device())).sum().backward()
-    assert seen == [torch.float32, torch.bfloat16] * 2
-    wrong = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, param_dtype_override_fn=lambda p: torch.float16)
-    for api in SIDES:
-        with pytest.raises(ValueError, match="param_dtype_override_fn"):
-            api.fully_shard(here(nn.Linear(4, 4)), mesh=mesh, mp_policy=wrong)
-
-
 @pytest.mark.parametrize("kind", [ScheduleGPipe, pytest.param(ScheduleInterleaved1F1B, marks=since_2_15)])
 @on_mesh((2, 2), ("pp", "dp"))
 def test_stages_of_a_pipeline(mesh: Any, kind: type) -> None:

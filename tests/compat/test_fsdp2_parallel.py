@@ -24,7 +24,6 @@ from tests.pool import Pool
 from tests.support import models
 from tests.support.checks import assert_close, mean_grads, one_loss, step_all
 from tests.support.ranked import on_mesh, on_world
-from tests.support.sample import sampled
 
 
 def parallel(mesh) -> None:
@@ -135,33 +134,6 @@ def stepped_alike(pair, given: Any) -> None:
     )
 
 
-def on_all_axes(mesh, dims: dict[str, Any]) -> None:
-    """With `dp_mesh_dims`, the batch is a DTensor that is sharded over the data-parallel axes too."""
-    names = [name for part in dims.values() for name in ([part] if isinstance(part, str) else part)]
-    placements = {
-        "0.weight": [Replicate() if n in names else Shard(0) for n in mesh.mesh_dim_names],
-        "2.weight": [Replicate() if n in names else Shard(1) for n in mesh.mesh_dim_names],
-    }
-    pair = []
-    for api in SIDES:
-        model, options = spread(mesh, placements), {"mesh": mesh, "dp_mesh_dims": api.DataParallelMeshDims(**dims)}
-        api.fully_shard(model[0], **options)
-        pair.append(api.fully_shard(model, **options))
-    x = torch.randn(3, 8, 8, device=device())
-    cut = [Shard(0) if n in names else Replicate() for n in mesh.mesh_dim_names]
-    stepped_alike(pair, lambda step: distribute_tensor(x[step], mesh, cut))
-    assert_same_parameters(*pair)
-    if "shard" not in dims:
-        return
-    for match, dims_, build in (
-        ("Make every parameter a DTensor", dims, nn.Sequential(nn.Linear(8, 8))),
-        ("each once", {"shard": "other"}, nn.Linear(8, 8)),
-        ("must be Replicate", dims, spread(mesh, {"0.weight": [Shard(0)] * mesh.ndim})),
-    ):
-        with pytest.raises(ValueError, match=match):
-            ours.fully_shard(build, mesh=mesh, dp_mesh_dims=ours.DataParallelMeshDims(**dims_))
-
-
 @pytest.mark.slow  # of three axes, DTensor looks for a sharding of each operator for seconds
 @on_mesh((1, 2, 2), ("dp", "ep", "tp"))
 def test_several_axes_inside(mesh) -> None:
@@ -175,26 +147,6 @@ def test_several_axes_inside(mesh) -> None:
         pair.append(api.fully_shard(model, mesh=mesh["dp"]))
     x = torch.randn(3, 4, 8, device=device())
     stepped_alike(pair, lambda step: distribute_tensor(x[step], inner, [Replicate(), Replicate()]))
-
-
-@pytest.mark.skipif(ours.DataParallelMeshDims is None, reason="torch 2.13 has dp_mesh_dims")
-@pytest.mark.parametrize(
-    ("axes", "dims"),
-    sampled(
-        [
-            ({"dp": 2, "tp": 2}, {"shard": "dp"}),
-            ({"dp": 2, "tp": 2}, {"replicate": "dp"}),
-            ({"rep": 2, "dp": 2}, {"shard": "dp", "replicate": "rep"}),
-            ({"rep": 2, "dp": 2, "tp": 1}, {"shard": "dp", "replicate": "rep"}),
-            ({"dp": 2, "cp": 2}, {"shard": ("dp", "cp")}),
-            ({"dp": 1, "cp": 2, "tp": 2}, {"shard": ("dp", "cp")}),
-        ],
-        lambda axes, dims: len(axes) == 2 and ("cp" in axes or ("tp" in axes and "replicate" in dims)),
-    ),
-    ids=lambda given: "-".join(given),
-)
-def test_parameters_on_all_axes_of_one_mesh(world, axes, dims):
-    world.run_mesh(tuple(axes.values()), tuple(axes), on_all_axes, dims)
 
 
 # -- tensor subclasses

@@ -30,9 +30,6 @@ class ParamView(Protocol):
     def __call__(self, full: Tensor) -> Tensor:
         """Return the tensor that modules see in place of `full`, such as a DTensor, connected to `full` in autograd's graph."""
 
-    def seen(self, full: Tensor) -> Tensor:
-        """Return the tensor that modules see in place of `full`, not connected to autograd's graph."""
-
     def whole(self, full: Tensor) -> Tensor:
         """Return the larger tensor, made of the part `full` of each rank. A collective."""
 

@@ -20,34 +20,23 @@ from accordion.shard.topology import device_of
 
 class TensorParallelView:
     """A `ParamView` for a parameter that was a DTensor before `shard`. Data parallelism shards its local tensor. A call with the
-    gathered local tensor returns the DTensor with the old `mesh` and `placements`. `summed`: axes of `mesh` on which the
-    parameter is replicated and over which the engine sums gradients."""
+    gathered local tensor returns the DTensor with the old `mesh` and `placements`."""
 
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        placements: Sequence[Placement],
-        shape: Sequence[int],
-        device: torch.device,
-        summed: Sequence[int] = (),
+        self, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], device: torch.device
     ) -> None:
-        self.mesh, self.placements, self.shape, self.summed = mesh, tuple(placements), torch.Size(shape), tuple(summed)
+        self.mesh, self.placements, self.shape = mesh, tuple(placements), torch.Size(shape)
         self.stride = torch.empty(self.shape, device="meta").stride()
         cut = [i for i, p in enumerate(self.placements) if isinstance(p, Shard)]
         self.communicators = [Communicator(mesh.get_group(i), device) for i in cut if mesh.size(i) > 1]
 
-    def __call__(self, full: Tensor) -> Tensor:
-        if self.summed:
-            return _Seen.apply(full, self)  # type: ignore[no-untyped-call, no-any-return]
-        return self.seen(full)
-
-    def seen(self, full: Tensor) -> DTensor:
+    def __call__(self, full: Tensor) -> DTensor:
         return DTensor.from_local(
             full, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
     def whole(self, full: Tensor) -> Tensor:
-        return self.seen(full.detach()).full_tensor()
+        return self(full.detach()).full_tensor()
 
     def part_of(self, whole: Tensor) -> Tensor:
         for i, placement in enumerate(self.placements):
@@ -62,32 +51,10 @@ class TensorParallelView:
         return not any(self.mesh.get_coordinate() or ())
 
 
-class _Seen(torch.autograd.Function):
-    """Autograd function. Forward: return the DTensor that `TensorParallelView.seen` makes of a full local tensor. Backward:
-    return the local gradient, redistributed to the view's placements on all axes but `summed`."""
-
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, around: TensorParallelView) -> DTensor:
-        ctx.around = around
-        return around.seen(full.detach())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        around: TensorParallelView = ctx.around
-        wanted = [
-            actual if i in around.summed else expected
-            for i, (actual, expected) in enumerate(zip(grad.placements, around.placements, strict=True))
-        ]
-        if wanted != list(grad.placements):
-            grad = grad.redistribute(placements=wanted)
-        return grad.to_local(), None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """Mesh and placements of a sharded parameter, the cut of its local tensor, and the view that modules see. `over`: the
-    data-parallel axes, one or two. `rank`: of this process among the ranks with different rows. `keeps_dtype`: the parameter is
-    gathered in its own dtype, whatever `Precision` says."""
+    data-parallel axes, one or two. `rank`: of this process among the ranks with different rows."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -95,7 +62,6 @@ class Layout:
     rank: int
     over: DeviceMesh
     around: TensorParallelView | None = None
-    keeps_dtype: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:

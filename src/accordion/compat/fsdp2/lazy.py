@@ -449,13 +449,13 @@ def _planned(
 ) -> list[GroupPlan]:
     """Return the groups of one unit's parameters, by dtype and mesh. `contexts`: of meshes other than the model's. Collective
     if `reshard_after_forward` is an int."""
-    by_context: dict[tuple[ShardingContext | None, bool], list[tuple[Owned, Cut]]] = {}
+    by_context: dict[ShardingContext | None, list[tuple[Owned, Cut]]] = {}
+    precision = part.asked.precision
     for o, layout in parameters:
         if not is_extended(o.original):
-            by_context.setdefault((contexts.get(layout.over), layout.keeps_dtype), []).append((o, layout.cut))
+            by_context.setdefault(contexts.get(layout.over), []).append((o, layout.cut))
     planned: list[GroupPlan] = []
-    for (over, keeps_dtype), pairs in by_context.items():
-        precision = replace(part.asked.precision, params=None) if keeps_dtype else part.asked.precision
+    for over, pairs in by_context.items():
         groups = [group._replace(context=over) for group in plan_groups(pairs, precision)]
         groups = with_secondary(groups, context, part.asked.sharding)
         for group in groups:
