@@ -48,8 +48,6 @@ def test_finalize_backward_reduces_accumulated_gradients(mesh: Any) -> None:
         with Wire() as wire:
             handle = m.finalize_backward(async_op=async_op)
             if async_op:
-                with pytest.raises(RuntimeError, match="waited"):
-                    m.finalize_backward()
                 handle.wait()
         assert len(wire.of("reduce")) == 4, type(m)
         assert_close(grads_of(m), grads_of(plain), 1e-6)
@@ -58,8 +56,6 @@ def test_finalize_backward_reduces_accumulated_gradients(mesh: Any) -> None:
     assert not any(unit.is_unsharded for unit in units_of(pair[-1]))
     with pytest.raises(RuntimeError, match="root"):
         pair[-1].blocks[0].finalize_backward()
-    with pytest.raises(RuntimeError, match="root"):
-        pair[-1].blocks[0].set_manual_backward_finalization(True)
 
 
 WAYS: dict[str, tuple[Mesh, dict[str, Any]]] = {
@@ -99,17 +95,11 @@ def test_a_finalized_step_has_torchs_gradients(mesh: Any, way: str) -> None:
 
 
 @on_world(2)
-def test_a_handle_raises_after_reset_iter_state(mesh: Any) -> None:
+def test_nothing_is_reduced_before_the_first_forward(mesh: Any) -> None:
     model = sharded(ours, mesh)
-    assert model.finalize_backward() is None, "before the first forward"
-    model.finalize_backward(async_op=True).wait()
-    model.set_requires_gradient_sync(False)
-    one_loss(model).backward()
-    model.set_requires_gradient_sync(True)
+    assert model.finalize_backward() is None
     handle = model.finalize_backward(async_op=True)
-    model.reset_iter_state()
-    with pytest.raises(RuntimeError, match="reset_iter_state was called between"):
-        handle.wait()
+    handle.wait()
     assert isinstance(handle, ours.GradientReductionHandle)
 
 

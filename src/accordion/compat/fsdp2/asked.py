@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +19,6 @@ from accordion.errors import AssertedUsageError, UsageError
 from accordion.shard.topology import default_mesh, device_of
 from accordion.sharding import Sharding
 
-log = logging.getLogger("accordion")
 PlacementRule = Callable[[nn.Parameter], Any]
 """Parameter -> None, Shard(dim), or torch's ShardPlacementResult."""
 PART = "_accordion_part"  # the attribute of a module, or of a parameter, that refers to its `Part`
@@ -80,20 +77,9 @@ def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, i
     )
     keep, near = _keep_of(reshard, mesh)
     strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
-    tiers = Offload()
-    if isinstance(offload, CPUOffloadPolicy):
-        tiers = Offload(params=HOST, optimizer=HOST)
-        if not offload.pin_memory:
-            log_once(
-                "CPUOffloadPolicy(pin_memory=False) has no effect: with an accelerator, host memory is always pinned."
-            )
+    tiers = Offload(params=HOST, optimizer=HOST) if isinstance(offload, CPUOffloadPolicy) else Offload()
     sharding = Sharding(strategy=strategy, precision=precision, offload=tiers, secondary=near)
     return Asked(mesh=mesh, sharding=sharding, keep=keep, policy=policy, ignored=frozenset(ignored or ()))
-
-
-@cache
-def log_once(text: str) -> None:
-    log.info("compat.fsdp2: %s", text)
 
 
 def modules_of(module_or_list: Any) -> list[nn.Module]:

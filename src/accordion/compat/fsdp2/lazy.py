@@ -43,7 +43,6 @@ class PartSettings:
     Args:
         stays: do not free the memory of full parameters when they are resharded.
         keeps_parts: allow resharding over fewer ranks after the forward, if `reshard_after_forward` is an int.
-        finalizes: the argument of `set_manual_backward_finalization`, which has no effect.
         sync, all_reduce: reduce gradients in a backward; on a 2-D mesh only if both are True.
         scale: factor for gradient sums; None: one over the number of ranks.
         after_reduce: hook that gets each reduced buffer of gradients.
@@ -51,7 +50,6 @@ class PartSettings:
 
     stays: bool = False
     keeps_parts: bool = True
-    finalizes: bool = False
     sync: bool = True
     all_reduce: bool = True
     scale: float | None = None
@@ -171,7 +169,6 @@ class Part:
         ] = []  # parameters tied to one of another part, with that part
         self.unit_policy = UnitPolicy(keep=asked.keep, on_convert=weakly(self.dissolve))
         self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}  # parts to prefetch in each phase
-        self.handle: object = None  # of an async `finalize_backward`, until its `wait`
         self.context: ShardingContext | None = None
         self.shares: weakref.ref[Part] | None = None  # the part whose streams and communicators are used
         self.tree: Tree | None = None
