@@ -106,32 +106,21 @@ class Crossed(nn.Module):
 
 
 @on_world(2)
-def test_tied_parameters_are_one(mesh) -> None:
+def test_tied_parameters_are_sharded_in_one_call(mesh) -> None:
     plain, model = here(Crossed()), here(Crossed())
-    for part in (model.first, model.second):
-        ours.fully_shard(part, mesh=mesh)
-    assert model.second[0].weight is model.first[0].weight
+    ours.fully_shard([model.first, model.second[0]], mesh=mesh)
     ours.fully_shard(model, mesh=mesh)
+    assert model.second[0].weight is model.first[0].weight
     assert model.second[2].weight is model.embed.weight
-    assert isinstance(model.embed.weight, DTensor)
-    held = list(model.parameters())
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     trained(mesh, plain, model)
-    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
-    state = model.state_dict()
-    assert torch.equal(state["embed.weight"].to_local(), state["second.2.weight"].to_local())
-    apart = Crossed()
-    for part in (apart.first, apart.second):
-        ours.fully_shard(part, mesh=mesh)
-    x = torch.randn(2, 8, device=device())
-    apart.first(x)
-    with pytest.raises(ValueError, match="is tied to a parameter that was sharded with another module"):
-        apart.second(x)
-    late = models.tied()
+    apart, late = here(Crossed()), models.tied()
+    ours.fully_shard(apart.first, mesh=mesh)
     ours.fully_shard(late.embed, mesh=mesh)
     late.head.weight = late.embed.weight  # tied between the calls
-    ours.fully_shard(late, mesh=mesh)
-    trained(mesh, models.tied(), late)
+    for wrong in (apart.second, apart, late):
+        with pytest.raises(ValueError, match="is tied to one that another call of fully_shard has sharded"):
+            ours.fully_shard(wrong, mesh=mesh)
 
 
 @on_world(2)
@@ -350,7 +339,7 @@ def test_misuse_is_reported(mesh) -> None:
     with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
         assigned.load_state_dict(models.plain().state_dict())
     assigned.load_state_dict(models.plain().state_dict(), assign=True)
-    with pytest.raises(ValueError, match=r"is a plain tensor now\. Assign a DTensor"):
+    with pytest.raises(ValueError, match=r"but it is a plain tensor now\. Assign a DTensor"):
         one_loss(assigned)
 
 

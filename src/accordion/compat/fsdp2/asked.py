@@ -21,7 +21,7 @@ from accordion.sharding import Sharding
 
 PlacementRule = Callable[[nn.Parameter], Any]
 """Parameter -> None, Shard(dim), or torch's ShardPlacementResult."""
-PART = "_accordion_part"  # the attribute of a module, or of a parameter, that refers to its `Part`
+PART = "_accordion_part"  # the attribute of a module that refers to its `Part`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

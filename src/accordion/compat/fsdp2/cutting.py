@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
-from accordion.compat.fsdp2.asked import PART
 from accordion.compat.fsdp2.lazy import Part, parts_below
 from accordion.engine.layout import Cut
 from accordion.errors import UsageError
@@ -64,7 +62,6 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
                 local = rows.to(place, copy=True, memory_format=torch.contiguous_format)
                 replace(o, local, layout.mesh, layout.placements)
             part.layouts.update({(id(ref()), attr): layout for ref, attr in o.places})
-            vars(o.original)[PART] = weakref.ref(part), layout
         for module in root.modules():
             if id(module) not in below:
                 for key, buffer in module._buffers.items():
@@ -73,26 +70,18 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
 
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
-    """Yield the parameters of `part`, a `fully_shard` call, that no call has sharded. If a parameter is tied to one of another
-    call, it is not yielded, and the modules of `part` get that call's sharded parameter."""
-    inside = {place: layout for p in parts_below(part.alive()) for place, layout in p.layouts.items()}
+    """Yield the parameters of `part`, a `fully_shard` call, that no call has sharded. `below`: ids of the modules of inner calls.
+    Raises `UsageError` if one is tied to a parameter of another call."""
     for o in owned_parameters(root, {}):
-        cut = next((inside[id(ref()), attr] for ref, attr in o.places if (id(ref()), attr) in inside), None)
-        o.places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
-        if not o.places or o.original in part.asked.ignored:
+        places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
+        if not places or o.original in part.asked.ignored:
             continue
-        moved_to = vars(o.original).get("moved_to")
-        if moved_to is not None:
-            lender, cut = vars(o.original)[PART]
-            part.borrowed.append((o.names[0], lender))
-            for ref, attr in o.places:
-                module = ref()
-                assert module is not None, "a module lives while its parameters are cut"
-                module._parameters[attr] = moved_to
-        if cut is None:
-            yield o
-        else:  # tied to a parameter that another part has sharded
-            part.layouts.update({(id(ref()), attr): cut for ref, attr in o.places})
+        if len(places) < len(o.places) or "moved_to" in vars(o.original):
+            raise UsageError(
+                f"parameter {o.names[0]!r} is tied to one that another call of fully_shard has sharded. Shard both modules in "
+                "one call, fully_shard([a, b]), or leave both to the call of a module that contains them."
+            )
+        yield o
 
 
 def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:

@@ -164,9 +164,6 @@ class Part:
         self.modules = [weakref.ref(m) for m in modules]
         self.asked, self.settings = asked, PartSettings()
         self.layouts: dict[tuple[int, str], Layout] = {}  # of each sharded parameter, by (id of the module, attribute)
-        self.borrowed: list[
-            tuple[str, weakref.ref[Part]]
-        ] = []  # parameters tied to one of another part, with that part
         self.unit_policy = UnitPolicy(keep=asked.keep, on_convert=weakly(self.dissolve))
         self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}  # parts to prefetch in each phase
         self.context: ShardingContext | None = None
@@ -406,16 +403,9 @@ def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[
 
 def _dissolve(root: nn.Module, parts: list[Part]) -> None:
     """Remove the engines of `parts`, before one engine is built for all of them; parameters stay sharded. Raises `UsageError` in
-    a forward or backward, if there are unreduced gradients, for a parameter that is tied to one of a module outside `parts`, and
-    for one on the meta device."""
+    a forward or backward, if there are unreduced gradients, and for a parameter on the meta device."""
     for part in parts:
         part.dissolve()
-        for name, lender in part.borrowed:
-            if lender() not in parts:
-                raise UsageError(
-                    f"{name!r} of {_kind(part)} is tied to a parameter that was sharded with another module. Shard also a module "
-                    "that contains both, and call that one, so that one unit can own the parameter."
-                )
     on_meta = [name for name, p in root.named_parameters() if isinstance(p, DTensor) and p.is_meta]
     if on_meta:
         raise UsageError(
@@ -480,10 +470,7 @@ def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Itera
         layout = next((layouts[place] for place in places if place in layouts), None)
         if not isinstance(param, DTensor) or id(param) in ignored:
             if layout is not None:
-                raise UsageError(
-                    f"parameter {o.names[0]!r} was sharded, but it is a plain tensor now. Assign a DTensor, for example from "
-                    "distribute_tensor."
-                )
+                raise _replaced(o, layout)
             continue
         if layout is None:
             raise UsageError(
@@ -492,8 +479,16 @@ def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Itera
             )
         same = param.device_mesh == layout.mesh and tuple(param.placements) == layout.placements
         if not same or tuple(_torch.local_of(param).shape) != layout.local_shape:
-            raise UsageError(
-                f"parameter {o.names[0]!r} has the placements {param.placements} on {param.device_mesh}, but it was sharded as "
-                f"{layout.placements} on {layout.mesh}. Assign a DTensor with those placements."
-            )
+            raise _replaced(o, layout)
         yield o, layout
+
+
+def _replaced(o: Owned, layout: Layout) -> UsageError:
+    param = o.original
+    now = (
+        f"is placed as {param.placements} on {param.device_mesh}" if isinstance(param, DTensor) else "is a plain tensor"
+    )
+    return UsageError(
+        f"parameter {o.names[0]!r} was sharded as {layout.placements} on {layout.mesh}, but it {now} now. Assign a DTensor with "
+        "those placements, for example from distribute_tensor."
+    )
