@@ -252,53 +252,6 @@ def test_tensor_subclasses_say_how_they_are_gathered(mesh) -> None:
         acc.full_state_dict(model)
 
 
-def sends_bfloat16(self, mesh, outer_size, outer_stride, module, mp_policy) -> Any:
-    assert mesh.ndim == 1
-    assert module.weight.shape == outer_size
-    rows = self.to(torch.bfloat16)
-    return (torch.cat([rows, rows.new_zeros(-(-outer_size[0] // mesh.size()) - len(rows), *outer_size[1:])]),), None
-
-
-@torch.no_grad()
-def shows_float32(self, gathered, metadata, param_dtype, *, out=None) -> Any:
-    (full,) = gathered
-    if out is not None:
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(full[: len(out)])
-        return None
-    made = full.to(param_dtype)
-    return made, (full, made)
-
-
-@pytest.mark.parametrize(("on_meta", "width"), [(False, 8), (True, 5)])
-@on_world(2)
-def test_methods_of_local_tensors_may_be_set_after_fully_shard(mesh, on_meta: bool, width: int) -> None:
-    """Set the methods on local tensors, plain or of a subclass without them, after `fully_shard`."""
-    pair = []
-    for api in SIDES:
-        torch.manual_seed(0)
-        model = here(nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]))
-        if not on_meta:
-            model[1][0].weight = nn.Parameter(Wrapped(model[1][0].weight.detach()))
-        model = model.to("meta") if on_meta else model
-        for block in model:
-            api.fully_shard(block, mesh=mesh)
-        api.fully_shard(model, mesh=mesh)
-        if on_meta:
-            model.to_empty(device=device())
-            for i, param in enumerate(model.parameters()):
-                nn.init.constant_(param, 0.1 * i)
-        for block in model:
-            local = block[0].weight._local_tensor
-            local.fsdp_pre_all_gather, local.fsdp_post_all_gather = (
-                hook.__get__(local) for hook in (sends_bfloat16, shows_float32)
-            )
-        pair.append(model)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in pair]
-    x = torch.randn(3, 4, width, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
-    assert_steps_agree(pair, optimizers, x.__getitem__)
-
-
 class Positions(nn.Module):
     """Its forward returns rows of its weight, a view."""
 

@@ -89,7 +89,7 @@ def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
     name = o.names[0]
     param: Any = o.original
     tensor, (dim, mesh) = local_part(param), cut_dim(param)
-    check_tensor(name, tensor, offloads=part.asked.sharding.offload.offloads, may_follow=True)
+    check_tensor(name, tensor, offloads=part.asked.sharding.offload.offloads)
     c = Cut(tuple(tensor.shape), dim, mesh.size(mesh.ndim - 1))
     if isinstance(param, DTensor):
         _check_beside(name, param, mesh)

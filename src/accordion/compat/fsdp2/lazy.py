@@ -354,8 +354,7 @@ def _checked_parameters(root: nn.Module, parts: list[Part]) -> list[tuple[Owned,
     _dissolve(root, parts)
     index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
     owned = list(_sharded(root, index, parts))
-    # `fully_shard` accepts tensor subclasses whose gather methods are set later. From here on they are needed, as in torch.
-    for o, _ in owned:
+    for o, _ in owned:  # again, because `load_state_dict(assign=True)` may have brought other tensors
         offloads = parts[o.owner].asked.sharding.offload.offloads
         check_tensor(o.names[0], _torch.local_of(o.original), offloads=offloads)
     return owned
