@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accordion as acc
-from tests.integrations.jobs import library_job, llama, needs
+from tests.integrations.jobs import library_job, needs
 from tests.support.ranked import on_job
 
 pytestmark = pytest.mark.cpu("plain tensors lie there, batches are drawn and compared there")
@@ -124,14 +124,6 @@ def test_a_parameter_outside_of_a_forward_raises_and_what_errors_md_says_works(m
         torch.testing.assert_close(use(model), expected)
     with acc.full_params(model):
         torch.testing.assert_close(use(model), expected)
-
-
-@libraries
-@on_job(2)
-def test_a_decoder_generates_as_it_is(mesh: Any) -> None:
-    expected = generated(llama().eval())
-    model = acc.shard(llama().eval(), mesh)
-    assert torch.equal(generated(model), expected)
 
 
 @libraries

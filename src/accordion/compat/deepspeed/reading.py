@@ -202,7 +202,7 @@ def _key(name: str, value: Any) -> Key:
     """Return the `Key` of the dotted key `name`. Raises `UsageError` if there is none, or if its `value` is not supported."""
     row = _row(name)
     if row is None:
-        by_leaf = {known.rpartition(".")[2]: known for known in reversed(KEYS)}
+        by_leaf = {known.rpartition(".")[2]: known for known in reversed([*KEYS])}
         close = get_close_matches(name.rpartition(".")[2], by_leaf, n=1)
         hint = f"did you mean {by_leaf[close[0]]!r}?" if close else "docs/compat_deepspeed.md lists all."
         raise UsageError(f"DeepSpeed key {name!r} does not exist; {hint}")

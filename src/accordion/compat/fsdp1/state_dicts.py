@@ -206,7 +206,7 @@ def cut_like(value: Tensor, param: Param) -> Tensor:
     if value.dim() == 0 or value.shape != like.shape:
         return value
     rows = own_rows(value, param.cut, param.context).to(_torch.local_of(like).device)
-    return _torch.as_dtensor(rows.contiguous(), like)  # type: ignore[no-any-return]
+    return _torch.as_dtensor(rows.contiguous(), like)
 
 
 def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
