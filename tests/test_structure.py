@@ -320,7 +320,7 @@ BUDGETS = {
     "_torch": 1030,
     "bench": 1240,
     "checkpoint": 4500,
-    "compat": 3340,
+    "compat": 3460,
     "doctor": 610,
     "engine": 4510,
     "export": 610,

@@ -255,6 +255,9 @@ def test_full_parameters_are_summoned(mesh: DeviceMesh) -> None:
     model.apply(lambda m: nn.init.constant_(m.weight, 3.0) if isinstance(m, nn.Linear) else None)
     assert (model.state_dict()["first.weight"] == 3).all()
     model(batch(0, rank)).pow(2).mean().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        model.last.bias.grad.fill_(5.0)
+    assert (model.last.bias.grad.full_tensor() == 5).all()
     assert_at_rest(model)
 
 
@@ -403,7 +406,7 @@ def test_bad_input_is_named_on_every_rank(mesh: DeviceMesh) -> None:
             seeded(), **{**whole, "device_mesh": DeviceMesh("cuda", [0, 1], _init_backend=False)}
         ),
         "has 1 axes": lambda: FSDP(net, sharding_strategy=kinds.HYBRID_SHARD, **by_hand).state_dict(),
-        "a device_mesh of": lambda: FSDP(
+        "takes two": lambda: FSDP(
             net, sharding_strategy=kinds.HYBRID_SHARD, process_group=mesh.get_group()
         ).state_dict(),
         "pass a policy, or wrap by hand": lambda: FSDP(
@@ -413,7 +416,7 @@ def test_bad_input_is_named_on_every_rank(mesh: DeviceMesh) -> None:
         "pass the same to all": lambda: FSDP(
             nn.Sequential(FSDP(nn.Linear(2, 2), sharding_strategy=kinds.NO_SHARD)), **by_hand
         ).state_dict(),
-        "state_dict_type is StateDictType.LOCAL_STATE_DICT": lambda: FSDP.set_state_dict_type(
+        "LOCAL_STATE_DICT is not supported": lambda: FSDP.set_state_dict_type(
             FSDP(seeded(), **by_hand), StateDictType.LOCAL_STATE_DICT
         ),
         "takes a FullStateDictConfig": lambda: FSDP.set_state_dict_type(
@@ -421,9 +424,8 @@ def test_bad_input_is_named_on_every_rank(mesh: DeviceMesh) -> None:
         ),
         "contains none": lambda: FSDP.get_state_dict_type(net),
         "writeback=False": lambda: FSDP.summon_full_params(FSDP(seeded(), **by_hand), rank0_only=True).__enter__(),
-        "p.grad.full_tensor": lambda: FSDP.summon_full_params(FSDP(seeded(), **by_hand), with_grads=True).__enter__(),
         "no flat gradient": lambda: FSDP(seeded(), **by_hand).register_comm_hook(None, None),
-        "call optim_state_dict.": lambda: FSDP.full_optim_state_dict(FSDP(seeded(), **by_hand), sgd(net)),
+        "qualified names": lambda: FSDP.rekey_optim_state_dict({}, None, None),
         "empty on this rank": lambda: FSDP.optim_state_dict_to_load(plain := FSDP(seeded(), **by_hand), sgd(plain), {}),
         "that is not in the model": lambda: FSDP.optim_state_dict(FSDP(seeded(), **by_hand), sgd(net)),
     }

@@ -99,12 +99,12 @@ def test_beside_torchs_own_class(mesh: DeviceMesh, tmp_path: Path, writer: str) 
             loss = model(batch(step, rank)).pow(2).mean()
             loss.backward()
             norm = model.clip_grad_norm_(0.5)
-            found.append((loss.detach(), norm))
-        with torch_fsdp.FullyShardedDataParallel.summon_full_params(theirs, with_grads=True):
-            grads = {n: p.grad.clone() for n, p in theirs.named_parameters()}
-        assert_close({n: p.grad.full_tensor() for n, p in ours.named_parameters()}, grads, 1e-6)
-        opt_theirs.step()
-        opt_ours.step()
+            cls: Any = type(model)
+            with cls.summon_full_params(model, with_grads=True):
+                grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+            optimizer.step()
+            found.append((loss.detach(), norm, grads))
+        assert_close(found[1][2], found[0][2], 1e-6)
         torch.testing.assert_close(found[1][:2], found[0][:2], rtol=1e-6, atol=1e-6)
     weights, state = states_of(FSDP, ours, opt_ours, "SHARDED_STATE_DICT")
     their_weights, their_state = states_of(
@@ -119,7 +119,7 @@ def test_beside_torchs_own_class(mesh: DeviceMesh, tmp_path: Path, writer: str) 
         name: {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in entry.items()}
         for name, entry in their_state["state"].items()
     }
-    assert_same_tensors(states_of(FSDP, ours, opt_ours, "FULL_STATE_DICT")[1]["state"], gathered, "full")
+    assert_same_tensors(FSDP.full_optim_state_dict(ours, opt_ours, rank0_only=False)["state"], gathered, "full")
     if writer == "torch":
         again = FSDP(seeded(seed=1), auto_wrap_policy=POLICIES["module"], device_mesh=mesh)
         reads(str(tmp_path), theirs, opt_theirs, again)

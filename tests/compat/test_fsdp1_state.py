@@ -31,6 +31,7 @@ from tests.compat.test_fsdp1 import (
     unsharded_steps,
     without_counters,
 )
+from tests.compat.test_fsdp1_beside_torch import assert_same_tensors
 from tests.devices import here
 from tests.support.ranked import on_world
 
@@ -72,6 +73,19 @@ def loads_full(mesh: DeviceMesh, weights: dict[str, Any], state: dict[str, Any])
     assert found["param_groups"][0]["params"] == list(range(16))
     again = model.state_dict()
     assert_same_state(again, weights, 0.0)
+    older = FSDP.full_optim_state_dict(model, optimizer)
+    if rank == 0:
+        assert_same_tensors(older, state)
+    whole = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+    for by_older_name in (
+        FSDP.shard_full_optim_state_dict(whole, model, optim=optimizer),
+        FSDP.scatter_full_optim_state_dict(state if rank == 0 else None, model, optim=optimizer),
+        FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer),
+    ):
+        assert_same_tensors(by_older_name, found)
+    with pytest.raises(acc.UsageError, match="as optim="):
+        FSDP.shard_full_optim_state_dict(whole, model)
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict({k: v for k, v in weights.items() if k != "last.bias"})
 
@@ -102,16 +116,19 @@ def loads_apart(mesh: DeviceMesh, weights: dict[str, Any], state: dict[str, Any]
         (fewer, rf"rank 1 has 'step' of '{name}' not at all"),
         ({} if rank else state, r"rank 1 has .* not at all"),
     ):
-        with pytest.raises(acc.DivergenceError, match=r"optimizer's state .* nothing was loaded") as caught:
-            FSDP.optim_state_dict_to_load(model, optimizer, given, load_directly=True)
-        assert re.search(told, str(caught.value)), str(caught.value)
-        assert not optimizer.state
+        for load in (
+            lambda given=given: FSDP.optim_state_dict_to_load(model, optimizer, given, load_directly=True),
+            lambda given=given: FSDP.shard_full_optim_state_dict(given, model, optim=optimizer),
+        ):
+            with pytest.raises(acc.DivergenceError, match=r"optimizer's state .* nothing was loaded") as caught:
+                load()
+            assert re.search(told, str(caught.value)), str(caught.value)
+            assert not optimizer.state
     FSDP.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
     assert optimizer.state
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        rows = FSDP.optim_state_dict(model, optimizer)
-        if rank == 0:  # rows are each rank's own affair
-            FSDP.optim_state_dict_to_load(model, optimizer, rows)
+    rows = FSDP.sharded_optim_state_dict(model, optimizer)
+    if rank == 0:  # rows are each rank's own affair
+        FSDP.flatten_sharded_optim_state_dict(rows, model, optimizer)
 
 
 def test_full_state_dicts_that_differ_are_refused_on_every_rank(world):

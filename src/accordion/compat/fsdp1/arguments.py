@@ -101,12 +101,19 @@ class Arguments:
             count = min(torch.accelerator.device_count(), num_ranks) if kind != "cpu" else num_ranks
             shape = (num_ranks // count, count)
             return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
-        if hybrid or not isinstance(group, dist.ProcessGroup):
+        if not hybrid:
+            if not isinstance(group, dist.ProcessGroup):
+                raise UsageError(f"process_group is {group!r}; {self.strategy.name} takes one process group.")
+            return DeviceMesh.from_group(group, kind)
+        if not (isinstance(group, (tuple, list)) and len(group) == 2):
             raise UsageError(
-                f"process_group is {group!r}; pass one process group, or for {self.strategy.name} a device_mesh of "
-                "('replicate', 'shard')."
+                f"process_group is {group!r}; {self.strategy.name} takes two, (group that shards, group that replicates), or a "
+                "device_mesh."
             )
-        return DeviceMesh.from_group(group, kind)
+        inner, outer = (dist.get_process_group_ranks(g) for g in group)
+        this_rank = dist.get_rank()
+        ranks = torch.tensor([[replica + member - this_rank for member in inner] for replica in outer])
+        return DeviceMesh.from_group([group[1], group[0]], kind, ranks, mesh_dim_names=("replicate", "shard"))
 
     def device_type(self) -> str:
         if isinstance(self.device_id, torch.device):
@@ -148,7 +155,13 @@ def ignored_parameters(modules: Iterable[nn.Module] | None, states: Iterable[Any
         raise UsageError("ignored_modules and ignored_states are both passed; pass everything in ignored_states.")
     params: list[nn.Parameter] = []
     for state in [*(modules or ()), *(states or ())]:
-        if not isinstance(state, (nn.Module, nn.Parameter)):
-            raise UsageError(f"ignored_states contains a {type(state).__name__}; it takes parameters and modules.")
-        params.extend(state.parameters() if isinstance(state, nn.Module) else [state])
+        if isinstance(state, nn.Module):
+            params.extend(state.parameters())
+        elif isinstance(state, nn.Parameter) and modules is None:
+            params.append(state)
+        else:
+            name, taken = (
+                ("ignored_states", "parameters and modules") if modules is None else ("ignored_modules", "modules")
+            )
+            raise UsageError(f"{name} contains a {type(state).__name__}; it takes {taken}.")
     return list(dict.fromkeys(params))

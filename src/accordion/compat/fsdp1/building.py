@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,17 +14,19 @@ from torch import nn
 
 from accordion.compat.fsdp1.arguments import Arguments
 from accordion.config import Offload, Precision
-from accordion.errors import UsageError
+from accordion.errors import DivergenceError, UsageError
 from accordion.shard.api import shard
 from accordion.units import has_params
 from accordion.weights.initialise import initialise
+
+log = logging.getLogger("accordion")
 
 
 def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
     """Shard the outermost of nested `wrappers` in place, with one engine for all. Collective.
 
     `wrappers`: (name in the outermost wrapper, wrapper, its arguments), the outermost first. Initialises modules on the meta
-    device. The first rank's values are used. Raises `UsageError` if one engine cannot serve all
+    device. If ranks built different values, the first rank's are used. Raises `UsageError` if one engine cannot serve all
     arguments, `DivergenceError` if models differ in more than values.
     """
     (_, root, arguments), inner = wrappers[0], wrappers[1:]
@@ -42,16 +46,26 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
             for module in root.modules()
             if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
         }
-        # Always with sync: ranks often build different values, of which torch's class mixes the rows.
-        shard(
+        make = partial(
+            shard,
             root,
             arguments.mesh(),
             units=lambda name, module: id(module) in units,
             strategy=arguments.strategy,
             precision=dataclasses.replace(precision, overrides=overrides),
             offload=dataclasses.replace(arguments.offload, overrides=places),
-            sync=True,
         )
+        asked = any(options.sync_module_states for _, _, options in wrappers)
+        try:
+            make(sync=asked)
+        except DivergenceError:
+            if asked:
+                raise
+            # Raised on every rank before anything was sharded. With sync=True it is raised again unless only values differ.
+            make(sync=True)
+            log.warning(
+                "ranks built different parameter values: the first rank's are used (torch's class mixes rows of all ranks)"
+            )
     if on_meta:
         _materialise(root, on_meta, [(wrapper, options) for _, wrapper, options in wrappers])
 

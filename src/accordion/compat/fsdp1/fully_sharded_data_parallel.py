@@ -20,6 +20,7 @@ from accordion.compat.fsdp1.arguments import Arguments, ignored_parameters
 from accordion.compat.fsdp1.nesting import CONTAINERS, clean, walk, wrappers_in
 from accordion.compat.fsdp1.policies import auto_wrap
 from accordion.compat.fsdp1.state_dicts import StateDicts
+from accordion.engine.engine import Engine
 from accordion.errors import UsageError
 
 __all__ = ["FullyShardedDataParallel"]
@@ -147,13 +148,9 @@ class FullyShardedDataParallel(StateDicts):
     ) -> Generator[None]:
         """Context manager in which the parameters of the whole model around `module` are full on every rank. Collective.
 
-        `recurse`, `rank0_only` change nothing. `writeback`: changes are kept in the shards. Raises `UsageError` for `rank0_only`
-        with `writeback`, for `with_grads`, and for `offload_to_cpu` on an accelerator.
+        `recurse`, `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: changes of both are kept in
+        the shards. Raises `UsageError` for `rank0_only` with `writeback`, and for `offload_to_cpu` on an accelerator.
         """
-        if with_grads:
-            raise UsageError(
-                "summon_full_params(with_grads=True) is not supported: gradients are DTensors, so call p.grad.full_tensor()."
-            )
         if rank0_only and writeback:
             raise UsageError("summon_full_params(rank0_only=True) cannot write back: pass writeback=False.")
         tops = list({id(w): w for w in (m._outermost() for m in wrappers_in(module))}.values())
@@ -165,7 +162,7 @@ class FullyShardedDataParallel(StateDicts):
                         "summon_full_params(offload_to_cpu=True) is not supported: full parameters are on the device that "
                         "computes. Take a full state dict with offload_to_cpu=True."
                     )
-                stack.enter_context(state.full_params(top, write=writeback))
+                stack.enter_context(_full(top, engine, writeback, with_grads))
             yield
 
     def register_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -196,3 +193,22 @@ def _check(module: nn.Module, policy: Any) -> None:
             f"FullyShardedDataParallel cannot wrap a {type(module).__name__}: it has no forward, so nothing would gather its "
             "parameters. Wrap its items, or the module that contains it."
         )
+
+
+@contextlib.contextmanager
+def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> Generator[None]:
+    """Context manager in which parameters of `top` are full, and `with_grads` gradients too. With `writeback`, the exit writes
+    both back into the shards; without it, changes are lost."""
+    sharded = dict(nn.Module.named_parameters(top))
+    entries = state_dicts.params_of([engine])
+    with state.full_params(top, write=writeback):
+        full = dict(nn.Module.named_parameters(top))
+        pairs = [(full[n], p, entries[id(p)]) for n, p in sharded.items() if with_grads and id(p) in entries]
+        for shown, p, param in pairs:
+            if p.grad is not None:
+                shown.grad = state_dicts.full_rows(p.grad, param)
+        try:
+            yield
+        finally:
+            for shown, p, param in pairs if writeback else ():
+                p.grad = None if shown.grad is None else state_dicts.own_dtensor(shown.grad, param)

@@ -39,18 +39,6 @@ CONFIGS: Mapping[StateDictType, tuple[type[StateDictConfig], type[OptimStateDict
 }
 
 
-def older(name: str, replaced_by: str) -> Any:
-    """Return a static method that raises `UsageError`: a name that torch has deprecated since 2.0, when it was `replaced_by`."""
-
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise UsageError(
-            f"{name} is not supported, as torch has deprecated it. Choose full or sharded tensors by set_state_dict_type, and "
-            f"call {replaced_by}."
-        )
-
-    return staticmethod(refuse)
-
-
 class StateDicts(Wrapper):
     """Base class of `FullyShardedDataParallel` with the methods for state dicts of models and optimizers, full or sharded."""
 
@@ -164,12 +152,63 @@ class StateDicts(Wrapper):
             optim.load_state_dict(result)
         return result
 
-    full_optim_state_dict = older("full_optim_state_dict", "optim_state_dict")
-    sharded_optim_state_dict = older("sharded_optim_state_dict", "optim_state_dict")
-    shard_full_optim_state_dict = older("shard_full_optim_state_dict", "optim_state_dict_to_load")
-    flatten_sharded_optim_state_dict = older("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-    scatter_full_optim_state_dict = older("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-    rekey_optim_state_dict = older("rekey_optim_state_dict", "optim_state_dict")
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module, optim: Optimizer, optim_input: Any = None, rank0_only: bool = True, group: Any = None
+    ) -> dict[str, Any]:
+        """Return the full state dict of `optim` on CPU; with `rank0_only` it is empty on all ranks but the first. Collective.
+        `optim_input` and `group` are ignored."""
+        settings = settings_for(
+            StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
+        )
+        return named_state(model, optim, optim.state_dict(), settings)
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
+        """Return the state dict of `optim` by qualified names, with this rank's shards as DTensors. `group` is ignored."""
+        settings = settings_for(StateDictType.SHARDED_STATE_DICT, None, None)
+        return named_state(model, optim, optim.state_dict(), settings)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Convert a full state dict by qualified names, equal on all ranks, to one for `optim.load_state_dict`. `optim` is
+        needed, and `optim_input` is ignored. Collective."""
+        return state_by_id(model, _required(optim), full_optim_state_dict, full=True)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """Convert a sharded state dict by qualified names to one for `optim.load_state_dict`."""
+        return state_by_id(model, optim, sharded_optim_state_dict, full=False)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Convert the first rank's full state dict by qualified names for `optim.load_state_dict` on every rank. `optim` is
+        needed; `optim_input` and `group` are ignored. Collective."""
+        full = full_optim_state_dict or {}
+        return state_by_id(model, _required(optim), full, full=True, from_first_rank=True)
+
+    @staticmethod
+    def rekey_optim_state_dict(*args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `UsageError`: state dicts of optimizers always use qualified names."""
+        raise UsageError("rekey_optim_state_dict is not supported: use optim_state_dict, which has qualified names.")
+
+
+def _required(optimizer: Optimizer | None) -> Optimizer:
+    if optimizer is None:
+        raise UsageError(
+            "optim_input is not supported, because it numbers flat parameters; pass the optimizer as optim=."
+        )
+    return optimizer
 
 
 def settings_for(
@@ -177,11 +216,13 @@ def settings_for(
 ) -> StateDictSettings:
     """Return torch's `StateDictSettings` of these configs; None becomes the default config of `kind`. Raises `UsageError` for
     LOCAL_STATE_DICT, and for a config of another kind."""
-    if kind not in CONFIGS:
+    if kind is StateDictType.LOCAL_STATE_DICT:
         raise UsageError(
-            f"state_dict_type is {kind}; use FULL_STATE_DICT or SHARDED_STATE_DICT. There are no flat parameters, of which "
-            "LOCAL_STATE_DICT consists."
+            "LOCAL_STATE_DICT is not supported: it has flat parameters, which do not exist here. Use SHARDED_STATE_DICT, which "
+            "gathers nothing either."
         )
+    if kind not in CONFIGS:
+        raise UsageError(f"state_dict_type is {kind!r}; valid: {', '.join(str(k) for k in CONFIGS)}.")
     configs = []
     for passed, cls in zip((config, optim_config), CONFIGS[kind], strict=True):
         if passed is not None and type(passed) is not cls:
@@ -193,6 +234,17 @@ def settings_for(
 def params_of(engines: Iterable[Engine]) -> dict[int, Param]:
     """Return a dict from the id of each sharded parameter to the `Param` with which the engine manages it."""
     return {id(p.sharded): p for engine in engines for unit in engine.units for p in unit.params}
+
+
+def full_rows(value: Tensor, param: Param) -> Tensor:
+    """Return the full tensor of `value`, a DTensor (gradient or optimizer state) that is sharded like `param`. Collective."""
+    return gathered(_torch.local_of(value), param.cut, param.context)
+
+
+def own_dtensor(full: Tensor, param: Param) -> Any:
+    """Return this rank's rows of the tensor `full` as a DTensor that is sharded like `param`, on the device of its shard."""
+    rows = own_rows(full, param.cut, param.context).to(_torch.local_of(param.sharded).device)
+    return _torch.as_dtensor(rows.contiguous(), param.sharded)
 
 
 def cut_like(value: Tensor, param: Param) -> Tensor:
@@ -239,8 +291,7 @@ def named_state(
             entry = {}
             for word, value in state["state"][key].items():
                 if full and isinstance(value, DTensor):
-                    param = params[id(p)]
-                    value = gathered(_torch.local_of(value), param.cut, param.context)
+                    value = full_rows(value, params[id(p)])
                 elif full and isinstance(value, Tensor):
                     value = value.clone()  # the step count; two optimizers must not share it
                 entry[word] = value.cpu() if cpu and isinstance(value, Tensor) else value
