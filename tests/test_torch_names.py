@@ -27,7 +27,7 @@ CHECKS: dict[str, Callable[[], None]] = {}
 HELD_BY: dict[str, tuple[str, ...]] = {
     "compat/test_fsdp1.py": ("is_wrap_policy", "run_wrap_policy", "classes_without_mixed_precision"),
     "compat/test_fsdp2_newer.py": (
-        *("data_parallel_mesh_dims", "gradient_reduction_handle", "reduces_in_own_dtype", "is_shard_placement_result"),
+        *("gradient_reduction_handle", "reduces_in_own_dtype", "is_shard_placement_result"),
     ),
     "compat/test_migrate.py": ("homes_of_fully_shard",),
     "compat/test_fsdp2_modules.py": ("composed_with", "mark_fully_sharded", "fsdp_module_base"),

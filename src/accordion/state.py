@@ -97,7 +97,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
 def _full_parameter(param: Param) -> nn.Parameter:
     """Return a full copy of a parameter, as modules see it, with the attributes of the sharded one. Collective."""
     rows = full_of(param)
-    shown_as = rows if param.around is None else param.around.seen(rows)
+    shown_as = rows if param.around is None else param.around(rows)
     full = nn.Parameter(shown_as, requires_grad=param.sharded.requires_grad)
     vars(full).update(_torch.marks_of(param.sharded))
     return full

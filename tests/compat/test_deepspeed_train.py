@@ -130,9 +130,9 @@ CONFLICTS = [
     ({"zero_optimization": {"stage": 2}}, ["--shard.strategy", "full_shard"], "shard_grad_op"),
     ({"bf16": {"enabled": True}}, ["--shard.precision", "fp32"], "mean"),
     (
-        {"zero_optimization": {"stage": 1, "cpu_offload": True}},
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
         ["--shard.offload=optimizer=disk:/s"],
-        "shard.offload is optimizer=disk:/s, and zero_optimization.cpu_offload in",
+        "shard.offload is optimizer=disk:/s, and zero_optimization.offload_optimizer.device in",
     ),
     ({"gradient_clipping": 0.5}, ["--train.clip", "1.0"], "train.clip is 1.0, and gradient_clipping in"),
     ({"optimizer": {"type": "AdamW"}}, ["--train.lr", "0.5"], "optimizer.type"),

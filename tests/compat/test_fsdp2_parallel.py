@@ -24,7 +24,6 @@ from tests.pool import Pool
 from tests.support import models
 from tests.support.checks import assert_close, mean_grads, one_loss, step_all
 from tests.support.ranked import on_mesh, on_world
-from tests.support.sample import sampled
 
 
 def parallel(mesh) -> None:
@@ -135,33 +134,6 @@ def stepped_alike(pair, given: Any) -> None:
     )
 
 
-def on_all_axes(mesh, dims: dict[str, Any]) -> None:
-    """With `dp_mesh_dims`, the batch is a DTensor that is sharded over the data-parallel axes too."""
-    names = [name for part in dims.values() for name in ([part] if isinstance(part, str) else part)]
-    placements = {
-        "0.weight": [Replicate() if n in names else Shard(0) for n in mesh.mesh_dim_names],
-        "2.weight": [Replicate() if n in names else Shard(1) for n in mesh.mesh_dim_names],
-    }
-    pair = []
-    for api in SIDES:
-        model, options = spread(mesh, placements), {"mesh": mesh, "dp_mesh_dims": api.DataParallelMeshDims(**dims)}
-        api.fully_shard(model[0], **options)
-        pair.append(api.fully_shard(model, **options))
-    x = torch.randn(3, 8, 8, device=device())
-    cut = [Shard(0) if n in names else Replicate() for n in mesh.mesh_dim_names]
-    stepped_alike(pair, lambda step: distribute_tensor(x[step], mesh, cut))
-    assert_same_parameters(*pair)
-    if "shard" not in dims:
-        return
-    for match, dims_, build in (
-        ("Make every parameter a DTensor", dims, nn.Sequential(nn.Linear(8, 8))),
-        ("each once", {"shard": "other"}, nn.Linear(8, 8)),
-        ("must be Replicate", dims, spread(mesh, {"0.weight": [Shard(0)] * mesh.ndim})),
-    ):
-        with pytest.raises(ValueError, match=match):
-            ours.fully_shard(build, mesh=mesh, dp_mesh_dims=ours.DataParallelMeshDims(**dims_))
-
-
 @pytest.mark.slow  # of three axes, DTensor looks for a sharding of each operator for seconds
 @on_mesh((1, 2, 2), ("dp", "ep", "tp"))
 def test_several_axes_inside(mesh) -> None:
@@ -175,26 +147,6 @@ def test_several_axes_inside(mesh) -> None:
         pair.append(api.fully_shard(model, mesh=mesh["dp"]))
     x = torch.randn(3, 4, 8, device=device())
     stepped_alike(pair, lambda step: distribute_tensor(x[step], inner, [Replicate(), Replicate()]))
-
-
-@pytest.mark.skipif(ours.DataParallelMeshDims is None, reason="torch 2.13 has dp_mesh_dims")
-@pytest.mark.parametrize(
-    ("axes", "dims"),
-    sampled(
-        [
-            ({"dp": 2, "tp": 2}, {"shard": "dp"}),
-            ({"dp": 2, "tp": 2}, {"replicate": "dp"}),
-            ({"rep": 2, "dp": 2}, {"shard": "dp", "replicate": "rep"}),
-            ({"rep": 2, "dp": 2, "tp": 1}, {"shard": "dp", "replicate": "rep"}),
-            ({"dp": 2, "cp": 2}, {"shard": ("dp", "cp")}),
-            ({"dp": 1, "cp": 2, "tp": 2}, {"shard": ("dp", "cp")}),
-        ],
-        lambda axes, dims: len(axes) == 2 and ("cp" in axes or ("tp" in axes and "replicate" in dims)),
-    ),
-    ids=lambda given: "-".join(given),
-)
-def test_parameters_on_all_axes_of_one_mesh(world, axes, dims):
-    world.run_mesh(tuple(axes.values()), tuple(axes), on_all_axes, dims)
 
 
 # -- tensor subclasses
@@ -298,53 +250,6 @@ def test_tensor_subclasses_say_how_they_are_gathered(mesh) -> None:
     assert [full.untyped_storage().nbytes() for e in full_buffer._extended for full in e.gathered] == [0]
     with pytest.raises(ValueError, match="with its own all-gather"):
         acc.full_state_dict(model)
-
-
-def sends_bfloat16(self, mesh, outer_size, outer_stride, module, mp_policy) -> Any:
-    assert mesh.ndim == 1
-    assert module.weight.shape == outer_size
-    rows = self.to(torch.bfloat16)
-    return (torch.cat([rows, rows.new_zeros(-(-outer_size[0] // mesh.size()) - len(rows), *outer_size[1:])]),), None
-
-
-@torch.no_grad()
-def shows_float32(self, gathered, metadata, param_dtype, *, out=None) -> Any:
-    (full,) = gathered
-    if out is not None:
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(full[: len(out)])
-        return None
-    made = full.to(param_dtype)
-    return made, (full, made)
-
-
-@pytest.mark.parametrize(("on_meta", "width"), [(False, 8), (True, 5)])
-@on_world(2)
-def test_methods_of_local_tensors_may_be_set_after_fully_shard(mesh, on_meta: bool, width: int) -> None:
-    """Set the methods on local tensors, plain or of a subclass without them, after `fully_shard`."""
-    pair = []
-    for api in SIDES:
-        torch.manual_seed(0)
-        model = here(nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]))
-        if not on_meta:
-            model[1][0].weight = nn.Parameter(Wrapped(model[1][0].weight.detach()))
-        model = model.to("meta") if on_meta else model
-        for block in model:
-            api.fully_shard(block, mesh=mesh)
-        api.fully_shard(model, mesh=mesh)
-        if on_meta:
-            model.to_empty(device=device())
-            for i, param in enumerate(model.parameters()):
-                nn.init.constant_(param, 0.1 * i)
-        for block in model:
-            local = block[0].weight._local_tensor
-            local.fsdp_pre_all_gather, local.fsdp_post_all_gather = (
-                hook.__get__(local) for hook in (sends_bfloat16, shows_float32)
-            )
-        pair.append(model)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in pair]
-    x = torch.randn(3, 4, width, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
-    assert_steps_agree(pair, optimizers, x.__getitem__)
 
 
 class Positions(nn.Module):

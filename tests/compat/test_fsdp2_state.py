@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import accordion.compat.fsdp2 as ours
-from accordion.compat.fsdp2.asked import log_once
 from tests.compat.test_fsdp2 import (
     SIDES,
     assert_backwards_agree,
@@ -35,7 +34,7 @@ from tests.compat.test_fsdp2 import (
 )
 from tests.devices import device
 from tests.support import models
-from tests.support.checks import PlantedError, assert_close, assert_equal, batch, logged, mean_grads, one_loss, step_all
+from tests.support.checks import PlantedError, assert_close, assert_equal, batch, mean_grads, one_loss, step_all
 from tests.support.ranked import on_world
 from tests.support.sample import sampled
 
@@ -137,23 +136,10 @@ def test_setters(mesh) -> None:
     model.blocks[1].set_all_reduce_hook(lambda grad: seen.append(grad))
     one_loss(model).backward()
     assert seen
-    log_once.cache_clear()
-    with logged() as messages:
-        for module in (model, *model.blocks):
-            module.set_unshard_in_backward(False)
-            module.set_allocate_memory_from_process_group_for_comm(True)
-    assert [m.split(":")[1].strip() for m in messages if m.startswith("compat.fsdp2:")] == [
-        "set_unshard_in_backward(False) has no effect",
-        "set_allocate_memory_from_process_group_for_comm has no effect",
-    ]
-    model.set_separate_reduce_scatter_group(True)
+    model.set_unshard_in_backward(False)
     model.set_post_optim_event(None)
-    model.set_symm_mem_for_comm()
-    model.set_reduce_scatter_max_input_buffers(2)
-    with pytest.raises(ValueError, match="pass a positive"):
-        model.set_reduce_scatter_max_input_buffers(0)
-    with pytest.raises(TypeError, match="pass an int"):
-        model.set_reduce_scatter_max_input_buffers(True)
+    with pytest.raises(ValueError, match="stream of the reduce"):
+        model.set_all_reduce_hook(lambda grad: None, stream=object())
     with pytest.raises(ValueError, match="directly into their memory"):
         model.set_custom_all_gather(None)
     with pytest.raises(ValueError, match="all-to-all"):

@@ -271,18 +271,14 @@ def test_each_writes_what_it_found(tmp_path, capsys, monkeypatch, name, run, mor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_script", [False, True])
-def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, capfd, monkeypatch, as_script):
+def test_saves_and_loads_are_timed_and_leave_nothing_of_their_own(tmp_path, capfd, monkeypatch):
     """In a script its ranks find under `__main__` what they are to make."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "precious").write_text("of the user")
     words = ["--mib", "32", "--rounds", "1", "--device", "cpu", "--to", "to"]
-    if as_script:
-        environ = {**os.environ, "PYTHONPATH": str(Path(accordion.__file__).parents[1])}
-        subprocess.run([sys.executable, checkpoint.__file__, *words], check=True, env=environ)
-    else:
-        assert cli.main(words, checkpoint.run) == 0
+    environ = {**os.environ, "PYTHONPATH": str(Path(accordion.__file__).parents[1])}
+    subprocess.run([sys.executable, checkpoint.__file__, *words], check=True, env=environ)
     assert "accordion / dcp" in capfd.readouterr().out
     times = written("checkpoint")["times"]
     assert {kind: sorted(found) for kind, found in times.items()} == {

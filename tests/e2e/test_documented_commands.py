@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
 import shlex
@@ -150,23 +149,6 @@ def test_commands_run(
     assert longest(SHOWS, command) in capfd.readouterr().out
 
 
-@pytest.mark.slow
-def test_make_train_trains(tmp_path: Path) -> None:
-    """In the environment that is there: nothing is installed."""
-    (tmp_path / "notes.txt").write_text("a line of text\n" * 2000)
-    flags = longest(SMALL, "accordion train").replace("notes.txt", f"{tmp_path}/notes.txt")
-    words = [f"VENV={sys.prefix}", f"ARGS={flags.replace('runs/mine', f'{tmp_path}/mine')}"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(tmp_path)}
-    made = ["make", "train", "-o", f"{sys.prefix}/.installed", *words]
-    done = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600, env=environ)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "pip" not in done.stdout
-    assert f"{tmp_path}/mine" in done.stdout
-
-
-FEWER = [command.replace("--nproc-per-node 8", "--nproc-per-node 2") for command in INLINE]
-
-
 def example(place: launch.RankPlace, store: Store, *words: str) -> None:
     sys.argv = list(words)
     runpy.run_path(words[0], run_name="__main__")
@@ -179,23 +161,13 @@ def words_of_example(command: str, folder: Path) -> list[str]:
     return [str(ROOT / words[first]), *words[first + 1 :]]
 
 
-@pytest.mark.parametrize("command", FEWER)
+@pytest.mark.parametrize("command", INLINE)
 def test_examples_run_in_ranks(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     if "low_bit_adam" in command:
         pytest.importorskip("torchao")
     assert forked.start(example, tuple(words_of_example(command, tmp_path)), 2) == 0
     said = capfd.readouterr().out
     assert "loss" in said or "full_shard" in said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [*dict.fromkeys(INLINE + FEWER)])
-def test_examples_run(command: str, tmp_path: Path) -> None:
-    words = shlex.split(command)[1:3] + words_of_example(command, tmp_path)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "loss" in done.stdout or "full_shard" in done.stdout
 
 
 # -- docs/first-gpu-run.md

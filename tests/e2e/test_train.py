@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -99,14 +97,6 @@ def test_resume_goes_on_with_the_same_curve(whole: tuple[Metrics, str], place: P
         assert [line[key] for line in found] == [line[key] for line in expected], key
 
 
-@pytest.mark.slow
-def test_resume_with_another_number_of_ranks(whole: tuple[Metrics, str], place: Path) -> None:
-    checkpoint = str(place / "whole" / "checkpoints" / "step-000009")
-    flags = ["--train.steps", "12", "--launch.nproc", "1", "--train.accumulate", "2", "--checkpoint.resume", checkpoint]
-    found = train(place / "fewer", *TINY, *flags)
-    assert losses(found) == pytest.approx(losses(whole[0])[9:], abs=1e-4)
-
-
 VARIANTS: dict[str, tuple[list[str], float]] = {  # flags, and how far its losses may lie from those of full_shard
     "full_shard": ([], 0),
     "shard_grad_op": (["--shard.strategy", "shard_grad_op"], 0),
@@ -197,27 +187,3 @@ def test_under_torchrun(whole: tuple[Metrics, str], place: Path, capfd: pytest.C
     assert code == 0, said.err
     assert losses(lines_of(place / how))[0] == whole[0][0]["loss"]
     assert said.out.count("validation loss") == 1
-
-
-@pytest.mark.slow
-def test_under_srun(whole: tuple[Metrics, str], place: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-    step |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    words = ["train", *TINY, "--train.steps", "2", "--run.dir", "srun", "--train.warmup", "0"]
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "accordion", *words],
-            env={**os.environ, **step, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [task.communicate(timeout=300) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], told
-    assert losses(lines_of(place / "srun"))[0] == whole[0][0]["loss"]
-    assert "validation loss" in told[0][0]
-    assert told[1][0] == ""

@@ -329,8 +329,6 @@ def test_unsupported_options_are_refused(mesh: Any) -> None:
             one.trigger_sync_in_backward(model),
         ):
             pass
-        with pytest.raises(acc.UsageError, match="join_uneven_inputs is not supported"):
-            one.join_uneven_inputs([model])
         for kind in (torch.optim.Adafactor, Adafactor):
             with pytest.raises(acc.UsageError, match="Adafactor keeps means over the rows and columns"):
                 one.prepare(kind(model.parameters()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accordion as acc
-from tests.integrations.jobs import library_job, llama, needs
-from tests.integrations.test_trainer import train, trainer
+from tests.integrations.jobs import library_job, needs
 from tests.support.ranked import on_job
 
 pytestmark = pytest.mark.cpu("plain tensors lie there, batches are drawn and compared there")
@@ -130,14 +128,6 @@ def test_a_parameter_outside_of_a_forward_raises_and_what_errors_md_says_works(m
 
 @libraries
 @on_job(2)
-def test_a_decoder_generates_as_it_is(mesh: Any) -> None:
-    expected = generated(llama().eval())
-    model = acc.shard(llama().eval(), mesh)
-    assert torch.equal(generated(model), expected)
-
-
-@libraries
-@on_job(2)
 def test_a_sharded_model_in_accelerates_prepare(mesh: Any) -> None:
     import accelerate
 
@@ -156,13 +146,3 @@ def test_a_sharded_model_in_accelerates_prepare(mesh: Any) -> None:
         model, optimizer = one.prepare(model, optimizer)
         one.backward(model(torch.ones(2, 8)).sum())
         optimizer.step()
-
-
-@libraries
-@on_job(2)
-def test_a_sharded_model_in_a_trainer(mesh: Any, tmp_path: Path) -> None:
-    with library_job(), pytest.raises(acc.UsageError, match="this model is sharded, and DistributedDataParallel"):
-        train(trainer(False, tmp_path, acc.shard(llama(), mesh)))
-    with library_job():
-        done = train(trainer(True, tmp_path, acc.shard(llama(), mesh), max_steps=1))
-        assert done.state.global_step == 1

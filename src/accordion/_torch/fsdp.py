@@ -27,13 +27,6 @@ def classes_without_mixed_precision(mixed: Any) -> Sequence[type]:
     return tuple(getattr(mixed, "_module_classes_to_ignore", ()))
 
 
-def data_parallel_mesh_dims() -> Any:
-    """Return the class `torch.distributed.fsdp.DataParallelMeshDims`; None if this torch has none (2.11)."""
-    import torch.distributed.fsdp as fsdp
-
-    return getattr(fsdp, "DataParallelMeshDims", None)
-
-
 def fsdp_module_base() -> type:
     """Return a base class for our `FSDPModule`: torch's own on torch 2.15 and later; before that `object`.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from accordion import _torch
 from accordion.engine import layout
 
-HOST_ORDERED = ("gloo", "fake", "mpi", "ucc", "threaded")  # the host waits, also for an accelerator's tensors
+HOST_ORDERED = ("gloo", "fake", "mpi", "ucc")  # the host waits, also for an accelerator's tensors
 EXCHANGE_BYTES_PER_PEER = 256 * layout.KIB  # below it latency dominates, and a reduce-scatter is one launch
 LAUNCHES_EACH = ("nccl2", "nccl-lazy")  # these launch each tensor of a coalesced collective separately
 
@@ -79,7 +79,6 @@ class Communicator:
         if backend in LAUNCHES_EACH:
             self.pack_limit_bytes = layout.LARGE_PACK_LIMIT_BYTES
         self._async, self.is_fake = not is_stream_ordered(backend, device), backend == "fake"
-        self._waits = self._async and backend != "threaded"  # its ranks are threads, which synchronize inside the call
         self._gather_options = _torch.gather_options(self._async)
         self._exchange_options = _torch.exchange_options(self._async)
         self._scatter_options = _torch.reduce_scatter_options(self._async)
@@ -95,7 +94,7 @@ class Communicator:
         return self.group is not None and not self._async
 
     def _pending(self, *works: Any) -> Pending:
-        return Pending(self, works if self._waits else ())
+        return Pending(self, works if self._async else ())
 
     def gather(self, fulls: list[Tensor], shards: list[Tensor]) -> Pending:
         """All-gather: fill each `fulls[i]` (num_ranks * n,) with the `shards[i]` (n,) of all ranks in rank order."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,37 +21,25 @@ class TensorParallelView:
     """The DTensor that a parameter was before `shard`. Data parallelism shards its local tensor; a call with the gathered local
     tensor returns the DTensor with the old `mesh` and `placements`, connected to it in autograd's graph.
 
-    `summed`: axes of `mesh` on which the parameter is replicated and over which the engine sums gradients. `communicators`: of
-    the ranks over which the DTensor is divided.
+    `communicators`: of the ranks over which the DTensor is divided.
     """
 
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        placements: Sequence[Placement],
-        shape: Sequence[int],
-        device: torch.device,
-        summed: Sequence[int] = (),
+        self, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], device: torch.device
     ) -> None:
-        self.mesh, self.placements, self.shape, self.summed = mesh, tuple(placements), torch.Size(shape), tuple(summed)
+        self.mesh, self.placements, self.shape = mesh, tuple(placements), torch.Size(shape)
         self.stride = torch.empty(self.shape, device="meta").stride()
         cut = [i for i, p in enumerate(self.placements) if isinstance(p, Shard)]
         self.communicators = [Communicator(mesh.get_group(i), device) for i in cut if mesh.size(i) > 1]
 
-    def __call__(self, full: Tensor) -> Tensor:
-        if self.summed:
-            return _Seen.apply(full, self)  # type: ignore[no-untyped-call, no-any-return]
-        return self.seen(full)
-
-    def seen(self, full: Tensor) -> DTensor:
-        """Return the DTensor of the local tensor `full`."""
+    def __call__(self, full: Tensor) -> DTensor:
         return DTensor.from_local(
             full, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
     def whole(self, full: Tensor) -> Tensor:
         """Return the full tensor, made of the local tensor `full` of each rank. A collective."""
-        return self.seen(full.detach()).full_tensor()
+        return self(full.detach()).full_tensor()
 
     def part_of(self, whole: Tensor) -> Tensor:
         """Return this rank's local tensor as a view of the full tensor `whole`."""
@@ -66,27 +53,6 @@ class TensorParallelView:
     @property
     def is_first(self) -> bool:
         return not any(self.mesh.get_coordinate() or ())
-
-
-class _Seen(torch.autograd.Function):
-    """Autograd function. Forward: return the DTensor that `TensorParallelView.seen` makes of a full local tensor. Backward:
-    return the local gradient, redistributed to the view's placements on all axes but `summed`."""
-
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, around: TensorParallelView) -> DTensor:
-        ctx.around = around
-        return around.seen(full.detach())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        around: TensorParallelView = ctx.around
-        wanted = [
-            actual if i in around.summed else expected
-            for i, (actual, expected) in enumerate(zip(grad.placements, around.placements, strict=True))
-        ]
-        if wanted != list(grad.placements):
-            grad = grad.redistribute(placements=wanted)
-        return grad.to_local(), None
 
 
 @dataclass(slots=True, weakref_slot=True)

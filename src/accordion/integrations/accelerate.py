@@ -133,15 +133,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         with accelerate.Accelerator.trigger_sync_in_backward(model):
             yield
 
-    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Any:
-        joinables = list(joinables)
-        if any(isinstance(one, nn.Module) and engine_of(one) is not None for one in joinables):
-            raise UsageError(
-                "join_uneven_inputs is not supported with sharding: all ranks take part in each step. Keep even_batches, or use "
-                "drop_last."
-            )
-        return super().join_uneven_inputs(joinables, even_batches)
-
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Unscale and clip gradients as accelerate does; return their norm, for sharded models over the rows of all ranks."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)

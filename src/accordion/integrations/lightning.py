@@ -25,10 +25,10 @@ from torch.optim.swa_utils import AveragedModel
 from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
 from accordion.engine.hooks import attached_to, engine_of
-from accordion.engine.tree import map_tensors
 from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.sharding import ShardArguments, step_on_shards
 from accordion.integrations.states import (
+    Pair,
     engines_of,
     load_whole,
     paired,
@@ -49,7 +49,6 @@ MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}  # Lightning's names -> those
 META = "meta.pt"  # the rest of a checkpoint, without models and optimizers; written last, it marks a complete folder
 KINDS = ("full", "sharded")
 NOT_WRAPPED = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
-NAMES = "accordion_names"  # key in a sharded checkpoint: dict from a tensor's name after hooks -> its name in the model
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 OF_MODEL = ("state_dict", "current_model_state", "optimizer_states")  # keys with states of models and optimizers
 
@@ -104,9 +103,9 @@ class ShardedStrategy:
             self.shard_arguments = replace(self.shard_arguments, mesh=mesh)
         return self.shard_arguments
 
-    def _write_folder(self, folder: Path, models: Mapping[str, list[Any]], rest: Any) -> None:
-        """Write `models` (prefix of folder names -> list of (name, model, optimizer)) and the other content `rest` to `folder`,
-        which is complete once `META`, the file of `rest`, is written. Collective."""
+    def _write_folder(self, folder: Path, pairs: list[Pair], rest: Any) -> None:
+        """Write the models and optimizers in `pairs` and the other content `rest` to `folder`, which is complete once `META`, the
+        file of `rest`, is written. Collective."""
         team = Team.of(())
 
         def begin() -> None:
@@ -117,30 +116,27 @@ class ShardedStrategy:
                 (folder / META).unlink(missing_ok=True)
 
         team.agree(begin)
-        for prefix, items in models.items():
-            for name, model, optimizer in items:
-                save(folder / f"{prefix}{name}", model, optimizer)
+        for name, model, optimizer in parts(pairs):
+            save(folder / name, model, optimizer)
         team.agree(lambda: self.checkpoint_io.save_checkpoint(rest, folder / META) if self.is_global_zero else None)
 
-    def _read_folder(self, folder: Path, models: Mapping[str, list[Any]], **kwargs: Any) -> dict[str, Any]:
-        """Load `models` (prefix of folder names -> list of (name, model, optimizer)) from `folder`, and return the content of
-        `META`. Collective. Raises `CheckpointError` on all ranks if the folder is incomplete."""
-        names = [f"{prefix}{name}" for prefix, items in models.items() for name, _, _ in items]
+    def _read_folder(self, folder: Path, pairs: list[Pair], **kwargs: Any) -> dict[str, Any]:
+        """Load the models and optimizers in `pairs` from `folder`, and return the content of `META`. Collective. Raises
+        `CheckpointError` on all ranks if the folder is incomplete."""
 
         def rest() -> dict[str, Any]:
             if not (folder / META).is_file():
                 raise CheckpointError(
                     f"{folder} has no {META}: it is not a checkpoint of this strategy, or its save was interrupted."
                 )
-            lost = [f"{name}: {why}" for name in names if (why := why_incomplete(folder / name))]
+            lost = [f"{name}: {why}" for name, _, _ in parts(pairs) if (why := why_incomplete(folder / name))]
             if lost:
                 raise CheckpointError(f"{folder} cannot be loaded: {'; '.join(lost)}.")
             return self.checkpoint_io.load_checkpoint(folder / META, **kwargs)  # type: ignore[no-any-return]
 
         others = Team.of(()).agree(rest)
-        for prefix, items in models.items():
-            for name, model, optimizer in items:
-                load(folder / f"{prefix}{name}", model, optimizer)
+        for name, model, optimizer in parts(pairs):
+            load(folder / name, model, optimizer)
         return others
 
     def _write_file(self, path: str, content: Any, storage_options: Any) -> None:
@@ -164,7 +160,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
     `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`. With a hybrid strategy each node has one replica.
     `state_dict_type`: "full" gathers tensors one by one to the first rank and writes one file, as Lightning does; "sharded"
     writes a folder, as `accordion.save` does. Both load with either setting, on any number of ranks.
-    Raises `UsageError` for options of DistributedDataParallel.
+    Raises `UsageError` for options of DistributedDataParallel, and if "sharded" would lose averaged weights or changes of hooks.
     """
 
     lightning_module: Any
@@ -173,7 +169,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
     cluster_environment: Any
     optimizers: Any
     _folder: Path | None = None  # the sharded checkpoint from which the model was filled
-    _own_state: Mapping[str, Any] = {}  # the model's state dict before hooks of the checkpoint changed it
+    _own_state: Mapping[str, Any] = {}  # the model's state dict before hooks of a checkpoint
 
     # -- setting up
 
@@ -199,10 +195,13 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         self.model = model
         # Copies of the LightningModule that callbacks average (`WeightAveraging`, `StochasticWeightAveraging`).
         copies = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]
+        if self.state_dict_type == "sharded" and any(isinstance(average, AveragedModel) for average in copies):
+            raise UsageError(
+                "callbacks that average weights need state_dict_type='full', or use accordion.EMA instead of the callback."
+            )
         copies = [average.module if isinstance(average, AveragedModel) else average for average in copies]
-        self._averages = [average for average in copies if isinstance(average, nn.Module)]
-        for average in self._averages:
-            if not _roots(average):
+        for average in copies:
+            if isinstance(average, nn.Module) and not _roots(average):
                 self._shard(average)
 
     def _shard(self, model: Any) -> list[nn.Module]:
@@ -271,13 +270,15 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         if self.state_dict_type == "sharded":
             if storage_options is not None:
                 raise UsageError("storage_options are not supported with state_dict_type='sharded'; leave them out.")
-            with_states = "optimizer_states" in checkpoint
-            averaged = "averaging_state" in checkpoint
+            state, own = checkpoint["state_dict"], self._own_state
+            if state.keys() != own.keys() or any(state[name] is not own[name] for name in own):
+                raise UsageError(
+                    "a hook has changed the state_dict of the checkpoint, which state_dict_type='sharded' does not save; pass "
+                    "'full'."
+                )
             rest = {key: one for key, one in checkpoint.items() if key not in OF_MODEL}
-            rest = whole(rest, self.is_global_zero, mark=True)
-            if not averaged:
-                rest |= whole(self._changes(checkpoint.get("state_dict", {})), self.is_global_zero)
-            self._write_folder(Path(path), self._parts(with_states, averaged), rest)
+            pairs = paired(self.roots, self.optimizers if "optimizer_states" in checkpoint else ())
+            self._write_folder(Path(path), pairs, whole(rest, self.is_global_zero, mark=True))
             return
         keep = self.is_global_zero
         full = {key: whole(one, keep, mark=key not in OF_MODEL) for key, one in checkpoint.items()}
@@ -287,8 +288,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         """Shard the model, then read a checkpoint. If it is a file, return its content. If it is a folder, load the model from
         it, and return all its other content except optimizer states, which `load_optimizer_state_dict` reads.
 
-        "state_dict" of a folder has tensors of the loaded model. Lightning calls this before `setup`, so that callbacks have
-        their states when fitting starts.
+        "state_dict" of a folder has the tensors of the loaded model, which Lightning loads into themselves. Lightning calls this
+        before `setup`, so that callbacks have their states when fitting starts.
         """
         path = str(self.broadcast(checkpoint_path))
         self._shard_all(self.lightning_module.trainer)
@@ -297,29 +298,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
             read = super().load_checkpoint
             restored = Team.of(()).agree(lambda: read(path, *args, **kwargs))
             return placed(restored, self.roots)
-        averaged = (self._folder / "average_sharded_0").is_dir()
-        restored = placed(
-            self._read_folder(self._folder, self._parts(False, averaged and bool(self._averages)), **kwargs), self.roots
-        )
-        if averaged and self._averages:  # the callback loads both models from this dict; both are loaded already
-            restored["current_model_state"] = self.lightning_module.state_dict()
-        elif averaged:
-            for name, model, _ in parts(paired(self.roots, ())):
-                load(self._folder / f"average_{name}", model)
-        source = self._averages[0] if averaged and self._averages else self.lightning_module
-        sd = self._own_state = source.state_dict()
-        names = restored.pop(NAMES, {name: name for name in sd})
-        restored["state_dict"] = {**{name: sd[old] for name, old in names.items()}, **restored.get("state_dict", {})}
-        return {**restored, "optimizer_states": []}
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        state, model_state = checkpoint["state_dict"], self._own_state
-        if self._folder is not None:
-            if state.keys() == model_state.keys() and all(state[name] is model_state[name] for name in model_state):
-                return  # loaded already
-            # Copies, because a hook may have stored a tensor of the model under the name of another one.
-            checkpoint = {**checkpoint, "state_dict": map_tensors(torch.clone, state)}
-        super().load_model_state_dict(checkpoint, strict)
+        restored = placed(self._read_folder(self._folder, paired(self.roots, ()), **kwargs), self.roots)
+        return {**restored, "state_dict": self.lightning_module.state_dict(), "optimizer_states": []}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._folder is not None:
@@ -328,21 +308,6 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             load_whole(optimizer, state)
-
-    def _changes(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what hooks changed in the model's state dict: {} if nothing, else a dict with `NAMES` (new -> old names of the
-        model's tensors) and "state_dict" (new tensors)."""
-        old = {id(tensor): name for name, tensor in self._own_state.items()}
-        names = {name: old[id(one)] for name, one in state.items() if id(one) in old}
-        if names == {name: name for name in self._own_state} and len(names) == len(state):
-            return {}
-        return {NAMES: names, "state_dict": {name: one for name, one in state.items() if name not in names}}
-
-    def _parts(self, with_states: bool, averaged: bool) -> dict[str, list[Any]]:
-        models = {"": list(parts(paired(self.roots, self.optimizers if with_states else ())))}
-        if averaged:
-            models["average_"] = list(parts(paired(_roots(self._averages[0]), ())))
-        return models
 
 
 class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy):  # type: ignore[misc]
@@ -416,7 +381,7 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
             rest = {key: one for key, one in state.items() if not isinstance(one, (nn.Module, Optimizer))}
             rest = {key: one.state_dict() if hasattr(one, "state_dict") else one for key, one in rest.items()}
             rest = whole(rest, self.is_global_zero, mark=True)
-            self._write_folder(Path(path), self._parts(state), rest)
+            self._write_folder(Path(path), self._pairs(state), rest)
             return
         states = self._convert_stateful_objects_in_state(state, filter=filter or {})
         checkpoint = {
@@ -432,7 +397,7 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
         if Path(path).is_dir():
             if not isinstance(state, dict):
                 raise UsageError(f"{path} is a sharded checkpoint; load it with a dict of the saved objects.")
-            saved = placed(self._read_folder(Path(path), self._parts(state), **kwargs), self._modules)
+            saved = placed(self._read_folder(Path(path), self._pairs(state), **kwargs), self._modules)
         else:
             read = super().load_checkpoint
             saved = placed(Team.of(()).agree(lambda: read(path, None, **kwargs)), self._modules)
@@ -458,9 +423,9 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
         else:
             one.load_state_dict(content, **({"strict": strict} if isinstance(one, nn.Module) else {}))
 
-    def _parts(self, state: Mapping[str, Any]) -> dict[str, list[Any]]:
+    def _pairs(self, state: Mapping[str, Any]) -> list[Pair]:
         models = [one for one in state.values() if isinstance(one, nn.Module)]
-        return {"": list(parts(paired(models, [one for one in state.values() if isinstance(one, Optimizer)])))}
+        return paired(models, [one for one in state.values() if isinstance(one, Optimizer)])
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         return no_sync(module) if enabled else nullcontext()

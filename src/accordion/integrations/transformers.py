@@ -251,14 +251,11 @@ def _saved_only(model: nn.Module) -> Only:
 def _newest(folder: str) -> str:
     """Return the newest complete checkpoint in `folder`. Raises `CheckpointError` if there is none."""
     folders = [p for p in Path(folder).glob("checkpoint-*") if p.is_dir() and p.name.rpartition("-")[2].isdigit()]
-    wrong = []
     for path in sorted(folders, key=lambda p: int(p.name.rpartition("-")[2]), reverse=True):
-        why = _why_torn(path)
-        if not why:
+        if not _why_torn(path):
             return str(path)
-        wrong.append(f"{path.name}: {why}")
     raise CheckpointError(
-        f"{folder} has no complete checkpoint to resume" + (f": {'; '.join(wrong)}." if wrong else ".")
+        f"{folder} has no complete checkpoint to resume. Pass the path of one to be told what it lacks."
     )
 
 

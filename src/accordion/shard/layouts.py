@@ -20,8 +20,7 @@ from accordion.shard.topology import device_of
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """Mesh and placements of a sharded parameter, the cut of its local tensor, and the view that modules see. `over`: the
-    data-parallel axes, one or two. `rank`: of this process among the ranks with different rows. `keeps_dtype`: the parameter is
-    gathered in its own dtype, whatever `Precision` says."""
+    data-parallel axes, one or two. `rank`: of this process among the ranks with different rows."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -29,7 +28,6 @@ class Layout:
     rank: int
     over: DeviceMesh
     around: TensorParallelView | None = None
-    keeps_dtype: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -37,12 +37,9 @@ def is_extended(param: Tensor) -> bool:
     return hasattr(tensor, PRE)
 
 
-def check_tensor(name: str, tensor: Tensor, *, offloads: bool, may_follow: bool = False) -> None:
+def check_tensor(name: str, tensor: Tensor, *, offloads: bool) -> None:
     """Raise `UsageError` for a tensor subclass that does not define both `fsdp_pre_all_gather` and `fsdp_post_all_gather`, or
-    that defines them and would be offloaded (`offloads`). Plain tensors pass.
-
-    `name`: of the parameter, in errors. `may_follow`: a subclass without both passes too, since they may be set later.
-    """
+    that defines them and would be offloaded (`offloads`). Plain tensors pass. `name`: of the parameter, in errors."""
     kind = type(tensor.data)
     if hasattr(tensor, PRE) and hasattr(tensor, POST):
         if offloads:
@@ -53,7 +50,7 @@ def check_tensor(name: str, tensor: Tensor, *, offloads: bool, may_follow: bool 
         return
     if hasattr(tensor, PRE) or hasattr(tensor, POST):
         raise UsageError(f"parameter {name!r} is a {kind.__name__} that has only one of {PRE} and {POST}; define both.")
-    if not (may_follow or _torch.is_plain(tensor)):
+    if not _torch.is_plain(tensor):
         raise UsageError(
             f"parameter {name!r} is a {kind.__name__}, a tensor subclass without {PRE} and {POST}, which gather its "
             "rows; define them, pass it in ignored_params, or make it an ordinary tensor."

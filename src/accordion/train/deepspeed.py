@@ -93,13 +93,7 @@ def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator
     )
     precision = next((dtype for dtype in dtypes if settings.said.get(f"{dtype}.enabled")), dtype_key)
     yield "shard.precision", precision, ("bf16.enabled", "fp16.enabled")
-    places = (
-        "offload_optimizer.device",
-        "cpu_offload",
-        "offload_param.device",
-        "cpu_offload_params",
-        "cpu_offload_param",
-    )
+    places = ("offload_optimizer.device", "offload_param.device")
     yield "shard.offload", offload_words(settings.sharding.offload), tuple(zero + name for name in places)
     keys = settings.said if {TRAIN, MICRO} & set(settings.said) else {**settings.said, MICRO: config.train.micro_batch}
     batch = replace(settings, said=keys).batch(num_ranks)

@@ -47,18 +47,16 @@ def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
     Raises `UsageError` for an optimizer that torch.optim does not have, and for an argument that the class does not take."""
     if not isinstance(name, str):
         raise UsageError(f"optimizer.type is {name!r}; it takes a name, AdamW for example.")
-    if name.lower() in REFUSED:
-        raise UsageError(
-            f"optimizer.type {name!r} is not supported: torch.optim lacks it, or steps it otherwise than DeepSpeed. Name a class "
-            "of torch.optim, or leave the optimizer out of the file and create your own."
-        )
     ours = {key: params.pop(key) for key in OURS if key in params}
     named = {key: value for key, value in vars(torch.optim).items() if isinstance(value, type)}
     natively = {"adam": "AdamW" if ours.get("adam_w_mode", True) else "Adam", "adamw": "AdamW", "adagrad": "Adagrad"}
     cls = named.get(natively.get(name.lower(), name))  # DeepSpeed ignores case in its own names only
-    if cls is None or not issubclass(cls, Optimizer) or cls is Optimizer:
+    if name.lower() in REFUSED or cls is None or not issubclass(cls, Optimizer) or cls is Optimizer:
         names = [key for key, value in named.items() if issubclass(value, Optimizer) and value is not Optimizer]
-        raise UsageError(f"optimizer.type {name!r} does not exist; {nearest(name, names)}")
+        raise UsageError(
+            f"optimizer.type {name!r} is not supported: torch.optim lacks it, or steps it otherwise than DeepSpeed. Name a class "
+            f"of torch.optim, or leave the optimizer out of the file and create your own; {nearest(name, names)}"
+        )
     if name.lower() in ("adam", "adamw"):
         params.setdefault("fused", True)
         if not ours.get("torch_adam", False):

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from accordion.config import (
     Precision,
     Strategy,
 )
-from accordion.errors import UsageError, nearest
+from accordion.errors import UsageError
 from accordion.files import read_text
 from accordion.sharding import Sharding
 
@@ -159,15 +160,8 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(source, (str, Path)):
         raise UsageError(f"read() takes the path of a ds_config.json or a dict, not {type(source).__name__}.")
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise UsageError(f"the DeepSpeed configuration has the key {twice!r} twice in one section; keep one.")
-        return dict(pairs)
-
     try:
-        content = json.loads(read_text(source), object_pairs_hook=once)
+        content = json.loads(read_text(source))
     except OSError as error:
         raise UsageError(f"DeepSpeed configuration {str(source)!r} cannot be read: {error.strerror}.") from None
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -184,8 +178,6 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
         name = f"{prefix}{key}"
         if not prefix and key == "bfloat16":
             name = "bf16"
-        if name == "zero_optimization" and isinstance(value, bool):
-            value = {"stage": int(value)}  # the form of DeepSpeed's oldest files
         has_keys = any(known.startswith(f"{name}.") for known in KEYS)
         if has_keys and isinstance(value, Mapping):
             yield from _flat(value, f"{name}.")
@@ -210,12 +202,9 @@ def _key(name: str, value: Any) -> Key:
     """Return the `Key` of the dotted key `name`. Raises `UsageError` if there is none, or if its `value` is not supported."""
     row = _row(name)
     if row is None:
-        section, _, leaf = name.rpartition(".")
-        elsewhere = [known for known in KEYS if known.rpartition(".")[2] == leaf]
-        prefix = f"{section}." if section else ""
-        siblings = {known.removeprefix(prefix).partition(".")[0] for known in KEYS if known.startswith(prefix)}
-        hint, _, names = nearest(leaf, sorted(siblings)).partition("valid: ")
-        hint = f"did you mean {elsewhere[0]!r}?" if elsewhere else hint.strip() or f"valid: {names}"
+        by_leaf = {known.rpartition(".")[2]: known for known in reversed([*KEYS])}
+        close = get_close_matches(name.rpartition(".")[2], by_leaf, n=1)
+        hint = f"did you mean {by_leaf[close[0]]!r}?" if close else "docs/compat_deepspeed.md lists all."
         raise UsageError(f"DeepSpeed key {name!r} does not exist; {hint}")
     key = KEYS[row]
     if key.use is not Use.REFUSED or value in (False, None, "none", {}, *key.off):
@@ -290,10 +279,6 @@ def _offload(values: Mapping[str, Any]) -> Offload:
     z = "zero_optimization."
     params = values.get(f"{z}offload_param.device", "none")
     optimizer = values.get(f"{z}offload_optimizer.device", "none")
-    if values.get(f"{z}cpu_offload_params") or values.get(f"{z}cpu_offload_param"):
-        params = "cpu"
-    if values.get(f"{z}cpu_offload"):
-        optimizer = "cpu"
     stage = values.get(f"{z}stage", 0)
     if (params != "none" and stage != 3) or (optimizer != "none" and stage == 0):
         raise UsageError(

@@ -33,7 +33,7 @@ from accordion.compat.fsdp2.module import (
 )
 from accordion.errors import UsageError
 
-DataParallelMeshDims: Any = _torch.data_parallel_mesh_dims()
+DataParallelMeshDims: Any = getattr(home, "DataParallelMeshDims", None)  # torch 2.11 lacks it
 
 INSTALLED = (
     *("FSDPModule", "GradientReductionHandle", "UnshardHandle", "fully_shard"),
@@ -79,7 +79,7 @@ def fully_shard(
         mp_policy: dtypes of computation, reduction and output. The parameters that the optimizer steps keep their dtype.
         offload_policy: `CPUOffloadPolicy` keeps parameters, gradients and optimizer states on the host.
         ignored_params: parameters that are not sharded.
-        dp_mesh_dims: the data-parallel axes of `mesh`, if parameters are DTensors on all of its axes already.
+        dp_mesh_dims: refused; pass the data-parallel slice of the mesh as `mesh`.
 
     Raises `UsageError`, a ValueError, if an argument or a parameter is not supported.
     """

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -21,34 +19,9 @@ from accordion.errors import AssertedUsageError, UsageError
 from accordion.shard.topology import default_mesh, device_of
 from accordion.sharding import Sharding
 
-log = logging.getLogger("accordion")
 PlacementRule = Callable[[nn.Parameter], Any]
 """Parameter -> None, Shard(dim), or torch's ShardPlacementResult."""
-PART = "_accordion_part"  # the attribute of a module, or of a parameter, that refers to its `Part`
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Spmd:
-    """The mesh of a call with `dp_mesh_dims`: all parameters are DTensors on `mesh` already. `shard`, `replicate`: names of the
-    axes over which data parallelism shards and replicates."""
-
-    mesh: DeviceMesh
-    shard: tuple[str, ...]
-    replicate: tuple[str, ...]
-
-    def data_parallel(self) -> DeviceMesh:
-        """Return the mesh of the data-parallel axes, ([replicate,] shard); several axes of one kind are flattened into one."""
-        meshes = [
-            self.mesh[names[0]] if len(names) == 1 else _torch.flattened_mesh(self.mesh[names], "_".join(names))
-            for names in (self.replicate, self.shard)
-            if names
-        ]
-        return meshes[0] if len(meshes) == 1 else _torch.joined_mesh(*meshes)
-
-    def axes(self, names: Sequence[str]) -> list[int]:
-        all_names = self.mesh.mesh_dim_names
-        assert all_names is not None, "`_spmd_of` has checked this"
-        return [all_names.index(name) for name in names]
+PART = "_accordion_part"  # the attribute of a module that refers to its `Part`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +32,12 @@ class Asked:
         mesh: the data-parallel mesh.
         sharding: strategy, precision, offload; `secondary` is the number of ranks to reshard over after the forward, or None.
         keep: keep full parameters from forward to backward; None: the engine decides.
-        spmd: the mesh of all axes, if `dp_mesh_dims` was passed; `mesh` has some of its axes then.
         policy: the caller's `MixedPrecisionPolicy`, which is passed to tensor subclasses.
     """
 
     mesh: DeviceMesh
     sharding: Sharding
     keep: bool | None
-    spmd: Spmd | None
     policy: MixedPrecisionPolicy
     ignored: frozenset[nn.Parameter]
 
@@ -79,8 +50,12 @@ class Asked:
 def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, ignored: Any) -> Asked:
     """Return the checked arguments of one `fully_shard` call. Creates the process group if there is none and `mesh` is None.
     Raises `UsageError` for an argument of another type, or with a value that is not supported."""
-    spmd = _spmd_of(mesh, dims)
-    mesh = _mesh_of(mesh, spmd)
+    if dims is not None:
+        raise UsageError(
+            "dp_mesh_dims is not supported. Pass the data-parallel slice of the mesh, such as mesh=mesh['dp'], and let "
+            "parameters be DTensors on the other axes only."
+        )
+    mesh = _mesh_of(mesh)
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise UsageError(f"mp_policy is a {type(mp_policy).__name__}; pass a MixedPrecisionPolicy.")
     if offload is not None and not isinstance(offload, OffloadPolicy):
@@ -88,6 +63,11 @@ def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, i
     if ignored is not None and not all(isinstance(p, nn.Parameter) for p in ignored):
         raise UsageError("ignored_params contains something that is not an nn.Parameter; pass a set of parameters.")
     policy = mp_policy or MixedPrecisionPolicy()
+    if getattr(policy, "param_dtype_override_fn", None) is not None:  # torch 2.15
+        raise UsageError(
+            "MixedPrecisionPolicy(param_dtype_override_fn=) is not supported; call fully_shard on the modules that compute in "
+            "another dtype, each with a mp_policy of its own."
+        )
     precision = Precision(
         params=policy.param_dtype,
         reduce=policy.reduce_dtype,
@@ -97,20 +77,9 @@ def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, i
     )
     keep, near = _keep_of(reshard, mesh)
     strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
-    tiers = Offload()
-    if isinstance(offload, CPUOffloadPolicy):
-        tiers = Offload(params=HOST, optimizer=HOST)
-        if not offload.pin_memory:
-            log_once(
-                "CPUOffloadPolicy(pin_memory=False) has no effect: with an accelerator, host memory is always pinned."
-            )
+    tiers = Offload(params=HOST, optimizer=HOST) if isinstance(offload, CPUOffloadPolicy) else Offload()
     sharding = Sharding(strategy=strategy, precision=precision, offload=tiers, secondary=near)
-    return Asked(mesh=mesh, sharding=sharding, keep=keep, spmd=spmd, policy=policy, ignored=frozenset(ignored or ()))
-
-
-@cache
-def log_once(text: str) -> None:
-    log.info("compat.fsdp2: %s", text)
+    return Asked(mesh=mesh, sharding=sharding, keep=keep, policy=policy, ignored=frozenset(ignored or ()))
 
 
 def modules_of(module_or_list: Any) -> list[nn.Module]:
@@ -137,30 +106,9 @@ def modules_of(module_or_list: Any) -> list[nn.Module]:
     return [module for module in modules if id(module) not in below]
 
 
-def _spmd_of(mesh: Any, dims: Any) -> Spmd | None:
-    if dims is None:
-        return None
-    if _torch.data_parallel_mesh_dims() is None or not isinstance(dims, _torch.data_parallel_mesh_dims()):
-        raise UsageError(
-            f"dp_mesh_dims is a {type(dims).__name__}; pass DataParallelMeshDims(shard=...), which torch has since 2.13."
-        )
-    if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
-        raise UsageError("dp_mesh_dims names axes of a mesh; pass that mesh as mesh=, created with mesh_dim_names.")
-    wanted = (*dims.replicate_names, *dims.shard_names)
-    missing = [name for name in wanted if name not in mesh.mesh_dim_names]
-    if missing or len(set(wanted)) != len(wanted):
-        raise UsageError(
-            f"dp_mesh_dims names the axes {wanted}, but the mesh has {mesh.mesh_dim_names}; name axes of the mesh, each once."
-        )
-    return Spmd(mesh, dims.shard_names, dims.replicate_names)
-
-
-def _mesh_of(mesh: Any, spmd: Spmd | None) -> DeviceMesh:
-    """Return the data-parallel mesh: that of `spmd` if there is one, otherwise `mesh`, or for None a mesh of all ranks. In the
-    last case the process group is created if there is none. Raises `UsageError` unless `mesh` has one or two axes, this rank, and
-    devices that this machine has."""
-    if spmd is not None:
-        return spmd.data_parallel()
+def _mesh_of(mesh: Any) -> DeviceMesh:
+    """Return `mesh`, or for None a mesh of all ranks, for which the process group is created if there is none. Raises
+    `UsageError` unless `mesh` has one or two axes, this rank, and devices that this machine has."""
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
@@ -204,7 +152,7 @@ def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter)
                 f"shard_placement_fn returned a mesh_info of the mesh {info.mesh} that shards over axis {shards}; return an "
                 "FSDPMeshInfo of one axis, or an HSDPMeshInfo of ('replicate', 'shard') in this order, without dp_mesh_dims."
             )
-        mesh = _mesh_of(info.mesh, None)
+        mesh = _mesh_of(info.mesh)
     if asked is not None and not isinstance(asked, Shard):
         raise UsageError(
             f"shard_placement_fn returned {asked!r}; return None, Shard(dim), or a ShardPlacementResult with a mesh of its own."
@@ -215,16 +163,3 @@ def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter)
     if not -param.dim() <= dim < param.dim():
         raise UsageError(f"shard_placement_fn returned Shard({dim}) for a parameter of shape {tuple(param.shape)}.")
     return dim % param.dim(), mesh
-
-
-def keeps_dtype(name: str, param: nn.Parameter, policy: Any) -> bool:
-    """Return True if `policy.param_dtype_override_fn` (torch 2.15) keeps the dtype of `param` instead of `param_dtype`. Raises
-    `UsageError` if it returns a third dtype."""
-    rule = getattr(policy, "param_dtype_override_fn", None)
-    asked = None if rule is None else rule(param)
-    if asked not in (None, policy.param_dtype, param.dtype):
-        raise UsageError(
-            f"param_dtype_override_fn returned {asked!r} for {name!r} of {param.dtype}; return None, param_dtype "
-            f"({policy.param_dtype}), or the parameter's own dtype."
-        )
-    return asked is not None and asked == param.dtype != policy.param_dtype

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace as replace_field
 from typing import Any
 
 import torch
@@ -14,12 +12,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
-from accordion.compat.fsdp2.asked import PART, Spmd, keeps_dtype
 from accordion.compat.fsdp2.lazy import Part, parts_below
 from accordion.engine.layout import Cut
-from accordion.engine.params import TensorParallelView
 from accordion.errors import UsageError
-from accordion.shard.layouts import Layout, cut_on, layout_of, local_part
+from accordion.shard.layouts import Layout, layout_of, local_part
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
 from accordion.shard.subclasses import check_tensor, extended_rows
 from accordion.shard.topology import device_of
@@ -66,7 +62,6 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
                 local = rows.to(place, copy=True, memory_format=torch.contiguous_format)
                 replace(o, local, layout.mesh, layout.placements)
             part.layouts.update({(id(ref()), attr): layout for ref, attr in o.places})
-            vars(o.original)[PART] = weakref.ref(part), layout
         for module in root.modules():
             if id(module) not in below:
                 for key, buffer in module._buffers.items():
@@ -75,26 +70,18 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
 
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
-    """Yield the parameters of `part`, a `fully_shard` call, that no call has sharded. If a parameter is tied to one of another
-    call, it is not yielded, and the modules of `part` get that call's sharded parameter."""
-    inside = {place: layout for p in parts_below(part.alive()) for place, layout in p.layouts.items()}
+    """Yield the parameters of `part`, a `fully_shard` call, that no call has sharded. `below`: ids of the modules of inner calls.
+    Raises `UsageError` if one is tied to a parameter of another call."""
     for o in owned_parameters(root, {}):
-        cut = next((inside[id(ref()), attr] for ref, attr in o.places if (id(ref()), attr) in inside), None)
-        o.places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
-        if not o.places or o.original in part.asked.ignored:
+        places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
+        if not places or o.original in part.asked.ignored:
             continue
-        moved_to = vars(o.original).get("moved_to")
-        if moved_to is not None:
-            lender, cut = vars(o.original)[PART]
-            part.borrowed.append((o.names[0], lender))
-            for ref, attr in o.places:
-                module = ref()
-                assert module is not None, "a module lives while its parameters are cut"
-                module._parameters[attr] = moved_to
-        if cut is None:
-            yield o
-        else:  # tied to a parameter that another part has sharded
-            part.layouts.update({(id(ref()), attr): cut for ref, attr in o.places})
+        if len(places) < len(o.places) or "moved_to" in vars(o.original):
+            raise UsageError(
+                f"parameter {o.names[0]!r} is tied to one that another call of fully_shard has sharded. Shard both modules in "
+                "one call, fully_shard([a, b]), or leave both to the call of a module that contains them."
+            )
+        yield o
 
 
 def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
@@ -102,72 +89,28 @@ def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
     name = o.names[0]
     param: Any = o.original
     tensor, (dim, mesh) = local_part(param), cut_dim(param)
-    check_tensor(name, tensor, offloads=part.asked.sharding.offload.offloads, may_follow=True)
-    if part.asked.spmd is not None and not part.asked.spmd.shard:
-        dim = None
+    check_tensor(name, tensor, offloads=part.asked.sharding.offload.offloads)
     c = Cut(tuple(tensor.shape), dim, mesh.size(mesh.ndim - 1))
-    if part.asked.spmd is not None:
-        layout = _on_all_axes(name, param, c, mesh, part.asked.spmd)
-    else:
-        if isinstance(param, DTensor):
-            _check_beside(name, param, mesh)
-        placements: list[Placement] = [Replicate() if c.dim is None else Shard(c.dim)]
-        layout = layout_of(param, c, mesh, [Replicate(), *placements] if mesh.ndim == 2 else placements)
-    return replace_field(layout, keeps_dtype=True) if keeps_dtype(name, param, part.asked.policy) else layout
+    if isinstance(param, DTensor):
+        _check_beside(name, param, mesh)
+    placements: list[Placement] = [Replicate() if c.dim is None else Shard(c.dim)]
+    return layout_of(param, c, mesh, [Replicate(), *placements] if mesh.ndim == 2 else placements)
 
 
 # -- placements
 
 
-def _on_all_axes(name: str, param: Any, c: Cut, mesh: DeviceMesh, spmd: Spmd) -> Layout:
-    rank = mesh.get_local_rank(mesh.ndim - 1)
-    if not isinstance(param, DTensor) or param.device_mesh != spmd.mesh:
-        kind = f"a DTensor on {param.device_mesh}" if isinstance(param, DTensor) else "a plain tensor"
-        raise UsageError(
-            f"parameter {name!r} is {kind}, but dp_mesh_dims was passed with the mesh {spmd.mesh}. Make every parameter a "
-            "DTensor on that mesh first, with distribute_module, or leave dp_mesh_dims out."
-        )
-    dp = spmd.axes([*spmd.replicate, *spmd.shard])
-    if any(not isinstance(param.placements[i], Replicate) for i in dp):
-        raise UsageError(
-            f"parameter {name!r} is placed {param.placements} on the axes {spmd.mesh.mesh_dim_names}; on the axes that "
-            "dp_mesh_dims names it must be Replicate()."
-        )
-    sharding, sizes = spmd.axes(spmd.shard), [spmd.mesh.size(i) for i in range(spmd.mesh.ndim)]
-    placements = list(param.placements)
-    for i in sharding:
-        placements[i] = cut_on(c, param.placements[i + 1 :], sizes[i + 1 :])
-    around = TensorParallelView(spmd.mesh, param.placements, param.shape, device_of(mesh), dp)
-    if len(sharding) < 2:
-        return Layout(spmd.mesh, tuple(placements), c, rank, mesh, around)
-    # Several axes that shard count as one, the axis of the flattened mesh; the axis that replicates is before it.
-    meshes: list[DeviceMesh] = []
-    spread: list[Placement] = []
-    for i, axis in enumerate(spmd.mesh.mesh_dim_names or ()):
-        if i == sharding[0]:
-            meshes.append(mesh)
-            spread += [Replicate()] * (mesh.ndim - 1) + [placements[i]]
-        elif i not in dp:
-            meshes.append(spmd.mesh[axis])
-            spread.append(placements[i])
-    return Layout(_torch.joined_mesh(*meshes), tuple(spread), c, rank, mesh, around)
-
-
 def _check_beside(name: str, param: DTensor, mesh: DeviceMesh) -> None:
-    """Raise `UsageError` unless the DTensor `param` is placed by Shard and Replicate, on named axes that `mesh` does not have."""
+    """Raise `UsageError` unless the DTensor `param` is on named axes that `mesh` does not have."""
     inner, names = param.device_mesh, param.device_mesh.mesh_dim_names
     outer = mesh.mesh_dim_names
     if inner == mesh or (names is not None and outer is not None and set(names) & set(outer)):
         raise UsageError(
             f"parameter {name!r} is sharded on the mesh {inner} already, by a call on an outer module. Shard inner modules "
-            "first, then outer ones. If tensor or expert parallelism sharded it, use other axes for that, or pass dp_mesh_dims=."
+            "first, then outer ones. If tensor or expert parallelism sharded it, use other axes for that."
         )
     if names is None or outer is None:
         raise UsageError(
             f"parameter {name!r} is a DTensor on the mesh {inner}. To combine this with other parallelism, use slices of one "
             "mesh with named axes: mesh['tp'] for parallelize_module, and mesh['dp'] here."
-        )
-    if not all(isinstance(p, (Shard, Replicate)) for p in param.placements):
-        raise UsageError(
-            f"parameter {name!r} is a DTensor placed as {param.placements}; only Shard and Replicate are supported."
         )

@@ -43,7 +43,6 @@ class PartSettings:
     Args:
         stays: do not free the memory of full parameters when they are resharded.
         keeps_parts: allow resharding over fewer ranks after the forward, if `reshard_after_forward` is an int.
-        finalizes: the argument of `set_manual_backward_finalization`, which has no effect.
         sync, all_reduce: reduce gradients in a backward; on a 2-D mesh only if both are True.
         scale: factor for gradient sums; None: one over the number of ranks.
         after_reduce: hook that gets each reduced buffer of gradients.
@@ -51,7 +50,6 @@ class PartSettings:
 
     stays: bool = False
     keeps_parts: bool = True
-    finalizes: bool = False
     sync: bool = True
     all_reduce: bool = True
     scale: float | None = None
@@ -166,12 +164,8 @@ class Part:
         self.modules = [weakref.ref(m) for m in modules]
         self.asked, self.settings = asked, PartSettings()
         self.layouts: dict[tuple[int, str], Layout] = {}  # of each sharded parameter, by (id of the module, attribute)
-        self.borrowed: list[
-            tuple[str, weakref.ref[Part]]
-        ] = []  # parameters tied to one of another part, with that part
         self.unit_policy = UnitPolicy(keep=asked.keep, on_convert=weakly(self.dissolve))
         self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}  # parts to prefetch in each phase
-        self.handle: object = None  # of an async `finalize_backward`, until its `wait`
         self.context: ShardingContext | None = None
         self.shares: weakref.ref[Part] | None = None  # the part whose streams and communicators are used
         self.tree: Tree | None = None
@@ -360,8 +354,7 @@ def _checked_parameters(root: nn.Module, parts: list[Part]) -> list[tuple[Owned,
     _dissolve(root, parts)
     index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
     owned = list(_sharded(root, index, parts))
-    # `fully_shard` accepts tensor subclasses whose gather methods are set later. From here on they are needed, as in torch.
-    for o, _ in owned:
+    for o, _ in owned:  # again, because `load_state_dict(assign=True)` may have brought other tensors
         offloads = parts[o.owner].asked.sharding.offload.offloads
         check_tensor(o.names[0], _torch.local_of(o.original), offloads=offloads)
     return owned
@@ -409,16 +402,9 @@ def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[
 
 def _dissolve(root: nn.Module, parts: list[Part]) -> None:
     """Remove the engines of `parts`, before one engine is built for all of them; parameters stay sharded. Raises `UsageError` in
-    a forward or backward, if there are unreduced gradients, for a parameter that is tied to one of a module outside `parts`, and
-    for one on the meta device."""
+    a forward or backward, if there are unreduced gradients, and for a parameter on the meta device."""
     for part in parts:
         part.dissolve()
-        for name, lender in part.borrowed:
-            if lender() not in parts:
-                raise UsageError(
-                    f"{name!r} of {_kind(part)} is tied to a parameter that was sharded with another module. Shard also a module "
-                    "that contains both, and call that one, so that one unit can own the parameter."
-                )
     on_meta = [name for name, p in root.named_parameters() if isinstance(p, DTensor) and p.is_meta]
     if on_meta:
         raise UsageError(
@@ -449,13 +435,13 @@ def _planned(
 ) -> list[GroupPlan]:
     """Return the groups of one unit's parameters, by dtype and mesh. `contexts`: of meshes other than the model's. Collective
     if `reshard_after_forward` is an int."""
-    by_context: dict[tuple[ShardingContext | None, bool], list[tuple[Owned, Cut]]] = {}
+    by_context: dict[ShardingContext | None, list[tuple[Owned, Cut]]] = {}
+    precision = part.asked.precision
     for o, layout in parameters:
         if not is_extended(o.original):
-            by_context.setdefault((contexts.get(layout.over), layout.keeps_dtype), []).append((o, layout.cut))
+            by_context.setdefault(contexts.get(layout.over), []).append((o, layout.cut))
     planned: list[GroupPlan] = []
-    for (over, keeps_dtype), pairs in by_context.items():
-        precision = replace(part.asked.precision, params=None) if keeps_dtype else part.asked.precision
+    for over, pairs in by_context.items():
         groups = [group._replace(context=over) for group in plan_groups(pairs, precision)]
         for group in with_secondary(groups, context, part.asked.sharding):
             # Since torch 2.15, without a reduce_dtype, gradients are summed in the dtype that their dtypes promote to. A
@@ -482,10 +468,7 @@ def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Itera
         layout = next((layouts[place] for place in places if place in layouts), None)
         if not isinstance(param, DTensor) or id(param) in ignored:
             if layout is not None:
-                raise UsageError(
-                    f"parameter {o.names[0]!r} was sharded, but it is a plain tensor now. Assign a DTensor, for example from "
-                    "distribute_tensor."
-                )
+                raise _replaced(o, layout)
             continue
         if layout is None:
             raise UsageError(
@@ -494,8 +477,16 @@ def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Itera
             )
         same = param.device_mesh == layout.mesh and tuple(param.placements) == layout.placements
         if not same or tuple(_torch.local_of(param).shape) != layout.local_shape:
-            raise UsageError(
-                f"parameter {o.names[0]!r} has the placements {param.placements} on {param.device_mesh}, but it was sharded as "
-                f"{layout.placements} on {layout.mesh}. Assign a DTensor with those placements."
-            )
+            raise _replaced(o, layout)
         yield o, layout
+
+
+def _replaced(o: Owned, layout: Layout) -> UsageError:
+    param = o.original
+    now = (
+        f"is placed as {param.placements} on {param.device_mesh}" if isinstance(param, DTensor) else "is a plain tensor"
+    )
+    return UsageError(
+        f"parameter {o.names[0]!r} was sharded as {layout.placements} on {layout.mesh}, but it {now} now. Assign a DTensor with "
+        "those placements, for example from distribute_tensor."
+    )

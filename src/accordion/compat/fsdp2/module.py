@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.compat.fsdp2.asked import log_once
 from accordion.compat.fsdp2.lazy import Part, part_of, parts_below
 from accordion.engine.order import BACKWARD, FORWARD, Phase
 from accordion.engine.tree import map_tensors
@@ -29,20 +28,10 @@ _Handle: Any = _torch.gradient_reduction_handle()
 class GradientReductionHandle(_Handle):  # type: ignore[misc]
     """Handle that `FSDPModule.finalize_backward(async_op=True)` returns. Gradients are complete by then."""
 
-    def __init__(self, part: Part | None = None) -> None:
-        self._part = None if part is None else weakref.ref(part)
+    def __init__(self) -> None: ...
 
     def wait(self) -> None:
-        """Allow the next `finalize_backward`. Raises `RuntimeError` if `reset_iter_state` dropped the gradients."""
-        part = None if self._part is None else self._part()
-        self._part = None
-        if part is None:
-            return
-        if part.handle is not self:
-            raise RuntimeError(
-                "reset_iter_state was called between finalize_backward and wait, and dropped the gradients; call backward again."
-            )
-        part.handle = None
+        """Return at once."""
 
 
 class UnshardHandle:
@@ -56,6 +45,15 @@ class UnshardHandle:
         part, self._part = self._part, None
         if part is not None:
             part.lease.take()
+
+
+def no_effect(why: str) -> Callable[..., None]:
+    """Return a setter that accepts any arguments and changes nothing; `why` is for its docstring."""
+
+    def setter(self: object, *args: Any, **kwargs: Any) -> None: ...
+
+    setter.__doc__ = f"Accepted without effect: {why}."
+    return setter
 
 
 class FSDPModule(_Base):  # type: ignore[misc]
@@ -103,7 +101,6 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Clean up after an exception in a forward or backward; accumulated gradients are dropped. For the root only."""
         part = _root_part(self, "reset_iter_state")
         if part.unit is not None:
-            part.handle = None
             part.engine().reset()
             for unit in part.engine().units:
                 unit.local_sums.drop()
@@ -127,10 +124,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         for part in _parts(self, recurse):
             part.unit_policy.keep_on = not reshard_after_backward
 
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Accepted without effect: full parameters are always gathered for the backward."""
-        if not unshard_in_backward:
-            log_once("set_unshard_in_backward(False) has no effect: parameters are always gathered for the backward.")
+    set_unshard_in_backward = no_effect("full parameters are always gathered for the backward")
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Prefetch `modules` during this module's forward, instead of the module that followed it last time."""
@@ -160,24 +154,16 @@ class FSDPModule(_Base):  # type: ignore[misc]
             part.settings.all_reduce = requires_all_reduce
             _settle_sync(part)
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted without effect: each backward waits for its own reduces, which is right for every micro-batch."""
-
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Accepted without effect: `finalize_backward` always reduces. Raises `RuntimeError` for a change in a backward, and on
-        a module that is not the root."""
-        part = _root_part(self, "set_manual_backward_finalization")
-        if part.settings.finalizes != enabled and _torch.is_in_backward():
-            raise RuntimeError("set_manual_backward_finalization cannot change in a backward; call it between steps.")
-        part.settings.finalizes = enabled
+    set_is_last_backward = no_effect("each backward waits for its own reduces, which is right for every micro-batch")
+    set_manual_backward_finalization = no_effect("`finalize_backward` always reduces")
+    set_force_sum_reduction_for_comms = no_effect("reductions are always sums")
+    set_reduce_scatter_unused_params = no_effect("missing gradients are always reduced as zeros")
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce gradients that were only summed on each rank; free full parameters unless `set_reshard_after_backward(False)`.
-        Collective. With `async_op`, return a handle, whose `wait` must be called before the next `finalize_backward`. Raises
-        `RuntimeError` if it was not, in a forward or backward, and on a module that is not the root."""
+        Collective. With `async_op`, return a handle, although the reduce has ended. Raises `RuntimeError` in a forward or
+        backward, and on a module that is not the root."""
         part = _root_part(self, "finalize_backward")
-        if part.handle is not None:
-            raise RuntimeError("the last finalize_backward has not been waited for; call wait() of its handle first.")
         if part.unit is not None:
             engine = part.engine()
             if engine.depth or _torch.is_in_backward():
@@ -188,10 +174,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
             with torch.no_grad():
                 engine.reduce_sums()
             engine.reshard_unused()
-        if not async_op:
-            return None
-        handle = part.handle = GradientReductionHandle(part)
-        return handle
+        return GradientReductionHandle() if async_op else None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this module's own gradients by `factor` (above 0) instead of the number of ranks."""
@@ -207,35 +190,21 @@ class FSDPModule(_Base):  # type: ignore[misc]
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` with each 1-D buffer of reduced and divided gradients, on the stream of the reduce. The hook may write into
-        the buffer: this rank's rows and padding. `stream` is ignored, and refused on a 2-D mesh."""
-        part = fsdp_part(self)
-        if stream is not None and part.asked.sharding.strategy.hybrid:
-            raise UsageError(
-                "set_all_reduce_hook(stream=) is not supported on a 2-D mesh, which all-reduces gradients itself; leave it out."
-            )
+        the buffer: this rank's rows and padding. Raises `UsageError` for a `stream`."""
         if stream is not None:
-            log_once("set_all_reduce_hook(stream=...) has no effect: the hook runs on the stream of the reduce.")
+            raise UsageError(
+                "set_all_reduce_hook(stream=) is not supported: the hook runs on the stream of the reduce; leave it out."
+            )
+        part = fsdp_part(self)
         part.settings.after_reduce = hook
         part.push()
 
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted without effect: reductions are always sums."""
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Accepted without effect: missing gradients are always reduced as zeros."""
-
     # -- communication
 
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accepted without effect: reduces have a communicator of their own if that helps."""
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Accepted without effect: reduces of large gradients have no input buffers that others could wait for. Raises
-        `TypeError` unless `max_input_buffers` is an int, and `UsageError` if it is less than 1."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers is a {type(max_input_buffers).__name__}; pass an int.")
-        if max_input_buffers < 1:
-            raise UsageError(f"max_input_buffers is {max_input_buffers}; pass a positive number.")
+    set_separate_reduce_scatter_group = no_effect("reduces have a communicator of their own if that helps")
+    set_reduce_scatter_max_input_buffers = no_effect("a reduce never waits for the buffer of another")
+    set_allocate_memory_from_process_group_for_comm = no_effect("there are no staging buffers")
+    set_symm_mem_for_comm = no_effect("there are no staging buffers")
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Raise `UsageError`: parameters are gathered directly into their memory, without buffers that `comm` allocates."""
@@ -250,17 +219,6 @@ class FSDPModule(_Base):  # type: ignore[misc]
             "set_custom_reduce_scatter is not supported: gradients are often reduced by an all-to-all and a local sum, which a "
             "custom reduce-scatter cannot replace; leave it out."
         )
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted without effect: there are no staging buffers to allocate from a process group."""
-        if enable:
-            log_once("set_allocate_memory_from_process_group_for_comm has no effect: there are no staging buffers.")
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Accepted without effect: there are no staging buffers to allocate in symmetric memory."""
-        if backend != "NCCL":
-            raise UsageError(f"the symmetric memory backend is {backend!r}; only 'NCCL' is supported.")
-        log_once("set_symm_mem_for_comm has no effect: there are no staging buffers.")
 
     def set_post_optim_event(self, event: Any) -> None:
         """Make this module's next forward wait for `event`, such as the end of a step on another stream. No effect on CPU."""
@@ -305,11 +263,6 @@ def _settle_sync(part: Part) -> None:
     part.unit_policy.reduces = part.settings.sync and (
         part.settings.all_reduce or not part.asked.sharding.strategy.hybrid
     )
-    if part.settings.sync and not part.unit_policy.reduces:
-        log_once(
-            "set_requires_all_reduce(False): each rank accumulates full gradients until the all-reduce, without a "
-            "reduce-scatter before. The sums are the same, but take the memory of full gradients."
-        )
 
 
 # -- hooks
