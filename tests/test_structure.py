@@ -321,7 +321,7 @@ BUDGETS = {
     "bench": 1240,
     "checkpoint": 4500,
     "compat": 3650,
-    "doctor": 480,
+    "doctor": 510,
     "engine": 4510,
     "export": 610,
     "generate": 570,

@@ -166,9 +166,8 @@ class CheckpointConfig:
     background: bool = True
     """train on while a checkpoint is written; the run waits for the last one"""
     resume: str = "auto"
-    """`auto` resumes from the newest checkpoint in `checkpoint.dir`, if there is one; `none` refuses a folder with checkpoints;
-    `best` resumes from the one that `train.keep_best` kept; a path resumes from that one. With `best` or a path, checkpoints of
-    later steps are moved to a folder `abandoned-1`; the same command, started again, resumes from what it has saved since"""
+    """`auto` resumes from the newest checkpoint in `checkpoint.dir`, if there is one; `none` refuses a folder with checkpoints; a
+    path resumes from that one, if there is none in `checkpoint.dir`"""
 
 
 @dataclass(frozen=True, kw_only=True)

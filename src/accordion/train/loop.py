@@ -80,8 +80,6 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: 
         if log is not None:
             log.step(metrics)
 
-    if run.best.is_owed and _validate(run, done, log):
-        saves.save(done, last=_over(run, done) is not None, name=BEST)
     screen.start(done, run.config.train.steps)
     steps = stack.enter_context(Steps(run, saves, record))
     step, over = done, _over(run, done)
@@ -101,8 +99,8 @@ def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: Metrics
     if run.ending.decided or step == options.steps or due:
         steps.settle()
     # Validate before saving, so that the checkpoint has the result.
-    run.best.is_owed = due or (step == options.steps and options.keep_best)
-    is_best = run.best.is_owed and not run.ending.decided and _validate(run, step, log)
+    due = due or (step == options.steps and options.keep_best)
+    is_best = due and not run.ending.decided and _validate(run, step, log)
     over = _over(run, step)
     saved = over is not None or _due(run.config.checkpoint.every, step)
     if is_best and not saved:
@@ -172,7 +170,7 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
     began_s, best = time.perf_counter(), run.best
     with run.averaged():
         validation = run.prepared.work.validate(run.model, run.share, run.device)
-    best.is_owed, best.last = False, step
+    best.last = step
     if validation is None:
         return False
     run.ending.took("validation", time.perf_counter() - began_s)

@@ -73,8 +73,7 @@ class RunSaves:
 
     def resume(self) -> int:
         """Load the checkpoint `prepared.resume` into the objects of the run, and report settings that changed since. Returns the
-        number of steps done; 0 if there is no such checkpoint. Unless `checkpoint.resume` is "auto", checkpoints of later steps
-        are moved aside. Raises `CheckpointError` if the checkpoint cannot be loaded."""
+        number of steps done; 0 if there is no such checkpoint. Raises `CheckpointError` if the checkpoint cannot be loaded."""
         run, path = self._run, self._run.prepared.resume
         if path is None:
             return 0
@@ -85,16 +84,15 @@ class RunSaves:
         try:
             extra = load(path, run.model, run.optimizer, state=state, only=run.prepared.work.only())
         except CheckpointError as error:
-            raise CheckpointError(f"{error} To resume from another, give its path as --checkpoint.resume.") from None
+            raise CheckpointError(f"{error} To resume from the one before it, move it away.") from None
         if run.scaler.is_enabled() and (scale := extra["scaler"]):  # empty if it was not enabled there
             ours = run.scaler.state_dict()
             run.scaler.load_state_dict({**ours, "scale": scale["scale"], "_growth_tracker": scale["_growth_tracker"]})
         run.skips.total = int(extra.get("skipped", 0))
         run.best.load(extra.get("best", run.best.state()))
-        run.best.is_owed = bool(extra.get("owes_validation"))
         done, steps = int(extra["step"]), run.config.train.steps
         run.screen.note(f"resumed from {path}: {done} of {steps} steps are done")
-        self._order_folder(path, done)
+        self._find_best(path, done)
         if not (run.prepared.work.has_data_of(extra) and run.batches.resume(extra["loader"])):
             run.screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts again")
         self._compare(extra["config"], done)
@@ -104,15 +102,9 @@ class RunSaves:
             )
         return done
 
-    def _order_folder(self, path: Path, done: int) -> None:
-        """Prepare the folder of checkpoints after resuming from `path` at step `done`. Unless `checkpoint.resume` is "auto", move
-        checkpoints of later steps aside. Link the best checkpoint if that was not done, and read its loss."""
+    def _find_best(self, path: Path, done: int) -> None:
+        """Link the best checkpoint if that was not done when the run saved `path` after `done` steps, and read its loss."""
         run = self._run
-        if self._options.resume != "auto" and run.place.rank == 0:
-            # Later starts would take them as the newest. Moved only now, after the chosen one has loaded.
-            aside = checkpoints.set_aside(self.folder, done)
-            if aside is not None:
-                run.screen.note(f"checkpoints of later steps are in {aside} now")
         if path.resolve() == checkpoints.path_of(self.folder, done).resolve():
             self._link_best(done)  # in case the run was killed between save and link
         if run.config.train.keep_best:
@@ -147,7 +139,6 @@ class RunSaves:
             "scaler": run.scaler.state_dict(),
             "skipped": run.skips.total,
             "best": run.best.state(),
-            "owes_validation": run.best.is_owed,
         }
 
     def _state(self) -> dict[str, Any]:
