@@ -93,7 +93,7 @@ MISTAKES = [
     (["--optimizer", "adamw", "--optimizer.betas", "a,b"], "it takes 2 numbers separated by commas"),
     (["--optimizer", "sgd", "--optimizer.betas", "0.9,0.9"], "option '--optimizer.betas' does not exist"),
     (["--train.schedule", "cosin"], "did you mean 'cosine'?"),
-    (["--train.decay_steps", "5"], "which train.schedule 'auto' does not use; it is for step or wsd"),
+    (["--train.decay_steps", "5"], "which train.schedule 'auto' does not use; it is for wsd"),
     (["--train.schedule", "constant", "--train.final_lr", "0.5"], "it is for auto or cosine or linear or wsd"),
     (
         ["--train.schedule", "wsd", "--train.decay_steps", "98"],

@@ -111,16 +111,13 @@ class TrainConfig:
     for adapters on them"""
     warmup: int = at_least(0, 5)
     """steps of linear warmup"""
-    schedule: Literal["auto", "cosine", "linear", "constant", "step", "wsd"] = "auto"
-    """learning rate after the warmup: `cosine` or `linear` decay to `final_lr`, `constant`, `step` (drops), `wsd` (constant, then
-    linear decay); `auto`: `cosine`, but with `--optimizer` or a task's optimizer no schedule and no warmup"""
+    schedule: Literal["auto", "cosine", "linear", "constant", "wsd"] = "auto"
+    """learning rate after the warmup: `cosine` or `linear` decay to `final_lr`, `constant`, `wsd` (constant, then linear decay);
+    `auto`: `cosine`, but with `--optimizer` or a task's optimizer no schedule and no warmup"""
     final_lr: float = at_least(0, 0.1, most=1, schedule=("auto", "cosine", "linear", "wsd"))
     """fraction of the peak at which `cosine`, `linear` and `wsd` end"""
-    decay_factor: float = at_least(0, 0.1, most=1, schedule=("step",))
-    """for `step`: factor of the learning rate at each drop"""
-    decay_steps: int = at_least(0, 0, schedule=("step", "wsd"))
-    """for `step`: steps between drops, 0: a third of those after the warmup; for `wsd`: steps of the decay at the end, 0: a
-    fifth of all"""
+    decay_steps: int = at_least(0, 0, schedule=("wsd",))
+    """for `wsd`: steps of the decay at the end; 0: a fifth of all"""
     weight_decay: float = at_least(0, 0.1)
     """weight decay of matrices; vectors have none"""
     clip: float = at_least(0, 1.0)
@@ -276,7 +273,7 @@ def check(config: JobConfig) -> None:
     options, shard = config.train, config.shard
     if options.lr == 0:
         raise UsageError("train.lr is 0, which would train nothing; the default is 0.001.")
-    if options.schedule == "wsd" and options.warmup + options.decay_steps > options.steps and options.decay_steps:
+    if options.decay_steps and options.warmup + options.decay_steps > options.steps:
         raise UsageError(
             f"train.warmup {options.warmup} and train.decay_steps {options.decay_steps} are together more than train.steps "
             f"{options.steps}; lower one of these."

@@ -15,9 +15,6 @@ from accordion.train import checkpoints
 from accordion.train.build import Run, of_first
 from accordion.train.config import flat
 
-# Keys that decide the options and rates of an optimizer.
-OF_RATES = ("task.", "optimizer.", "train.lr", "train.weight_decay")
-
 
 class RunSaves:
     """Saves checkpoints of a run, in the background if possible, and resumes from one."""
@@ -95,7 +92,8 @@ class RunSaves:
         self._find_best(path, done)
         if not (run.prepared.work.has_data_of(extra) and run.batches.resume(extra["loader"])):
             run.screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts again")
-        self._compare(extra["config"], done)
+        self._compare(extra["config"])
+        run.rates.resume()
         if done == steps:
             run.screen.note(
                 "nothing is left to train; raise train.steps to train on, or take another run.dir to start over"
@@ -111,17 +109,12 @@ class RunSaves:
             # New validations must be below the best in this folder, even if the run resumes from elsewhere.
             run.best.loss, run.best.step = of_first(run.place, lambda: checkpoints.best_in(self.folder)) or (None, 0)
 
-    def _compare(self, before: Mapping[str, Any], done: int) -> None:
-        """Report the settings that differ from `before`, those of the checkpoint, and resume the learning rates. `done`: number
-        of steps done."""
+    def _compare(self, before: Mapping[str, Any]) -> None:
+        """Report the settings that differ from `before`, those of the checkpoint."""
         current = self._settings()
-        changed = checkpoints.differing(before, current)
+        changed = [f"{key} {before[key]} -> {current[key]}" for key in checkpoints.differing(before, current)]
         if changed:
-            self._run.screen.note(
-                "changed since: " + ", ".join(f"{key} {before[key]} -> {current[key]}" for key in changed)
-            )
-        rates_changed = any(key.startswith(OF_RATES) for key in changed)
-        self._run.rates.resume(done - self._run.skips.total, changed=rates_changed)
+            self._run.screen.note(f"changed since: {', '.join(changed)}")
 
     def _settings(self) -> dict[str, Any]:
         """Return `group.key` -> value of the run, and with them its number of ranks and its global batch."""
