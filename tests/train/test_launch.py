@@ -6,7 +6,6 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -157,20 +156,12 @@ def test_each_start_has_its_own_keys_in_the_store() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_command_only_before_ranks_start(number: signal.Signals, tmp_path: Path) -> None:
-    """When all ranks have ended, a signal does nothing; their result counts."""
-    before, sign = signal.getsignal(number), tmp_path / "begun"
-    with pytest.raises(NothingStartedError), Forwarding():
-        signal.raise_signal(number)
-    with Forwarding() as signals, signals.to_ranks(str(sign)):
-        with pytest.raises(NothingStartedError):
+def test_a_signal_ends_the_command_while_there_are_no_ranks(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    for starts in (False, True):
+        with pytest.raises(NothingStartedError), Forwarding() as signals:
+            if starts:
+                signals.ranks_start()
             signal.raise_signal(number)
-        sign.touch()
-        signal.raise_signal(number)
-    sign.unlink()
-    with Forwarding() as signals:
-        with signals.to_ranks(str(sign)):
-            pass
-        signal.raise_signal(number)
-    assert signals.came
+        assert signals.came
     assert signal.getsignal(number) == before

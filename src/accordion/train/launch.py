@@ -16,8 +16,8 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -182,7 +182,7 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
 
     The first rank that fails reports the reason, and the others are ended. SIGTERM ends all ranks. With `signals`, SIGTERM and
     SIGUSR1 are forwarded to them instead, so `entry` can save first and return `PREEMPTED`; `NothingStartedError` is raised
-    if the signal arrives before the ranks can handle it.
+    if no rank can handle the signal.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
@@ -206,10 +206,10 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
             signals_to_handle="SIGINT,SIGQUIT" if signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             **newer,
         )
-        started_file = os.path.join(logs, "begun")
+        if signals is not None:
+            signals.ranks_start()
         try:
-            with nullcontext() if signals is None else signals.to_ranks(started_file):
-                elastic_launch(config, _begun)(started_file, entry, *args)
+            elastic_launch(config, guarded)(entry, *args)
         except SignalException as error:
             if error.sigval != signal.SIGTERM:
                 raise KeyboardInterrupt from error
@@ -220,26 +220,20 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
     return 0
 
 
-def _begun(started_file: str, entry: Entry, *args: Any) -> None:
-    """Create `started_file`, then run `entry` as one rank."""
-    Path(started_file).touch()
-    guarded(entry, *args)
-
-
 class NothingStartedError(BaseException):
-    """Raised if a signal arrives before the ranks can handle it. A `BaseException`, like `KeyboardInterrupt`, so that a task's
-    code does not catch it during the preparation."""
+    """Raised if a signal arrives while no rank can handle it. A `BaseException`, like `KeyboardInterrupt`, so that a task's code
+    does not catch it during the preparation."""
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
-    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts. Before a rank has started, the
-    signals raise `NothingStartedError`. SIGHUP, which a closed terminal sends, is ignored."""
+    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts; while there are none, the signals
+    raise `NothingStartedError`. SIGHUP, which a closed terminal sends, is ignored."""
 
     def __init__(self) -> None:
         self.came = False
-        self._starts = False
-        self._begun: Callable[[], bool] = lambda: False  # True once a rank has started, even if it has ended
-        self._others: set[int | None] = set()  # earlier children of this process
+        self._others: set[int | None] | None = (
+            None  # children of this process that are no ranks; None before ranks start
+        )
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Forwarding:
@@ -252,25 +246,22 @@ class Forwarding(AbstractContextManager["Forwarding"]):
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    @contextmanager
-    def to_ranks(self, started_file: str) -> Iterator[None]:
-        """Context manager in whose body signals are forwarded to new child processes, which are the ranks. Each rank creates
-        `started_file` when it starts. Signals after the body only set `came`."""
+    def ranks_start(self) -> None:
+        """Forward signals to child processes that start from now on."""
         self._others = {child.pid for child in multiprocessing.active_children()}
-        self._starts, self._begun = True, Path(started_file).exists
-        try:
-            yield
-        finally:
-            self._begun = lambda: True
 
     def _forward(self, number: int, frame: object) -> None:
         self.came = True
-        ranks = {child.pid for child in multiprocessing.active_children()} - self._others if self._starts else set()
+        ranks = (
+            {child.pid for child in multiprocessing.active_children()} - self._others
+            if self._others is not None
+            else ()
+        )
         for rank in ranks:
             if rank is not None:
                 with suppress(ProcessLookupError):
                     os.kill(rank, number)
-        if not ranks and not self._begun():
+        if not ranks:
             raise NothingStartedError
 
 
