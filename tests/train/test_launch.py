@@ -159,9 +159,10 @@ def test_each_start_has_its_own_keys_in_the_store() -> None:
 def test_a_signal_ends_the_command_while_there_are_no_ranks(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     for starts in (False, True):
-        with pytest.raises(NothingStartedError), Forwarding() as signals:
-            if starts:
-                signals.ranks_start()
+        signals = Forwarding()
+        if starts:
+            signals.ranks_start()
+        with pytest.raises(NothingStartedError), signals:
             signal.raise_signal(number)
         assert signals.came
     assert signal.getsignal(number) == before

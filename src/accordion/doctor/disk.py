@@ -39,7 +39,7 @@ def space(folder: Path) -> Finding:
         check="disk.space",
         severity="problem" if free < LEAST_BYTES else "warning" if little else "ok",
         found=f"{folder.resolve()} has {free / 2**30:,.1f} of {total / 2**30:,.1f} GiB free",
-        means="a checkpoint with AdamW takes 12 bytes a parameter; one that does not fit is skipped, and the run continues",
+        means="a checkpoint with AdamW takes 12 bytes a parameter; one that does not fit ends the run",
         do="free space, or use another folder; checkpoint.keep removes old checkpoints after a save." if little else "",
         data={"free_bytes": free, "total_bytes": total},
     )

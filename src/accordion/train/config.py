@@ -60,9 +60,9 @@ class DataConfig:
     seq_len: int = at_least(2, 128)
     """tokens in a training sequence. Documents are packed, with an end-of-text token between them; the end of an example that
     is longer is cut off"""
-    packing: Literal["documents", "length", "none"] = needing("documents", format=("chat", "prompt"))
-    """for `chat` and `prompt`: `documents` packs several examples into a row, and none attends to another; `length` puts one
-    example into a row, and examples of similar length into a step; `none` puts one example into a row, in random order"""
+    packing: Literal["documents", "none"] = needing("documents", format=("chat", "prompt"))
+    """for `chat` and `prompt`: `documents` packs several examples into a row, and none attends to another; `none` puts one
+    example into a row"""
     tokenizer: str | None = None
     """tokenizer.json or transformers folder, instead of the tokenizer in `model.path`"""
     chat_template: str | None = needing(None, format=("chat",))
