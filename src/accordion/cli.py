@@ -39,7 +39,7 @@ COMMANDS = {
         "train",
         True,
     ),
-    "export": Command("write a model for transformers, safetensors or ONNX", "export.command", takes_environ=True),
+    "export": Command("write a model for transformers, safetensors or ONNX", "export.command"),
     "checkpoint": Command("inspect, verify and convert checkpoints", "checkpoint.command"),
     "plan": Command(
         "predict before launch what fits, how fast it runs, and which configuration to choose",

@@ -133,7 +133,7 @@ def test_the_average_is_validated_resumed_and_exported(
 
     def exported(name: str, **options: str) -> float:
         target = str(tmp_path / f"{name}.safetensors")
-        export(ExportOptions(source=str(tmp_path / "run"), target=target, **options), tmp_path)
+        export(ExportOptions(source=str(tmp_path / "run"), target=target, **options))
         return float(load_file(target)["weight"])
 
     ends(2, 0.5, 1.5)  # the first update copies the weight
@@ -340,10 +340,6 @@ def test_resume_reports_which_checkpoints_it_passes_over(
 
     cut(steps[3] / "manifest.json")
     (steps[2] / "manifest.json").unlink()
-    before = tree(tmp_path)
-    assert f"'{steps[2]}' has no manifest.json" in refused(UsageError)
-    assert tree(tmp_path) == before
-    shutil.rmtree(steps[2])
     capsys.readouterr()
     found = fit(Curve(), train_steps=4)
     shown = capsys.readouterr().out

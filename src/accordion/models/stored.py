@@ -64,25 +64,24 @@ class StoredModel:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return accordion's cache folder under XDG_CACHE_HOME of `environ`, or ~/.cache. Its subfolder `tokenizers` has the
-    tokenizers that runs have trained."""
+    """Return accordion's cache folder under XDG_CACHE_HOME of `environ`, or ~/.cache."""
     return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
 
 
-def find_model(source: str, cache: Path | None = None, *, like: str | None = None) -> StoredModel:
+def find_model(source: str, *, like: str | None = None) -> StoredModel:
     """Return the model that `source` names, without reading its weights. Raises `UsageError` if there is none.
 
-    `source`: a checkpoint, a run's folder, or a folder of transformers or PEFT. `cache`: folder that `cache_folder` returns, to
-    look up the tokenizer of a checkpoint. `like`: a folder of transformers, which is the base model if `source` is an adapter. If
-    `source` is a checkpoint of a whole model, the config.json in `like` replaces the checkpoint's own configuration.
+    `source`: a checkpoint, a run's folder, or a folder of transformers or PEFT. `like`: a folder of transformers, which is the
+    base model if `source` is an adapter. If `source` is a checkpoint of a whole model, the config.json in `like` replaces the
+    checkpoint's own configuration.
     """
     kind, path = located(source)
     if kind == "checkpoint":
-        return _of_checkpoint(path, cache, like)
+        return _of_checkpoint(path, like, source)
     if kind == "folder":
         return _of_folder(Path(path))
     described = _described(Path(path), "SOURCE", ADAPTER)
-    base = find_model(_base_folder(path, "an adapter", like or described.get("base_model_name_or_path")), cache)
+    base = find_model(_base_folder(path, "an adapter", like or described.get("base_model_name_or_path")))
     return replace(base, tokenizer=path if has_tokenizer(Path(path)) else base.tokenizer, adapter=path)
 
 
@@ -124,12 +123,12 @@ def _checkpoints_of_run(path: Path) -> Path:
     return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else inside
 
 
-def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredModel:
+def _of_checkpoint(path: str, like: str | None, source: str) -> StoredModel:
     extra = extra_of(path)
     if isinstance(lora := extra.get("adapter"), dict):  # an adapter that a run trained, with the name of its base
         named = _base_folder(path, "a checkpoint of an adapter", like or lora.get("base"))
         base = _of_folder(Path(named))
-        tokenizer = _tokenizer_of_checkpoint(Path(path), extra, cache, named) or base.tokenizer
+        tokenizer = _tokenizer_of_checkpoint(Path(path), extra, named, source) or base.tokenizer
         generation = extra.get("generation_config", base.generation)
         ends = ends_of(base.config.get("eos_token_id"), (generation or {}).get("eos_token_id"))
         words = {**base.config, "eos_token_id": ends or None}
@@ -140,22 +139,19 @@ def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredMod
             f"SOURCE {path!r} is a checkpoint that does not say of which model of transformers it is (model_config in its "
             f"extra); export it with --like a folder that has the {CONFIG} of that model."
         )
-    tokenizer = _tokenizer_of_checkpoint(Path(path), extra, cache, like)
+    tokenizer = _tokenizer_of_checkpoint(Path(path), extra, like, source)
     generation = extra.get("generation_config") if like is None else generation_config(Path(like))
     return StoredModel(kind="checkpoint", path=path, config=config, tokenizer=tokenizer, generation=generation)
 
 
-def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> str | None:
-    """Return the path of a checkpoint's tokenizer; None if there is none. Looks in `path` and two folders above, in `like`, in
-    the folder of the model that the run started from, and in `cache`. `extra`: the checkpoint's `extra`."""
+def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], *named: str | None) -> str | None:
+    """Return the path of a checkpoint's tokenizer; None if there is none. Looks in `path` and two folders above, in the folders
+    `named`, and in that of the model that the run started from. `extra`: the checkpoint's `extra`."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
-    folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
+    folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (*named, origin) if isinstance(p, str))]
     folder = next(filter(has_tokenizer, folders), None)
-    if folder is not None or cache is None or not isinstance(extra.get("tokenizer"), str):
-        return None if folder is None else str(folder)
-    cached = cache / "tokenizers" / extra["tokenizer"]
-    return str(cached) if (cached / TOKENIZER).is_file() else None
+    return None if folder is None else str(folder)
 
 
 def _base_folder(source: str, kind: str, named: object) -> str:
@@ -226,10 +222,7 @@ def tokenizer_of(stored: StoredModel) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if stored.tokenizer is None:
-        raise UsageError(
-            f"SOURCE {str(stored)!r} has no tokenizer next to it, and the cache of `accordion train` has none for it; put a "
-            "tokenizer.json next to it."
-        )
+        raise UsageError(f"SOURCE {str(stored)!r} has no tokenizer; put a tokenizer.json next to it.")
     path = Path(stored.tokenizer)
     alone = path if path.is_file() else path / TOKENIZER
     try:

@@ -33,7 +33,7 @@ from accordion.train.packing import ExampleRows, preview
 from accordion.train.screen import Screen
 from accordion.train.sources import Source, Split, find, first_of
 from accordion.train.token_tables import SPLITS, TokenFiles, cached_examples, cached_tokens
-from accordion.train.tokens import Say, check_fits, keep_tokenizer
+from accordion.train.tokens import Say, check_fits
 from accordion.train.trackers import check_trackers
 from accordion.units import choose_units
 
@@ -158,7 +158,6 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen) 
         files = cached_tokens(source, vocabulary, cache, say)
     else:
         files = cached_examples(source, Encoder(tokenizer, data.format), digest, vocabulary.size, cache, say)
-    keep_tokenizer(vocabulary.spec, digest, cache)
     rows = {split: rows_in(files, split, data) for split in SPLITS}
     if isinstance(train := rows["train"], ExampleRows):  # before the check, which may refuse them
         screen.examples(preview(train.examples, tokenizer, data.seq_len))

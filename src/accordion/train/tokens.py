@@ -112,13 +112,6 @@ def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache:
     return vocabulary
 
 
-def keep_tokenizer(spec: str, digest: str, cache: Path) -> None:
-    """Write `spec`, the content of tokenizer.json, into `cache` under `digest`, unless it is there. For `accordion generate`."""
-    path = cache / "tokenizers" / digest / "tokenizer.json"
-    if not path.exists():
-        write_whole(path, spec)
-
-
 def key_of(*parts: str) -> str:
     """Return the name of a cache file: a hash of `parts`, which determine its content, and of `FORMAT`."""
     return hashlib.sha256("\n".join([str(FORMAT), *parts]).encode()).hexdigest()[:24]
