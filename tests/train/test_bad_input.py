@@ -203,7 +203,6 @@ OF_TASKS = {
     "a required option": (changed("width: int = 8", "width: int"), [], "needs 'width', which has no default"),
     "an option that is no text": (changed("width: int = 8", "width: list"), [], "needs 'width', which is no number"),
     "no loss": (changed("def loss", "def lose"), [], "Task is no task: it has no method loss(model, batch)"),
-    "another signature": (changed("def loss(self, model, batch)", "def loss(self, batch)"), [], "cannot be called as"),
     "no data": (changed(DATA, "None"), [], "has no training data"),
     "empty data": (changed("randn(50, 4)", "randn(0, 4)"), [], "without a sample"),
     "too little data": (changed("randn(50, 4)", "randn(15, 4)"), [], "one step takes 16 samples"),

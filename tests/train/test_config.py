@@ -33,15 +33,6 @@ def test_flags_override_the_file_in_any_order(tmp_path: Path, order: int) -> Non
     assert command.read(words[order] + words[1 - order]).train.steps == 9
 
 
-@pytest.mark.parametrize("flags", [["--run.report", "false"], ["--run.report=true"], ["--config", "run.yaml"]])
-def test_keys_of_earlier_versions_are_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text("run: {report: false}\n")
-    assert command.read([*flags, "--train.steps", "7"]) == command.read(["--train.steps", "7"])
-
-
 def test_pretrained_weights_have_their_own_default_learning_rate() -> None:
     tuned = ["--model.path", "llama", "--model.init", "pretrained"]
     assert command.read(["--model.path", "llama"]).train.lr == TrainConfig().lr

@@ -7,7 +7,6 @@ import csv
 import hashlib
 import io
 import json
-import lzma
 import os
 import platform
 import sysconfig
@@ -74,7 +73,7 @@ class Fields:
 FIELDS = {"chat": Fields(("messages",), ("tools",)), "prompt": Fields(("prompt", "completion"))}
 
 
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".bz2", ".zst")
 
 
 def split_by_key(key: str) -> Split:
@@ -92,8 +91,6 @@ def opened(path: Path) -> IO[bytes]:
     """Open a file for reading, decompressed according to its suffix."""
     if path.suffix.lower() not in COMPRESSED:
         return path.open("rb")
-    if path.suffix.lower() == ".xz":
-        return lzma.open(path)
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(str(path)))
@@ -284,7 +281,7 @@ def _named(path: Path) -> Iterator[None]:
     """Context manager that turns errors in reading `path` into a `UsageError` that names it."""
     try:
         yield
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"data file {str(path)!r} cannot be read: {reason}.") from None
     except UnicodeDecodeError as error:
