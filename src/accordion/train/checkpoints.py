@@ -29,22 +29,13 @@ def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path 
 
     It is the newest in `folder`, the run's folder of checkpoints. If that has none, it is the one to which the key
     `checkpoint.resume` gives a path. `say`: reports newer checkpoints that are unusable, and that the path is not used. Raises
-    `UsageError` if `checkpoint.resume` names no checkpoint, or another one of `folder`, or is "none" although `folder` has
-    checkpoints.
+    `UsageError` if all checkpoints in `folder` are unusable, or if the path is no checkpoint, or another one of `folder`.
     """
-    resume, first = config.checkpoint.resume, None
     try:
         latest = newest(folder)
     except CheckpointError as error:
         raise UsageError(str(error)) from None
-    if resume not in ("auto", "none"):
-        first = _named(resume, folder, latest.path)
-    if resume == "none" and (latest.path is not None or latest.passed_over):
-        what = "checkpoints" if latest.path is None else f"checkpoints, the newest {Path(latest.path).name!r}"
-        raise UsageError(
-            f"checkpoint.resume is 'none' but {str(folder)!r} has {what}; take another run.dir, or remove them. "
-            f"{latest.words()}"
-        )
+    first = None if config.checkpoint.resume == "auto" else _named(config.checkpoint.resume, folder, latest.path)
     if latest.path is None and latest.passed_over:
         raise UsageError(f"checkpoint.dir {str(folder)!r}: {latest.words()} Or take another run.dir.")
     if latest.passed_over:
@@ -61,7 +52,7 @@ def _named(resume: str, folder: Path, latest: str | None) -> Path:
     checkpoint in `folder` than `latest`, the newest there."""
     path = Path(resume)
     if not path.is_dir():
-        raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto' nor 'none' nor a folder.")
+        raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto' nor a folder.")
     if path.resolve().parent == folder.resolve() and latest is not None and path.resolve() != Path(latest).resolve():
         raise UsageError(
             f"checkpoint.resume {resume!r} is not the newest checkpoint of its folder, {latest} is; take another run.dir, or "

@@ -163,8 +163,8 @@ class CheckpointConfig:
     background: bool = True
     """train on while a checkpoint is written; the run waits for the last one"""
     resume: str = "auto"
-    """`auto` resumes from the newest checkpoint in `checkpoint.dir`, if there is one; `none` refuses a folder with checkpoints; a
-    path resumes from that one, if there is none in `checkpoint.dir`"""
+    """`auto` resumes from the newest checkpoint in `checkpoint.dir`, if there is one; a path resumes from that one, if there is
+    none in `checkpoint.dir`"""
 
 
 @dataclass(frozen=True, kw_only=True)

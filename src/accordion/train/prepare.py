@@ -9,8 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from accordion.errors import CheckpointError, UsageError
-from accordion.models.llama import TRAINED
+from accordion.errors import CheckpointError, UsageError, some_of
 from accordion.models.stored import computing, end_of_turn, ends_of
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import made_optimizer, optimizer_of
@@ -31,7 +30,7 @@ from accordion.train.own_task import OwnTask, check_data, check_own_keys
 from accordion.train.owner import check_free
 from accordion.train.packing import ExampleRows, preview
 from accordion.train.screen import Screen
-from accordion.train.sources import Source, Split, find, first_of
+from accordion.train.sources import SHOWN, Source, Split, find
 from accordion.train.token_tables import SPLITS, TokenFiles, cached_examples, cached_tokens
 from accordion.train.tokens import Say, check_fits
 from accordion.train.trackers import check_trackers
@@ -179,10 +178,9 @@ def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFile
     if source.unread:
         read, left = [key for key, _ in source.files], [f"{key} ({why})" for key, why in source.unread.items()]
         say(
-            f"data: {len(read):,} of {len(read) + len(left):,} files are read: {first_of(read)}; not read: {first_of(left)}"
+            f"data: {len(read):,} of {len(read) + len(left):,} files are read: {some_of(read, SHOWN)}; not read: "
+            f"{some_of(left, SHOWN)}"
         )
-    if files.unread:
-        say(f"data: fields that are not used, or not by the chat template: {', '.join(files.unread)}")
     what, train = "tokens", rows["train"]
     for split, split_rows in rows.items():
         if isinstance(split_rows, ExampleRows):
@@ -229,12 +227,9 @@ def _check_model(config: Config, say: Say) -> None:
 
 def _vocab_of_model(config: Config) -> int:
     """Return the size of the model's vocabulary. Raises `UsageError` if its config.json has none."""
-    if config.model.path is None:
-        return TRAINED[config.model.preset].vocab
-    described = check_folder(config.model.path)
-    vocab = described.get("vocab_size")
-    if not isinstance(vocab, int):
-        vocab = getattr(configuration(config.model, config.data), "vocab_size", None)
+    if config.model.path is not None:
+        check_folder(config.model.path)
+    vocab = getattr(configuration(config.model, config.data), "vocab_size", None)
     if not isinstance(vocab, int) or vocab < 1:
         raise UsageError(f"model.path {config.model.path!r} is no language model: its config.json has no vocab_size.")
     return vocab

@@ -62,12 +62,6 @@ class RunSaves:
         with suppress(CheckpointError):
             saver_of(self._run.model).wait()
 
-    @property
-    def same_command(self) -> str:
-        """Text for the command that resumes from the newest checkpoint."""
-        refuses = self._options.resume == "none"
-        return "the same command with --checkpoint.resume auto" if refuses else "the same command"
-
     def resume(self) -> int:
         """Load the checkpoint `prepared.resume` into the objects of the run, and report settings that changed since. Returns the
         number of steps done; 0 if there is no such checkpoint. Raises `CheckpointError` if the checkpoint cannot be loaded."""
