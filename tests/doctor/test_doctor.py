@@ -125,7 +125,7 @@ def test_ranks_of_torchrun_run_one_exam(
 @pytest.mark.parametrize(
     ("ranks", "check", "severity", "words"),
     [
-        (sick_ranks.slow, "ranks.gather", "warning", ["usual is", "steps wait for it"]),
+        (sick_ranks.slow, "ranks.gather", "warning", ["usual: ", "steps wait for it"]),
         (sick_ranks.wrong_messages, "ranks.messages", "problem", ["wrong numbers to ranks 0, 1", "wrong weights"]),
         (sick_ranks.dies, "ranks.group", "problem", ["rank"]),
     ],
@@ -148,15 +148,12 @@ def test_faults_of_ranks_are_found(
 
 def test_faults_between_machines() -> None:
     """The answers are those of several machines."""
-    own = {"host": "a", "torch": "2.13.0", "right": True, "device_name": "NVIDIA H100 80GB HBM3"}
-    own |= {"num_bytes": 10**7, "gather_s": 1.0, "copy_bytes_per_s": 1e9}
+    own = {"host": "a", "torch": "2.13.0", "right": True}
+    own |= {"num_bytes": 10**7, "gather_s": 1.0}
     group, _, rate = ranks.judged([own, {**own, "host": "b", "torch": "2.12.1"}], "cuda")
     assert (group.severity, "2.12.1 and 2.13.0" in group.found) == ("problem", True)
     assert rate.severity == "warning"
     assert "InfiniBand" in rate.found
-    near = ranks.usual_rate("cuda", "NVIDIA H100 80GB HBM3", 1, 0.0)
-    assert near[0] == pytest.approx(0.55 * 450e9)
-    assert ranks.usual_rate("cuda", "NVIDIA H100 PCIe", 1, 0.0)[0] < near[0] / 5
     (failed,) = ranks.judged([own, {"error": "RuntimeError: no kernel for this"}], "cuda")
     assert (failed.severity, "rank 1 failed: RuntimeError: no kernel" in failed.found) == ("problem", True)
 

@@ -149,7 +149,9 @@ def test_each_start_has_its_own_keys_in_the_store() -> None:
     store.set("accordion/start/1", "left by a rank that is gone")
     for start in ("first", "second"):
         with ThreadPoolExecutor(3) as pool:
-            stores = list(pool.map(lambda rank: launch.of_this_start(store, rank, 3, set()), range(3)))
+            stores = list(
+                pool.map(lambda rank: launch.of_this_start(store, replace(PLACE, rank=rank, world=3)), range(3))
+            )
         assert not any(own.check(["where"]) for own in stores)
         stores[2].set("where", start)
         assert [own.get("where").decode() for own in stores] == [start] * 3

@@ -41,7 +41,7 @@ from accordion.output import lasting_output
 from accordion.safety.liveness import wording
 from accordion.safety.liveness.hub import hubs_of_job
 from accordion.safety.liveness.links import give_up
-from accordion.safety.liveness.polling import poll
+from accordion.safety.liveness.polling import once_after, poll
 from accordion.safety.liveness.wording import is_echo
 from accordion.safety.own_process import keep_freed_memory
 from accordion.tasks.errors import is_own, own_traceback
@@ -53,7 +53,7 @@ CPU_RANKS = 2  # without GPUs and without launch.nproc: the fewest ranks that sh
 # A collective mostly fails because another rank has died. The launcher has this time to end this rank first.
 SECONDARY_S = 1.0
 START_S = 600  # seconds within which all ranks must connect to the store
-SLOW_S = 10.0  # seconds after which a rank reports how many have connected
+SLOW_S = 10.0  # seconds after which rank 0 reports how many have connected
 # The variable that makes a process a rank of that launcher.
 SAYS_RANK = {"torchrun": "RANK", "srun": "SLURM_PROCID"}
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -317,27 +317,9 @@ def guarded(entry: Entry, *args: Any) -> None:
 
 def joined(place: RankPlace) -> Store:
     """Connect to the job's store, and return it with a prefix of keys that no earlier start used. Collective. If that takes
-    long, the first rank of each host prints how many ranks have started, and how to train without the others. Raises
-    `AccordionError` if the store cannot be reached."""
-    started: set[str] = set()
-
-    def report() -> None:
-        variable = SAYS_RANK[place.starter]
-        print(
-            f"accordion: rank {place.rank} has waited {SLOW_S:g} s: {1 + len(started)} of {place.world} ranks have started that "
-            f"the variables of {place.starter} announce; to train without the others: env -u {variable} accordion train ...",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    slow = threading.Timer(SLOW_S, report)
-    slow.daemon = True
-    if place.local_rank == 0:
-        slow.start()
-    try:
-        return of_this_start(_connected(place), place.rank, place.world, started)
-    finally:
-        slow.cancel()
+    long, rank 0 prints how many ranks have started, and how to train without the others. Raises `AccordionError` if the store
+    cannot be reached."""
+    return of_this_start(_connected(place), place)
 
 
 def _report_to_hubs(error: BaseException) -> None:
@@ -364,31 +346,38 @@ def _connected(place: RankPlace) -> Store:
         ) from None
 
 
-def of_this_start(store: Store, rank: int, world: int, words: set[str]) -> Store:
+def of_this_start(store: Store, place: RankPlace) -> Store:
     """Return the job's store with a prefix of keys that is equal on all ranks, and that no earlier start used. Collective.
 
     Needed because torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of an ended rank
     cannot connect. Machines count restarts separately, so a count does not identify a start. Instead each rank writes a random
-    word, and rank 0 answers each word with the prefix until all ranks have read it. `words`: rank 0 adds the words that it
-    read, so that its caller can count the ranks that have started. Raises `DistStoreError` after `START_S`.
+    word, and rank 0 answers each word with the prefix until all ranks have read it. Raises `DistStoreError` after `START_S`.
     """
-    token = secrets.token_hex(8)
-    if rank != 0:
-        store.set(f"accordion/start/{rank}", token)
+    token, words = secrets.token_hex(8), set[str]()
+    if place.rank != 0:
+        store.set(f"accordion/start/{place.rank}", token)
         token = store.get(f"accordion/start/{token}").decode()
         store.add(f"accordion/start/{token}/heard", 1)
         return PrefixStore(token, store)
 
     def all_heard() -> bool:
-        for key in [f"accordion/start/{r}" for r in range(1, world)]:
+        for key in [f"accordion/start/{r}" for r in range(1, place.world)]:
             word = store.get(key).decode() if store.check([key]) else ""
             if word and word not in words:
                 words.add(word)
                 store.set(f"accordion/start/{word}", token)
-        return int(store.add(f"accordion/start/{token}/heard", 0)) >= world - 1
+        return int(store.add(f"accordion/start/{token}/heard", 0)) >= place.world - 1
 
-    if not poll(all_heard, START_S):
-        raise torch.distributed.DistStoreError(f"not all of {world} ranks have started within {START_S} s.")
+    def report() -> None:
+        print(
+            f"accordion: rank 0 has waited {SLOW_S:g} s: {1 + len(words)} of {place.world} ranks have started that the variables "
+            f"of {place.starter} announce; to train without the others: env -u {SAYS_RANK[place.starter]} accordion train ...",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    if not poll(all_heard, START_S, once_after(SLOW_S, report)):
+        raise torch.distributed.DistStoreError(f"not all of {place.world} ranks have started within {START_S} s.")
     return PrefixStore(token, store)
 
 
