@@ -35,7 +35,7 @@ COMMANDS = {
     "generate": Command(
         "generate text from a prompt, with a checkpoint, a run folder or a transformers folder",
         "generate.command",
-        ("yaml", "tokenizers", "transformers"),
+        ("tokenizers", "transformers"),
         "train",
         True,
     ),

@@ -129,7 +129,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, sources, trained, tmp_path, capfd):
     export(trained / "checkpoints" / "step-000004", tmp_path / "hf")
-    tokenizer = trained / "tokenizer.json"
+    tokenizer = trained / "checkpoints" / "tokenizer.json"
     (tmp_path / "hf" / "tokenizer.json").write_text(tokenizer.read_text())
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 

@@ -36,7 +36,8 @@ from accordion.weights.export import is_peft
 from accordion.weights.four_bits import quantize
 from accordion.weights.pretrained import check_pretrained, names_of
 
-CONFIG, GENERATION, TOKENIZER, RUN_FILE = "config.json", "generation_config.json", "tokenizer.json", "config.yaml"
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+RUN = "checkpoints"  # in the folder of a run
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TAKES = "a checkpoint, the folder of a run of `accordion train`, or a folder of transformers or of PEFT"
 SHOWN = 3  # number of tensors that an error names
@@ -77,7 +78,7 @@ def find_model(source: str, *, like: str | None = None) -> StoredModel:
     """
     kind, path = located(source)
     if kind == "checkpoint":
-        return _of_checkpoint(path, like, source)
+        return _of_checkpoint(path, like)
     if kind == "folder":
         return _of_folder(Path(path))
     described = _described(Path(path), "SOURCE", ADAPTER)
@@ -98,7 +99,7 @@ def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], st
     if (path / CONFIG).is_file():
         return "folder", source
     try:
-        result = newest(_checkpoints_of_run(path))
+        result = newest(path / RUN if (path / RUN).is_dir() else path)
     except (CheckpointError, OSError) as error:
         raise UsageError(f"SOURCE {source!r}: {error}") from None
     if result.path is None:
@@ -107,28 +108,12 @@ def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], st
     return "checkpoint", result.path
 
 
-def _checkpoints_of_run(path: Path) -> Path:
-    """Return the folder of checkpoints of the run at `path`: the existing folder that `path`/config.yaml names, else
-    `path`/checkpoints. If there is no config.yaml and no folder `path`/checkpoints, return `path` itself."""
-    inside = path / "checkpoints"
-    if not (path / RUN_FILE).is_file():
-        return inside if inside.is_dir() else path
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        settings = yaml.safe_load(read_text(path / RUN_FILE))
-        folder = settings["checkpoint"]["dir"]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        folder = None
-    return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else inside
-
-
-def _of_checkpoint(path: str, like: str | None, source: str) -> StoredModel:
+def _of_checkpoint(path: str, like: str | None) -> StoredModel:
     extra = extra_of(path)
     if isinstance(lora := extra.get("adapter"), dict):  # an adapter that a run trained, with the name of its base
         named = _base_folder(path, "a checkpoint of an adapter", like or lora.get("base"))
         base = _of_folder(Path(named))
-        tokenizer = _tokenizer_of_checkpoint(Path(path), extra, named, source) or base.tokenizer
+        tokenizer = _tokenizer_of_checkpoint(Path(path), extra, named) or base.tokenizer
         generation = extra.get("generation_config", base.generation)
         ends = ends_of(base.config.get("eos_token_id"), (generation or {}).get("eos_token_id"))
         words = {**base.config, "eos_token_id": ends or None}
@@ -139,17 +124,17 @@ def _of_checkpoint(path: str, like: str | None, source: str) -> StoredModel:
             f"SOURCE {path!r} is a checkpoint that does not say of which model of transformers it is (model_config in its "
             f"extra); export it with --like a folder that has the {CONFIG} of that model."
         )
-    tokenizer = _tokenizer_of_checkpoint(Path(path), extra, like, source)
+    tokenizer = _tokenizer_of_checkpoint(Path(path), extra, like)
     generation = extra.get("generation_config") if like is None else generation_config(Path(like))
     return StoredModel(kind="checkpoint", path=path, config=config, tokenizer=tokenizer, generation=generation)
 
 
-def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], *named: str | None) -> str | None:
-    """Return the path of a checkpoint's tokenizer; None if there is none. Looks in `path` and two folders above, in the folders
-    `named`, and in that of the model that the run started from. `extra`: the checkpoint's `extra`."""
+def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], like: str | None) -> str | None:
+    """Return the path of a checkpoint's tokenizer; None if there is none. Looks in `path` and two folders above, in `like`, and
+    in the folder of the model that the run started from. `extra`: the checkpoint's `extra`."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
-    folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (*named, origin) if isinstance(p, str))]
+    folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
     folder = next(filter(has_tokenizer, folders), None)
     return None if folder is None else str(folder)
 

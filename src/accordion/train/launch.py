@@ -58,7 +58,6 @@ SLOW_S = 10.0  # seconds after which rank 0 reports how many have connected
 SAYS_RANK = {"torchrun": "RANK", "srun": "SLURM_PROCID"}
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 INTERACTIVE_STEP = str(2**32 - 6)  # SLURM's number for the step of a shell that salloc opens
-ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # variables of torchrun with the address of the store
 # Exit codes: ranks diverged; Ctrl-C; added to a signal's number.
 DIVERGED, INTERRUPTED, BY_SIGNAL = 3, 130, 128
 FAILED = "accordion/failed"  # key in the store: rank and exit code of the first rank that failed
@@ -98,28 +97,13 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
                 local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
                 local_world=int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])),
                 starter="torchrun",
-                address=_torchrun_address(environ),
+                address=f"{environ['MASTER_ADDR']}:{int(environ['MASTER_PORT'])}",
                 job=job_of(environ),
             )
         return _slurm_place(environ)
-    except ValueError as error:
-        raise UsageError(f"the launcher's environment variables are invalid: {error}.") from None
-
-
-def _torchrun_address(environ: Mapping[str, str]) -> str:
-    for name in ADDRESS:
-        if not environ.get(name):
-            raise ValueError(
-                f"RANK and WORLD_SIZE are set, as by torchrun, but {name} is not; start with torchrun, or unset both"
-            )
-    host, port = (environ[name] for name in ADDRESS)
-    return f"{host}:{_port(port)}"
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) <= 65535):
-        raise ValueError(f"MASTER_PORT is {text!r}, which is no port number")
-    return int(text)
+    except (KeyError, ValueError) as error:
+        what = f"{error} is not set" if isinstance(error, KeyError) else f"they are invalid: {error}"
+        raise UsageError(f"a launcher has set environment variables (such as RANK), but {what}.") from None
 
 
 def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
@@ -145,7 +129,7 @@ def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
         local_rank=int(environ.get("SLURM_LOCALID", "0")),
         local_world=-(-world // nodes),
         starter="srun",
-        address=f"{host}:{_port(port)}",
+        address=f"{host}:{int(port)}",
         job=job_of(environ),
     )
 

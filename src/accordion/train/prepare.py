@@ -141,8 +141,8 @@ def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen)
 
 
 def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen) -> Prepared:
-    """Check model and data, and write the tokens to `cache`. Creates the run's folders, and saves the tokenizer in the run
-    folder for `accordion generate`."""
+    """Check model and data, and write the tokens to `cache`. Creates the run's folders, and saves the tokenizer next to
+    the checkpoints for `accordion generate`."""
     source, say, data = find(config.data), screen.note, config.data
     folders, resume = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen)
     model_vocab = _vocab_of_model(config)
@@ -164,7 +164,7 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen) 
     _report_data(rows, files, source, say)
     _make(folders)
     if place.rank == 0:
-        tokenizer.save_pretrained(folders["run.dir"])
+        tokenizer.save_pretrained(folders["checkpoint.dir"])
     end = end_of_turn(tokenizer) if data.format == "chat" else vocabulary.end_id
     if end is None:
         say("the chat template ends an answer with no special token; generation will run to the limit of tokens")
