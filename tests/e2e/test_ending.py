@@ -95,7 +95,7 @@ def test_early_stopping_and_the_best_are_the_same_after_a_resume(
     assert losses_of(Path("early")) == whole(place)[:9]
     capfd.readouterr()
     assert train("early", *EARLY) == 0
-    assert "resumed from early/checkpoints/step-000009: 9 of 12 steps are done" in capfd.readouterr().out
+    assert "/checkpoints/step-000009: 9 of 12 steps are done" in capfd.readouterr().out
     assert losses_of(Path("early")) == whole(place)
 
 
