@@ -16,7 +16,6 @@ import torch
 from accordion import cli
 from accordion.devices import Devices
 from accordion.doctor import command, devices, disk, ranks
-from accordion.doctor.findings import Finding
 from accordion.workers.ranks import BenchError
 from tests.support import disks, forked, sick_ranks
 
@@ -189,8 +188,3 @@ def test_a_full_disk_is_a_problem(machine: Any, tmp_path: Path) -> None:
     assert code == 1
     assert_found(findings, "disk.write", "problem", "No space left")
     assert_found(findings, "disk.space", "problem", "free space")
-
-
-def test_a_finding_must_have_a_remedy() -> None:
-    with pytest.raises(AssertionError, match="what to do"):
-        Finding(check="a.b", severity="warning", found="it", means="that")

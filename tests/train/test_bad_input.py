@@ -263,7 +263,7 @@ CASES = {
     ),
     "no such class": (words("--shard.units", "LlamaDecoderLayr"), "'LlamaDecoderLayer'"),
     "no folder": (words("--model.path", "model"), "is no folder"),
-    "no config": (model({"readme": "hi"}), "no config.json"),
+    "no config": (model({"readme": "hi"}), "its config.json cannot be read"),
     "config of nothing": (model({"config.json": "{}"}), "no model_type"),
     "unknown architecture": (model({"config.json": '{"model_type": "nope", "vocab_size": 99}'}), "is no model"),
     "no language model": (model({"config.json": '{"model_type": "vit"}'}), "is no language model"),

@@ -7,7 +7,6 @@ import math
 import sys
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -164,14 +163,6 @@ def test_lines_that_are_no_steps_are_skipped_by_all_readers_of_the_record(tmp_pa
     assert [content["step"] for _, content in lines_in(tmp_path / "metrics.jsonl")] == [1, 2]
     MetricsLog(tmp_path, 2, print).__exit__(None, None, None)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole
-
-
-def test_trackers_are_closed_if_the_record_cannot_be_opened(tmp_path: Path) -> None:
-    closed: list[bool] = []
-    sink: Any = SimpleNamespace(close=lambda *, failed: closed.append(failed))
-    with pytest.raises(FileNotFoundError):
-        MetricsLog(tmp_path / "none", 0, print, {"sink": sink})
-    assert closed == [True]
 
 
 # -- trackers

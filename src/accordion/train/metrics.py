@@ -72,19 +72,15 @@ class MetricsLog:
         say: Callable[[str], None],
         trackers: Mapping[str, RunTracker] | None = None,
     ) -> None:
-        """Open the file to continue after `first_step` steps, and remove the lines of later steps. If this fails, close the
-        trackers and raise `OSError`. `say`: shows a line. `trackers`: name -> open tracker; the exit closes it."""
+        """Open the file to continue after `first_step` steps, and remove the lines of later steps. Raises `OSError` if this
+        fails. `say`: shows a line. `trackers`: name -> open tracker; the exit closes it."""
         self._trackers = dict(trackers or {})
         path, self._say = run_dir / METRICS, say
         self._path: Path | None = path
-        try:
-            text = "".join(f"{line}\n" for line, content in lines_in(path) if content["step"] <= first_step)
-            if path.exists() and text != path.read_text(encoding="utf-8", errors="replace"):
-                write_whole(path, text)
-            path.touch()
-        except OSError:
-            self._each(lambda tracker: tracker.close(failed=True))
-            raise
+        text = "".join(f"{line}\n" for line, content in lines_in(path) if content["step"] <= first_step)
+        if path.exists() and text != path.read_text(encoding="utf-8", errors="replace"):
+            write_whole(path, text)
+        path.touch()
 
     def __enter__(self) -> MetricsLog:
         return self
