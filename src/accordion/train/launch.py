@@ -215,9 +215,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
     def __init__(self) -> None:
         self.came = False
-        self._others: set[int | None] | None = (
-            None  # children of this process that are no ranks; None before ranks start
-        )
+        # Children of this process that are no ranks; None before ranks start.
+        self._others: set[int | None] | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Forwarding:
@@ -236,11 +235,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
     def _forward(self, number: int, frame: object) -> None:
         self.came = True
-        ranks = (
-            {child.pid for child in multiprocessing.active_children()} - self._others
-            if self._others is not None
-            else ()
-        )
+        children = {child.pid for child in multiprocessing.active_children()}
+        ranks = set() if self._others is None else children - self._others
         for rank in ranks:
             if rank is not None:
                 with suppress(ProcessLookupError):
