@@ -25,6 +25,8 @@ from accordion.checkpoint.reading import read_manifest, verify
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import CheckpointError, UsageError
 from accordion.export.command import ExportOptions, export
+from accordion.train.checkpoints import with_batch_of
+from accordion.train.config import JobConfig, TrainConfig
 from accordion.train.ending import SIGNALS
 from accordion.train.fitting import Fit
 
@@ -145,12 +147,21 @@ def test_the_average_is_validated_resumed_and_exported(
         exported("other", ema="0.5")
 
 
-def test_a_resumed_run_reports_that_its_batch_changed(
+def test_a_resumed_run_keeps_its_batch_or_reports_the_change(
     fit: Callable[..., Fit], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fit(Curve(), train_steps=1, train_accumulate=2)
-    fit(Curve(), train_steps=3)
+    first = fit(Curve(), train_steps=1, train_accumulate=2)
+    path = Path(str(first.checkpoint))
+    fit(Curve(), train_steps=2)
+    assert "a step is 4 samples: 1 ranks x 2 x 2\n" in capsys.readouterr().out.partition("resumed")[0]
+    fit(Curve(), train_steps=3, train_accumulate=1)
     assert "train.accumulate 2 -> 1, sequences in a step 4 -> 2\n" in capsys.readouterr().out
+    sizes = {}
+    for num_ranks in (1, 2, 3, 4, 8):
+        options = with_batch_of(path, JobConfig(train=TrainConfig(micro_batch=3)), (), num_ranks).train
+        sizes[num_ranks] = options.micro_batch, options.accumulate
+    assert sizes == {1: (2, 2), 2: (2, 1), 3: (3, 1), 4: (1, 1), 8: (3, 1)}
+    assert with_batch_of(path, JobConfig(), ("train.accumulate",), 1) == JobConfig()
 
 
 def test_the_reported_best_is_the_one_in_the_folder(

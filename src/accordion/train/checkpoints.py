@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from accordion.checkpoint.reading import read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.checkpoint.storage.local import Local
 from accordion.errors import CheckpointError, UsageError
-from accordion.train.config import JobConfig
+from accordion.train.config import Job, JobConfig
+
+BATCH = "sequences in a step"  # stored in a checkpoint with the keys of the run
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -70,6 +73,22 @@ def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str
         if not key.startswith(("shard.", "checkpoint.", "launch.", "run.", "log.")) or key == "shard.precision"
     ]
     return [key for key in keys if key in before and before[key] != current[key]]
+
+
+def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
+    """Return `config` with the global batch of the run that saved the checkpoint `path`, for `num_ranks` ranks.
+
+    `train.micro_batch` is lowered if it does not divide a rank's share of that batch. `config` is returned as it is if `path`
+    is None, if `num_ranks` does not divide that batch, or if the user set the batch. `named`: keys that the user set.
+    """
+    options = config.train
+    decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
+    before = None if path is None or decided else setting(path, BATCH)
+    if before is None or before % num_ranks:
+        return config
+    each = before // num_ranks
+    micro_batch = next(n for n in range(min(each, options.micro_batch), 0, -1) if each % n == 0)
+    return replace(config, train=replace(options, micro_batch=micro_batch, accumulate=each // micro_batch))
 
 
 def newest_in(folder: Path) -> str | None:

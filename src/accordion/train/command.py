@@ -135,7 +135,7 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(config, named, world)
     place = launch.RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="accordion train")
-    prepared = prepare(config, place, cache, Screen(), began_s=began_s)
+    prepared = prepare(config, place, cache, Screen(), named=named, began_s=began_s)
     return launch.start(loop.train, (prepared, device), world, signals)
 
 
@@ -149,5 +149,7 @@ def _started_rank(
     device, _ = launch.choose(config.launch, place, devices_here())
     config = translated(config, named, place.world)
     screen = Screen(speaks=place.rank == 0)
-    prepared = launch.once_per_host(place, store, lambda: prepare(config, place, cache, screen, began_s=began_s))
+    prepared = launch.once_per_host(
+        place, store, lambda: prepare(config, place, cache, screen, named=named, began_s=began_s)
+    )
     return loop.train(place, store, prepared, device, signals)

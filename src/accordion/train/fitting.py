@@ -69,7 +69,7 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
     else:
         store = launch.joined(place)
     prepared = launch.once_per_host(
-        place, store, lambda: prepare(job, place, cache, screen, began_s=began_s, task=task)
+        place, store, lambda: prepare(job, place, cache, screen, named=named, began_s=began_s, task=task)
     )
     launch.give_up_store(store, job.launch.timeout_s)
     with Signals() as signals:

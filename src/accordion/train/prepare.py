@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
@@ -14,7 +15,7 @@ from accordion.models.stored import computing, end_of_turn, ends_of
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import made_optimizer, optimizer_of
 from accordion.train import checkpoints
-from accordion.train.config import Config, JobConfig, TrainConfig, model_name
+from accordion.train.config import Config, Job, JobConfig, TrainConfig, model_name
 from accordion.train.data import Sequences, Share
 from accordion.train.examples import Encoder, digest_of_tokenizer, run_tokenizer, vocabulary_of
 from accordion.train.language_work import (
@@ -44,8 +45,8 @@ Folders = dict[str, Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from. `replicas`: copies of the
-    sharded model. `began_s`: `time.time` of this machine when the command started."""
+    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from, whose global batch `config`
+    has. `replicas`: copies of the sharded model. `began_s`: `time.time` of this machine when the command started."""
 
     config: JobConfig
     work: Work
@@ -69,6 +70,7 @@ def prepare(
     cache: Path,
     screen: Screen,
     *,
+    named: Collection[str] = (),
     began_s: float,
     task: object | None = None,
 ) -> Prepared:
@@ -79,6 +81,7 @@ def prepare(
         place: rank of this process; rank 0 also checks that no other job uses the folders of the run.
         cache: folder for tokenizers and tokens, created if it does not exist.
         screen: shows notes and a preview of examples.
+        named: keys that the user set.
         began_s: `time.time` of this machine when the command started.
         task: the task to train, if `config` names none by class path.
     """
@@ -103,22 +106,32 @@ def prepare(
             if optimizer is not None:
                 with of_the_task("optimizer(params)"):
                     made_optimizer(optimizer, nn.Linear(2, 2, device="cpu"))  # refuses wrong options before ranks start
-            prepared = _of_language(config, place, cache, screen)
+            prepared = _of_language(config, place, cache, screen, named)
         else:
-            prepared = _of_task(config, OwnTask(parts=config.parts, task=task), place, screen)
+            prepared = _of_task(config, OwnTask(parts=config.parts, task=task), place, screen, named)
     except OSError as error:
         raise UsageError(f"{error.filename or cache}: {error.strerror or error}.") from None
     return replace(prepared, replicas=replicas, began_s=began_s)
 
 
-def _folders(config: JobConfig, name: str, place: RankPlace, screen: Screen) -> tuple[Folders, Path | None]:
-    """Return (the run's folders, the checkpoint to resume from). Creates no folders. Raises `UsageError` if no checkpoint can be
-    chosen, or on rank 0 if another job uses the folders. `name`: name of the default folder."""
+def _folders(
+    config: Job, name: str, place: RankPlace, screen: Screen, named: Collection[str]
+) -> tuple[Folders, Path | None, Job]:
+    """Return (the run's folders, the checkpoint to resume from, `config` with that checkpoint's batch). Creates no folders.
+    Raises `UsageError` if they cannot be used, or on rank 0 if another job uses them. `name`: name of the default folder."""
     run_dir = Path(config.run.dir or Path("runs", name))
-    folders = {"run.dir": run_dir, "checkpoint.dir": Path(config.checkpoint.dir or run_dir / "checkpoints")}
+    folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
+    for path in (run_dir, folder):
+        above = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not above.is_dir():
+            raise UsageError(f"{str(path)!r} cannot be made: {str(above)!r} is a file.")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise UsageError(f"{str(path)!r} cannot be written: no permission in {str(above)!r}.")
+    folders = {"run.dir": run_dir, "checkpoint.dir": folder}
     if place.rank == 0:  # it may have claimed them before other hosts check
         check_free(folders, place.job)
-    return folders, checkpoints.choose(folders["checkpoint.dir"], config, screen.note)
+    resume = checkpoints.choose(folder, config, screen.note)
+    return folders, resume, checkpoints.with_batch_of(resume, config, named, place.world)
 
 
 def _make(folders: Folders) -> None:
@@ -126,11 +139,11 @@ def _make(folders: Folders) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
-def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen) -> Prepared:
+def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
     """Check a task's keys and data, and create folders. Ranks report errors of its other functions."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
-    folders, resume = _folders(config, task.name, place, screen)
+    folders, resume, config = _folders(config, task.name, place, screen, named)
     options = config.train
     if resume is not None:
         checkpoints.check_run(resume, options.steps, None)
@@ -140,11 +153,11 @@ def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen)
     return Prepared(config=config, work=work, folders=folders, resume=resume)
 
 
-def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen) -> Prepared:
+def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
     """Check model and data, and write the tokens to `cache`. Creates the run's folders, and saves the tokenizer next to
     the checkpoints for `accordion generate`."""
     source, say, data = find(config.data), screen.note, config.data
-    folders, resume = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen)
+    folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
     model_vocab = _vocab_of_model(config)
     _check_model(config, say)
     tokenizer = run_tokenizer(config, source, model_vocab, cache, say)

@@ -113,7 +113,7 @@ class RunSaves:
     def _settings(self) -> dict[str, Any]:
         """Return `group.key` -> value of the run, and with them its number of ranks and its global batch."""
         run = self._run
-        return {**flat(run.config), "ranks": run.place.world, "sequences in a step": run.share.global_batch}
+        return {**flat(run.config), "ranks": run.place.world, checkpoints.BATCH: run.share.global_batch}
 
     def _progress(self, step: int) -> dict[str, Any]:
         """Return the state of the run after `step` as JSON data, which a checkpoint stores once, next to its tensors."""
