@@ -146,7 +146,7 @@ class OnMeta(Task):
 
 
 class Slow(Held):
-    """One whose steps take as long as one says, in seconds."""
+    """One whose steps and validations take as long as one says, in seconds."""
 
     def __init__(self, slow: float = 0.0) -> None:
         super().__init__()

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save as safetensors_of
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig
 
 from accordion import cli
 from accordion.checkpoint import save
-from accordion.errors import UsageError
 from accordion.tasks.classes import target_of
-from accordion.tasks.loaded import loss_of, model_of, of_object
 from accordion.train import command, launch
 from accordion.train.config import Config, DataConfig, ModelConfig, flat
 from accordion.train.model import configuration
@@ -191,6 +186,7 @@ def changed(old: str, new: str) -> str:
 
 
 DATA = 'TensorDataset(torch.randn(50, 4)) if split == "train" else None'
+LOSS = "model(batch[0]).square().mean()"
 # content of mine.py, flags, and what the error says
 OF_TASKS = {
     "no file": ("", ["--task", "nothing.py"], "task 'nothing.py' does not exist"),
@@ -203,6 +199,8 @@ OF_TASKS = {
     "a required option": (changed("width: int = 8", "width: int"), [], "needs 'width', which has no default"),
     "an option that is no text": (changed("width: int = 8", "width: list"), [], "needs 'width', which is no number"),
     "no loss": (changed("def loss", "def lose"), [], "Task is no task: it has no method loss(model, batch)"),
+    "no model": (changed("nn.Linear(4, self.width)", "None"), [], "model() returned a NoneType"),
+    "a frozen model": (changed("self.width)", "self.width).requires_grad_(False)"), [], "nothing would be trained"),
     "no data": (changed(DATA, "None"), [], "has no training data"),
     "empty data": (changed("randn(50, 4)", "randn(0, 4)"), [], "without a sample"),
     "too little data": (changed("randn(50, 4)", "randn(15, 4)"), [], "one step takes 16 samples"),
@@ -212,6 +210,11 @@ OF_TASKS = {
         [],
         "by which every rank would read the same samples",
     ),
+    "an iterable that is short": (changed(DATA, "iter([torch.ones(4)] * 9)"), [], "has no batch, or less than a step"),
+    "a loss that is no number": (changed(LOSS, "model(batch[0])"), [], "is a tensor of shape (8, 8)"),
+    "a loss that is no tensor": (changed(LOSS, "3.0"), [], "loss is a float"),
+    "a loss of nothing": (changed(LOSS, "torch.zeros(())"), [], "does not depend on a parameter"),
+    "no such unit": (TASK, ["--shard.units", "Linaer"], "Linear"),
     "rate beside an optimizer": (
         TASK,
         ["--optimizer", "torch.optim.SGD", "--train.lr", "0.5"],
@@ -286,6 +289,7 @@ CASES = {
     ),
     "no tokenizer": (no_tokenizer, "has no tokenizer, which its pretrained weights need"),
     "tokenizer of another": (model({"config.json": described(), "tokenizer.json": "{}"}), "no tokenizer"),
+    "checkpoint of another model": (checkpoint("llama-10m"), "of another model"),
     "checkpoint of another tokenizer": (checkpoint(), "another tokenizer"),
     "checkpoint beyond the end": (checkpoint(step=200), "beyond train.steps 100"),
     "no such checkpoint": (resumed("step-000009"), "neither 'auto' nor a folder"),
@@ -334,7 +338,9 @@ THEIRS = {  # what fails, the line that is shown, where
         "import no",
     ),
     "the constructor": (changed("self.width = width", "self.width = 1 / 0"), "ZeroDivisionError", "1 / 0"),
+    "the model": (changed("nn.Linear(4, self.width)", "nn.Linear(4, self.wdth)"), "AttributeError", "self.wdth"),
     "the data": (changed("randn(50, 4)", "randn(50, -4)"), "RuntimeError", "randn(50, -4)"),
+    "the loss": (changed("model(batch[0])", "model(batch[0].T)"), "RuntimeError", "model(batch[0].T)"),
 }
 
 
@@ -352,35 +358,6 @@ def test_errors_of_the_users_code_are_shown_with_its_files_alone(
     assert "site-packages" not in said
     assert "accordion/" not in said
     assert said.rstrip().splitlines()[-1].startswith("accordion: the error above was raised by the task's code in ")
-    assert not started
-
-
-RESULTS = {
-    "no model": (model_of, {"model": None}, "model() returned a NoneType"),
-    "a frozen model": (model_of, {"model": nn.Linear(1, 1).requires_grad_(False)}, "nothing would be trained"),
-    "a loss that is no number": (loss_of, {"loss": torch.ones(2)}, "is a tensor of shape (2,)"),
-    "a loss that is no tensor": (loss_of, {"loss": 3.0}, "loss is a float"),
-}
-
-
-@pytest.mark.parametrize("case", RESULTS)
-def test_results_of_a_task_are_checked_by_its_ranks(case: str) -> None:
-    check, results, expected = RESULTS[case]
-    functions = {name: lambda *_, name=name: results.get(name) for name in ("model", "dataset", "loss")}
-    task: Any = SimpleNamespace(**functions)
-    with pytest.raises(UsageError, match=re.escape(expected)):
-        check(of_object(task), *([None, None] if check is loss_of else []))
-
-
-def test_an_optimizer_that_refuses_its_options_is_reported_before_ranks_start(
-    place: Path, started: list[int], capfd: pytest.CaptureFixture[str]
-) -> None:
-    for words, expected in (
-        (["sgd", "--optimizer.lr", "-1"], "Invalid learning rate: -1"),
-        (["torch.optim.Muon"], "2D"),
-    ):
-        assert cli.main(["train", *SMALL, "--optimizer", *words]) == 1
-        assert expected in capfd.readouterr().err
     assert not started
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from accordion.errors import UsageError
 from accordion.train.batches import LoaderBatches, OrderedBatches, batches_of, rows_of
 from accordion.train.data import Share
 from accordion.train.steps import Counted
@@ -70,8 +69,6 @@ def test_kinds_of_data() -> None:
     assert other.resume({"epoch": 1, "num_batches": 1})
     assert torch.equal(next(other)[0], read[3][0])
     assert not other.resume({"epoch": 1, "num_read": 1})
-    with pytest.raises(UsageError, match="has no batch, or less than a step"):
-        next(batches_of(iter([torch.ones(4)] * 5), SHARE, 0, list, pins=False))
 
 
 def stateful_loader() -> Any:

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from accordion.errors import UsageError
 from accordion.tasks.classes import OPTIMIZERS
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import command
 from accordion.train.config import TrainConfig
+from accordion.train.own_task import check_optimizer
 from accordion.train.rates import rates_of, share_at
 
 N, WARM = 100, 10
@@ -100,6 +102,7 @@ def test_optimizers_are_found_by_name(name: str) -> None:
     made = make([torch.nn.Parameter(torch.zeros(2))])
     assert type(made).__name__.lower() == name.rpartition(".")[2].rpartition(":")[2].lower()
     assert made.param_groups[0]["lr"] == 0.25
+    check_optimizer(make)
 
 
 def test_options_may_be_several_numbers(tmp_path: Any) -> None:
@@ -109,3 +112,20 @@ def test_options_may_be_several_numbers(tmp_path: Any) -> None:
     assert by_flags == command.read(["--config", str(run_file)])
     assert by_flags.parts["optimizer"].options["betas"] == (0.5, 0.75)
     assert command.read(["--optimizer", "Rprop"]).parts["optimizer"].options["step_sizes"] == (1e-06, 50)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["sgd", "--optimizer.lr", "-1"], "optimizer: Invalid learning rate: -1"),
+        (["adamw", "--optimizer.betas", "2,3"], "optimizer: Invalid beta parameter at index 0: 2.0."),
+        (["torch.optim.LBFGS"], "optimizer LBFGS recomputes the loss in its step"),
+        (["torch.optim.Muon"], "optimizer: Muon only supports 2D parameters"),
+        (["torch.nn.Linear", "--optimizer.out_features", "2"], "optimizer"),
+    ],
+)
+def test_an_optimizer_that_refuses_its_options_is_reported_before_ranks_start(words: list[str], expected: str) -> None:
+    make = optimizer_of(command.read(["--optimizer", *words]).parts)
+    with pytest.raises(UsageError) as error:
+        check_optimizer(make)
+    assert expected in str(error.value)

@@ -20,6 +20,7 @@ from accordion.errors import CheckpointError, UsageError
 from accordion.train.config import Job, JobConfig
 
 BATCH = "sequences in a step"  # stored in a checkpoint with the keys of the run
+SHOWN = 3  # tensors named in a message
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -182,4 +183,30 @@ def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
         raise UsageError(
             f"checkpoint {str(path)!r} was trained with another tokenizer (other data, or another model folder); take the data "
             "it was trained on, another run.dir, or a model.path with its tokenizer.json."
+        )
+
+
+def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `UsageError` with the differences if the checkpoint `path` is of another model. `shapes`: name -> shape of each
+    entry of the model's state dict."""
+    manifest = read_manifest(checkpoint_at(path))
+    saved = {
+        name.removeprefix("model/"): entry.shape
+        for name, entry in manifest.tensors.items()
+        if name.startswith("model/")
+    }
+    wrong = [
+        f"{name} is {saved[name]} in it and {shape} in the model"
+        for name, shape in shapes.items()
+        if saved.get(name, shape) != shape
+    ]
+    wrong += [
+        f"{name} is not in it" for name in shapes if name not in saved and f"model/{name}" not in manifest.aliases
+    ]
+    wrong += [f"{name} is not in the model" for name in saved if name not in shapes]
+    if wrong:
+        more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise UsageError(
+            f"checkpoint {str(path)!r} is of another model: {'; '.join(wrong[:SHOWN])}{more}. Take the model.preset or "
+            "model.path it was trained with, or another run.dir."
         )

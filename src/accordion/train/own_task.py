@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accordion.checkpoint import RandomState
 from accordion.errors import UsageError
+from accordion.models.language import brief
 from accordion.tasks.classes import PartConfig
-from accordion.tasks.errors import of_the_task
+from accordion.tasks.errors import is_own, of_the_task
 from accordion.tasks.loaded import (
     LoadedTask,
     data_of,
@@ -147,6 +150,9 @@ class OwnTask:
 
 # -- before ranks start
 
+SMALL_PARAMS = 20_000_000  # a smaller model is tried on the CPU before ranks start
+
+
 OF_OPTIMIZER = ("train.lr", "train.weight_decay", "train.deepspeed")
 OF_SCHEDULER = ("train.schedule", "train.warmup", "train.deepspeed")
 
@@ -164,6 +170,27 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
         if value != getattr(TrainConfig(), key.removeprefix("train.")):
             also = ", or set train.schedule too" if key in ("train.warmup", "train.final_lr") else ""
             raise UsageError(f"{key} is {value}, but has no effect with your own {what}; set it there{also}.")
+
+
+def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
+    """Call `make` on a matrix and a vector, to try it. Raises `UsageError` if it rejects its options, returns no optimizer, or
+    returns one whose step needs a closure. Exceptions of the user's own code pass unchanged. Does nothing if `make` is None."""
+    if make is None:
+        return
+    params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))
+    try:
+        optimizer = made_optimizer(make, params)
+    except UsageError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:
+        if is_own(error):
+            raise
+        raise UsageError(f"optimizer: {brief(error)}") from None
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"optimizer {type(optimizer).__name__} recomputes the loss in its step, which this loop does not; take another one."
+        )
 
 
 def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
@@ -192,6 +219,24 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
             f"has {len(data)}; lower one of these or give more data."
         )
     return len(data)
+
+
+def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
+    """Try a task: read a training batch, and if the model is small and on the CPU, compute its loss. Random generators are as
+    before afterwards. Raises `TaskError` if the user's code fails, and `UsageError` if the loss depends on no parameter."""
+    drawn = RandomState().state_dict()
+    with of_the_task("the first batch of dataset('train')"):
+        batch = next(work.batches(share, seed, pins=False))
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(t.device.type == "cpu" for t in tensors) and sum(t.numel() for t in tensors) < SMALL_PARAMS:
+        with of_the_task("loss(model, batch)"):
+            loss = work.loss(model.train(), batch)
+        first = loss if isinstance(loss, Tensor) else loss[0]
+        if not first.requires_grad:
+            raise UsageError(
+                "the task's loss does not depend on a parameter of the model, so nothing would be trained."
+            )
+    RandomState().load_state_dict(drawn)
 
 
 def _metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 
-from torch import nn
-
 from accordion.errors import CheckpointError, UsageError, some_of
 from accordion.models.stored import computing, end_of_turn, ends_of
 from accordion.tasks.errors import of_the_task
-from accordion.tasks.loaded import made_optimizer, optimizer_of
+from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
 from accordion.train.config import Config, Job, JobConfig, TrainConfig, model_name
 from accordion.train.data import Sequences, Share
@@ -27,7 +25,7 @@ from accordion.train.language_work import (
 )
 from accordion.train.launch import RankPlace
 from accordion.train.model import check_folder, configuration
-from accordion.train.own_task import OwnTask, check_data, check_own_keys
+from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
 from accordion.train.owner import check_free
 from accordion.train.packing import ExampleRows, preview
 from accordion.train.screen import Screen
@@ -103,9 +101,8 @@ def prepare(
         if isinstance(config, Config):
             optimizer = optimizer_of(config.parts)
             check_own_keys(optimizer, None, config)
-            if optimizer is not None:
-                with of_the_task("optimizer(params)"):
-                    made_optimizer(optimizer, nn.Linear(2, 2, device="cpu"))  # refuses wrong options before ranks start
+            with of_the_task("optimizer(params)"):
+                check_optimizer(optimizer)
             prepared = _of_language(config, place, cache, screen, named)
         else:
             prepared = _of_task(config, OwnTask(parts=config.parts, task=task), place, screen, named)
@@ -140,15 +137,20 @@ def _make(folders: Folders) -> None:
 
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check a task's keys and data, and create folders. Ranks report errors of its other functions."""
+    """Check a task: build its model, read a batch, compute its loss if the model is small and on the CPU. Creates folders."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
     folders, resume, config = _folders(config, task.name, place, screen, named)
     options = config.train
+    with of_the_task("model()"):
+        model = work.model(options.seed)
+    choose_units(model, work.units() if config.shard.units is None else config.shard.units)
     if resume is not None:
         checkpoints.check_run(resume, options.steps, None)
+        checkpoints.check_model(resume, {name: tuple(value.shape) for name, value in model.state_dict().items()})
     share = Share(rank=0, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
     work = replace(work, size=check_data(work, share, options))
+    tried(work, model, share, options.seed)
     _make(folders)
     return Prepared(config=config, work=work, folders=folders, resume=resume)
 
@@ -159,7 +161,7 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, 
     source, say, data = find(config.data), screen.note, config.data
     folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
     model_vocab = _vocab_of_model(config)
-    _check_model(config, say)
+    _check_model(config, resume, say)
     tokenizer = run_tokenizer(config, source, model_vocab, cache, say)
     vocabulary = vocabulary_of(tokenizer, config)
     check_fits(vocabulary.size, model_vocab, data.tokenizer or config.model.path or config.model.preset)
@@ -209,9 +211,9 @@ def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFile
         say(f"data: {len(train):,} rows to train on, {full:.1f} % full")
 
 
-def _check_model(config: Config, say: Say) -> None:
-    """Raise `UsageError` if packing, units or pretrained weights do not fit the model. Reports the rate of fine-tuning and the
-    number of trained parameters to `say`."""
+def _check_model(config: Config, resume: Path | None, say: Say) -> None:
+    """Raise `UsageError` if packing, units, pretrained weights or the checkpoint `resume` do not fit the model. Reports the
+    rate of fine-tuning and the number of trained parameters to `say`."""
     from accordion.weights.pretrained import check_pretrained
 
     model = trained_model(config)
@@ -228,6 +230,11 @@ def _check_model(config: Config, say: Say) -> None:
             check_pretrained(model, Path(config.model.path))
         except CheckpointError as error:
             raise UsageError(f"model.path: {error}") from None
+    if resume is not None:
+        state = model.state_dict(keep_vars=True).items()
+        all_of_it = config.adapter.kind == "none"
+        shapes = {name: tuple(value.shape) for name, value in state if all_of_it or value.requires_grad}
+        checkpoints.check_model(resume, shapes)
     if config.model.init == "pretrained" and "optimizer" not in config.parts:
         say(
             f"fine-tuning at a peak learning rate of {config.train.lr:g} (train.lr); "
