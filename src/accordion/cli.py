@@ -35,11 +35,11 @@ COMMANDS = {
     "generate": Command(
         "generate text from a prompt, with a checkpoint, a run folder or a transformers folder",
         "generate.command",
-        ("yaml", "tokenizers", "transformers"),
+        ("tokenizers", "transformers"),
         "train",
         True,
     ),
-    "export": Command("write a model for transformers, safetensors or ONNX", "export.command", takes_environ=True),
+    "export": Command("write a model for transformers, safetensors or ONNX", "export.command"),
     "checkpoint": Command("inspect and verify checkpoints", "checkpoint.command"),
     "plan": Command(
         "predict before launch what fits, how fast it runs, and which configuration to choose",

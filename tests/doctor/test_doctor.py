@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,7 @@ import torch
 
 from accordion import cli
 from accordion.devices import Devices
-from accordion.doctor import command, disk, ranks, software
-from accordion.doctor.findings import Finding
+from accordion.doctor import command, devices, disk, ranks
 from accordion.workers.ranks import BenchError
 from tests.support import disks, forked, sick_ranks
 
@@ -29,7 +25,7 @@ Findings = dict[str, dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "MEASURED_BYTES", 8 * disk.MIB)
+    monkeypatch.setattr(disk, "NUM_BLOCKS", 2)
 
 
 def examined(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, Findings]:
@@ -128,7 +124,7 @@ def test_ranks_of_torchrun_run_one_exam(
 @pytest.mark.parametrize(
     ("ranks", "check", "severity", "words"),
     [
-        (sick_ranks.slow, "ranks.gather", "warning", ["usual is", "steps wait for it"]),
+        (sick_ranks.slow, "ranks.gather", "warning", ["usual: ", "steps wait for it"]),
         (sick_ranks.wrong_messages, "ranks.messages", "problem", ["wrong numbers to ranks 0, 1", "wrong weights"]),
         (sick_ranks.dies, "ranks.group", "problem", ["rank"]),
     ],
@@ -151,15 +147,12 @@ def test_faults_of_ranks_are_found(
 
 def test_faults_between_machines() -> None:
     """The answers are those of several machines."""
-    own = {"host": "a", "torch": "2.13.0", "right": True, "device_name": "NVIDIA H100 80GB HBM3"}
-    own |= {"num_bytes": 10**7, "gather_s": 1.0, "copy_bytes_per_s": 1e9}
+    own = {"host": "a", "torch": "2.13.0", "right": True}
+    own |= {"num_bytes": 10**7, "gather_s": 1.0}
     group, _, rate = ranks.judged([own, {**own, "host": "b", "torch": "2.12.1"}], "cuda")
     assert (group.severity, "2.12.1 and 2.13.0" in group.found) == ("problem", True)
     assert rate.severity == "warning"
     assert "InfiniBand" in rate.found
-    near = ranks.usual_rate("cuda", "NVIDIA H100 80GB HBM3", 1, 0.0)
-    assert near[0] == pytest.approx(0.55 * 450e9)
-    assert ranks.usual_rate("cuda", "NVIDIA H100 PCIe", 1, 0.0)[0] < near[0] / 5
     (failed,) = ranks.judged([own, {"error": "RuntimeError: no kernel for this"}], "cuda")
     assert (failed.severity, "rank 1 failed: RuntimeError: no kernel" in failed.found) == ("problem", True)
 
@@ -174,37 +167,7 @@ def test_an_error_of_the_process_group_is_a_finding(machine: Any, monkeypatch: p
     assert_found(findings, "ranks.group", "problem", "ranks stopped: did not answer within 5 s on rank 1", "open files")
 
 
-# -- faults of what is installed
-
-
-def test_an_unsupported_torch_and_a_missing_package(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-
-    def nothing(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", nothing)
-    code, findings = machine()
-    assert code == 1
-    assert_found(findings, "software.torch", "problem", "2.9.1", ">= 2.11, < 2.16", "pip install")
-    assert_found(findings, "software.numpy", "problem", "numpy is not installed")
-    monkeypatch.setattr(metadata, "requires", nothing)
-    assert_found(machine()[1], "software.package", "note", "not installed")
-
-
-@pytest.mark.parametrize(
-    ("version", "fits"),
-    [
-        ("2.11", True),
-        ("2.15.9+cu130", True),
-        ("2.16.0", False),
-        ("2.16.0a0+git1", False),
-        ("2.10.2", False),
-        ("3", False),
-    ],
-)
-def test_version_ranges_are_compared(version: str, fits: bool) -> None:
-    assert software.requirement_of("torch<2.16,>=2.11").takes(version) == fits
+# -- faults of devices and disks
 
 
 def test_devices_that_torch_does_not_find_are_a_problem(tmp_path: Path) -> None:
@@ -212,24 +175,10 @@ def test_devices_that_torch_does_not_find_are_a_problem(tmp_path: Path) -> None:
     cpu = Devices("cpu", 0)
     if torch.accelerator.is_available():
         pytest.skip("this machine has an accelerator")
-    findings = {f.check: f for f in software.devices(cpu, 10**4, tmp_path)}
+    findings = {f.check: f for f in devices.devices(cpu, 10**4, tmp_path)}
     assert findings["devices.accelerators"].severity == "problem"
     assert "nvidia0" in findings["devices.accelerators"].found
     assert findings["devices.cores"].severity == "warning"
-
-
-# -- faults of disks
-
-
-def test_a_slow_disk_is_a_warning(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "BUDGET_S", 0.2)
-    for name in ("pwrite", "pread"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *words, real=real: (time.sleep(0.1), real(*words))[1])
-    code, findings = machine()
-    assert code == 0
-    for name in ("write", "read"):
-        assert_found(findings, f"disk.{name}", "warning", "MB/s", "minutes")
 
 
 def test_a_full_disk_is_a_problem(machine: Any, tmp_path: Path) -> None:
@@ -239,8 +188,3 @@ def test_a_full_disk_is_a_problem(machine: Any, tmp_path: Path) -> None:
     assert code == 1
     assert_found(findings, "disk.write", "problem", "No space left")
     assert_found(findings, "disk.space", "problem", "free space")
-
-
-def test_a_finding_must_have_a_remedy() -> None:
-    with pytest.raises(AssertionError, match="what to do"):
-        Finding(check="a.b", severity="warning", found="it", means="that")

@@ -93,13 +93,12 @@ def by_hand(place: Path, count: int) -> float:
     return total / num
 
 
-@pytest.mark.parametrize("packing", ["documents", pytest.param("length", marks=pytest.mark.slow)])
-def test_a_run_resumes_exactly_and_on_another_number_of_ranks(place: Path, packing: str) -> None:
+def test_a_run_resumes_exactly_and_on_another_number_of_ranks(place: Path) -> None:
     """With a template of the user, which marks the answers."""
-    flags = ["--data.packing", packing, "--data.chat_template", "marked.jinja", "--train.steps", "4"]
+    flags = ["--data.chat_template", "marked.jinja", "--train.steps", "4"]
     flags += ["--checkpoint.every", "2", "--train.warmup", "0", "--train.global_batch", "4", "--train.micro_batch", "2"]
-    whole = train(f"{packing}-whole", *flags)
+    whole = train("whole", *flags)
     for ranks in (2, 1):
-        resumed = ["--checkpoint.resume", f"{packing}-whole/checkpoints/step-000002", "--launch.nproc", str(ranks)]
-        losses = train(f"{packing}-on-{ranks}", *flags, *resumed)
+        resumed = ["--checkpoint.resume", "whole/checkpoints/step-000002", "--launch.nproc", str(ranks)]
+        losses = train(f"on-{ranks}", *flags, *resumed)
         assert losses == (whole[2:] if ranks == 2 else pytest.approx(whole[2:], rel=1e-4))

@@ -13,8 +13,6 @@ import pytest
 
 from accordion import cli
 from accordion.checkpoint import latest
-from accordion.checkpoint.reading import read_manifest
-from accordion.checkpoint.storage.folders import checkpoint_at
 from tests.e2e.jobs import lines_of, losses_of, of_task, started, until
 from tests.support import forked
 
@@ -96,8 +94,8 @@ def test_early_stopping_and_the_best_are_the_same_after_a_resume(
     assert losses_of(Path("again")) == losses_of(Path("early"))[6:]
     assert losses_of(Path("early")) == whole(place)[:9]
     capfd.readouterr()
-    assert train("early", *EARLY, "--checkpoint.resume", "best") == 0
-    assert f"resumed from early/checkpoints/best: {9} of 12 steps are done" in capfd.readouterr().out
+    assert train("early", *EARLY) == 0
+    assert "/checkpoints/step-000009: 9 of 12 steps are done" in capfd.readouterr().out
     assert losses_of(Path("early")) == whole(place)
 
 
@@ -124,34 +122,3 @@ def test_fit_trains_as_the_command_does(place: Path, ranks: int) -> None:
     assert f"finished 12 {place / f'fit-{ranks}' / 'checkpoints' / 'step-000012'}" in out.read_text()
     found = losses_of(place / f"fit-{ranks}")
     assert found == (whole(place) if ranks == 2 else pytest.approx(whole(place), rel=1e-4))
-
-
-@pytest.mark.slow
-def test_a_signal_in_a_validation_or_before_one_does_not_change_it(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A signal in a validation ends the run after the next step. In a step before a validation, the next start validates."""
-    run_dir, log = place / "owing", place / "owing.log"
-    often = ["--train.steps", "12", "--train.eval_every", "2"]
-    job = started(log, words_of(run_dir, *often, "--task.slow_validation", "1", "--task.slow", "0.5"))
-    until(lambda: len(lines_of(run_dir)) == 2, "two steps", log)  # the validation takes two seconds
-    os.kill(job.pid, signal.SIGTERM)
-    assert job.wait(120) == 75, log.read_text()
-    assert "validation loss" in log.read_text()
-    assert len(lines_of(run_dir)) == 3
-    job = started(log, words_of(run_dir, *often, "--task.slow", "2"))  # the fourth step
-    until(lambda: log.exists() and "an epoch is" in log.read_text(), "the start", log)
-    os.kill(job.pid, signal.SIGTERM)
-    assert job.wait(120) == 75, log.read_text()
-    assert "validation loss" not in log.read_text()
-    assert train(run_dir, *often) == 0
-    said = capfd.readouterr().out
-    assert "validation loss" in said.partition("after 4 steps")[0]
-    assert losses_of(run_dir) == whole(place)
-    assert train("owing-nothing", *often) == 0
-    one, other = (
-        read_manifest(checkpoint_at(at / "checkpoints" / "step-000012")).extra
-        for at in (run_dir, Path("owing-nothing"))
-    )
-    assert one["best"] == other["best"]
-    assert one["best"]["step"]

@@ -107,7 +107,7 @@ def test_prompts_are_computed_together(folder, tmp_path, capfd):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a run. Return its folder; the cache next to it has its tokenizer."""
+    """Train a run and return its folder."""
     at = tmp_path_factory.mktemp("runs")
     (at / "notes.txt").write_text("".join(f"{i} lines of text, and {i * i} more\n" for i in range(800)))
     words = "--model.preset llama-tiny --data.seq_len 16 --train.micro_batch 2 --train.steps 4 --train.warmup 0"
@@ -127,10 +127,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["full", "units"],
 )
-def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, sources, trained, tmp_path, capfd, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(trained.parent / "cache"))
+def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, sources, trained, tmp_path, capfd):
     export(trained / "checkpoints" / "step-000004", tmp_path / "hf")
-    tokenizer = next((trained.parent / "cache" / "accordion" / "tokenizers").glob("*/tokenizer.json"))
+    tokenizer = trained / "checkpoints" / "tokenizer.json"
     (tmp_path / "hf" / "tokenizer.json").write_text(tokenizer.read_text())
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -223,7 +222,7 @@ def operators_of_both(mesh: Any, folder: str) -> tuple[Counter[str], Counter[str
     """Return the operators for a text of 100 tokens: with full parameters under one lease, and of the plain model."""
     from transformers import AutoModelForCausalLM
 
-    stored = find_model(folder, Path(folder))
+    stored = find_model(folder)
     model = computing(meta_model(stored, torch.float32))
     acc.shard(model, mesh, precision=ranks_of_generate.AS_STORED)
     acc.load_pretrained(model, folder)
@@ -252,14 +251,9 @@ WRONG = {
     "--prompt b --max-new-tokens 0": "--max-new-tokens is 0; it must be between 1 and 2147483647",
     "--prompt b --max-new-tokens 128": "which with 128 new ones are 129, and the model has 128 positions",
     "--prompt b --temperature -1": "--temperature is -1.0",
-    "--prompt b --temperature nan": "--temperature is nan",
     "--prompt b --top-p 0": "--top-p is 0",
-    "--prompt b --top-p 1.5": "--top-p is 1.5",
-    "--prompt b --seed -1": "--seed is -1",
-    "--prompt b --batch 0": "--batch is 0",
     "--prompt b --nproc -1": "--nproc is -1",
     "--prompt b --hold half": "--hold 'half' is an invalid choice",
-    "--prompt b --dtype int4": "--dtype 'int4' is an invalid choice",
     "--prompt b --device quantum": "--device is 'quantum'",
     "--prompt=": "--prompt is empty",
 }

@@ -148,10 +148,10 @@ class OnMeta(Task):
 class Slow(Held):
     """One whose steps and validations take as long as one says, in seconds."""
 
-    def __init__(self, slow: float = 0.0, slow_validation: float = 0.0) -> None:
+    def __init__(self, slow: float = 0.0) -> None:
         super().__init__()
-        self.slow, self.slow_validation = slow, slow_validation
+        self.slow = slow
 
     def loss(self, model, batch):
-        time.sleep(self.slow if model.training else self.slow_validation)
+        time.sleep(self.slow if model.training else 0)
         return super().loss(model, batch)

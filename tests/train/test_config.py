@@ -33,15 +33,6 @@ def test_flags_override_the_file_in_any_order(tmp_path: Path, order: int) -> Non
     assert command.read(words[order] + words[1 - order]).train.steps == 9
 
 
-@pytest.mark.parametrize("flags", [["--run.report", "false"], ["--run.report=true"], ["--config", "run.yaml"]])
-def test_keys_of_earlier_versions_are_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text("run: {report: false}\n")
-    assert command.read([*flags, "--train.steps", "7"]) == command.read(["--train.steps", "7"])
-
-
 def test_pretrained_weights_have_their_own_default_learning_rate() -> None:
     tuned = ["--model.path", "llama", "--model.init", "pretrained"]
     assert command.read(["--model.path", "llama"]).train.lr == TrainConfig().lr
@@ -90,10 +81,9 @@ MISTAKES = [
     (["--train.keep_best"], "needs train.eval_every; give that too"),
     (["--optimizer", "adadelt"], "did you mean 'adadelta'?"),
     (["--optimizer", "adamw", "--optimizer.betas", "0.9"], "it takes 2 numbers separated by commas"),
-    (["--optimizer", "adamw", "--optimizer.betas", "a,b"], "it takes 2 numbers separated by commas"),
     (["--optimizer", "sgd", "--optimizer.betas", "0.9,0.9"], "option '--optimizer.betas' does not exist"),
     (["--train.schedule", "cosin"], "did you mean 'cosine'?"),
-    (["--train.decay_steps", "5"], "which train.schedule 'auto' does not use; it is for step or wsd"),
+    (["--train.decay_steps", "5"], "which train.schedule 'auto' does not use; it is for wsd"),
     (["--train.schedule", "constant", "--train.final_lr", "0.5"], "it is for auto or cosine or linear or wsd"),
     (
         ["--train.schedule", "wsd", "--train.decay_steps", "98"],
@@ -101,32 +91,25 @@ MISTAKES = [
     ),
     (["--adapter.r", "8"], "adapter.r is 8, which adapter.kind 'none' does not use; it is for lora."),
     (["--adapter", "lore"], "did you mean 'lora'?"),
-    (["--adapter", "lora", "--adapter.r", "0"], "adapter.r is 0; it must be between 1"),
     (["--adapter", "lora", "--adapter.alpha", "0"], "adapter.alpha is 0.0; it must be above 0"),
     (["--adapter", "lora", "--adapter.dropout", "1"], "must be at least 0 and below 1"),
     (["--adapter", "lora"], "adapter.kind is 'lora', which needs the weights of a model"),
     (["--data.packing", "none"], "which data.format 'text' does not use; it is for chat or prompt."),
-    (["--data.chat_template", "x"], "which data.format 'text' does not use; it is for chat"),
     (["--train.step", "5"], "'--train.steps'"),
     (["--train.steps"], "expected one argument"),
     (["--train.steps", "many"], "a whole number"),
     (["--train.steps", "2.5"], "a whole number"),
     (["--train.steps", "9" * 5000], "it takes a whole number"),
     (["--train.steps", "x" * 5000], "(5,000 characters)"),
-    (["--train.lr=1:30"], "train.lr is '1:30'; it takes a number"),
     (["--train.lr", "fast"], "a number"),
     (["--train.lr", "nan"], "a number"),
     (["--train.lr", "0"], "train.lr is 0"),
     (["--train.seed", "9" * 400], "train.seed is 999"),
     (["--checkpoint.background", "maybe"], "true or false"),
-    (["--model.init", "pretraind"], "'pretrained'"),
     (["--model.preset", "llama10m"], "'llama-10m'"),
     (["--model.init", "pretrained"], "names no folder"),
-    (["--shard.strategy", "fullshard"], "'full_shard'"),
     (["--shard.precision", "bf61"], "'bf16'"),
-    (["--shard.checkpoint_activations", "fool"], "'full'"),
     (["--shard.units", "min_param:100"], "min_params"),
-    (["--shard.units", "min_params:0"], "min_params"),
     (["--shard.units", "Llama Layer"], "is not understood"),
     (["--shard.replicas", "2"], "has no replicas"),
     (["--data.path", ""], "data.path is empty"),
@@ -182,10 +165,7 @@ FILES = [
     ("train: 3", "takes keys of its own"),
     ("train: [1", "is no YAML"),
     ("", "holds no keys"),
-    ("- 1", "holds no keys"),
     ("model: {path: [3]}", "takes text"),
-    ("train.steps: 1:30", "train.steps is '1:30'; it takes a whole number"),
-    ("train: {steps: " + "9" * 5000 + "}", "it takes a whole number"),
     ("train: {steps: null}", "train.steps"),
     ("shard: {strategy: null}", "strategy"),
     ("train: {steps: yes}", "train.steps"),

@@ -90,7 +90,9 @@ def test_a_signal_in_the_preparation_ends_the_command(
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("asked_to_end.py").write_text(TASK_THAT_IS_ASKED_TO_END)
     assert cli.main(["train", "--task", "asked_to_end.py", "--run.dir", "r", "--launch.device", "cpu"]) == 75
-    assert capsys.readouterr().err == "accordion: ended by a signal before the first step; there is nothing to save.\n"
+    assert (
+        capsys.readouterr().err == "accordion: ended by a signal while no rank was running; there is nothing to save.\n"
+    )
     assert not Path("r").exists()
     signal.raise_signal(signal.SIGTERM)
     assert handled == [signal.SIGTERM]

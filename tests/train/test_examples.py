@@ -167,18 +167,7 @@ def test_tools_are_shown_to_the_template(as_text: bool) -> None:
     text, learnt = learnt_of(words, encoder, messages=TALK, tools=given)
     assert text.startswith('<|im_start|>system\n[{"type": "function", "function": {"name": "weather"}}]<|im_end|>')
     assert "weather" not in learnt
-    assert not encoder.unread
     Encoder(words, "chat").example(row(messages=TALK, tools=None))
-    deaf = Encoder(tokenizer(CHATML), "chat")
-    deaf.example(
-        DataRow(
-            where="",
-            values={"messages": [TALK[0] | {"name": "A"}, TALK[1]], "tools": tools},
-            split="train",
-            left=("id",),
-        )
-    )
-    assert deaf.unread == {"tools", "name", "id"}
 
 
 def test_null_fields_of_arrow_are_removed() -> None:

@@ -6,7 +6,6 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -150,27 +149,22 @@ def test_each_start_has_its_own_keys_in_the_store() -> None:
     store.set("accordion/start/1", "left by a rank that is gone")
     for start in ("first", "second"):
         with ThreadPoolExecutor(3) as pool:
-            stores = list(pool.map(lambda rank: launch.of_this_start(store, rank, 3, set()), range(3)))
+            stores = list(
+                pool.map(lambda rank: launch.of_this_start(store, replace(PLACE, rank=rank, world=3)), range(3))
+            )
         assert not any(own.check(["where"]) for own in stores)
         stores[2].set("where", start)
         assert [own.get("where").decode() for own in stores] == [start] * 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_ends_the_command_only_before_ranks_start(number: signal.Signals, tmp_path: Path) -> None:
-    """When all ranks have ended, a signal does nothing; their result counts."""
-    before, sign = signal.getsignal(number), tmp_path / "begun"
-    with pytest.raises(NothingStartedError), Forwarding():
-        signal.raise_signal(number)
-    with Forwarding() as signals, signals.to_ranks(str(sign)):
-        with pytest.raises(NothingStartedError):
+def test_a_signal_ends_the_command_while_there_are_no_ranks(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    for starts in (False, True):
+        signals = Forwarding()
+        if starts:
+            signals.ranks_start()
+        with pytest.raises(NothingStartedError), signals:
             signal.raise_signal(number)
-        sign.touch()
-        signal.raise_signal(number)
-    sign.unlink()
-    with Forwarding() as signals:
-        with signals.to_ranks(str(sign)):
-            pass
-        signal.raise_signal(number)
-    assert signals.came
+        assert signals.came
     assert signal.getsignal(number) == before

@@ -15,11 +15,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from accordion import options as flags
 from accordion.devices import Devices, backend_of, devices_here, devices_named, num_cores
+from accordion.doctor.devices import devices as devices_findings
 from accordion.doctor.disk import disk
 from accordion.doctor.findings import Finding, report
 from accordion.doctor.ranks import RankExam, judged, no_group, start
-from accordion.doctor.software import devices as devices_findings
-from accordion.doctor.software import versions
 from accordion.errors import UsageError
 from accordion.train import launch
 from accordion.train.launch import RankPlace
@@ -37,7 +36,7 @@ class DoctorOptions:
 
     Args:
         device: `auto` uses the accelerators of this machine, one rank each; `cpu` uses two ranks
-        dir: folder for runs and checkpoints, whose disk is measured; written files are removed
+        dir: folder for runs and checkpoints, whose disk is measured; the written file is removed
         json: print one JSON object
     """
 
@@ -74,8 +73,8 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[Finding]:
-    """Return the findings about software, devices and disk of this machine, which will have `num_local` ranks."""
-    return [*versions(), *devices_findings(devices, num_local), *disk(Path(options.dir))]
+    """Return the findings about devices and disk of this machine, which will have `num_local` ranks."""
+    return [*devices_findings(devices, num_local), *disk(Path(options.dir))]
 
 
 def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions) -> None:

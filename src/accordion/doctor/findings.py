@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import platform
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+import torch
 
 from accordion.version import VERSION
 
@@ -32,19 +35,16 @@ class Finding:
     data: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
 
-    def __post_init__(self) -> None:
-        assert self.means, f"{self.check} does not say what it means"
-        assert self.do or self.severity == "ok", f"{self.check} does not say what to do"
-
 
 def report(findings: Sequence[Finding], *, about: str, as_json: bool) -> int:
     """Print all findings and return the exit code: 1 if one is a problem, otherwise 0. `about`: text on what was examined."""
+    software = {"accordion": VERSION, "torch": torch.__version__, "python": platform.python_version()}
     counts = {severity: sum(f.severity == severity for f in findings) for severity in SEVERITIES}
     if as_json:
         entries = [asdict(finding) for finding in findings]
-        print(json.dumps({"accordion": VERSION, "about": about, "counts": counts, "findings": entries}, indent=2))
+        print(json.dumps({**software, "about": about, "counts": counts, "findings": entries}, indent=2))
     else:
-        print(f"accordion doctor {VERSION}: {about}")
+        print(f"{', '.join(f'{name} {version}' for name, version in software.items())}: {about}")
         for finding in findings:
             where = f" [{finding.where}]" if finding.where else ""
             more = (f"means: {finding.means}", f"do: {finding.do}") if finding.severity != "ok" else ()

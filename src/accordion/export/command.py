@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,6 @@ from accordion.models.stored import (
     StoredModel,
     adapter_config,
     adapter_weights,
-    cache_folder,
     check_weights,
     extra_of,
     find_model,
@@ -36,12 +35,7 @@ from accordion.options import one_of, place
 
 PROG = "accordion export"
 NEEDS = ("onnx", "onnxscript", "onnx_ir")  # packages for --format onnx
-FORMATS = (*convert.FORMATS, "onnx", "peft", "gguf")
-SUFFIXES = {".onnx": "onnx", ".safetensors": "safetensors", ".gguf": "gguf"}  # of a TARGET that is one file
-GGUF = (
-    "accordion writes no GGUF; export a folder with `accordion export SOURCE FOLDER`, and run llama.cpp's own "
-    "`python convert_hf_to_gguf.py FOLDER --outfile MODEL.gguf` on it."
-)
+FORMATS = (*convert.FORMATS, "onnx", "peft")
 OF_ONNX = (torch.float32, torch.float16)  # values of --dtype
 
 
@@ -53,9 +47,9 @@ class ExportOptions:
         source: a checkpoint, the folder of a run of `accordion train`, or a folder of transformers or of PEFT, whose adapter is
             merged
         target: path to write, which must not exist
-        format: `hf`: a folder for from_pretrained; `safetensors`: one file; `onnx`: a folder for onnxruntime, or NAME.onnx and
-            NAME.onnx.data; `peft`: a folder with the adapter alone, for PeftModel.from_pretrained. The default follows from
-            TARGET: `onnx` or `safetensors` if its name ends so, else `hf`
+        format: `hf`: a folder for from_pretrained; `safetensors`: one file; `onnx`: a folder for onnxruntime; `peft`: a folder
+            with the adapter alone, for PeftModel.from_pretrained. The default is `safetensors` if the name of TARGET ends so,
+            else `hf`
         like: folder of transformers whose config.json and tokenizer are written with the weights of a checkpoint; or the base of
             an adapter
         dtype: cast floating-point tensors to this dtype, such as BF16
@@ -79,41 +73,39 @@ class Exported:
     left: list[str]  # descriptions of what was left out
 
 
-def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run `accordion export` with the arguments `words`, print what was written, and return the exit code 0. `environ`: may
-    name the cache folder. Raises `AccordionError` for wrong input and errors of the disk."""
+def run(words: list[str]) -> int:
+    """Run `accordion export` with the arguments `words`, print what was written, and return the exit code 0. Raises
+    `AccordionError` for wrong input and errors of the disk."""
     options = flags.read(ExportOptions, words, PROG, (ExportOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
     try:
-        result = export(options, cache_folder(environ))
+        result = export(options)
     except OSError as error:
         raise AccordionError(f"nothing was written: {error.filename or options.target}: {error.strerror}.") from error
     print("\n".join([*(f"written: {file}" for file in result.files), *(f"left out: {what}" for what in result.left)]))
     return 0
 
 
-def export(options: ExportOptions, cache: Path) -> Exported:
-    """Write the model as `options` say, and return what was written. `cache`: accordion's cache folder, which has tokenizers.
-    Raises `UsageError` for wrong options or input, and `CheckpointError` for a damaged source. An error leaves no files."""
+def export(options: ExportOptions) -> Exported:
+    """Write the model as `options` say, and return what was written. Raises `UsageError` for wrong options or input, and
+    `CheckpointError` for a damaged source. An error leaves no files."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")
     for key in ("source", "target"):
         if not getattr(options, key).strip() or "\0" in getattr(options, key):
             raise UsageError(f"{key.upper()} is empty; give a path.")
-    form, is_file = _form_of(options)
+    form = _form_of(options)
     kind, path = located(options.source)
     if kind != "checkpoint" and options.ema is not None:
         raise UsageError(f"--ema takes a checkpoint, which may hold averages, and SOURCE {options.source!r} is none.")
     if kind == "checkpoint" and form in convert.FORMATS and not isinstance(extra_of(path).get("adapter"), dict):
-        return _of_checkpoint(path, options, form, dtype, cache)
+        return _of_checkpoint(path, options, form, dtype)
     if "://" in options.target:
         raise UsageError(f"TARGET {options.target!r} is a URL; --format {form} is written to file systems alone.")
-    stored = replace(find_model(options.source, cache, like=options.like), ema=options.ema)
+    stored = replace(find_model(options.source, like=options.like), ema=options.ema)
     at = Path(os.path.abspath(options.target))
-    if form == "onnx" and is_file:
-        return _onnx_file(stored, at, dtype)
     write = {"hf": _hf, "safetensors": _safetensors, "onnx": _onnx, "peft": _peft}[form]
     with draft_of(at) as draft:
         files = write(stored, draft, dtype)
@@ -124,34 +116,31 @@ def export(options: ExportOptions, cache: Path) -> Exported:
     return Exported([str(at / name) for name in files], [])
 
 
-def _form_of(options: ExportOptions) -> tuple[str, bool]:
-    """Return (format to write, True if the suffix of TARGET names a format, which means one file instead of a folder).
-
-    Raises `UsageError` if format and suffix contradict, for `gguf`, and if packages for `onnx` are not installed.
-    """
-    named = SUFFIXES.get(Path(options.target).suffix.lower())
-    form = options.format or named or "hf"
-    if form == "gguf":
-        raise UsageError(GGUF)
-    if named is not None and named != form:
+def _form_of(options: ExportOptions) -> str:
+    """Return the format to write. Raises `UsageError` if it contradicts the suffix of TARGET, or if packages for `onnx` are not
+    installed."""
+    suffix = Path(options.target).suffix.lower()
+    form = options.format or ("safetensors" if suffix == ".safetensors" else "hf")
+    if suffix in (".safetensors", ".onnx") and form != "safetensors":
         raise UsageError(
-            f"--format is {form} and TARGET {options.target!r} is the name of a file of {named}; change one of them."
+            f"TARGET {options.target!r} is the name of a file, and --format {form} writes a folder; give a folder, for ONNX with "
+            "--format onnx."
         )
     missing = [name for name in NEEDS if find_spec(name) is None] if form == "onnx" else []
     if missing:
         raise UsageError(
             f"--format onnx needs {', '.join(missing)}, not installed here; pip install 'accordion-fsdp[export]'."
         )
-    return form, named is not None
+    return form
 
 
-def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None, cache: Path) -> Exported:
+def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None) -> Exported:
     """Write the model in the checkpoint at `path` in the format `form`, even if transformers does not know the model. `dtype`:
-    of floating-point tensors; None keeps theirs. `cache`: accordion's `cache_folder`, which may have the tokenizer."""
+    of floating-point tensors; None keeps theirs."""
     stored = model = None
     if form == "hf":
         with suppress(UsageError):  # a checkpoint without a model type, or of one that transformers does not know
-            stored = find_model(path, cache, like=options.like)
+            stored = find_model(options.source, like=options.like)
             model = None if options.like is None else meta_model(stored)
     if stored is not None and model is not None:
         check_weights(model, stored)
@@ -176,16 +165,16 @@ def _tokenizer(stored: StoredModel, folder: Path) -> list[str]:
 
 
 def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
-    config = stored.config
     if stored.adapter is None:
         files = write_shards(draft, folder_sources(Path(stored.path), dtype), convert.SHARD_BYTES)
     else:
         with tensors_of(stored, dtype) as tensors:
             files = write_shards(draft, tensors.sources, convert.SHARD_BYTES)
-            config = {**config, "tie_word_embeddings": False} if tensors.untied else config
     if stored.kind == "folder":
         files += [name for name in convert.copy_beside(Path(stored.path), draft) if name not in files]
-    files += [name for name in convert.write_config(draft, config, dtype, stored.generation) if name not in files]
+    files += [
+        name for name in convert.write_config(draft, stored.config, dtype, stored.generation) if name not in files
+    ]
     if stored.tokenizer not in (None, stored.path):
         files += [name for name in _tokenizer(stored, draft) if name not in files]
     return files
@@ -211,36 +200,14 @@ def _safetensors(stored: StoredModel, draft: Path, dtype: torch.dtype | None) ->
     return ["model"]
 
 
-def _onnx(stored: StoredModel, draft: Path, dtype: torch.dtype | None, name: str = "model.onnx") -> list[str]:
+def _onnx(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
     from accordion.export.onnx_folder import write_onnx
 
     dtype = dtype or torch.float32
     if dtype not in OF_ONNX:
         raise UsageError(f"--dtype is {CODES[dtype]}, and --format onnx takes {', '.join(CODES[d] for d in OF_ONNX)}.")
     with tensors_of(stored, dtype) as tensors:
-        if tensors.untied:
-            raise UsageError(
-                "the adapter changes one of two tied embeddings, which --format onnx keeps tied; take hf, and export that folder."
-            )
         base = replace(stored, adapter=None)  # the adapter is merged
-        files = write_onnx(draft / name, tensors, meta_model(base, dtype))
+        files = write_onnx(draft / "model.onnx", tensors, meta_model(base, dtype))
     files += convert.write_config(draft, stored.config, dtype, stored.generation)
     return [*files, *_tokenizer(stored, draft)]
-
-
-def _onnx_file(stored: StoredModel, at: Path, dtype: torch.dtype | None) -> Exported:
-    """Write the graph to `at`, the weights to NAME.onnx.data next to it. Raises `UsageError` if the second file exists."""
-    data = at.with_name(f"{at.name}.data")
-    if data.exists():
-        raise UsageError(f"{data}, for the weights of {at.name}, exists; pass another path or remove it.")
-    with draft_of(at) as draft:
-        _onnx(stored, draft, dtype, at.name)
-        (draft / data.name).rename(data)  # first, because the graph cannot be used without it
-        try:
-            (draft / at.name).rename(at)
-        except OSError:
-            data.unlink()
-            raise
-    return Exported(
-        [str(at), str(data)], ["config.json and the tokenizer; a TARGET without .onnx is a folder that has them"]
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
@@ -15,7 +14,6 @@ from accordion.generate.prompts import Prompt, read_prompts
 from accordion.generate.ranks import generate
 from accordion.models.stored import (
     StoredModel,
-    cache_folder,
     check_weights,
     computing,
     configuration_of,
@@ -35,32 +33,31 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     if options is None:
         return 0
     options.check()
-    cache = cache_folder(environ)
     place = launch.place_of(environ)
     if place is not None:
-        launch.guarded(_started_rank, options, cache)
+        launch.guarded(_started_rank, options)
         return 0
     devices = devices_named(options.device, "--device", devices_here())
     world = options.nproc or devices.count or 1
     if not devices.is_cpu and world > devices.count:
         raise UsageError(f"--nproc is {world} and this machine has {devices}; lower it, or take --device cpu.")
-    stored, prompts = _prepared(options, cache)
+    stored, prompts = _prepared(options)
     return launch.start(generate, (options, stored, prompts, devices.type), world)
 
 
-def _started_rank(place: launch.RankPlace, store: Store, options: GenerateOptions, cache: Path) -> None:
+def _started_rank(place: launch.RankPlace, store: Store, options: GenerateOptions) -> None:
     if options.nproc not in (0, place.local_world):
         raise UsageError(
             f"--nproc is {options.nproc} but {place.starter} started {place.local_world} ranks; leave it out."
         )
     kind = devices_named(options.device, "--device", devices_here()).type
-    stored, prompts = _prepared(options, cache)
+    stored, prompts = _prepared(options)
     generate(place, store, options, stored, prompts, kind)
 
 
-def _prepared(options: GenerateOptions, cache: Path) -> tuple[StoredModel, list[Prompt]]:
+def _prepared(options: GenerateOptions) -> tuple[StoredModel, list[Prompt]]:
     """Return (the model to load, without its weights; tokenized prompts). Raises `UsageError` for any wrong input."""
-    stored = find_model(options.source, cache)
+    stored = find_model(options.source)
     prompts = read_prompts(options, tokenizer_of(stored), configuration_of(stored))
     try:
         check_weights(computing(meta_model(stored)), stored)

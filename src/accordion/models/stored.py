@@ -36,7 +36,8 @@ from accordion.weights.export import is_peft
 from accordion.weights.four_bits import quantize
 from accordion.weights.pretrained import check_pretrained, names_of
 
-CONFIG, GENERATION, TOKENIZER, RUN_FILE = "config.json", "generation_config.json", "tokenizer.json", "config.yaml"
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+RUN = "checkpoints"  # in the folder of a run
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json", "tokenizer.model", "vocab.json")
 TAKES = "a checkpoint, the folder of a run of `accordion train`, or a folder of transformers or of PEFT"
 SHOWN = 3  # number of tensors that an error names
@@ -64,25 +65,24 @@ class StoredModel:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return accordion's cache folder under XDG_CACHE_HOME of `environ`, or ~/.cache. Its subfolder `tokenizers` has the
-    tokenizers that runs have trained."""
+    """Return accordion's cache folder under XDG_CACHE_HOME of `environ`, or ~/.cache."""
     return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
 
 
-def find_model(source: str, cache: Path | None = None, *, like: str | None = None) -> StoredModel:
+def find_model(source: str, *, like: str | None = None) -> StoredModel:
     """Return the model that `source` names, without reading its weights. Raises `UsageError` if there is none.
 
-    `source`: a checkpoint, a run's folder, or a folder of transformers or PEFT. `cache`: folder that `cache_folder` returns, to
-    look up the tokenizer of a checkpoint. `like`: a folder of transformers, which is the base model if `source` is an adapter. If
-    `source` is a checkpoint of a whole model, the config.json in `like` replaces the checkpoint's own configuration.
+    `source`: a checkpoint, a run's folder, or a folder of transformers or PEFT. `like`: a folder of transformers, which is the
+    base model if `source` is an adapter. If `source` is a checkpoint of a whole model, the config.json in `like` replaces the
+    checkpoint's own configuration.
     """
     kind, path = located(source)
     if kind == "checkpoint":
-        return _of_checkpoint(path, cache, like)
+        return _of_checkpoint(path, like)
     if kind == "folder":
         return _of_folder(Path(path))
     described = _described(Path(path), "SOURCE", ADAPTER)
-    base = find_model(_base_folder(path, "an adapter", like or described.get("base_model_name_or_path")), cache)
+    base = find_model(_base_folder(path, "an adapter", like or described.get("base_model_name_or_path")))
     return replace(base, tokenizer=path if has_tokenizer(Path(path)) else base.tokenizer, adapter=path)
 
 
@@ -99,7 +99,7 @@ def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], st
     if (path / CONFIG).is_file():
         return "folder", source
     try:
-        result = newest(_checkpoints_of_run(path))
+        result = newest(path / RUN if (path / RUN).is_dir() else path)
     except (CheckpointError, OSError) as error:
         raise UsageError(f"SOURCE {source!r}: {error}") from None
     if result.path is None:
@@ -108,28 +108,12 @@ def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], st
     return "checkpoint", result.path
 
 
-def _checkpoints_of_run(path: Path) -> Path:
-    """Return the folder of checkpoints of the run at `path`: the existing folder that `path`/config.yaml names, else
-    `path`/checkpoints. If there is no config.yaml and no folder `path`/checkpoints, return `path` itself."""
-    inside = path / "checkpoints"
-    if not (path / RUN_FILE).is_file():
-        return inside if inside.is_dir() else path
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        settings = yaml.safe_load(read_text(path / RUN_FILE))
-        folder = settings["checkpoint"]["dir"]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        folder = None
-    return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else inside
-
-
-def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredModel:
+def _of_checkpoint(path: str, like: str | None) -> StoredModel:
     extra = extra_of(path)
     if isinstance(lora := extra.get("adapter"), dict):  # an adapter that a run trained, with the name of its base
         named = _base_folder(path, "a checkpoint of an adapter", like or lora.get("base"))
         base = _of_folder(Path(named))
-        tokenizer = _tokenizer_of_checkpoint(Path(path), extra, cache, named) or base.tokenizer
+        tokenizer = _tokenizer_of_checkpoint(Path(path), extra, named) or base.tokenizer
         generation = extra.get("generation_config", base.generation)
         ends = ends_of(base.config.get("eos_token_id"), (generation or {}).get("eos_token_id"))
         words = {**base.config, "eos_token_id": ends or None}
@@ -140,22 +124,19 @@ def _of_checkpoint(path: str, cache: Path | None, like: str | None) -> StoredMod
             f"SOURCE {path!r} is a checkpoint that does not say of which model of transformers it is (model_config in its "
             f"extra); export it with --like a folder that has the {CONFIG} of that model."
         )
-    tokenizer = _tokenizer_of_checkpoint(Path(path), extra, cache, like)
+    tokenizer = _tokenizer_of_checkpoint(Path(path), extra, like)
     generation = extra.get("generation_config") if like is None else generation_config(Path(like))
     return StoredModel(kind="checkpoint", path=path, config=config, tokenizer=tokenizer, generation=generation)
 
 
-def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], cache: Path | None, like: str | None) -> str | None:
-    """Return the path of a checkpoint's tokenizer; None if there is none. Looks in `path` and two folders above, in `like`, in
-    the folder of the model that the run started from, and in `cache`. `extra`: the checkpoint's `extra`."""
+def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], like: str | None) -> str | None:
+    """Return the path of a checkpoint's tokenizer; None if there is none. Looks in `path` and two folders above, in `like`, and
+    in the folder of the model that the run started from. `extra`: the checkpoint's `extra`."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
     folder = next(filter(has_tokenizer, folders), None)
-    if folder is not None or cache is None or not isinstance(extra.get("tokenizer"), str):
-        return None if folder is None else str(folder)
-    cached = cache / "tokenizers" / extra["tokenizer"]
-    return str(cached) if (cached / TOKENIZER).is_file() else None
+    return None if folder is None else str(folder)
 
 
 def _base_folder(source: str, kind: str, named: object) -> str:
@@ -226,10 +207,7 @@ def tokenizer_of(stored: StoredModel) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if stored.tokenizer is None:
-        raise UsageError(
-            f"SOURCE {str(stored)!r} has no tokenizer next to it, and the cache of `accordion train` has none for it; put a "
-            "tokenizer.json next to it."
-        )
+        raise UsageError(f"SOURCE {str(stored)!r} has no tokenizer; put a tokenizer.json next to it.")
     path = Path(stored.tokenizer)
     alone = path if path.is_file() else path / TOKENIZER
     try:

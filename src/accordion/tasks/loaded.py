@@ -32,7 +32,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTask:
-    """The functions of a task, with checked signatures; defaults for those that it lacks. `name`: for messages and folders."""
+    """The functions of a task; defaults for those that it lacks. `name`: for messages and folders."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -62,13 +62,11 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
     """Return a function params -> optimizer made of `parts["optimizer"]`; None if `parts` has none. Raises `UsageError` if that
-    class or function does not exist, or cannot be called with parameters alone."""
+    class or function does not exist."""
     part = parts.get("optimizer")
     if part is None:
         return None
-    make: Callable[[Any], Optimizer] = partial(target_of("optimizer.class_path", part.class_path), **part.options)
-    _check_takes(make, OPTIONAL["optimizer"], "optimizer")
-    return make
+    return partial(target_of("optimizer.class_path", part.class_path), **part.options)
 
 
 def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
@@ -105,23 +103,8 @@ def of_object(task: object) -> LoadedTask:
             raise UsageError(
                 f"{kind}.{name} is a {type(value).__name__}; it must be a method {name}({', '.join(takes)})."
             )
-        _check_takes(value, takes, f"{kind}.{name}")
         functions[name] = value
     return LoadedTask(name=kind, units=getattr(task, "units", None), **functions)
-
-
-def _check_takes(function: Callable[..., Any], takes: tuple[str, ...], name: str) -> None:
-    """Raise `UsageError` if `function`, called `name` in errors, cannot be called with the arguments `takes`, in this order.
-    A `dataset` may also take `rank` and `world`. A function without a signature passes."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return
-    asked = {name: name for name in ("rank", "world") if name in signature.parameters and takes == NEEDED["dataset"]}
-    try:
-        signature.bind(*takes, **asked)
-    except TypeError as error:
-        raise UsageError(f"{name}{signature} cannot be called as {name}({', '.join(takes)}): {error}.") from None
 
 
 def split_task(words: Sequence[str]) -> tuple[list[str], list[str]]:

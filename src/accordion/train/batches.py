@@ -35,19 +35,10 @@ class Batches(Protocol):
 
 class OrderedBatches:
     """Micro-batches of a dataset with `__len__` and `__getitem__`. All ranks have the same shuffled order of the samples, and
-    each reads the positions of its `share`. `pins`: use pinned memory. `order`: class of the sampler that shuffles."""
+    each reads the positions of its `share`. `pins`: use pinned memory."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        share: Share,
-        seed: int,
-        collate: Collate | None,
-        *,
-        pins: bool,
-        order: type[GlobalOrder] = GlobalOrder,
-    ) -> None:
-        self.order = order(len(dataset), share, seed)
+    def __init__(self, dataset: Any, share: Share, seed: int, collate: Collate | None, *, pins: bool) -> None:
+        self.order = GlobalOrder(len(dataset), share, seed)
         self._loader = loader_of(dataset, self.order, collate, pins=pins)
         self._batches: Iterator[Any] | None = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -12,21 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accordion.checkpoint import claims
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.prune import BEST, newest
 from accordion.checkpoint.reading import read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.checkpoint.storage.local import Local
-from accordion.errors import CheckpointError, UsageError, nearest
-from accordion.train.config import Job, JobConfig, flat
+from accordion.errors import CheckpointError, UsageError
+from accordion.train.config import Job, JobConfig
 
-NAME = re.compile(r"step-\d{6,}")
-ASIDE = "abandoned"  # with a number after it: folder of checkpoints later than the step that a run went back to
 BATCH = "sequences in a step"  # stored in a checkpoint with the keys of the run
 SHOWN = 3  # tensors named in a message
-# Keys of `train` that may differ between two starts of one command: they follow from the number of ranks or the time left.
-OF_A_START = ("train.accumulate", "train.micro_batch", "train.hours")
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -35,70 +29,40 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path | None:
-    """Return the checkpoint to resume from by the key `checkpoint.resume`; None for a fresh start.
+    """Return the checkpoint to resume from; None for a fresh start.
 
-    If an earlier start of the same command resumed from that checkpoint and saved newer ones, the newest of them is returned,
-    so that a job that is queued again does not repeat its steps. `folder`: has the run's checkpoints. `say`: reports newer
-    checkpoints that are unusable. Raises `UsageError` if `checkpoint.resume` names no checkpoint that can be used, or is "none"
-    although `folder` has checkpoints.
+    It is the newest in `folder`, the run's folder of checkpoints. If that has none, it is the one to which the key
+    `checkpoint.resume` gives a path. `say`: reports newer checkpoints that are unusable, and that the path is not used. Raises
+    `UsageError` if all checkpoints in `folder` are unusable, or if the path is no checkpoint, or another one of `folder`.
     """
-    resume = config.checkpoint.resume
-    if resume in ("auto", "none"):
-        try:
-            latest = newest(folder)
-        except CheckpointError as error:
-            raise UsageError(str(error)) from None
-        if resume == "none" and (latest.path is not None or latest.passed_over):
-            what = "checkpoints" if latest.path is None else f"checkpoints, the newest {Path(latest.path).name!r}"
-            raise UsageError(
-                f"checkpoint.resume is 'none' but {str(folder)!r} has {what}; take another run.dir, or remove them. "
-                f"{latest.words()}"
-            )
-        if latest.path is None and latest.passed_over:
-            raise UsageError(
-                f"checkpoint.dir {str(folder)!r}: {latest.words()} Or take another run.dir, or give --checkpoint.resume "
-                "the path of a checkpoint elsewhere."
-            )
-        if latest.passed_over:
-            _check_free(folder, Path(str(latest.path)))
-            say(f"{latest.words()} To resume from another, give its path as --checkpoint.resume.")
-        return None if latest.path is None else Path(latest.path)
-    path = Path(folder, BEST) if resume == BEST else Path(resume)
-    if resume == BEST and not path.is_dir():
-        raise UsageError(
-            f"checkpoint.resume is 'best', and there is no {str(path)!r}; train.keep_best keeps one, and 'auto' takes the newest."
-        )
+    try:
+        latest = newest(folder)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
+    first = None if config.checkpoint.resume == "auto" else _named(config.checkpoint.resume, folder, latest.path)
+    if latest.path is None and latest.passed_over:
+        raise UsageError(f"checkpoint.dir {str(folder)!r}: {latest.words()} Or take another run.dir.")
+    if latest.passed_over:
+        say(latest.words())
+    if latest.path is None:
+        return first
+    if first is not None and first.resolve() != Path(latest.path).resolve():
+        say(f"the run goes on from {latest.path}; to begin at {first} again, take another run.dir")
+    return Path(latest.path)
+
+
+def _named(resume: str, folder: Path, latest: str | None) -> Path:
+    """Return the path `resume`, the value of `checkpoint.resume`. Raises `UsageError` if it is no folder, or if it is another
+    checkpoint in `folder` than `latest`, the newest there."""
+    path = Path(resume)
     if not path.is_dir():
-        near = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        valid = nearest(path.name, ["auto", "none", BEST, *near])
-        raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto', 'none' nor 'best' nor a folder; {valid}")
-    if not (path / MANIFEST).is_file() and (inside := newest_in(path)) is not None:
-        raise UsageError(f"checkpoint.resume {resume!r} is a folder of checkpoints; its newest is {inside!r}.")
-    later = _of_same_command(folder, path, config)
-    if later is None:
-        return path
-    say(
-        f"this command has already resumed from {path} and saved {later}; it resumes from there. To go back again, move that "
-        "away."
-    )
-    return later
-
-
-def _of_same_command(folder: Path, origin: Path, config: JobConfig) -> Path | None:
-    """Return the newest checkpoint that an earlier start with the settings `config` saved after it resumed from `origin`.
-    Returns None if there is no such checkpoint."""
-    latest, step, current, key = None, _extra(origin)["step"], flat(config), "checkpoint.resume"
-    for path in (folder / BEST, newest_in(folder)):
-        try:
-            extra = _extra(Path(path)) if path is not None else None
-        except UsageError:
-            continue
-        if extra is None or extra["step"] <= step:
-            continue
-        before = extra["config"]
-        if before.get(key) == current[key] and not set(differing(before, current)) - set(OF_A_START):
-            latest, step = Path(str(path)), extra["step"]
-    return latest
+        raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto' nor a folder.")
+    if path.resolve().parent == folder.resolve() and latest is not None and path.resolve() != Path(latest).resolve():
+        raise UsageError(
+            f"checkpoint.resume {resume!r} is not the newest checkpoint of its folder, {latest} is; take another run.dir, or "
+            "move newer ones away."
+        )
+    return path
 
 
 def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -126,50 +90,6 @@ def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ra
     each = before // num_ranks
     micro_batch = next(n for n in range(min(each, options.micro_batch), 0, -1) if each % n == 0)
     return replace(config, train=replace(options, micro_batch=micro_batch, accumulate=each // micro_batch))
-
-
-def set_aside(folder: Path, step: int) -> Path | None:
-    """Move the checkpoints of steps after `step` into a new folder `abandoned-N`, so that none of them is the newest. Returns
-    the new folder; None if there are no such checkpoints. Raises `CheckpointError` if they cannot be moved."""
-    beyond = [path for path in folder.iterdir() if path.is_dir() and _step_of(path) > step] if folder.is_dir() else []
-    if not beyond:
-        return None
-    number = 1
-    try:
-        while (aside := folder / f"{ASIDE}-{number}").exists():
-            number += 1
-        aside.mkdir()
-        for path in beyond:
-            path.rename(aside / path.name)
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoints after step {step} in {folder} cannot be moved into {aside.name}: {error.strerror or error}; move "
-            "them away, or take another run.dir."
-        ) from None
-    return aside
-
-
-def _step_of(path: Path) -> int:
-    """Return the step of a checkpoint folder, complete or not; -1 if it is no checkpoint of a run."""
-    name = claims.replaced(path.name) or path.name  # a killed save may have left it under a hidden name
-    if NAME.fullmatch(name):
-        return int(name.rpartition("-")[2])
-    try:
-        return int(_extra(path)["step"]) if name == BEST else -1
-    except UsageError:
-        return -1
-
-
-def _check_free(folder: Path, taken: Path) -> None:
-    """Raise `UsageError` if a folder that is no checkpoint has the name of one after `taken`, so that a save would fail."""
-    done = int(taken.name.rpartition("-")[2]) if NAME.fullmatch(taken.name) else 0
-    for path in folder.iterdir():
-        later = NAME.fullmatch(path.name) and int(path.name.rpartition("-")[2]) > done and path.is_dir()
-        if later and not (path / MANIFEST).exists() and any(path.iterdir()):
-            raise UsageError(
-                f"{str(path)!r} has no {MANIFEST}, and a save does not replace a folder that may be no checkpoint; move it "
-                f"away to resume from {taken}, or take another run.dir."
-            )
 
 
 def newest_in(folder: Path) -> str | None:

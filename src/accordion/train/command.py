@@ -125,13 +125,13 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
         with launch.Forwarding() as signals:
             return _starting(config, named, cache, signals, began_s)
     except launch.NothingStartedError:
-        print("accordion: ended by a signal before the first step; there is nothing to save.", file=sys.stderr)
+        print("accordion: ended by a signal while no rank was running; there is nothing to save.", file=sys.stderr)
         return PREEMPTED
 
 
 def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: launch.Forwarding, began_s: float) -> int:
-    """Prepare the run, start its ranks and return the exit code. Raises `NothingStartedError` if a signal arrives before the
-    ranks can handle it."""
+    """Prepare the run, start its ranks and return the exit code. Raises `NothingStartedError` if a signal arrives while no
+    rank can handle it."""
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(config, named, world)
     place = launch.RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="accordion train")

@@ -60,9 +60,9 @@ class DataConfig:
     seq_len: int = at_least(2, 128)
     """tokens in a training sequence. Documents are packed, with an end-of-text token between them; the end of an example that
     is longer is cut off"""
-    packing: Literal["documents", "length", "none"] = needing("documents", format=("chat", "prompt"))
-    """for `chat` and `prompt`: `documents` packs several examples into a row, and none attends to another; `length` puts one
-    example into a row, and examples of similar length into a step; `none` puts one example into a row, in random order"""
+    packing: Literal["documents", "none"] = needing("documents", format=("chat", "prompt"))
+    """for `chat` and `prompt`: `documents` packs several examples into a row, and none attends to another; `none` puts one
+    example into a row"""
     tokenizer: str | None = None
     """tokenizer.json or transformers folder, instead of the tokenizer in `model.path`"""
     chat_template: str | None = needing(None, format=("chat",))
@@ -111,16 +111,13 @@ class TrainConfig:
     for adapters on them"""
     warmup: int = at_least(0, 5)
     """steps of linear warmup"""
-    schedule: Literal["auto", "cosine", "linear", "constant", "step", "wsd"] = "auto"
-    """learning rate after the warmup: `cosine` or `linear` decay to `final_lr`, `constant`, `step` (drops), `wsd` (constant, then
-    linear decay); `auto`: `cosine`, but with `--optimizer` or a task's optimizer no schedule and no warmup"""
+    schedule: Literal["auto", "cosine", "linear", "constant", "wsd"] = "auto"
+    """learning rate after the warmup: `cosine` or `linear` decay to `final_lr`, `constant`, `wsd` (constant, then linear decay);
+    `auto`: `cosine`, but with `--optimizer` or a task's optimizer no schedule and no warmup"""
     final_lr: float = at_least(0, 0.1, most=1, schedule=("auto", "cosine", "linear", "wsd"))
     """fraction of the peak at which `cosine`, `linear` and `wsd` end"""
-    decay_factor: float = at_least(0, 0.1, most=1, schedule=("step",))
-    """for `step`: factor of the learning rate at each drop"""
-    decay_steps: int = at_least(0, 0, schedule=("step", "wsd"))
-    """for `step`: steps between drops, 0: a third of those after the warmup; for `wsd`: steps of the decay at the end, 0: a
-    fifth of all"""
+    decay_steps: int = at_least(0, 0, schedule=("wsd",))
+    """for `wsd`: steps of the decay at the end; 0: a fifth of all"""
     weight_decay: float = at_least(0, 0.1)
     """weight decay of matrices; vectors have none"""
     clip: float = at_least(0, 1.0)
@@ -166,9 +163,8 @@ class CheckpointConfig:
     background: bool = True
     """train on while a checkpoint is written; the run waits for the last one"""
     resume: str = "auto"
-    """`auto` resumes from the newest checkpoint in `checkpoint.dir`, if there is one; `none` refuses a folder with checkpoints;
-    `best` resumes from the one that `train.keep_best` kept; a path resumes from that one. With `best` or a path, checkpoints of
-    later steps are moved to a folder `abandoned-1`; the same command, started again, resumes from what it has saved since"""
+    """`auto` resumes from the newest checkpoint in `checkpoint.dir`, if there is one; a path resumes from that one, if there is
+    none in `checkpoint.dir`"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +273,7 @@ def check(config: JobConfig) -> None:
     options, shard = config.train, config.shard
     if options.lr == 0:
         raise UsageError("train.lr is 0, which would train nothing; the default is 0.001.")
-    if options.schedule == "wsd" and options.warmup + options.decay_steps > options.steps and options.decay_steps:
+    if options.decay_steps and options.warmup + options.decay_steps > options.steps:
         raise UsageError(
             f"train.warmup {options.warmup} and train.decay_steps {options.decay_steps} are together more than train.steps "
             f"{options.steps}; lower one of these."

@@ -77,15 +77,11 @@ class GlobalOrder(Sampler[list[int]]):
         self.steps_per_epoch = count // share.global_batch
         self.num_read = 0
 
-    @property
-    def num_dropped(self) -> int:
-        """Number of samples left out at the end of each epoch."""
-        return self.count - self.steps_per_epoch * self.share.global_batch
-
     def notes(self, what: str) -> list[str]:
         """Return lines for the user that describe a step and an epoch. `what`: name of the samples, such as "sequences"."""
         sizes = f"{self.share.world} ranks x {self.share.micro_batch} x {self.share.accumulate}"
-        uneven = f"; the remaining {self.num_dropped} do not fill a step and are left out" if self.num_dropped else ""
+        num_dropped = self.count - self.steps_per_epoch * self.share.global_batch
+        uneven = f"; the remaining {num_dropped} do not fill a step and are left out" if num_dropped else ""
         return [
             f"a step is {self.share.global_batch} {what}: {sizes}",
             f"an epoch is {self.steps_per_epoch:,} steps{uneven}",
@@ -96,11 +92,8 @@ class GlobalOrder(Sampler[list[int]]):
         while True:
             epoch, start = divmod(self.num_read, used)
             self.num_read += each
-            positions = self.share.positions(start // each)
-            yield [self.index_of(position, epoch) for position in positions]
-
-    def index_of(self, position: int, epoch: int) -> int:
-        return int(permutation(self.count, self.seed + epoch)[position])
+            order = permutation(self.count, self.seed + epoch)
+            yield [int(order[position]) for position in self.share.positions(start // each)]
 
     def state_dict(self) -> dict[str, int]:
         return {"num_read": self.num_read, "count": self.count, "seed": self.seed}

@@ -80,7 +80,7 @@ class Ending:
 class Best:
     """Lowest validation loss so far (`loss`, at `step`), and number of validations since it fell by `min_delta` (`waited`).
 
-    `is_owed`: a validation is due and was not made yet. `last`: step of the last validation. Checkpoints store `state()`.
+    `last`: step of the last validation. Checkpoints store `state()`.
     """
 
     def __init__(self, patience: int, min_delta: float) -> None:
@@ -88,7 +88,7 @@ class Best:
         self._patience, self._min_delta = patience, min_delta
         self.loss: float | None = None
         self.step, self.waited = 0, 0
-        self.is_owed, self.last = False, -1
+        self.last = -1
         self._mark = math.inf  # the loss to improve on, for patience
 
     def observe(self, step: int, loss: float) -> bool:

@@ -37,28 +37,23 @@ class Example:
 
 
 class Encoder:
-    """Converts rows of data into tokens. `unread`: keys of rows and messages that were ignored so far."""
+    """Converts rows of data into tokens."""
 
     def __init__(self, tokenizer: Any, kind: str) -> None:
         """`tokenizer`: a fast tokenizer of transformers. `kind`: "chat" or "prompt"."""
         self._tokenizer, self._kind = tokenizer, kind
         self._template = tokenizer.get_chat_template() if kind == "chat" else ""
         self._special = special_ids(tokenizer)
-        self.unread = set[str]()
 
     def example(self, row: DataRow) -> Example:
-        """Return the tokens of `row` and add its ignored keys to `unread`. Raises `UsageError` if `row` is invalid, or if there
-        is nothing to learn from it."""
+        """Return the tokens of `row`. Raises `UsageError` if `row` is invalid, or if there is nothing to learn from it."""
         if self._kind == "prompt":
             prompt, completion = (checked_text(row.values[key], f"{row.where}: field {key!r}") for key in row.values)
             example, learnt = self._of_prompt(prompt, completion, row.where), [True]
         else:
             messages, learnt = messages_of(row)
             tools = _tools_of(row)
-            keys = {key for message in messages for key in message} | ({"tools"} if tools else set())
-            self.unread |= {key for key in keys if key not in self._template}
             example = self._of_messages(messages, learnt, tools, row.where)
-        self.unread |= set(row.left)
         if any(learnt) and not example.answers[1:].any():
             raise UsageError(f"{row.where} has no answer left as tokens; there is nothing to learn from it.")
         return example
@@ -271,17 +266,11 @@ def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path,
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"data.chat_template {config.data.chat_template!r} cannot be read: {why}.") from None
-    if config.data.format == "chat":
-        try:
-            tokenizer.get_chat_template()
-        except ValueError as error:
-            several = (
-                brief(error) if getattr(tokenizer, "chat_template", None) else "the tokenizer has no chat template"
-            )
-            raise UsageError(
-                f"data.format is 'chat', and {several.rstrip('.')}; give one with --data.chat_template FILE, or --data.tokenizer "
-                "the folder of a chat model."
-            ) from None
+    if config.data.format == "chat" and not tokenizer.chat_template:
+        raise UsageError(
+            "data.format is 'chat', and the tokenizer has no chat template; give one with --data.chat_template FILE, or "
+            "--data.tokenizer the folder of a chat model."
+        )
     return tokenizer
 
 

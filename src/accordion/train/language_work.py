@@ -37,7 +37,7 @@ from accordion.train.data import (
 )
 from accordion.train.metrics import Validation
 from accordion.train.model import causal_model, check_loss_of_head, configuration, documents_in_rows, fill
-from accordion.train.packing import Batch, Collate, ExampleRows, LengthOrder
+from accordion.train.packing import Batch, Collate, ExampleRows
 from accordion.train.screen import Screen
 from accordion.train.sources import Split
 from accordion.train.token_tables import TokenFiles
@@ -88,9 +88,7 @@ class LanguageWork:
         return Collate(self.config.data.seq_len, "none" if self.is_text else self.config.data.packing)
 
     def batches(self, share: Share, seed: int, *, pins: bool) -> OrderedBatches:
-        order = LengthOrder if self.config.data.packing == "length" else GlobalOrder
-        rows = rows_in(self.files, "train", self.config.data)
-        return OrderedBatches(rows, share, seed, self._collate(), pins=pins, order=order)
+        return OrderedBatches(rows_in(self.files, "train", self.config.data), share, seed, self._collate(), pins=pins)
 
     def notes(self, share: Share) -> list[str]:
         data = self.config.data

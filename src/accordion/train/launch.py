@@ -16,8 +16,8 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +41,7 @@ from accordion.output import lasting_output
 from accordion.safety.liveness import wording
 from accordion.safety.liveness.hub import hubs_of_job
 from accordion.safety.liveness.links import give_up
-from accordion.safety.liveness.polling import poll
+from accordion.safety.liveness.polling import once_after, poll
 from accordion.safety.liveness.wording import is_echo
 from accordion.safety.own_process import keep_freed_memory
 from accordion.tasks.errors import is_own, own_traceback
@@ -53,12 +53,11 @@ CPU_RANKS = 2  # without GPUs and without launch.nproc: the fewest ranks that sh
 # A collective mostly fails because another rank has died. The launcher has this time to end this rank first.
 SECONDARY_S = 1.0
 START_S = 600  # seconds within which all ranks must connect to the store
-SLOW_S = 10.0  # seconds after which a rank reports how many have connected
+SLOW_S = 10.0  # seconds after which rank 0 reports how many have connected
 # The variable that makes a process a rank of that launcher.
 SAYS_RANK = {"torchrun": "RANK", "srun": "SLURM_PROCID"}
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 INTERACTIVE_STEP = str(2**32 - 6)  # SLURM's number for the step of a shell that salloc opens
-ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # variables of torchrun with the address of the store
 # Exit codes: ranks diverged; Ctrl-C; added to a signal's number.
 DIVERGED, INTERRUPTED, BY_SIGNAL = 3, 130, 128
 FAILED = "accordion/failed"  # key in the store: rank and exit code of the first rank that failed
@@ -98,28 +97,13 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
                 local_rank=int(environ.get("LOCAL_RANK", environ["RANK"])),
                 local_world=int(environ.get("LOCAL_WORLD_SIZE", environ["WORLD_SIZE"])),
                 starter="torchrun",
-                address=_torchrun_address(environ),
+                address=f"{environ['MASTER_ADDR']}:{int(environ['MASTER_PORT'])}",
                 job=job_of(environ),
             )
         return _slurm_place(environ)
-    except ValueError as error:
-        raise UsageError(f"the launcher's environment variables are invalid: {error}.") from None
-
-
-def _torchrun_address(environ: Mapping[str, str]) -> str:
-    for name in ADDRESS:
-        if not environ.get(name):
-            raise ValueError(
-                f"RANK and WORLD_SIZE are set, as by torchrun, but {name} is not; start with torchrun, or unset both"
-            )
-    host, port = (environ[name] for name in ADDRESS)
-    return f"{host}:{_port(port)}"
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 5 and 0 < int(text) <= 65535):
-        raise ValueError(f"MASTER_PORT is {text!r}, which is no port number")
-    return int(text)
+    except (KeyError, ValueError) as error:
+        what = f"{error} is not set" if isinstance(error, KeyError) else f"they are invalid: {error}"
+        raise UsageError(f"a launcher has set environment variables (such as RANK), but {what}.") from None
 
 
 def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
@@ -145,7 +129,7 @@ def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
         local_rank=int(environ.get("SLURM_LOCALID", "0")),
         local_world=-(-world // nodes),
         starter="srun",
-        address=f"{host}:{_port(port)}",
+        address=f"{host}:{int(port)}",
         job=job_of(environ),
     )
 
@@ -182,7 +166,7 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
 
     The first rank that fails reports the reason, and the others are ended. SIGTERM ends all ranks. With `signals`, SIGTERM and
     SIGUSR1 are forwarded to them instead, so `entry` can save first and return `PREEMPTED`; `NothingStartedError` is raised
-    if the signal arrives before the ranks can handle it.
+    if no rank can handle the signal.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
@@ -206,10 +190,10 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
             signals_to_handle="SIGINT,SIGQUIT" if signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             **newer,
         )
-        started_file = os.path.join(logs, "begun")
+        if signals is not None:
+            signals.ranks_start()
         try:
-            with nullcontext() if signals is None else signals.to_ranks(started_file):
-                elastic_launch(config, _begun)(started_file, entry, *args)
+            elastic_launch(config, guarded)(entry, *args)
         except SignalException as error:
             if error.sigval != signal.SIGTERM:
                 raise KeyboardInterrupt from error
@@ -220,26 +204,19 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
     return 0
 
 
-def _begun(started_file: str, entry: Entry, *args: Any) -> None:
-    """Create `started_file`, then run `entry` as one rank."""
-    Path(started_file).touch()
-    guarded(entry, *args)
-
-
 class NothingStartedError(BaseException):
-    """Raised if a signal arrives before the ranks can handle it. A `BaseException`, like `KeyboardInterrupt`, so that a task's
-    code does not catch it during the preparation."""
+    """Raised if a signal arrives while no rank can handle it. A `BaseException`, like `KeyboardInterrupt`, so that a task's code
+    does not catch it during the preparation."""
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
-    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts. Before a rank has started, the
-    signals raise `NothingStartedError`. SIGHUP, which a closed terminal sends, is ignored."""
+    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts; while there are none, the signals
+    raise `NothingStartedError`. SIGHUP, which a closed terminal sends, is ignored."""
 
     def __init__(self) -> None:
         self.came = False
-        self._starts = False
-        self._begun: Callable[[], bool] = lambda: False  # True once a rank has started, even if it has ended
-        self._others: set[int | None] = set()  # earlier children of this process
+        # Children of this process that are no ranks; None before ranks start.
+        self._others: set[int | None] | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Forwarding:
@@ -252,25 +229,19 @@ class Forwarding(AbstractContextManager["Forwarding"]):
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    @contextmanager
-    def to_ranks(self, started_file: str) -> Iterator[None]:
-        """Context manager in whose body signals are forwarded to new child processes, which are the ranks. Each rank creates
-        `started_file` when it starts. Signals after the body only set `came`."""
+    def ranks_start(self) -> None:
+        """Forward signals to child processes that start from now on."""
         self._others = {child.pid for child in multiprocessing.active_children()}
-        self._starts, self._begun = True, Path(started_file).exists
-        try:
-            yield
-        finally:
-            self._begun = lambda: True
 
     def _forward(self, number: int, frame: object) -> None:
         self.came = True
-        ranks = {child.pid for child in multiprocessing.active_children()} - self._others if self._starts else set()
+        children = {child.pid for child in multiprocessing.active_children()}
+        ranks = set() if self._others is None else children - self._others
         for rank in ranks:
             if rank is not None:
                 with suppress(ProcessLookupError):
                     os.kill(rank, number)
-        if not ranks and not self._begun():
+        if not ranks:
             raise NothingStartedError
 
 
@@ -326,27 +297,9 @@ def guarded(entry: Entry, *args: Any) -> None:
 
 def joined(place: RankPlace) -> Store:
     """Connect to the job's store, and return it with a prefix of keys that no earlier start used. Collective. If that takes
-    long, the first rank of each host prints how many ranks have started, and how to train without the others. Raises
-    `AccordionError` if the store cannot be reached."""
-    started: set[str] = set()
-
-    def report() -> None:
-        variable = SAYS_RANK[place.starter]
-        print(
-            f"accordion: rank {place.rank} has waited {SLOW_S:g} s: {1 + len(started)} of {place.world} ranks have started that "
-            f"the variables of {place.starter} announce; to train without the others: env -u {variable} accordion train ...",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    slow = threading.Timer(SLOW_S, report)
-    slow.daemon = True
-    if place.local_rank == 0:
-        slow.start()
-    try:
-        return of_this_start(_connected(place), place.rank, place.world, started)
-    finally:
-        slow.cancel()
+    long, rank 0 prints how many ranks have started, and how to train without the others. Raises `AccordionError` if the store
+    cannot be reached."""
+    return of_this_start(_connected(place), place)
 
 
 def _report_to_hubs(error: BaseException) -> None:
@@ -373,31 +326,38 @@ def _connected(place: RankPlace) -> Store:
         ) from None
 
 
-def of_this_start(store: Store, rank: int, world: int, words: set[str]) -> Store:
+def of_this_start(store: Store, place: RankPlace) -> Store:
     """Return the job's store with a prefix of keys that is equal on all ranks, and that no earlier start used. Collective.
 
     Needed because torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of an ended rank
     cannot connect. Machines count restarts separately, so a count does not identify a start. Instead each rank writes a random
-    word, and rank 0 answers each word with the prefix until all ranks have read it. `words`: rank 0 adds the words that it
-    read, so that its caller can count the ranks that have started. Raises `DistStoreError` after `START_S`.
+    word, and rank 0 answers each word with the prefix until all ranks have read it. Raises `DistStoreError` after `START_S`.
     """
-    token = secrets.token_hex(8)
-    if rank != 0:
-        store.set(f"accordion/start/{rank}", token)
+    token, words = secrets.token_hex(8), set[str]()
+    if place.rank != 0:
+        store.set(f"accordion/start/{place.rank}", token)
         token = store.get(f"accordion/start/{token}").decode()
         store.add(f"accordion/start/{token}/heard", 1)
         return PrefixStore(token, store)
 
     def all_heard() -> bool:
-        for key in [f"accordion/start/{r}" for r in range(1, world)]:
+        for key in [f"accordion/start/{r}" for r in range(1, place.world)]:
             word = store.get(key).decode() if store.check([key]) else ""
             if word and word not in words:
                 words.add(word)
                 store.set(f"accordion/start/{word}", token)
-        return int(store.add(f"accordion/start/{token}/heard", 0)) >= world - 1
+        return int(store.add(f"accordion/start/{token}/heard", 0)) >= place.world - 1
 
-    if not poll(all_heard, START_S):
-        raise torch.distributed.DistStoreError(f"not all of {world} ranks have started within {START_S} s.")
+    def report() -> None:
+        print(
+            f"accordion: rank 0 has waited {SLOW_S:g} s: {1 + len(words)} of {place.world} ranks have started that the variables "
+            f"of {place.starter} announce; to train without the others: env -u {SAYS_RANK[place.starter]} accordion train ...",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    if not poll(all_heard, START_S, once_after(SLOW_S, report)):
+        raise torch.distributed.DistStoreError(f"not all of {place.world} ranks have started within {START_S} s.")
     return PrefixStore(token, store)
 
 

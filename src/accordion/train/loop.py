@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -49,7 +50,9 @@ def trained(
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
-        claim = first_does(place.rank == 0, store, "accordion/first", lambda: _claim(prepared, place, screen))
+        # Ranks of an earlier start end by themselves: after a timeout in a collective, and one more in a request to the store.
+        own = partial(Claim, prepared.folders, place.job, 2 * config.launch.timeout_s, screen.note)
+        claim = first_does(place.rank == 0, store, "accordion/first", own)
         if claim is not None:
             cleanups.callback(claim.release)
         device = join_group(place, store, kind, config.launch.timeout_s)
@@ -63,15 +66,15 @@ def trained(
             screen.note(line)
         done = saves.resume()
         log = stack.enter_context(_open_record(run, done)) if place.rank == 0 else None
-        step, outcome = _steps(run, saves, log, done, stack)
+        step, outcome = _steps(run, saves, log, done)
         _finish(run, saves, log, step, outcome)
         dist.barrier()  # the first rank that exits with a code of its own may have its launcher end the others
     cleanups.close()
     return outcome
 
 
-def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: ExitStack) -> tuple[int, Outcome]:
-    """Run the steps after the first `done`. Returns (number of steps done, outcome). `stack`: closes `Steps` at its end."""
+def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int) -> tuple[int, Outcome]:
+    """Run the steps after the first `done`. Returns (number of steps done, outcome)."""
     screen = run.screen
 
     def record(metrics: StepMetrics) -> None:
@@ -80,11 +83,8 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, stack: 
         if log is not None:
             log.step(metrics)
 
-    if run.best.is_owed and _validate(run, done, log):
-        saves.save(done, last=_over(run, done) is not None, name=BEST)
     screen.start(done, run.config.train.steps)
-    steps = stack.enter_context(Steps(run, saves, record))
-    step, over = done, _over(run, done)
+    steps, step, over = Steps(run, saves, record), done, _over(run, done)
     while over is None:
         step += 1
         steps.take(step)
@@ -101,8 +101,8 @@ def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: Metrics
     if run.ending.decided or step == options.steps or due:
         steps.settle()
     # Validate before saving, so that the checkpoint has the result.
-    run.best.is_owed = due or (step == options.steps and options.keep_best)
-    is_best = run.best.is_owed and not run.ending.decided and _validate(run, step, log)
+    due = due or (step == options.steps and options.keep_best)
+    is_best = due and not run.ending.decided and _validate(run, step, log)
     over = _over(run, step)
     saved = over is not None or _due(run.config.checkpoint.every, step)
     if is_best and not saved:
@@ -139,20 +139,6 @@ def _over(run: Run, step: int) -> Outcome | None:
     return None
 
 
-def _claim(prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
-    """Take ownership of the run's folders and return it. Raises `UsageError` if another job owns or has changed them."""
-    # Ranks of an earlier start end by themselves: after a timeout in a collective, and one more in a request to the store.
-    claim = Claim(prepared.folders, place.job, 2 * prepared.config.launch.timeout_s, screen.note)
-    newest = checkpoints.choose(prepared.checkpoint_dir, prepared.config, lambda line: None)
-    if newest != prepared.resume:
-        claim.release()
-        raise UsageError(
-            f"another job wrote to checkpoint.dir {str(prepared.checkpoint_dir)!r} while this one prepared: the checkpoint to "
-            f"resume from was {prepared.resume} and is {newest}; start again."
-        )
-    return claim
-
-
 def _open_record(run: Run, done: int) -> MetricsLog:
     """Write the configuration and open the log of metrics; rank 0 only. Raises `UsageError` if the folder cannot be written."""
     folder, say = run.prepared.run_dir, run.screen.note
@@ -172,7 +158,7 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
     began_s, best = time.perf_counter(), run.best
     with run.averaged():
         validation = run.prepared.work.validate(run.model, run.share, run.device)
-    best.is_owed, best.last = False, step
+    best.last = step
     if validation is None:
         return False
     run.ending.took("validation", time.perf_counter() - began_s)
@@ -205,4 +191,4 @@ def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over:
         _sample(run)
     else:
         left_out = "makes the last validation, for which there was no time"
-        note(f"{saves.same_command} {left_out if is_finished else 'resumes from there'}")
+        note(f"the same command {left_out if is_finished else 'resumes from there'}")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,8 +61,8 @@ def peak_bytes(device: torch.device) -> int:
 class MetricsLog:
     """Context manager that writes `metrics.jsonl` and passes metrics to trackers.
 
-    If the file cannot be written (a full disk, a removed folder), this is reported once and training continues. Later steps
-    are written as soon as that is possible again.
+    If the file or a tracker cannot be written (a full disk, a removed folder), this is reported, training continues, and no
+    later step is written there.
     """
 
     def __init__(
@@ -74,18 +72,15 @@ class MetricsLog:
         say: Callable[[str], None],
         trackers: Mapping[str, RunTracker] | None = None,
     ) -> None:
-        """Open the file to continue after `first_step` steps, and remove the lines of later steps. If this fails, close the
-        trackers and raise `OSError`. `say`: shows a line. `trackers`: name -> open tracker; the exit closes it."""
+        """Open the file to continue after `first_step` steps, and remove the lines of later steps. Raises `OSError` if this
+        fails. `say`: shows a line. `trackers`: name -> open tracker; the exit closes it."""
         self._trackers = dict(trackers or {})
-        self._path, self._say, self._is_lost = run_dir / METRICS, say, False
-        try:
-            text = "".join(f"{line}\n" for line, content in lines_in(self._path) if content["step"] <= first_step)
-            if self._path.exists() and text != self._path.read_text(encoding="utf-8", errors="replace"):
-                write_whole(self._path, text)
-            self._path.touch()
-        except OSError:
-            self._each(lambda tracker: tracker.close(failed=True))
-            raise
+        path, self._say = run_dir / METRICS, say
+        self._path: Path | None = path
+        text = "".join(f"{line}\n" for line, content in lines_in(path) if content["step"] <= first_step)
+        if path.exists() and text != path.read_text(encoding="utf-8", errors="replace"):
+            write_whole(path, text)
+        path.touch()
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -96,20 +91,13 @@ class MetricsLog:
     def step(self, metrics: StepMetrics) -> None:
         """Record one step. Values that are not finite are null in the file, and not passed to trackers."""
         values = {k: v if math.isfinite(v) else None for k, v in asdict(metrics).items() if v is not None}
-        size = None
         try:
-            with self._path.open("a") as file:
-                size = file.tell()
-                file.write(json.dumps(values) + "\n")
-            self._is_lost = False
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(json.dumps(values) + "\n")
         except OSError as error:
-            if size is not None:
-                with suppress(OSError):
-                    os.truncate(self._path, size)  # remove a part of a line
-            if not self._is_lost:
-                why = error.strerror or error
-                self._say(f"not recorded: {METRICS} in {self._path.parent} cannot be written ({why}); training goes on")
-            self._is_lost = True
+            self._say(f"no longer recorded in {self._path}: {error.strerror or error}; training goes on")
+            self._path = None
         figures = {key: value for key, value in values.items() if key != "step" and value is not None}
         self._each(lambda tracker: tracker.log(figures, metrics.step))
 

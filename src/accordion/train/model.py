@@ -32,8 +32,6 @@ def check_folder(path: str) -> dict[str, Any]:
         raise UsageError(f"model.path {path!r} is no folder; give one with config.json, or take a model.preset.")
     try:
         described = json.loads(read_text(folder / "config.json"))
-    except FileNotFoundError:
-        raise UsageError(f"model.path {path!r} is no model: it has no config.json.") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"model.path {path!r} is no model: its config.json cannot be read: {error}") from None
     if not isinstance(described, dict) or not isinstance(described.get("model_type"), str):

@@ -88,14 +88,7 @@ class OwnTask:
         return None if self.loaded.optimizer is None else made_optimizer(self.loaded.optimizer, model)
 
     def scheduler(self, optimizer: Optimizer) -> Any:
-        if self.loaded.scheduler is None:
-            return None
-        scheduler = self.loaded.scheduler(optimizer)
-        if not all(hasattr(scheduler, name) for name in ("step", "state_dict", "load_state_dict")):
-            raise UsageError(
-                f"the task's scheduler(optimizer) is a {type(scheduler).__name__}; return a torch.optim.lr_scheduler.LRScheduler."
-            )
-        return scheduler
+        return None if self.loaded.scheduler is None else self.loaded.scheduler(optimizer)
 
     def batches(self, share: Share, seed: int, *, pins: bool) -> Batches:
         data = data_of(self.loaded, "train", share.rank, share.world)
@@ -246,9 +239,7 @@ def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
     RandomState().load_state_dict(drawn)
 
 
-def _metrics(metrics: object) -> dict[str, Any]:
-    if not isinstance(metrics, Mapping):
-        raise UsageError(f"the task's metrics are a {type(metrics).__name__}; return a dict of names and values.")
+def _metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     if "loss" in metrics:
         raise UsageError(
             "the task's metrics have one named 'loss', which is the name of the task's loss; give it another name."

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from accordion.train.data import IGNORED, GlobalOrder, Row, permutation
+from accordion.train.data import IGNORED, Row
 from accordion.train.token_tables import Examples
 
 SHOWN = 3  # examples shown before a run
@@ -49,17 +49,15 @@ def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
 class ExampleRows(Dataset[Row]):
     """Dataset of rows of examples. Each example is truncated to `seq_len` labels, and left out if no answer remains.
 
-    `packing`: "documents" (several examples in a row), "length" (one, sorted by length) or "none" (one).
+    `packing`: "documents" (several examples in a row) or "none" (one).
     """
 
     def __init__(self, examples: Examples, seq_len: int, packing: str) -> None:
         self.examples, self.seq_len = examples, seq_len
         lengths = examples.lengths - 1  # the first token is no label
-        fits, self.num_lost = np.ones(len(lengths), dtype=bool), 0  # answer tokens that are cut off
+        fits = np.ones(len(lengths), dtype=bool)
         for i in np.flatnonzero(lengths > seq_len):
-            labels = examples[int(i)][1][1:]
-            self.num_lost += int(labels[seq_len:].sum())
-            fits[i] = labels[:seq_len].any()
+            fits[i] = examples[int(i)][1][1 : seq_len + 1].any()
         self.indices = np.flatnonzero(fits)  # (examples,) positions in the data of those with an answer
         self.lengths = np.minimum(lengths[self.indices], seq_len)  # (examples,) labels of each
         self.num_long = int((lengths > seq_len).sum())  # examples that are truncated or left out
@@ -67,21 +65,17 @@ class ExampleRows(Dataset[Row]):
             self.rows = []
         elif packing == "documents":
             self.rows = packed(self.lengths, seq_len)
-        elif packing == "length":
-            self.rows = np.argsort(self.lengths, kind="stable").reshape(-1, 1).tolist()
         else:
             self.rows = [[i] for i in range(len(self.indices))]
 
     def note(self) -> str | None:
-        """Return a line on examples and answer tokens that are cut off at `seq_len`; None if there are none."""
+        """Return a line on examples that are cut off at `seq_len`; None if there are none."""
         if not self.num_long:
             return None
-        num_all, num_answers = len(self.examples), self.examples.num_answers
-        left_out = num_all - len(self.indices)
-        words = f"; {left_out:,} of them have no answer left and are left out" if left_out else ""
+        num_all = len(self.examples)
         return (
-            f"{self.num_long:,} of {num_all:,} examples are longer than data.seq_len {self.seq_len} and cut: "
-            f"{self.num_lost:,} of {num_answers:,} answer tokens ({100 * self.num_lost / num_answers:.1f} %) are lost{words}"
+            f"{self.num_long:,} of {num_all:,} examples are longer than data.seq_len {self.seq_len} and cut; "
+            f"{num_all - len(self.indices):,} of them have no answer left and are left out"
         )
 
     def __len__(self) -> int:
@@ -126,22 +120,6 @@ class Collate:
             if several:
                 batch["position_ids"][i, at:] = torch.arange(width - at, device="cpu")
         return {**batch, "num_tokens": sum(lengths)}
-
-
-class LengthOrder(GlobalOrder):
-    """Sampler for rows that are sorted by length: the rows of a step are consecutive, and the order of steps is random."""
-
-    def index_of(self, position: int, epoch: int) -> int:
-        size = self.share.global_batch
-        step, inside = divmod(position, size)
-        num_skipped = epoch % (self.num_dropped + 1)  # each epoch leaves out other rows, not always the longest
-        return num_skipped + int(permutation(self.steps_per_epoch, self.seed + epoch)[step]) * size + inside
-
-    def state_dict(self) -> dict[str, int]:
-        return {**super().state_dict(), "global_batch": self.share.global_batch}
-
-    def continues(self, state: dict[str, int]) -> bool:
-        return super().continues(state) and state.get("global_batch") == self.share.global_batch
 
 
 def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple[str, bool]]]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 
-from accordion.errors import CheckpointError, UsageError
-from accordion.models.llama import TRAINED
+from accordion.errors import CheckpointError, UsageError, some_of
 from accordion.models.stored import computing, end_of_turn, ends_of
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
@@ -30,9 +29,9 @@ from accordion.train.own_task import OwnTask, check_data, check_optimizer, check
 from accordion.train.owner import check_free
 from accordion.train.packing import ExampleRows, preview
 from accordion.train.screen import Screen
-from accordion.train.sources import Source, Split, find, first_of
+from accordion.train.sources import SHOWN, Source, Split, find
 from accordion.train.token_tables import SPLITS, TokenFiles, cached_examples, cached_tokens
-from accordion.train.tokens import Say, check_fits, keep_tokenizer
+from accordion.train.tokens import Say, check_fits
 from accordion.train.trackers import check_trackers
 from accordion.units import choose_units
 
@@ -157,8 +156,8 @@ def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen,
 
 
 def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check model and data, and write the tokens to `cache`. Creates the run's folders, and saves the tokenizer in the run
-    folder for `accordion generate`."""
+    """Check model and data, and write the tokens to `cache`. Creates the run's folders, and saves the tokenizer next to
+    the checkpoints for `accordion generate`."""
     source, say, data = find(config.data), screen.note, config.data
     folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
     model_vocab = _vocab_of_model(config)
@@ -173,7 +172,6 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, 
         files = cached_tokens(source, vocabulary, cache, say)
     else:
         files = cached_examples(source, Encoder(tokenizer, data.format), digest, vocabulary.size, cache, say)
-    keep_tokenizer(vocabulary.spec, digest, cache)
     rows = {split: rows_in(files, split, data) for split in SPLITS}
     if isinstance(train := rows["train"], ExampleRows):  # before the check, which may refuse them
         screen.examples(preview(train.examples, tokenizer, data.seq_len))
@@ -181,7 +179,7 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, 
     _report_data(rows, files, source, say)
     _make(folders)
     if place.rank == 0:
-        tokenizer.save_pretrained(folders["run.dir"])
+        tokenizer.save_pretrained(folders["checkpoint.dir"])
     end = end_of_turn(tokenizer) if data.format == "chat" else vocabulary.end_id
     if end is None:
         say("the chat template ends an answer with no special token; generation will run to the limit of tokens")
@@ -195,10 +193,9 @@ def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFile
     if source.unread:
         read, left = [key for key, _ in source.files], [f"{key} ({why})" for key, why in source.unread.items()]
         say(
-            f"data: {len(read):,} of {len(read) + len(left):,} files are read: {first_of(read)}; not read: {first_of(left)}"
+            f"data: {len(read):,} of {len(read) + len(left):,} files are read: {some_of(read, SHOWN)}; not read: "
+            f"{some_of(left, SHOWN)}"
         )
-    if files.unread:
-        say(f"data: fields that are not used, or not by the chat template: {', '.join(files.unread)}")
     what, train = "tokens", rows["train"]
     for split, split_rows in rows.items():
         if isinstance(split_rows, ExampleRows):
@@ -250,12 +247,9 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> None:
 
 def _vocab_of_model(config: Config) -> int:
     """Return the size of the model's vocabulary. Raises `UsageError` if its config.json has none."""
-    if config.model.path is None:
-        return TRAINED[config.model.preset].vocab
-    described = check_folder(config.model.path)
-    vocab = described.get("vocab_size")
-    if not isinstance(vocab, int):
-        vocab = getattr(configuration(config.model, config.data), "vocab_size", None)
+    if config.model.path is not None:
+        check_folder(config.model.path)
+    vocab = getattr(configuration(config.model, config.data), "vocab_size", None)
     if not isinstance(vocab, int) or vocab < 1:
         raise UsageError(f"model.path {config.model.path!r} is no language model: its config.json has no vocab_size.")
     return vocab

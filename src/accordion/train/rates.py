@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -25,7 +24,6 @@ class LearningRates:
         self, optimizer: Optimizer, prescribed: Callable[[int, float], float] | None = None, scheduler: Any = None
     ) -> None:
         self._optimizer, self._prescribed, self._scheduler = optimizer, prescribed, scheduler
-        self._first = None if scheduler is None else deepcopy(scheduler.state_dict())
         self._options = [
             {key: deepcopy(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
@@ -48,27 +46,16 @@ class LearningRates:
         """Return name -> object with `state_dict`, for checkpoints; empty without a scheduler."""
         return {} if self._scheduler is None else {"scheduler": self._scheduler}
 
-    def resume(self, num_steps: int, *, changed: bool) -> None:
-        """Give an optimizer that was loaded from a checkpoint the options of this run, such as weight decay.
-
-        With a scheduler, which was loaded too, do nothing unless `changed`: keys of the optimizer or scheduler differ from those
-        of the run that saved the checkpoint. In that case, also step the scheduler `num_steps` times from its beginning.
-        """
-        groups = list(zip(self._optimizer.param_groups, self._options, strict=True))
-        if self._scheduler is None:
-            # Options are what a constructor takes. Groups may also have state, for example a count of steps.
-            kinds = [kind for kind in type(self._optimizer).__mro__ if issubclass(kind, Optimizer)]
-            takes = {name for kind in kinds for name in inspect.signature(kind).parameters}
-            for group, options in groups:
-                group.update({key: value for key, value in options.items() if key in takes})
-        elif changed:
-            self._scheduler.load_state_dict(self._first)
-            for group, options in groups:
-                group.update(options)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns if a scheduler is stepped before its optimizer
-                for _ in range(num_steps):
-                    self._scheduler.step()
+    def resume(self) -> None:
+        """Give an optimizer that was loaded from a checkpoint the options of this run, such as weight decay; with a scheduler,
+        which was loaded too, do nothing."""
+        if self._scheduler is not None:
+            return
+        # Options are what a constructor takes. Groups may also have state, for example a count of steps.
+        kinds = [kind for kind in type(self._optimizer).__mro__ if issubclass(kind, Optimizer)]
+        takes = {name for kind in kinds for name in inspect.signature(kind).parameters}
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            group.update({key: value for key, value in options.items() if key in takes})
 
 
 def rates_of(
@@ -88,8 +75,7 @@ def share_at(step: int, options: TrainConfig) -> float:
     """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then `train.schedule`.
 
     x is 0 at the end of the warmup and 1 at the last step, and f is `final_lr`. cosine: f + (1 - f)(1 + cos(pi x)) / 2.
-    linear: 1 - (1 - f) x. step: `decay_factor` to the power of the drops so far. wsd: 1, then linear over the steps of the
-    decay.
+    linear: 1 - (1 - f) x. wsd: 1, then linear over the steps of the decay.
     """
     if step <= options.warmup:
         return step / options.warmup
@@ -100,9 +86,6 @@ def share_at(step: int, options: TrainConfig) -> float:
             return 1.0
         case "linear":
             return 1 - (1 - final) * through
-        case "step":
-            every = options.decay_steps or max(1, left // 3)
-            return float(options.decay_factor ** ((done - 1) // every))
         case "wsd":
             last = min(options.decay_steps or max(1, options.steps // 5), left)
             return 1 - (1 - final) * min(1.0, max(0, step - (options.steps - last)) / last)

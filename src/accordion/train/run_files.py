@@ -11,9 +11,6 @@ import yaml  # type: ignore[import-untyped]
 from accordion.errors import UsageError, nearest
 from accordion.options import Option
 
-# Keys of earlier versions. They are ignored, so that commands and run files that set them go on working.
-IGNORED = frozenset({"run.report"})
-
 
 def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
     """Return `group.key` -> value, converted to the key's type, of a run file. `options`: all keys that exist. Raises
@@ -33,16 +30,11 @@ def flattened(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into (files given by `--config`, all other words), without keys in `IGNORED`. Raises `UsageError` if
-    `--config` has no file."""
+    """Split a command line into (files given by `--config`, all other words). Raises `UsageError` if `--config` has no file."""
     files, flags = [], []
     rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
-        if name.removeprefix("--") in IGNORED:
-            if not equals:
-                next(rest, None)
-            continue
         if name != "--config":
             flags.append(word)
             continue
@@ -54,8 +46,8 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def content_of(file: str) -> dict[str, Any]:
-    """Return the content of a run file: group -> key -> text, or `group.key` -> text, without keys in `IGNORED`. Raises
-    `UsageError` if the file cannot be read, is no YAML or has no keys."""
+    """Return the content of a run file: group -> key -> text, or `group.key` -> text. Raises `UsageError` if the
+    file cannot be read, is no YAML or has no keys."""
     path = Path(file)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -70,11 +62,6 @@ def content_of(file: str) -> dict[str, Any]:
         raise UsageError(f"run file {file!r} is no YAML: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"run file {file!r} holds no keys; `accordion train --print_config` prints a whole one.")
-    for key in IGNORED:
-        group, _, name = key.partition(".")
-        content.pop(key, None)
-        if isinstance(content.get(group), dict):
-            content[group].pop(name, None)
     return content
 
 

@@ -15,9 +15,6 @@ from accordion.train import checkpoints
 from accordion.train.build import Run, of_first
 from accordion.train.config import flat
 
-# Keys that decide the options and rates of an optimizer.
-OF_RATES = ("task.", "optimizer.", "train.lr", "train.weight_decay")
-
 
 class RunSaves:
     """Saves checkpoints of a run, in the background if possible, and resumes from one."""
@@ -65,16 +62,9 @@ class RunSaves:
         with suppress(CheckpointError):
             saver_of(self._run.model).wait()
 
-    @property
-    def same_command(self) -> str:
-        """Text for the command that resumes from the newest checkpoint."""
-        refuses = self._options.resume == "none"
-        return "the same command with --checkpoint.resume auto" if refuses else "the same command"
-
     def resume(self) -> int:
         """Load the checkpoint `prepared.resume` into the objects of the run, and report settings that changed since. Returns the
-        number of steps done; 0 if there is no such checkpoint. Unless `checkpoint.resume` is "auto", checkpoints of later steps
-        are moved aside. Raises `CheckpointError` if the checkpoint cannot be loaded."""
+        number of steps done; 0 if there is no such checkpoint. Raises `CheckpointError` if the checkpoint cannot be loaded."""
         run, path = self._run, self._run.prepared.resume
         if path is None:
             return 0
@@ -85,51 +75,40 @@ class RunSaves:
         try:
             extra = load(path, run.model, run.optimizer, state=state, only=run.prepared.work.only())
         except CheckpointError as error:
-            raise CheckpointError(f"{error} To resume from another, give its path as --checkpoint.resume.") from None
+            raise CheckpointError(f"{error} To resume from the one before it, move it away.") from None
         if run.scaler.is_enabled() and (scale := extra["scaler"]):  # empty if it was not enabled there
             ours = run.scaler.state_dict()
             run.scaler.load_state_dict({**ours, "scale": scale["scale"], "_growth_tracker": scale["_growth_tracker"]})
         run.skips.total = int(extra.get("skipped", 0))
         run.best.load(extra.get("best", run.best.state()))
-        run.best.is_owed = bool(extra.get("owes_validation"))
         done, steps = int(extra["step"]), run.config.train.steps
         run.screen.note(f"resumed from {path}: {done} of {steps} steps are done")
-        self._order_folder(path, done)
+        self._find_best(path, done)
         if not (run.prepared.work.has_data_of(extra) and run.batches.resume(extra["loader"])):
             run.screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts again")
-        self._compare(extra["config"], done)
+        self._compare(extra["config"])
+        run.rates.resume()
         if done == steps:
             run.screen.note(
                 "nothing is left to train; raise train.steps to train on, or take another run.dir to start over"
             )
         return done
 
-    def _order_folder(self, path: Path, done: int) -> None:
-        """Prepare the folder of checkpoints after resuming from `path` at step `done`. Unless `checkpoint.resume` is "auto", move
-        checkpoints of later steps aside. Link the best checkpoint if that was not done, and read its loss."""
+    def _find_best(self, path: Path, done: int) -> None:
+        """Link the best checkpoint if that was not done when the run saved `path` after `done` steps, and read its loss."""
         run = self._run
-        if self._options.resume != "auto" and run.place.rank == 0:
-            # Later starts would take them as the newest. Moved only now, after the chosen one has loaded.
-            aside = checkpoints.set_aside(self.folder, done)
-            if aside is not None:
-                run.screen.note(f"checkpoints of later steps are in {aside} now")
         if path.resolve() == checkpoints.path_of(self.folder, done).resolve():
             self._link_best(done)  # in case the run was killed between save and link
         if run.config.train.keep_best:
             # New validations must be below the best in this folder, even if the run resumes from elsewhere.
             run.best.loss, run.best.step = of_first(run.place, lambda: checkpoints.best_in(self.folder)) or (None, 0)
 
-    def _compare(self, before: Mapping[str, Any], done: int) -> None:
-        """Report the settings that differ from `before`, those of the checkpoint, and resume the learning rates. `done`: number
-        of steps done."""
+    def _compare(self, before: Mapping[str, Any]) -> None:
+        """Report the settings that differ from `before`, those of the checkpoint."""
         current = self._settings()
-        changed = checkpoints.differing(before, current)
+        changed = [f"{key} {before[key]} -> {current[key]}" for key in checkpoints.differing(before, current)]
         if changed:
-            self._run.screen.note(
-                "changed since: " + ", ".join(f"{key} {before[key]} -> {current[key]}" for key in changed)
-            )
-        rates_changed = any(key.startswith(OF_RATES) for key in changed)
-        self._run.rates.resume(done - self._run.skips.total, changed=rates_changed)
+            self._run.screen.note(f"changed since: {', '.join(changed)}")
 
     def _settings(self) -> dict[str, Any]:
         """Return `group.key` -> value of the run, and with them its number of ranks and its global batch."""
@@ -147,7 +126,6 @@ class RunSaves:
             "scaler": run.scaler.state_dict(),
             "skipped": run.skips.total,
             "best": run.best.state(),
-            "owes_validation": run.best.is_owed,
         }
 
     def _state(self) -> dict[str, Any]:

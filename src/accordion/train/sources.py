@@ -7,12 +7,11 @@ import csv
 import hashlib
 import io
 import json
-import lzma
 import os
 import platform
 import sysconfig
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
@@ -20,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Literal
 
-from accordion.errors import UsageError, nearest
+from accordion.errors import UsageError, nearest, some_of
 from accordion.files import NOT_REGULAR
 from accordion.models.language import brief
 from accordion.train.config import DataConfig
@@ -35,17 +34,17 @@ PIECE_CHARS = 1 << 20  # longer text files are read in pieces of about this size
 HEAD_BYTES = 1 << 16  # read from a file in a folder, to see if it is text
 # Tests are repetitive, and encodings are generated tables.
 NOT_STDLIB_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings"}
+SHOWN = 20  # files that a message names
 TAKES = "JSON, JSONL, CSV, parquet, Arrow, a folder of such files, or a saved datasets folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRow:
-    """A row of data. `where`: file and line or row, for messages. `left`: names of fields of the row that are not read."""
+    """A row of data. `where`: file and line or row, for messages."""
 
     where: str
     values: dict[str, Any]
     split: Split
-    left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +60,20 @@ class Fields:
         return (*self.needed, *self.optional)
 
     def row(self, where: str, values: Mapping[str, Any], split: Split, what: str = "field") -> DataRow:
-        """Return a row with those fields of `values` (name -> value) that are in `names`. The names of all other fields go into
-        its `left`. Raises `UsageError` if a needed field is missing. `what`: the word for a field in this error."""
+        """Return a row with those fields of `values` (name -> value) that are in `names`. Raises `UsageError` if a needed field
+        is missing. `what`: the word for a field in this error."""
         for name in self.needed:
             if name not in values:
                 near = nearest(name, list(values)[:20]) if values else "it is empty."
                 raise UsageError(f"{where} has no {what} {name!r}{self.key and f' ({self.key})'}; {near}")
         read = {name: values[name] for name in self.names if name in values}
-        return DataRow(where=where, values=read, split=split, left=tuple(name for name in values if name not in read))
+        return DataRow(where=where, values=read, split=split)
 
 
 FIELDS = {"chat": Fields(("messages",), ("tools",)), "prompt": Fields(("prompt", "completion"))}
 
 
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".bz2", ".zst")
 
 
 def split_by_key(key: str) -> Split:
@@ -92,8 +91,6 @@ def opened(path: Path) -> IO[bytes]:
     """Open a file for reading, decompressed according to its suffix."""
     if path.suffix.lower() not in COMPRESSED:
         return path.open("rb")
-    if path.suffix.lower() == ".xz":
-        return lzma.open(path)
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(str(path)))
@@ -152,12 +149,11 @@ def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
         if twice is not None:
             raise UsageError(f"{what} has two columns named {twice!r}; rename one of them.")
         fields.row(what, dict.fromkeys(names), "train", "column")
-        left = dict.fromkeys(name for name in names if name not in fields.names)
         for table in tables:
             for values in table.to_pylist():
                 number += 1
                 where = f"{str(path)!r} row {number}"
-                yield fields.row(where, {**values, **left}, split_by_key(f"{key}:{number}"), "column")
+                yield fields.row(where, values, split_by_key(f"{key}:{number}"), "column")
     except UsageError:
         raise
     except Exception as error:  # of datasets, pyarrow and pandas
@@ -206,12 +202,12 @@ def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
     for name, part in parts.items():
         if held_out is not None and name not in ("train", held_out):
             continue
-        left = [column for column in part.column_names if column not in fields.names]
-        for number, values in enumerate(part.remove_columns(left)):
+        fields.row(f"data.path {str(path)!r} {name}".rstrip(), dict.fromkeys(part.column_names), "train", "column")
+        for number, values in enumerate(part.select_columns([c for c in part.column_names if c in fields.names])):
             split: Split = "train" if name == "train" else "validation"
             yield fields.row(
                 f"{str(path)!r} {name} row {number}".replace("  ", " "),
-                {**values, **dict.fromkeys(left)},
+                values,
                 split_by_key(f"{key}/{name}:{number}") if held_out is None else split,
                 "column",
             )
@@ -284,7 +280,7 @@ def _named(path: Path) -> Iterator[None]:
     """Context manager that turns errors in reading `path` into a `UsageError` that names it."""
     try:
         yield
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"data file {str(path)!r} cannot be read: {reason}.") from None
     except UnicodeDecodeError as error:
@@ -336,7 +332,7 @@ def find(config: DataConfig) -> Source:
         files = {key: p for key, p in files.items() if key not in unread}
         left = [f"{key} ({reason})" for key, reason in unread.items()]
         if not files:
-            raise UsageError(f"data.path {config.path!r} has no file that can be read: {first_of(left)}.")
+            raise UsageError(f"data.path {config.path!r} has no file that can be read: {some_of(left, SHOWN)}.")
     else:
         files = {path.name: path}
         if config.format != "text" and not _has_rows(path):
@@ -344,11 +340,6 @@ def find(config: DataConfig) -> Source:
         if not path.is_dir() and (reason := _reason(path, path.name, config, fields)) is not None:
             raise UsageError(f"data file {config.path!r} {reason}.")
     return _source(path.resolve().name.split(".")[0] or "data", config.path, files, fields, unread)
-
-
-def first_of(words: Sequence[str], most: int = 20) -> str:
-    """Return text: the first `most` of `words` with commas between them, and the number of the others, if any."""
-    return ", ".join(words[:most]) + (f", and {len(words) - most:,} more" if len(words) > most else "")
 
 
 def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | None:

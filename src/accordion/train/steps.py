@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -52,18 +52,6 @@ class Steps:
         self._run, self._saves, self._record = run, saves, record
         self._unread: Taken | None = None
         self._recorded_s = 0.0
-
-    def __enter__(self) -> Steps:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """After an error, record the last finished step if its metrics can be read without waiting."""
-        taken = self._unread
-        with suppress(RuntimeError):  # of a failed device, whose own error is reported
-            if taken is not None and taken.figures.is_ready():
-                metrics = self._metrics(taken)
-                if not metrics.skipped:
-                    self._record(metrics)
 
     def take(self, step: int) -> None:
         """Run step number `step`: forward and backward of each micro-batch, and an optimizer step unless loss or gradients are

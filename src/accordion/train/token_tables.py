@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 64  # rows of a table written at once
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
     """Arrow files with the tokens of the data. `num_train`, `num_validation`: number of tokens if the data is text, of examples
-    otherwise. `digest`: hash of the contents, equal on ranks that read equal data. `unread`: fields that are not used."""
+    otherwise. `digest`: hash of the contents, equal on ranks that read equal data."""
 
     files: tuple[str, ...]
     num_train: int
@@ -38,7 +38,6 @@ class TokenFiles:
     num_documents: int
     digest: str
     tokenizer_digest: str
-    unread: list[str]
 
     def text(self, split: Split) -> ChunkedArray:
         """Return the tokens of a split of text; the files are memory-mapped."""
@@ -175,7 +174,7 @@ def cached_examples(
             raise UsageError(f"{source.label!r} has {what}; give at least two, one to train on and one to validate on.")
 
     columns = {"held_out": "bool", "ids": [kind], "answers": ["bool"], "num_answers": "int32", "documents": "int32"}
-    return _cached(source, rows, columns, cache / "examples", tokenizer_digest, _parts, encoder.unread)
+    return _cached(source, rows, columns, cache / "examples", tokenizer_digest, _parts)
 
 
 def _parts(table: Any) -> dict[Split, Examples]:
@@ -203,11 +202,9 @@ def _cached(
     cache: Path,
     tokenizer_digest: str,
     splits_of: Callable[[Any], Mapping[Split, Any]],
-    unread: Iterable[str] = (),
 ) -> TokenFiles:
     """Return the files in the folder `cache` with the tokens of `source`; if they do not exist, write them from `rows()` first.
-    `columns`: name -> dtype, or [dtype] for lists. `splits_of`: table -> split -> its part, for the sizes. `unread`: fields
-    that are not used; read after `rows()`, which may add some."""
+    `columns`: name -> dtype, or [dtype] for lists. `splits_of`: table -> split -> its part, for the sizes."""
     import datasets
     import pyarrow as pa
     from datasets.exceptions import DatasetGenerationError
@@ -238,7 +235,6 @@ def _cached(
         table = _table(files)
         summary = {f"num_{split}": len(part) for split, part in splits_of(table).items()}
         summary |= {"num_documents": int(table["documents"].to_numpy().sum()), "digest": _digest(table)}
-        summary |= {"unread": sorted(unread)}
         write_whole(path, json.dumps(summary))
     return TokenFiles(files=files, tokenizer_digest=tokenizer_digest, **summary)
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from accordion.errors import UsageError
 from accordion.train.sources import Piece, Source, split_of
 
-FORMAT = 3  # of the cache; increment it when a change of code changes tokens
+FORMAT = 4  # of the cache; increment it when a change of code changes tokens
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARS = 64 << 20  # more text hardly changes the merges
 LONGEST_WORD = 1024  # characters in a run of letters, blanks or signs; longer runs are data, not words
@@ -110,13 +110,6 @@ def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache:
         vocabulary = train_vocabulary(pieces, size)
         write_whole(path, json.dumps(asdict(vocabulary)))
     return vocabulary
-
-
-def keep_tokenizer(spec: str, digest: str, cache: Path) -> None:
-    """Write `spec`, the content of tokenizer.json, into `cache` under `digest`, unless it is there. For `accordion generate`."""
-    path = cache / "tokenizers" / digest / "tokenizer.json"
-    if not path.exists():
-        write_whole(path, spec)
 
 
 def key_of(*parts: str) -> str:
