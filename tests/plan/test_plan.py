@@ -18,7 +18,7 @@ from accordion.plan.extrapolate.family import Family, UnlikeError
 from accordion.plan.hardware import GPUS, LAUNCH_S, MARGIN, OUTSIDE_BYTES, REACHED, Cluster, gpu_named
 from accordion.plan.replay.allocator import Allocator, reserved_bytes
 from accordion.plan.replay.cost import costs_of
-from accordion.plan.replay.peak import curve_of, peak_of
+from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import simulate
 from accordion.plan.result import Plan
@@ -131,7 +131,6 @@ def test_memory_is_broken_down_by_what_it_is_for():
     assert peak.highest["gradients"] >= 4 * params / 4
     assert peak.breakdown["activations"] > 0
     assert sum(peak.breakdown.values()) == peak.num_bytes
-    assert max(sum(live.values()) for _, live in curve_of(log)) == peak.num_bytes
 
 
 def test_more_ranks_cost_no_more_events():
@@ -189,7 +188,7 @@ def test_a_prefetched_gather_is_hidden_and_others_are_exposed():
     waited = simulate(log(*start, Land(1), product), costs)
     assert waited.seconds == pytest.approx(1.5, rel=1e-3)
     assert waited.exposed_s == pytest.approx(0.5, rel=1e-3)
-    assert {s.stream for s in waited.stretches} == {"compute", "gather"}
+    assert list(waited.waits) == ["gather"]
 
 
 def test_no_kernel_starts_before_a_slow_host_has_launched_it():
@@ -274,10 +273,10 @@ def test_a_loss_that_is_no_scalar_is_reported(loss, message):
         planned(nn.Linear(8, 8), loss, torch.randn(4, 8), gpus=2)
 
 
-def test_the_command_writes_json_and_html(tmp_path, capsys):
+def test_the_command_writes_json(tmp_path, capsys):
     config_in(tmp_path, hidden_size=128, intermediate_size=256)
     words = ["plan", "--model", str(tmp_path), "--gpu", "l40s", "--gpus", "2", "--seq", "64", "--micro-batch", "2"]
-    words += ["--checkpoint-activations", "full", "--units", "blocks", "--json", "--html", str(tmp_path / "plan.html")]
+    words += ["--checkpoint-activations", "full", "--units", "blocks", "--json"]
     assert cli.main(words) == 0
     data = json.loads(capsys.readouterr().out)
     keys = ["fits", "peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes", "step_s", "exposed_comm_s"]
@@ -295,11 +294,6 @@ def test_the_command_writes_json_and_html(tmp_path, capsys):
     }  # fmt: skip
     assert data["fewest_gpus"] is None
     assert all(entry["why"] for entry in data["candidates"])
-    page = (tmp_path / "plan.html").read_text()
-    assert page.count('<div id="chart-') == 2
-    assert len(page) < 6e6
-    assert f"peak {data['peak_allocated_bytes'] / 2**30:,.1f} GiB" in page
-    assert 'src="http' not in page
 
 
 def test_the_fewest_gpus_are_reported_only_if_other_numbers_were_tried(small):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-from accordion.errors import UsageError
 from accordion.options import read
 from accordion.pages.page import Page
 from accordion.plan.cli import cache
@@ -29,10 +27,8 @@ def run(words: list[str]) -> int:
 
         show(of_table())
         return 0
-    if o.html is not None:
-        check_place(Path(o.html))
     place = cache.place_of(o)
-    answer = cache.read(place) if o.html is None and not task_words else None
+    answer = cache.read(place) if not task_words else None
     if answer is None:
         from accordion.plan.cli.planned import planned  # imports torch, which a cached plan does not need
 
@@ -49,11 +45,3 @@ def show(page: Page) -> None:
     from accordion.pages import show  # slow to import, and not needed for JSON
 
     show.show(page)
-
-
-def check_place(path: Path) -> None:
-    """Raise `UsageError` if `path` is a folder, or if the folder above it is missing. Called before the search, which is slow."""
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir():
-        problem = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {str(folder)!r}"
-        raise UsageError(f"--html {str(path)!r} {problem}; name a file.")

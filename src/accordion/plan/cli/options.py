@@ -54,7 +54,6 @@ class Options:
             model parked (accordion.park) and not parked
         tokens: tokens of a whole run, to show its hours and GPU-hours, and its price if --gpu has one
         json: print JSON only
-        html: file for an HTML page with charts
     """
 
     model: str = "llama3-8b"
@@ -83,4 +82,3 @@ class Options:
     reserve_gb: float | None = None
     tokens: float | None = None
     json: bool = False
-    html: str | None = None

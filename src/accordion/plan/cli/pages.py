@@ -1,4 +1,4 @@
-"""The tables of a plan, for the screen and the HTML page."""
+"""The tables of a plan, for the screen."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def of_table() -> Page:
         for g in GPUS.values()
     ]  # fmt: skip
     columns = ["GPU", "memory GiB", "bf16 TFLOP/s", "memory GB/s", "link, GB/s", "to the host, GB/s", "source"]
-    return Page(name="gpus", title="GPUs", notes=[], tables=[Table(title="GPUs", columns=columns, rows=rows)])
+    return Page(name="gpus", notes=[], tables=[Table(title="GPUs", columns=columns, rows=rows)])
 
 
 def of_plan(plan: Plan, change: str = "", beside: Mapping[str, int] | None = None) -> Page:
@@ -40,9 +40,7 @@ def of_plan(plan: Plan, change: str = "", beside: Mapping[str, int] | None = Non
     if plan.chosen.memory is not None:
         tables += [*_time(plan), _bytes(plan), _live(plan)]
     tables.append(_candidates(plan))
-    return Page(
-        name="plan", title=f"{plan.task.name} on {plan.cluster.gpu.name}", notes=_notes(plan, change), tables=tables
-    )
+    return Page(name="plan", notes=_notes(plan, change), tables=tables)
 
 
 def _verdict(plan: Plan) -> Table:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ FIXED = ("strategy", "units", "offload", "checkpoint_activations")
 
 
 def planned(o: Options, task_words: list[str]) -> SavedAnswer:
-    """Make the plan that `o` describes, and return its output. Writes its HTML page for `--html`, and prints progress to stderr.
+    """Make the plan that `o` describes, and return its output. Prints progress to stderr.
     `task_words`: arguments of the task. Raises `UsageError` for wrong options, and `TaskError` if the task's code fails."""
     say = partial(print, file=sys.stderr)
     cluster, sharding, search = cluster_in(o), sharding_of(o), search_of(o)
@@ -46,11 +45,6 @@ def planned(o: Options, task_words: list[str]) -> SavedAnswer:
         change = ""
         if not answer.fits and o.task is None:
             change = smallest_change(answer.space, say, answer.found.logs)
-    if o.html is not None:
-        from accordion.plan.cli.html import write
-
-        write(answer, Path(o.html))
-        say(f"written: {o.html}")
     more: dict[str, Any] = {"smallest_change": change} if change else {}
     beside = answer.beside_engine(int(o.reserve_gb * GIB)) if o.reserve_gb is not None else {}
     if beside:

@@ -113,9 +113,9 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
     return MemoryNeed(peak=peak, reserved_bytes=reserved)
 
 
-def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle", *, drawn: bool = False) -> Step:
-    """Return the time of the step in `log` at the assumed `rate`: "low", "middle" or "high". `drawn`: with bars for a chart."""
-    return simulate(log, costs_for(run, cluster, rate), drawn=drawn)
+def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle") -> Step:
+    """Return the time of the step in `log` at the assumed `rate`: "low", "middle" or "high"."""
+    return simulate(log, costs_for(run, cluster, rate))
 
 
 def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
@@ -126,12 +126,10 @@ def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
 # -- accumulation: the traced micro-batches, and more of them like the second one
 
 
-def step_of_choice(
-    log: Log, run: TrainingSetup, choice: Choice, cluster: Cluster, rate: str, *, drawn: bool = False
-) -> Step:
+def step_of_choice(log: Log, run: TrainingSetup, choice: Choice, cluster: Cluster, rate: str) -> Step:
     """Return the time of a step of `choice` with all its micro-batches. `log` has `run.accumulate` of them; each missing one
-    takes as long as the second. `rate`: "low", "middle" or "high". `drawn`: with bars for a chart, of those in `log`."""
-    step = step_of(log, run, cluster, rate, drawn=drawn)
+    takes as long as the second. `rate`: "low", "middle" or "high"."""
+    step = step_of(log, run, cluster, rate)
     between = choice.accumulate - run.accumulate
     if between <= 0:
         return step

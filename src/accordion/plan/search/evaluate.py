@@ -224,9 +224,9 @@ class Evaluator:
         """Return the log of the step of `choice` with its offload, derived from `log`, which has no offloaded states."""
         return offloaded(log, choice.offload, self._space.compute_bytes)
 
-    def _step(self, log: Log, choice: Choice, rate: str, *, drawn: bool = False) -> Step:
+    def _step(self, log: Log, choice: Choice, rate: str) -> Step:
         moved, run = self._offloaded(choice, log), self._space.setup(choice)
-        step = step_of_choice(moved, run, choice, self._cluster, rate, drawn=drawn)
+        step = step_of_choice(moved, run, choice, self._cluster, rate)
         work, num_units = host_work(log, choice, self._space.compute_bytes), len(state_by_unit(log))
         return with_host_work(step, work, choice, num_units, costs_for(run, self._cluster, rate))
 
@@ -235,7 +235,7 @@ class Evaluator:
         if candidate.steps is None:
             return
         log, choice = self.traces.of(candidate.choice), candidate.choice
-        candidate.steps = {rate: self._step(log, choice, rate, drawn=rate == "middle") for rate in REACHED}
+        candidate.steps = {rate: self._step(log, choice, rate) for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """Return the candidate that `fastest` chooses, with figures from its own trace; None if none fits. If its figures are
