@@ -12,6 +12,10 @@ from accordion.plan.result import NOT_KNOWN, UNCALIBRATED, Plan, gib
 from accordion.plan.search.evaluate import Candidate
 
 SHOWN = 24  # number of candidates in the table; JSON has all
+NOTHING_FITS = (
+    "nothing fits: leave out flags that fix a value, so that others are tried; --gpus 8,16,32,64 names the fewest GPUs that fit, "
+    "and host_memory_gib in --gpu gives offload more memory"
+)
 
 
 def of_table() -> Page:
@@ -25,9 +29,8 @@ def of_table() -> Page:
     return Page(name="gpus", notes=[], tables=[Table(title="GPUs", columns=columns, rows=rows)])
 
 
-def of_plan(plan: Plan, change: str = "", beside: Mapping[str, int] | None = None) -> Page:
-    """Return a plan's page. `change`: text on the smallest change of the options that makes a step fit; "" to leave it out.
-    `beside`: `Plan.beside_engine`."""
+def of_plan(plan: Plan, beside: Mapping[str, int] | None = None) -> Page:
+    """Return a plan's page. `beside`: `Plan.beside_engine`."""
     tables = [_verdict(plan)]
     if beside:
         phases = {
@@ -40,7 +43,7 @@ def of_plan(plan: Plan, change: str = "", beside: Mapping[str, int] | None = Non
     if plan.chosen.memory is not None:
         tables += [*_time(plan), _bytes(plan), _live(plan)]
     tables.append(_candidates(plan))
-    return Page(name="plan", notes=_notes(plan, change), tables=tables)
+    return Page(name="plan", notes=_notes(plan), tables=tables)
 
 
 def _verdict(plan: Plan) -> Table:
@@ -167,8 +170,8 @@ def _speed(plan: Plan, c: Candidate) -> float:
     return 0.0 if c.steps is None else c.tokens_per_s(plan.space.tokens)
 
 
-def _notes(plan: Plan, change: str) -> list[str]:
-    notes = [f"nothing fits; the smallest change that fits: {change}"] if change else []
+def _notes(plan: Plan) -> list[str]:
+    notes = [] if plan.fits else [NOTHING_FITS]
     notes += plan.task.remarks
     assumed = plan.assumptions()
     notes += [

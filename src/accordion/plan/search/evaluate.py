@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from accordion.config import Offload
@@ -69,11 +69,11 @@ class Candidate:
 
 
 class Evaluator:
-    """Evaluates choices of a search; stores their traces and bounds. `known`: logs of an earlier search, by traced choice."""
+    """Evaluates choices of a search; stores their traces and bounds."""
 
-    def __init__(self, space: Space, say: Say, known: Mapping[Choice, Log] | None = None) -> None:
+    def __init__(self, space: Space, say: Say) -> None:
         self._space, self._cluster = space, space.cluster
-        self.traces = Traces(space, say, known or {})
+        self.traces = Traces(space, say)
         self._floors: dict[Choice, Floor] = {}
         self._rates: dict[int, float] = {}  # number of GPUs -> tokens/s of the fastest choice that fits
         # The most allocated bytes that can fit.
