@@ -138,7 +138,7 @@ def test_the_process_ends_without_a_garbage_collection():
     asked = (
         "import atexit, gc; "
         "atexit.register(lambda: print(gc.get_freeze_count() > 100_000)); "  # runs after those to come
-        "from accordion.cli import main; main(['plan', '--gpu', 'table'])"
+        "from accordion.cli import main; main(['plan', '--gpu', 'x'])"
     )
     result = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "True"

@@ -13,30 +13,17 @@ PLAIN_WIDTH = 200  # width of tables if the output is no terminal
 
 
 def show(page: Page) -> None:
-    """Print the page's tables and notes. If the screen is too narrow for a table, print each of its rows as a list."""
+    """Print the page's tables and notes. On a narrow screen cells take several lines, and nothing is cut."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     for table in page.tables:
         drawn, words = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD), _words(table)
         for i, column in enumerate(table.columns):
-            drawn.add_column(column, justify="left" if i == 0 or i in words else "right", no_wrap=i == 0)
+            drawn.add_column(column, justify="left" if i == 0 or i in words else "right", overflow="fold")
         for row in table.rows:
             drawn.add_row(*row)
-        # rich breaks cells only between words, and those of the first column not at all.
-        columns = list(zip(table.columns, *table.rows, strict=True))
-        parts = [
-            [part for cell in column for part in (cell.split() if i else [cell])] for i, column in enumerate(columns)
-        ]
-        if sum(max(map(len, column), default=0) + 3 for column in parts) < console.width:
-            console.print(drawn)
-            continue
-        console.print(table.title, style="italic", markup=False)
-        for name, *cells in table.rows:
-            console.print(f"  {name}", style="bold", markup=False)
-            for column, cell in zip(table.columns[1:], cells, strict=True):
-                if cell:
-                    console.print(f"    {column}: {cell}", markup=False)
+        console.print(drawn)
     for note in page.notes:
         console.print(note, style="dim", markup=False)
 

@@ -7,7 +7,7 @@ import json
 from accordion.options import read
 from accordion.pages.show import show
 from accordion.plan.cli.options import ABOUT, Options
-from accordion.plan.cli.pages import of_plan, of_table
+from accordion.plan.cli.pages import of_plan
 from accordion.plan.cli.planned import planned
 from accordion.plan.hardware import GIB
 from accordion.tasks.loaded import split_task
@@ -22,9 +22,6 @@ def run(words: list[str]) -> int:
         task_words, words = split_task(words)
     o = read(Options, words, "accordion plan", ABOUT)
     if o is None:
-        return 0
-    if o.gpu == "table":
-        show(of_table())
         return 0
     plan = planned(o, task_words)
     beside = {} if o.reserve_gb is None else plan.beside_engine(int(o.reserve_gb * GIB))
