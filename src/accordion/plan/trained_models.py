@@ -85,8 +85,8 @@ def _check_config(config: Any, model: str) -> None:
         )
     if getattr(config, "quantization_config", None):
         raise UsageError(
-            f"model {model!r} has quantized weights (quantization_config), whose training cannot be planned; remove that entry, and "
-            "take --lora 16 --quantize nf4 for frozen weights in four bits."
+            f"model {model!r} has quantized weights (quantization_config), whose training cannot be planned; remove that entry. "
+            "Frozen weights in four bits are --lora 16 --quantize nf4."
         )
 
 

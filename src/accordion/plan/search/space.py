@@ -81,9 +81,9 @@ class Space:
         search = self.search
         raise UsageError(
             f"there is no configuration to try: strategies {', '.join(s.name for s in search.strategies)}, replicas "
-            f"{search.replicas or 'by node'}, --global-batch {search.global_batch}, {self.cluster.num_gpus} GPUs. Hybrid strategies "
-            "need several nodes, or replicas that are more than one, fewer than the GPUs, and divide them; GPUs x micro-batch "
-            "must divide a global batch."
+            f"{search.replicas or 'by node'}, --global-batch {search.global_batch}, {self.cluster.num_gpus} GPUs. Hybrid "
+            "strategies need several nodes, or replicas that are more than one, fewer than the GPUs, and divide them; GPUs x "
+            "micro-batch must divide a global batch."
         )
 
     def _choices(self) -> Iterator[Choice]:
