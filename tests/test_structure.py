@@ -318,7 +318,7 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
     "_torch": 1030,
-    "bench": 1240,
+    "bench": 1210,
     "checkpoint": 4500,
     "compat": 3650,
     "doctor": 610,
@@ -328,8 +328,8 @@ BUDGETS = {
     "integrations": 1370,
     "models": 540,
     "offload": 3150,
-    "pages": 340,
-    "plan": 6500,
+    "pages": 250,
+    "plan": 5980,
     "safety": 3510,
     "shard": 1680,
     "tasks": 530,
