@@ -103,7 +103,7 @@ def _digits(value: float) -> str:
 
 
 def _gib(num_bytes: int) -> str:
-    return _digits(num_bytes / GIB)
+    return gib(num_bytes) if num_bytes >= 10 * GIB else f"{num_bytes / GIB:.3f}"
 
 
 def _bytes(plan: Plan) -> Table:
