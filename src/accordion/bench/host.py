@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +96,7 @@ def summary(turns: dict[str, list[list[float]]]) -> dict[str, HostTime]:
     return times
 
 
-def ratio_of(times: dict[str, HostTime], ours: str, theirs: str) -> Spread:
+def ratio_of(times: Mapping[str, HostTime], ours: str, theirs: str) -> Spread:
     """Return the spread over rounds of (host time that `ours` adds to "plain") / (host time that `theirs` adds)."""
     pairs = zip(times[ours].by_round, times[theirs].by_round, strict=True)
     return extremes([a / b for a, b in pairs])
