@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,11 +10,10 @@ import torch
 
 import accordion as acc
 from accordion import cli
-from accordion.plan.cli.options import Options
-from accordion.plan.cli.planned import sharding_of, workload_of
 from accordion.plan.events import Alloc
 from accordion.plan.hardware import GPUS
 from accordion.plan.losses import LOSSES
+from accordion.plan.replay.peak import peak_of
 from accordion.plan.result import Plan
 from accordion.plan.trained_models import Kernels
 from tests.plan import builders
@@ -138,13 +138,64 @@ def test_the_parts_of_the_time_sum_up_to_the_step(folder, plain):
     assert step.by_kind["products"] == pytest.approx(4 * plain.chosen.steps["middle"].by_kind["products"], rel=1e-3)
 
 
+def test_tokens_and_a_price_give_the_cost_of_a_run(folder, plain):
+    plan = planned(folder, tokens=1e9, price=2.5)
+    cost = plan.run_cost
+    hours, gpu_hours = cost["hours"], cost["gpu_hours"]
+    slow = plan.chosen.tokens_per_s(SEQ, "low")
+    assert hours[1] == pytest.approx(1e9 / (2 * slow) / 3600)
+    assert gpu_hours[1] == pytest.approx(2 * hours[1])
+    assert cost["dollars"] == pytest.approx([2.5 * h for h in gpu_hours])
+    assert plain.run_cost is None
+
+
 def test_the_command_takes_all_options_of_workload_and_cluster(folder, capsys):
-    options = Options(loss="fused", seq=256, lora="8,targets=q_proj+v_proj", precision="bf16,reduce=bf16")
-    workload, precision = workload_of(options, []), sharding_of(options)["precision"]
-    assert (workload.seq, workload.kernels) == (256, Kernels(loss="fused", lora_rank=8, lora_targets="q_proj,v_proj"))
-    assert precision == acc.Precision(params=torch.bfloat16, reduce=torch.bfloat16)
-    words = f"--loss fused --gpu h100,disk_gbps=2 --seq 256 --lora {options.lora} --precision {options.precision}"
-    assert cli.main(["plan", "--model", str(folder), *ONE_CHOICE_FLAGS.split(), *words.split()]) == 0
+    more = "--loss fused --gpu h100,price=2 --tokens 1e9 --seq 256 --lora 8,targets=q_proj+v_proj --precision bf16,reduce=bf16"
+    words = ["plan", "--model", str(folder), *ONE_CHOICE_FLAGS.split(), *more.split()]
+    assert cli.main([*words, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    inputs = data["inputs"]
+    assert (inputs["seq"], inputs["loss"], inputs["lora_rank"]) == (256, "fused", 8)
+    assert (inputs["precision"]["params"], inputs["precision"]["reduce"]) == ("bfloat16", "bfloat16")
+    assert set(inputs["versions"]) >= {"accordion", "torch", "transformers", "python"}
+    assert data["run"]["dollars"] == pytest.approx([2 * hours for hours in data["run"]["gpu_hours"]])
+    assert cli.main(words) == 0
     shown = capsys.readouterr().out
-    for part in ("loss fused", "reduced in bfloat16", "where the time goes, by kind", "where the bytes go"):
+    for part in ("where the time goes, by kind", "where the bytes go", "dollars"):
         assert part in shown
+
+
+def test_four_bit_weights_are_used_with_adapters_and_other_quantization_is_refused(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    for quantized, message in (
+        ({"quant_method": "fp8"}, "quantized by fp8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "--lora 16"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
+        with pytest.raises(acc.UsageError, match=message):
+            planned(tmp_path)
+    stored, asked = (
+        planned(f, kernels=Kernels(lora_rank=8, quantize=b)) for f, b in ((tmp_path, None), (folder, "fp4"))
+    )
+    assert peak(stored) == peak(asked)
+    assert peak_of(stored.log).num_bytes == peak(stored)
+    assert stored.workload.kernels.lora_rank == 8
+
+
+def test_micro_batches_that_do_not_reduce_send_gradients_once(folder):
+    options = {"accumulate": 5, "gpus": 16}
+    each, once = (planned(folder, no_sync=alone, **options) for alone in (False, True))
+    assert reduced(each) == 2 * reduced(once)  # two micro-batches are traced, and of these three the last alone reduces
+    steps = [plan.chosen.steps["middle"] for plan in (each, once)]
+    assert steps[0].by_kind["scatter_sum"] == pytest.approx(5 * steps[1].by_kind["scatter_sum"], rel=1e-6)
+    full, each_rank = 4 * once.num_params, 4 * once.num_params / 16
+    more = once.chosen.memory.peak.highest["gradients"] - each.chosen.memory.peak.highest["gradients"]
+    assert 0.4 * (full - each_rank) < more < 1.1 * full  # unreduced, in the dtype of the computation or wider
+    assert "without reducing" in str(once.chosen.choice)
+    assert once.as_dict()["config"]["no_sync"]
+    for wrong, message in (
+        ({"accumulate": 1}, "give accumulate, 2 or more"),
+        ({"offload": "params=host,optimizer=host"}, "leave offload 'params=host,optimizer=host' out"),
+    ):
+        with pytest.raises(acc.UsageError, match=message):
+            planned(folder, no_sync=True, **{**options, **wrong})

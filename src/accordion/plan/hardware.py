@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,7 @@ class Cluster:
         network_gbps: GB/s that one GPU sends to other machines.
         host_memory_gib: memory of one machine. None: that of a usual machine with such GPUs.
         disk_gbps: GB/s of the disk of one machine.
+        price: dollars per hour of one GPU.
     """
 
     gpu: Gpu = field(default_factory=lambda: GPUS["h100"])
@@ -227,6 +229,7 @@ class Cluster:
     network_gbps: float = NETWORK_GBPS
     host_memory_gib: float | None = None
     disk_gbps: float = DISK_GBPS
+    price: float | None = None
 
     def __post_init__(self) -> None:
         gpu: Any = self.gpu
@@ -239,9 +242,10 @@ class Cluster:
         for name, value in [*(("gpus", n) for n in counts), ("node", self.node)]:
             if not 1 <= value <= LARGEST_GPUS:
                 raise UsageError(f"{name} is {value:,}; it takes 1 to {LARGEST_GPUS:,}.")
-        for name in CLUSTER_WORDS:
+        rates = {"network_gbps": 1e6, "host_memory_gib": 1e6, "disk_gbps": 1e6, "price": 1e18}
+        for name, most in rates.items():
             value = getattr(self, name)
-            check_rate(name, 1 if value is None else value)
+            check_rate(name, 1 if value is None else value, most)
 
     @property
     def num_gpus(self) -> int:
@@ -275,25 +279,27 @@ def gpu_named(name: str, **rates: float) -> Gpu:
     """
     for key, value in rates.items():
         check_rate(key, value)
-    key = ALIASES.get(name.lower(), name.lower())
+    key = name.lower().replace("_", "-").replace(" ", "").removesuffix("gb").replace("rtx-", "rtx")
+    key = ALIASES.get(key, key)
     if key in GPUS:
         card = GPUS[key]
     elif len(rates) == 4:
         card = Gpu(name=name, fp32_tflops=rates["tflops"] / 16, link="as given", source="as given", **rates)  # type: ignore[arg-type]
     else:
+        near = get_close_matches(key, GPUS, n=3, cutoff=0.3) or list(GPUS)
         raise UsageError(
-            f"GPU {name!r} is not in the table; {nearest(key, list(GPUS))} Or describe it: --gpu mine,memory_gib=80,tflops=900,"
-            "bandwidth_gbps=3000,link_gbps=400."
+            f"GPU {name!r} is not in the table; the nearest are {', '.join(near)} (all: {', '.join(GPUS)}). Or describe it: "
+            "--gpu mine,memory_gib=80,tflops=900,bandwidth_gbps=3000,link_gbps=400."
         )
     return replace(card, **rates)  # type: ignore[arg-type]
 
 
 CARD_WORDS = ("memory_gib", "tflops", "bandwidth_gbps", "link_gbps")
-CLUSTER_WORDS = ("network_gbps", "host_memory_gib", "disk_gbps")
+CLUSTER_WORDS = ("network_gbps", "host_memory_gib", "disk_gbps", "price")
 
 
 def cluster_of(text: str, **more: Any) -> Cluster:
-    """Return the cluster that `text` describes, such as `h100,memory_gib=94,network_gbps=25`. `more`: other fields of `Cluster`.
+    """Return the cluster that `text` describes, such as `h100,memory_gib=94,price=2.5`. `more`: other fields of `Cluster`.
     Raises `UsageError` if `text` cannot be parsed, names an unknown GPU, or has a value out of range."""
     name, *words = (word.strip() for word in text.split(","))
     values: dict[str, float] = {}
@@ -310,7 +316,7 @@ def cluster_of(text: str, **more: Any) -> Cluster:
     return Cluster(gpu=gpu, **{key: value for key, value in values.items() if key in CLUSTER_WORDS}, **more)  # type: ignore[arg-type]
 
 
-def check_rate(name: str, value: float) -> None:
-    """Raise `UsageError` that names `name` unless `value` is between 0 and a million, both excluded."""
-    if not 0 < value < 1e6:
+def check_rate(name: str, value: float, most: float = 1e6) -> None:
+    """Raise `UsageError` that names `name` unless `value` is between 0 and `most`, both excluded."""
+    if not 0 < value < most:
         raise UsageError(f"{name} is {value:g}; it takes a positive number.")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from accordion.plan.search.space import Space
 from accordion.plan.workload import Trained, Workload
 from accordion.sharding import PRINTERS, Sharding
 from accordion.units import AUTO
+from accordion.version import VERSION
 
 FIELDS = [
     f.name for f in fields(Sharding) if f.name not in ("precision", "prefetch", "meshes", "state_block", "reduce_op")
@@ -118,8 +122,10 @@ class Plan:
                 "source": self.cluster.gpu.source,
                 "ranks_in_a_node": self.cluster.node,
             },
+            "inputs": self.inputs(),
             "verdict": self.verdict,
             "time": self._time(chosen),
+            "run": self.run_cost,
             "peak": None if chosen.memory is None else {k: getattr(chosen.memory.peak, k) for k in PLACE},
             "ranges": self._ranges(chosen),
             "assumed": self.assumptions(),
@@ -138,6 +144,28 @@ class Plan:
             [*parts, f"{num_nodes} node{'s' if num_nodes > 1 else ''} of {node} GPU{'s' if node > 1 else ''}"]
         )
 
+    def inputs(self) -> dict[str, Any]:
+        """Return the inputs of the plan as plain data: model, hardware, options and versions of packages."""
+        space, cluster, kernels = self.space, self.cluster, self.workload.kernels
+        return {
+            "model": self.task.name,
+            "gpu": cluster.gpu.name,
+            **({"seq": self.seq} if self.seq else {}),
+            "gpus": list(cluster.gpus),
+            "ranks_in_a_node": cluster.node,
+            "network_gbps": cluster.network_gbps,
+            "host_memory_gib": cluster.host_bytes / GIB,
+            "disk_gbps": cluster.disk_gbps,
+            "optimizer": space.optimizer,
+            "engine": space.engine,
+            "loss": kernels.loss,
+            "attention": kernels.attention,
+            "lora_rank": kernels.lora_rank,
+            "quantize": kernels.quantize,
+            "precision": {key: _name_of(getattr(space.precision, key)) for key in ("params", "reduce", "master")},
+            "versions": versions(),
+        }
+
     def _time(self, c: Candidate) -> dict[str, Any] | None:
         if c.steps is None or self.log is None:
             return None
@@ -153,6 +181,18 @@ class Plan:
             return {}
         between = int(memory.peak.held_bytes * MARGIN) + OUTSIDE_BYTES
         return {"parked": left - OUTSIDE_BYTES, "not_parked": left - between, "in_a_step": left - memory.needed_bytes}
+
+    @property
+    def run_cost(self) -> dict[str, tuple[float, ...]] | None:
+        """Cost of a run over the workload's `tokens`: "hours", "gpu_hours" and, if the cluster has a price, "dollars", each ->
+        (lowest, highest). None if `tokens` is not set, or if the chosen configuration has no times."""
+        c, tokens, price = self.chosen, self.workload.tokens, self.cluster.price
+        if tokens is None or c.steps is None:
+            return None
+        hours = sorted(tokens / c.tokens_per_s(self.space.tokens, rate) / 3600 for rate in c.steps)  # of one GPU
+        low_high = hours[0], hours[-1]
+        cost = {"hours": tuple(h / c.choice.gpus for h in low_high), "gpu_hours": low_high}
+        return cost if price is None else {**cost, "dollars": tuple(price * h for h in low_high)}
 
     def _entry(self, c: Candidate) -> dict[str, Any]:
         memory, steps = c.memory, c.steps
@@ -227,6 +267,16 @@ class Plan:
             "remarks": list(self.task.remarks),
             "not_known": NOT_KNOWN,
         }
+
+
+def _name_of(dtype: object) -> str:
+    return "as the model's" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def versions() -> dict[str, str]:
+    """Return name -> version of the packages that a plan depends on, and of Python."""
+    names = {"accordion": VERSION, "torch": torch.__version__, "python": platform.python_version()}
+    return {**names, "transformers": version("transformers")} if find_spec("transformers") is not None else names
 
 
 def gib(num_bytes: float) -> str:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from accordion import _torch
 from accordion.errors import UsageError, nearest
-from accordion.plan.hardware import LARGEST
+from accordion.plan.hardware import LARGEST, check_rate
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Subject
 from accordion.plan.trace.trace import ENGINES
@@ -45,6 +45,7 @@ class Workload:
         kernels: loss, attention and adapters, if `model` is a name.
         optimizer: adamw, adamw_foreach, sgd, adamw_bf16, adamw_8bit or adamw_4bit.
         engine: "accordion", or "fsdp2" for PyTorch's own `fully_shard`.
+        tokens: tokens of a whole run, to compute its hours and price.
     """
 
     model: str | nn.Module
@@ -55,6 +56,7 @@ class Workload:
     kernels: Kernels = field(default_factory=Kernels)
     optimizer: str = "adamw"
     engine: str = "accordion"
+    tokens: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) and self.loss is None:
@@ -66,6 +68,7 @@ class Workload:
             raise UsageError(f"seq is {self.seq}; it takes 1 or more{f', up to {LARGEST:,}' if self.seq > 1 else ''}.")
         if self.engine == "fsdp2" and self.kernels.loss == "head_rows":
             raise UsageError("loss 'head_rows' is planned with engine accordion alone; take --loss chunked.")
+        check_rate("tokens", 1 if self.tokens is None else self.tokens, 1e18)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ class Options:
             a batch has --micro-batch samples (default 8)
         gpu: name of a GPU. NAME=VALUE after commas correct it: memory_gib, tflops (dense bf16),
             bandwidth_gbps and link_gbps (in a node) of the GPU; network_gbps of one GPU to other nodes; host_memory_gib
-            and disk_gbps of a node. Example: h100,host_memory_gib=512,network_gbps=25
+            and disk_gbps of a node; price in dollars per GPU-hour. Example: h100,host_memory_gib=512,price=2.5
         gpus: total number of GPUs, eight per node; 2x4 is two nodes of four; 8,16,32 also tries the smaller numbers
         seq: tokens per sequence
         micro_batch: sequences of one rank in one forward; searched if left out
@@ -52,6 +52,7 @@ class Options:
         expert_parallel: number of neighbouring ranks that share the experts of a mixture; each expert gets equally many tokens
         reserve_gb: GiB of each GPU for an inference engine that generates between steps; shows what it leaves free with the
             model parked (accordion.park) and not parked
+        tokens: tokens of a whole run, to show its hours and GPU-hours, and its price if --gpu has one
         json: print JSON only
     """
 
@@ -79,4 +80,5 @@ class Options:
     replicas: int | None = None
     expert_parallel: int = 1
     reserve_gb: float | None = None
+    tokens: float | None = None
     json: bool = False

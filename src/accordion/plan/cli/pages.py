@@ -49,6 +49,10 @@ def _verdict(plan: Plan) -> Table:
             [f"{plan.task.counted}/s per GPU", _range(list(rates.values()), "")],
             ["MFU", _range([plan.mfu(c, name) * 100 for name in c.steps], "%")],
         ]
+    cost = plan.run_cost
+    if cost is not None:
+        name = f"{plan.workload.tokens:,.0f} {plan.task.counted} take"
+        rows.append([name, ", ".join(_range(values, key.replace("gpu_", "GPU-")) for key, values in cost.items())])
     if c.host_bytes:
         rows.append(["host memory of a machine", f"{gib(c.host_bytes)} of {gib(plan.cluster.host_bytes)} GiB"])
     if c.disk_bytes:

@@ -69,6 +69,7 @@ def workload_of(o: Options, task_words: list[str]) -> Workload:
         kernels=kernels,
         optimizer=o.optimizer,
         engine=o.engine,
+        tokens=o.tokens,
     )
 
 
