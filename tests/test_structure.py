@@ -329,7 +329,7 @@ BUDGETS = {
     "models": 540,
     "offload": 3150,
     "pages": 250,
-    "plan": 5980,
+    "plan": 6120,
     "safety": 3510,
     "shard": 1680,
     "tasks": 530,

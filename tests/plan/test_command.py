@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -14,10 +15,12 @@ from torch import nn
 
 from accordion import cli
 from accordion.pages.show import show
+from accordion.plan.cli import cache
 from accordion.plan.cli.command import Options
 from accordion.plan.cli.pages import of_plan
 from accordion.plan.hardware import GPUS, gpu_named
-from tests.plan.builders import ONE_CHOICE, planned, total
+from accordion.plan.result import Plan
+from tests.plan.builders import ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, planned, total
 
 
 @pytest.mark.parametrize(
@@ -156,6 +159,41 @@ def test_a_gpu_is_found_by_its_common_names(written, name):
 
 def test_the_process_ends_without_a_garbage_collection(lines):
     assert lines[-1] == "True"
+
+
+def test_a_cached_plan_is_read_and_a_broken_file_is_not(capsys, monkeypatch, tmp_path):
+    """Equal output without a trace, until an option, the configuration or a version changes. Only one plan is really made."""
+    module = import_module("accordion.plan.cli.command")
+    plain, answers = module.planned, list[Plan]()
+
+    def once(o: Options, own: list[str]) -> Plan:
+        answers.append(answers[0] if answers else plain(o, own))
+        return answers[-1]
+
+    monkeypatch.setattr(module, "planned", once)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config_in(tmp_path)
+
+    def printed(*more: str) -> tuple[object, bool]:
+        """Return (the printed data, True if the command made a plan for it)."""
+        before = len(answers)
+        assert (
+            cli.main(["plan", "--model", str(tmp_path), "--json", *ONE_CHOICE_FLAGS.split(), "--seq", "64", *more]) == 0
+        )
+        return json.loads(capsys.readouterr().out), len(answers) > before
+
+    first, is_planned = printed()
+    assert is_planned
+    assert printed() == (first, False)
+    assert printed("--seq", "32")[1]
+    for text in ("{", "[]", "[1, 2]", "{}"):
+        for file in (tmp_path / "cache" / "accordion" / "plans").iterdir():
+            file.write_text(text)
+        assert printed() == (first, True)
+    config_in(tmp_path, vocab_size=1024)
+    assert printed()[1]
+    monkeypatch.setattr(cache, "version", lambda name: "9.9")
+    assert printed()[1]
 
 
 # -- the screen

@@ -1,1 +1,1 @@
-"""The command line of `accordion plan`: options and screen."""
+"""The command line of `accordion plan`: options, cache and screen."""

@@ -6,6 +6,7 @@ import json
 
 from accordion.options import read
 from accordion.pages.show import show
+from accordion.plan.cli import cache
 from accordion.plan.cli.options import ABOUT, Options
 from accordion.plan.cli.pages import of_plan
 from accordion.plan.cli.planned import planned
@@ -16,17 +17,24 @@ NOT_FOUND = 1  # exit code if nothing fits
 
 
 def run(words: list[str]) -> int:
-    """Run `accordion plan` with the arguments `words` and print the plan. Returns the exit code: 0, or 1 if nothing fits."""
+    """Run `accordion plan` with the arguments `words` and print the plan, which is read from the cache if it is there. Returns
+    the exit code: 0, or 1 if nothing fits."""
     task_words: list[str] = []
     if any(word.startswith("--task") for word in words):
         task_words, words = split_task(words)
     o = read(Options, words, "accordion plan", ABOUT)
     if o is None:
         return 0
-    plan = planned(o, task_words)
-    beside = {} if o.reserve_gb is None else plan.beside_engine(int(o.reserve_gb * GIB))
+    place = cache.place_of(o)
+    answer = cache.read(place)
+    if answer is None:
+        plan = planned(o, task_words)
+        beside = {} if o.reserve_gb is None else plan.beside_engine(int(o.reserve_gb * GIB))
+        data = {**plan.as_dict(), **({"free_bytes_beside_engine": beside} if beside else {})}
+        answer = cache.SavedAnswer(fits=plan.fits, data=data, page=of_plan(plan, beside))
+        cache.write(place, answer)
     if o.json:
-        print(json.dumps({**plan.as_dict(), **({"free_bytes_beside_engine": beside} if beside else {})}, indent=1))
+        print(json.dumps(answer.data, indent=1))
     else:
-        show(of_plan(plan, beside))
-    return 0 if plan.fits else NOT_FOUND
+        show(answer.page)
+    return 0 if answer.fits else NOT_FOUND

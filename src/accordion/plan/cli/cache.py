@@ -1,0 +1,82 @@
+"""Cache of plans of named models, in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from accordion.files import read_text
+from accordion.models.llama import PUBLISHED
+from accordion.pages.page import Page, Table
+from accordion.plan.cli.options import Options
+from accordion.version import VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedAnswer:
+    """The output of `accordion plan`: `data` for JSON, `page` for the screen. `fits`: False if no configuration fits."""
+
+    fits: bool
+    data: dict[str, Any]
+    page: Page
+
+
+def cache_folder() -> Path:
+    """Return the folder of this user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accordion"
+
+
+def place_of(o: Options) -> Path | None:
+    """Return the path of the cache file for the options `o`. None if they plan a task, or if `o.model` is neither a preset, nor a
+    JSON file, nor a folder with a config.json."""
+    folder = Path(o.model)
+    config = _text(folder / "config.json" if folder.is_dir() else folder)
+    if o.task is not None or (o.model not in PUBLISHED and not config.lstrip().startswith("{")):
+        return None
+    package = Path(__file__).parents[2]
+    asked = (
+        replace(o, json=False),
+        config,
+        {name: version(name) for name in ("torch", "transformers") if find_spec(name) is not None},
+        VERSION,
+        sorted((str(p), p.stat().st_mtime_ns) for p in package.rglob("*.py")),
+    )
+    return cache_folder() / "plans" / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.json"
+
+
+def _text(file: Path) -> str:
+    """Return the content of a file; empty if it cannot be read."""
+    try:
+        return read_text(file)
+    except (OSError, ValueError):
+        return ""
+
+
+def read(place: Path | None) -> SavedAnswer | None:
+    """Return the answer in the file `place`; None if `place` is None, or if the file is missing or broken."""
+    if place is None:
+        return None
+    try:
+        saved = json.loads(read_text(place))
+        tables = [Table(**table) for table in saved["page"].pop("tables")]
+        return SavedAnswer(fits=saved["fits"], data=saved["data"], page=Page(**saved["page"], tables=tables))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def write(place: Path | None, answer: SavedAnswer) -> None:
+    """Write an answer to the file `place` atomically; do nothing if `place` is None or cannot be written."""
+    if place is None:
+        return
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(asdict(answer)), encoding="utf-8")
+        part.replace(place)
