@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Almost nothing of these folders is imported; what is imported is compiled then.
-UNCOMPILED := /(tests|models|moto|plotly|_inductor|pip|setuptools|mypy|mypyc)/
+UNCOMPILED := /(tests|models|moto|_inductor|pip|setuptools|mypy|mypyc)/
 # All tests of a file run in one worker, since they share fixtures. Each worker has its own four ranks.
 WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed

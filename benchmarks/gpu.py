@@ -36,7 +36,7 @@ from accordion.engine.reduce import sum_rows
 from accordion.errors import UsageError
 from accordion.models.llama import PUBLISHED, TRAINED, LlamaShape
 from accordion.options import read
-from accordion.pages.machine import describe, known_peak_flops
+from accordion.pages.machine import describe
 from accordion.pages.page import FOLDER, Page, Table, as_text, check_folder, plain_data, spread, write
 from accordion.pages.stats import compare_losses, extremes, flat, quartiles, ratio
 from accordion.plan.hardware import GPUS
@@ -333,6 +333,12 @@ def turns_of(cases: Mapping[str, Case], device: str, sizes: Sizes) -> dict[str, 
     return results
 
 
+def card_of(device: str) -> str:
+    """Return the planner's name of the device; empty for a GPU that it does not know."""
+    name = describe(device)["device"].lower().replace(" ", "")
+    return next((gpu for gpu in GPUS if gpu.partition("-")[0] in name), "")
+
+
 def over_plain(results: Mapping[str, Any], name: str) -> str:
     """Return the ratio of a contender's step to plain's with the same suffix; empty if plain failed."""
     base = results["plain" + name.removeprefix(name.split()[0])]
@@ -347,7 +353,8 @@ def one_rank(sizes: Sizes, device: str) -> Figures:
     """(a) Measure step time, MFU and memory of one rank. Masters take twice the memory, so their model has half the layers."""
     case, data = sizes.one_rank, {}
     halved = replace(case.preset, layers=max(1, case.preset.layers // 2))
-    peak = known_peak_flops(describe(device)["device"], bf16=True)
+    card = card_of(device)
+    peak = GPUS[card].tflops * 1e12 if card else None
     columns = ["", "step ms", "MFU %", "over plain", "of what FSDP2 adds", "host ms", "peak GiB", "third loss"]
     for name, one in {"bf16": case, "fp32 masters": replace(case, preset=halved, masters=True)}.items():
         results = data[name] = turns_of(dict.fromkeys(NAMES, one), device, sizes)
@@ -450,8 +457,7 @@ def alone(name: str, case: Case, num_ranks: int, device: str) -> dict[str, Any]:
 
 def planned(sizes: Sizes, device: str) -> Figures:
     """(f) Compare plans with measurements (bf16, float32 masters, fused AdamW). The first size calibrates the others' times."""
-    name = describe(device)["device"].lower().replace(" ", "")
-    card = next((gpu for gpu in GPUS if gpu.partition("-")[0] in name), "")
+    card = card_of(device)
     rows, data, scale = list[list[str]](), list[dict[str, Any]](), 0.0
     columns = ["", "peak GiB", "planned", "", "reserved GiB", "planned", "", "step ms", "planned", "", "calibrated", ""]
     for case in sizes.planned:

@@ -268,7 +268,7 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
     "_torch": 980,
-    "bench": 1240,
+    "bench": 1210,
     "checkpoint": 3980,
     "compat": 3460,
     "doctor": 480,
@@ -278,8 +278,8 @@ BUDGETS = {
     "integrations": 1330,
     "models": 520,
     "offload": 2930,
-    "pages": 340,
-    "plan": 6500,
+    "pages": 250,
+    "plan": 6120,
     "safety": 3410,
     "shard": 1470,
     "tasks": 510,

@@ -44,7 +44,7 @@ COMMANDS = {
     "plan": Command(
         "predict before launch what fits, how fast it runs, and which configuration to choose",
         "plan.cli.command",
-        ("rich", "plotly", "transformers"),
+        ("rich", "transformers"),
         "plan",
     ),
     "bench": Command(

@@ -160,7 +160,7 @@ def test_simulated_ranks_of_several_nodes_use_reduce_scatter():
 BLOCKED = """
 import sys
 
-for name in "rich plotly transformers tokenizers datasets torchdata pyarrow xxhash yaml".split():
+for name in "rich transformers tokenizers datasets torchdata pyarrow xxhash yaml".split():
     sys.modules[name] = None  # an import of it fails
 
 from accordion import cli

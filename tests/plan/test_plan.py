@@ -18,12 +18,12 @@ from accordion.plan.extrapolate.family import Family, UnlikeError
 from accordion.plan.hardware import GPUS, LAUNCH_S, MARGIN, OUTSIDE_BYTES, REACHED, Cluster, gpu_named
 from accordion.plan.replay.allocator import Allocator, reserved_bytes
 from accordion.plan.replay.cost import costs_of
-from accordion.plan.replay.peak import curve_of, peak_of
+from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import simulate
 from accordion.plan.result import Plan
 from accordion.plan.trace.trace import trace
-from tests.plan.builders import BF16, ONE_CHOICE, config_in, gpt, planned, run_of, total, traced
+from tests.plan.builders import BF16, ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, gpt, planned, run_of, total, traced
 from tests.support.sample import sampled
 
 MIB = 1 << 20
@@ -131,7 +131,6 @@ def test_memory_is_broken_down_by_what_it_is_for():
     assert peak.highest["gradients"] >= 4 * params / 4
     assert peak.breakdown["activations"] > 0
     assert sum(peak.breakdown.values()) == peak.num_bytes
-    assert max(sum(live.values()) for _, live in curve_of(log)) == peak.num_bytes
 
 
 def test_more_ranks_cost_no_more_events():
@@ -189,7 +188,7 @@ def test_a_prefetched_gather_is_hidden_and_others_are_exposed():
     waited = simulate(log(*start, Land(1), product), costs)
     assert waited.seconds == pytest.approx(1.5, rel=1e-3)
     assert waited.exposed_s == pytest.approx(0.5, rel=1e-3)
-    assert {s.stream for s in waited.stretches} == {"compute", "gather"}
+    assert list(waited.waits) == ["gather"]
 
 
 def test_no_kernel_starts_before_a_slow_host_has_launched_it():
@@ -274,10 +273,10 @@ def test_a_loss_that_is_no_scalar_is_reported(loss, message):
         planned(nn.Linear(8, 8), loss, torch.randn(4, 8), gpus=2)
 
 
-def test_the_command_writes_json_and_html(tmp_path, capsys):
+def test_the_command_writes_json(tmp_path, capsys):
     config_in(tmp_path, hidden_size=128, intermediate_size=256)
     words = ["plan", "--model", str(tmp_path), "--gpu", "l40s", "--gpus", "2", "--seq", "64", "--micro-batch", "2"]
-    words += ["--checkpoint-activations", "full", "--units", "blocks", "--json", "--html", str(tmp_path / "plan.html")]
+    words += ["--checkpoint-activations", "full", "--units", "blocks", "--json"]
     assert cli.main(words) == 0
     data = json.loads(capsys.readouterr().out)
     keys = ["fits", "peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes", "step_s", "exposed_comm_s"]
@@ -295,11 +294,6 @@ def test_the_command_writes_json_and_html(tmp_path, capsys):
     }  # fmt: skip
     assert data["fewest_gpus"] is None
     assert all(entry["why"] for entry in data["candidates"])
-    page = (tmp_path / "plan.html").read_text()
-    assert page.count('<div id="chart-') == 2
-    assert len(page) < 6e6
-    assert f"peak {data['peak_allocated_bytes'] / 2**30:,.1f} GiB" in page
-    assert 'src="http' not in page
 
 
 def test_the_fewest_gpus_are_reported_only_if_other_numbers_were_tried(small):
@@ -309,37 +303,13 @@ def test_the_fewest_gpus_are_reported_only_if_other_numbers_were_tried(small):
     assert looked.as_dict()["fewest_gpus"]["gpus"] == 1
 
 
-@pytest.mark.parametrize(
-    ("layers", "width", "asked", "change"),
-    sampled([
-        (4, 512, "--gpu h100,memory_gib=2.40 --micro-batch 8 --checkpoint-activations none --offload none", "--micro-batch 1"),
-        (4, 512, "--gpu h100,memory_gib=2.23 --micro-batch 1 --checkpoint-activations none --offload none",
-         "--checkpoint-activations full"),
-        (2, 1024, "--gpu h100,memory_gib=2.30 --micro-batch 1 --checkpoint-activations full --offload none",
-         "--offload optimizer=host"),
-        (2, 1024, "--gpu h100,memory_gib=2.30,host_memory_gib=0.21 --micro-batch 1 --checkpoint-activations full --offload "
-         "params=host,optimizer=host", "--gpu h100,memory_gib=2.3,host_memory_gib=0.84"),
-        (4, 1024, "--gpu h100,memory_gib=2.44 --gpus 2x1 --micro-batch 1 --checkpoint-activations full --engine fsdp2",
-         "--gpus 8x1"),
-    ], lambda layers, width, asked, change: "--offload optimizer" in change or "--gpu h100" in change),
-)  # fmt: skip
-def test_if_nothing_fits_the_smallest_change_is_named_and_fits(tmp_path, capsys, layers, width, asked, change):
-    config_in(tmp_path, hidden_size=width, num_hidden_layers=layers, intermediate_size=2 * width)
-    asked = f"plan --model {tmp_path} --seq 512 --strategy full_shard --units auto --json {asked}"
-    asked += "" if "--gpus" in asked else " --gpus 2"
-    assert cli.main(asked.split()) == 1
-    printed = capsys.readouterr()
-    data, traced = json.loads(printed.out), [line for line in printed.err.splitlines() if line.startswith("tracing")]
-    assert data["fits"] is False
-    assert len(traced) == len(set(traced)) > 0, "each configuration once, for the plan and for what would fit"
-    named = data["smallest_change"].partition(" needs ")[0]
-    assert named == change
-    words, flags = asked.split(), named.split()
-    for flag, value in zip(flags[::2], flags[1::2], strict=True):
-        words = [*words[: words.index(flag)], *words[words.index(flag) + 2 :]] if flag in words else words
-        words += [flag, value]
-    assert cli.main(words) == 0
-    assert json.loads(capsys.readouterr().out)["fits"] is True
+def test_if_nothing_fits_a_note_says_what_to_try_and_the_closest_is_shown(tmp_path, capsys):
+    config_in(tmp_path, hidden_size=512, num_hidden_layers=4, intermediate_size=1024)
+    words = f"plan --model {tmp_path} --seq 512 {ONE_CHOICE_FLAGS} --gpu h100,memory_gib=2.05"
+    assert cli.main(words.split()) == 1
+    shown = capsys.readouterr().out
+    assert "does not fit" in shown
+    assert "nothing fits: leave out flags that fix a value" in shown
 
 
 def test_fits_includes_the_margin(small):

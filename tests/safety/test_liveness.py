@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest

@@ -135,7 +135,7 @@ def _compare(o: CompareOptions) -> Page:
     comparison = compare(names, setting, world_of(o.nproc, device_of(o.device)), o.rounds, start)
     sharding = [name for name in comparison.contenders if name in host.PEERS or is_ours(name)]
     print("measuring host time")
-    times = host.measure(sharding, SIMULATED, o.rounds, ["still"])["still"]
+    times = host.measure(sharding, SIMULATED, o.rounds)
     return pages.of_comparison(comparison, times, left_out | comparison.left_out)
 
 
@@ -150,7 +150,7 @@ def _all_of(against: str) -> list[str]:
 def _host(o: HostOptions) -> Page:
     names = _all_of(o.against)
     host.check(names)
-    return pages.of_host(host.measure(names, SIMULATED, o.rounds, ["still", "fake"]), describe("cpu"))
+    return pages.of_host(host.measure(names, SIMULATED, o.rounds), describe("cpu"))
 
 
 def _memory(o: MemoryOptions) -> Page:

@@ -8,14 +8,9 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-
 from accordion.bench.contenders import ENVIRON, Setting, is_ours
-from accordion.bench.model import loss_of, shape_of
 from accordion.bench.trainer import Trainer, start
-from accordion.devices import name_of
-from accordion.pages.machine import describe, known_peak_flops
+from accordion.pages.machine import describe
 from accordion.pages.stats import Spread, Verdict, compare_losses, flat, quartiles, ratio
 from accordion.workers.ranks import BenchError, WorkerTeam, World, interleaved
 
@@ -31,7 +26,7 @@ class ContenderResult:
     """The figures of one contender. Seconds are means over ranks; bytes are those of the rank with the most.
 
     `times`: seconds of "forward", "backward", "optimizer", "step" and "cpu" over all measured steps. `steps`, `cpu`: wall and
-    CPU seconds of each step, by round. `mfu`: share of the peak FLOP/s. `rest_bytes`: memory between steps; `allocated_bytes`
+    CPU seconds of each step, by round. `rest_bytes`: memory between steps; `allocated_bytes`
     and `reserved_bytes` are peaks. `sent_bytes`, `launches`: bytes and collectives of a step, by kind of collective.
     """
 
@@ -39,7 +34,6 @@ class ContenderResult:
     steps: list[list[float]]
     cpu: list[list[float]]
     tokens_per_s: float
-    mfu: float | None
     rest_bytes: int
     allocated_bytes: int
     reserved_bytes: int
@@ -52,15 +46,13 @@ class Comparison:
     """All figures of `accordion bench`.
 
     `ratios`, `cpu_ratios`: (strategy of this engine, other contender) -> ratio of the wall or CPU times of a step.
-    `peak_flops`: peak FLOP/s of one device from its data sheet; None if unknown, and then no `mfu`. `left_out`: contender that
-    did not start -> reason.
+    `left_out`: contender that did not start -> reason.
     """
 
     machine: dict[str, Any]
     setting: Setting
     num_ranks: int
     rounds: int
-    peak_flops: float | None
     verdict: Verdict
     contenders: dict[str, ContenderResult]
     ratios: dict[tuple[str, str], Spread]
@@ -98,10 +90,8 @@ def compare(
         facts = {team.name: (team.ask("memory"), team.ask("wire")) for team in teams}
         print(f"measuring {rounds} rounds of {STEPS} steps each")
         turns = interleaved(teams, rounds, "turn", WARM, STEPS)
-    peak_flops = known_peak_flops(name_of(world.device_type), setting.bf16)
-    peak_s = step_flops(setting) / peak_flops if peak_flops else None
     tokens = world.num_ranks * setting.batch * setting.seq
-    results = {name: _result(turns[name], *facts[name], tokens, peak_s) for name in names}
+    results = {name: _result(turns[name], *facts[name], tokens) for name in names}
     ours = [name for name in names if is_ours(name)]
     pairs = [(a, b) for a in ours for b in names if b not in ours]
     return Comparison(
@@ -109,7 +99,6 @@ def compare(
         setting=setting,
         num_ranks=world.num_ranks,
         rounds=rounds,
-        peak_flops=peak_flops,
         verdict=verdict,
         contenders=results,
         ratios={(a, b): ratio(results[a].steps, results[b].steps) for a, b in pairs},
@@ -139,11 +128,9 @@ def _short(losses: dict[str, list[float]]) -> str:
     return "; ".join(f"{name} {' '.join(f'{v:.5f}' for v in values)}" for name, values in losses.items())
 
 
-def _result(
-    turns: list[list[Any]], memory: list[Any], wire: list[Any], tokens: int, peak_s: float | None
-) -> ContenderResult:
+def _result(turns: list[list[Any]], memory: list[Any], wire: list[Any], tokens: int) -> ContenderResult:
     """Return one contender's figures from the results of `Trainer.turn` (by round and rank), `memory` and `wire` (by rank).
-    `tokens`: tokens of all ranks in a step. `peak_s`: seconds of a step whose matrix products run at peak speed."""
+    `tokens`: tokens of all ranks in a step."""
     steps: dict[str, list[list[float]]] = {  # part -> round -> step: the mean over ranks
         part: [[mean(rank[i][part] for rank in turn) for i in range(len(turn[0]))] for turn in turns]
         for part in (*PARTS, "step", "cpu")
@@ -155,20 +142,9 @@ def _result(
         steps=steps["step"],
         cpu=steps["cpu"],
         tokens_per_s=tokens / times["step"].median,
-        mfu=None if peak_s is None else peak_s / times["step"].median,
         rest_bytes=max(rank["rest"] for rank in memory),
         allocated_bytes=max(rank["allocated"] for rank in memory),
         reserved_bytes=max(rank["reserved"] for rank in memory),
         sent_bytes=largest["bytes"],
         launches=largest["launches"],
     )
-
-
-def step_flops(setting: Setting) -> float:
-    """Count the floating-point operations of matrix products in one rank's forward and backward, on the meta device."""
-    with torch.device("meta"):
-        model = shape_of(setting.model).make().to("meta")
-        tokens = torch.zeros(setting.batch, setting.seq, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:
-        loss_of(model(tokens), tokens).backward()
-    return float(counter.get_total_flops())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from accordion.workers.ranks import Seat, WorkerTeam, World, interleaved
 WARM = 5
 STEPS = 5  # measured steps per turn
 PEERS = ("fsdp2", "fsdp1")
-Group = Literal["still", "fake"]
 
 
 class HostLoop:
@@ -76,21 +75,15 @@ def check(contenders: Sequence[str]) -> None:
             )
 
 
-def measure(
-    contenders: Sequence[str], num_ranks: int, rounds: int, groups: Sequence[Group], *, blocks: int = 32
-) -> dict[str, dict[str, HostTime]]:
-    """Measure "plain" and `contenders` on the first of `num_ranks` simulated ranks, with models of `blocks` units. `groups`:
-    kinds of process groups: "still" does nothing, "fake" is torch's. Returns kind -> contender -> time."""
-    names = ["plain", *contenders]
-    args = (max(64, num_ranks), blocks)
-    times: dict[str, dict[str, HostTime]] = {}
-    for group in groups:
-        world = World(num_ranks=num_ranks, group=group)
-        with ExitStack() as stack:
-            teams = [stack.enter_context(WorkerTeam(name, world, HostLoop, (name, *args))) for name in names]
-            turns = interleaved(teams, rounds, "turn", STEPS)
-        times[group] = summary({name: [answers[0] for answers in turns[name]] for name in names})
-    return times
+def measure(contenders: Sequence[str], num_ranks: int, rounds: int, *, blocks: int = 32) -> dict[str, HostTime]:
+    """Measure "plain" and `contenders` on the first of `num_ranks` simulated ranks, with models of `blocks` units. Returns
+    contender -> time."""
+    names, args = ["plain", *contenders], (max(64, num_ranks), blocks)
+    world = World(num_ranks=num_ranks, group="still")
+    with ExitStack() as stack:
+        teams = [stack.enter_context(WorkerTeam(name, world, HostLoop, (name, *args))) for name in names]
+        turns = interleaved(teams, rounds, "turn", STEPS)
+    return summary({name: [answers[0] for answers in turns[name]] for name in names})
 
 
 def summary(turns: dict[str, list[list[float]]]) -> dict[str, HostTime]:
@@ -103,7 +96,7 @@ def summary(turns: dict[str, list[list[float]]]) -> dict[str, HostTime]:
     return times
 
 
-def ratio_of(times: dict[str, HostTime], ours: str, theirs: str) -> Spread:
+def ratio_of(times: Mapping[str, HostTime], ours: str, theirs: str) -> Spread:
     """Return the spread over rounds of (host time that `ours` adds to "plain") / (host time that `theirs` adds)."""
     pairs = zip(times[ours].by_round, times[theirs].by_round, strict=True)
     return extremes([a / b for a, b in pairs])

@@ -22,7 +22,6 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
         f"{about}, {'bf16 over fp32' if s.bf16 else 'fp32'}, fused AdamW; {c.rounds} interleaved rounds",
         f"losses agree to {c.verdict.tolerance:g} over {max(map(len, c.verdict.losses.values()))} steps",
         "times: median (quartiles) of steps, ms, the mean over ranks; cpu: CPU time of all threads; " + ROUNDS,
-        *([f"MFU: of {c.peak_flops / 1e12:g} TFLOP/s a device, its data sheet"] if c.peak_flops else []),
         *([ON_CPU] if c.machine["device"] == "cpu" else []),
         "host time: CPU time added to a unit of 9 parameters, 8 simulated ranks; see `accordion bench host`",
         *(f"left out: {name}, {why}" for name, why in left_out.items()),
@@ -42,12 +41,11 @@ def _times(c: Comparison, host: Mapping[str, HostTime]) -> Table:
             name,
             *(spread(m.times[part], 1e3) for part in columns),
             f"{m.tokens_per_s:,.0f}",
-            "" if m.mfu is None else f"{100 * m.mfu:.1f}",
             spread(host[name].extra, 1e6, 0) if name in host else "",
         ]
         for name, m in c.contenders.items()
     ]
-    heads = ["contender", *(f"{part} ms" for part in columns), "tokens/s", "MFU %", "host us/unit"]
+    heads = ["contender", *(f"{part} ms" for part in columns), "tokens/s", "host us/unit"]
     return Table(title="time", columns=heads, rows=rows)
 
 
@@ -75,23 +73,22 @@ def _ratios(c: Comparison) -> list[Table]:
     ]
 
 
-def of_host(times: Mapping[str, dict[str, HostTime]], machine: dict[str, Any]) -> Page:
-    """Return the page of `accordion bench host`. `times`: kind of group -> contender -> host time."""
+def of_host(times: Mapping[str, HostTime], machine: dict[str, Any]) -> Page:
+    """Return the page of `accordion bench host`. `times`: contender -> host time."""
     rows = []
-    for group, by_name in times.items():
-        peers = [name for name in by_name if not is_ours(name) and name != "plain"]
-        for name, t in by_name.items():
-            ratios = (f"{spread(ratio_of(by_name, name, peer), 1, 3)} of {peer}" for peer in peers if is_ours(name))
-            added = "" if name == "plain" else spread(t.extra, 1e6, 0)
-            rows.append([group, name, spread(t.unit, 1e6, 0), added, ", ".join(ratios)])
+    peers = [name for name in times if not is_ours(name) and name != "plain"]
+    for name, t in times.items():
+        ratios = (f"{spread(ratio_of(times, name, peer), 1, 3)} of {peer}" for peer in peers if is_ours(name))
+        added = "" if name == "plain" else spread(t.extra, 1e6, 0)
+        rows.append([name, spread(t.unit, 1e6, 0), added, ", ".join(ratios)])
     return Page(
         name="host",
         notes=[
             "forward and backward of units of 9 parameters as one of 8 simulated ranks; CPU time of one thread per unit",
-            "still: collectives do nothing and return finished work; fake: torch's fake group, which copies every chunk",
+            "collectives do nothing and return finished work",
             "over plain: time that the engine adds to the same model; " + ROUNDS,
         ],
-        tables=[Table(title="host time", columns=["group", "contender", "us/unit", "over plain", "ratio"], rows=rows)],
+        tables=[Table(title="host time", columns=["contender", "us/unit", "over plain", "ratio"], rows=rows)],
         data={"machine": machine, "host": times},
     )
 

@@ -1,1 +1,1 @@
-"""Show results as tables on the screen, as JSON, and as self-contained HTML files."""
+"""Show results as tables on the screen and as JSON."""

@@ -1,4 +1,4 @@
-"""Describe the machine of a measurement: its hardware, its versions, and the peak FLOP/s of its device."""
+"""Describe the machine of a measurement: its hardware and its versions."""
 
 from __future__ import annotations
 
@@ -12,19 +12,6 @@ import torch
 from accordion import _torch
 from accordion.devices import name_of, num_cores
 from accordion.version import VERSION
-
-# Dense bf16 FLOP/s from NVIDIA's data sheets. The first key that is part of the device's name applies.
-PEAK_BF16_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-}
 
 
 def describe(device_type: str) -> dict[str, Any]:
@@ -42,13 +29,6 @@ def describe(device_type: str) -> dict[str, Any]:
         **({} if device_type == "cpu" else {"devices": torch.accelerator.device_count()}),
         **({} if driver is None else {device_type: driver}),
     }
-
-
-def known_peak_flops(device_name: str, bf16: bool) -> float | None:
-    """Return the dense bf16 FLOP/s in a device's data sheet; None if `bf16` is False or the device is not in the table."""
-    if not bf16:
-        return None
-    return next((peak for name, peak in PEAK_BF16_FLOPS.items() if name in device_name), None)
 
 
 def _processor() -> str:

@@ -1,4 +1,4 @@
-"""A page: a result as plain data, tables of text and numbers, to be shown on the screen, as JSON or as HTML."""
+"""A page: a result as plain data, tables of text and numbers, to be shown on the screen or as JSON."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Tables, and notes below them. `name`: of a file, without suffix. `title`: of an HTML page. `data`: numbers, for JSON."""
+    """Tables, and notes below them. `name`: of a file, without suffix. `data`: numbers, for JSON."""
 
     name: str
     notes: Sequence[str]
     tables: Sequence[Table]
-    title: str = ""
     data: Mapping[str, Any] = field(default_factory=dict)
 
 

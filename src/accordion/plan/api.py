@@ -112,25 +112,13 @@ def _check(workload: Workload, cluster: Cluster, base: Sharding, search: Search)
         raise UsageError(f"{cluster.gpu.name} does not compute with bf16; take --precision {cluster.gpu.half} or fp32.")
     if workload.engine == "fsdp2":
         fsdp2.check_sharding(base)
-    if search.expert_parallel > 1:
-        _check_beside_experts(workload, base, search)
-
-
-def _check_beside_experts(workload: Workload, base: Sharding, search: Search) -> None:
-    """Raise `UsageError` if another option is set that cannot be planned together with `expert_parallel`."""
-    hybrid = next((s.name for s in search.strategies if s.hybrid), None)
-    unsupported = {
-        f"engine {workload.engine!r}": workload.engine != "accordion",
-        f"strategy {hybrid!r}": hybrid is not None,
-        f"replicas={search.replicas}": search.replicas is not None,
-        f"secondary={base.secondary}": (base.secondary or 0) > 0,
-    }
-    for name, is_asked in unsupported.items():
-        if is_asked:
-            raise UsageError(
-                f"expert_parallel with {name} is not planned; leave one of them out, or take full_shard, shard_grad_op, "
-                "shard_optim or no_shard."
-            )
+    if search.expert_parallel > 1 and (
+        workload.engine != "accordion" or any(s.hybrid for s in search.strategies) or search.replicas or base.secondary
+    ):
+        raise UsageError(
+            "expert_parallel is planned with engine accordion and without hybrid strategies, replicas and secondary shards; "
+            "leave these out, or take full_shard, shard_grad_op, shard_optim or no_shard."
+        )
 
 
 def _space(workload: Workload, cluster: Cluster, base: Sharding, search: Search, task: Trained) -> Space:

@@ -168,6 +168,7 @@ ALIASES: Mapping[str, str] = {
     "h100-80": "h100", "a100": "a100-80", "v100": "v100-16", "3090": "rtx3090", "4090": "rtx4090", "5090": "rtx5090",
     "gh200-96": "gh200",
 }  # fmt: skip
+NODE = 8  # GPUs per machine, unless stated
 NETWORK_GBPS = 50.0  # GB/s per GPU between nodes: InfiniBand NDR, 400 Gbit/s per GPU
 
 
@@ -224,7 +225,7 @@ class Cluster:
 
     gpu: Gpu = field(default_factory=lambda: GPUS["h100"])
     gpus: Sequence[int] = (8,)
-    node: int = 8
+    node: int = NODE
     network_gbps: float = NETWORK_GBPS
     host_memory_gib: float | None = None
     disk_gbps: float = DISK_GBPS
@@ -313,14 +314,6 @@ def cluster_of(text: str, **more: Any) -> Cluster:
     card = {key: value for key, value in values.items() if key in CARD_WORDS}
     gpu = gpu_named(name, **card)
     return Cluster(gpu=gpu, **{key: value for key, value in values.items() if key in CLUSTER_WORDS}, **more)  # type: ignore[arg-type]
-
-
-def cluster_words(cluster: Cluster) -> str:
-    """Return text that describes `cluster` for `cluster_of`, without its numbers of GPUs."""
-    gpu, known, plain = cluster.gpu, GPUS.get(cluster.gpu.name), Cluster(gpu=cluster.gpu)
-    words = {key: getattr(gpu, key) for key in CARD_WORDS if known is None or getattr(gpu, key) != getattr(known, key)}
-    words |= {key: value for key in CLUSTER_WORDS if (value := getattr(cluster, key)) != getattr(plain, key)}
-    return ",".join([gpu.name, *(f"{key}={value:g}" for key, value in words.items())])
 
 
 def check_rate(name: str, value: float, most: float = 1e6) -> None:

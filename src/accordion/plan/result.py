@@ -1,4 +1,4 @@
-"""`Plan`, the result of planning, as plain data and as text for the screen, JSON and the HTML page."""
+"""`Plan`, the result of planning, as plain data and as text for the screen and JSON."""
 
 from __future__ import annotations
 

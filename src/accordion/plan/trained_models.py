@@ -73,7 +73,7 @@ ATTENTIONS = {  # option -> the key of `Efficiency.attention` whose speed is ass
 
 
 def _check_config(config: Any, model: str) -> None:
-    """Raise `UsageError` if `config` has no layers, has an encoder and a decoder, or has quantized weights other than 4-bit."""
+    """Raise `UsageError` if `config` has no layers, has an encoder and a decoder, or has quantized weights."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise UsageError(f"model {model!r} has {layers} layers (num_hidden_layers); it takes 1 or more.")
@@ -83,22 +83,11 @@ def _check_config(config: Any, model: str) -> None:
             f"model {model!r} is of type {config.model_type!r}, an encoder with a decoder; plan it as a task (--task), or from "
             "Python, as accordion.Workload(model, loss, batch)."
         )
-    quantized = getattr(config, "quantization_config", None)
-    if quantized and _four_bits_of(config) is None:
-        how = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
+    if getattr(config, "quantization_config", None):
         raise UsageError(
-            f"model {model!r} has weights quantized by {how or 'a method that it does not name'} (quantization_config), whose "
-            "training cannot be planned; plan the model before quantization, or remove the quantization_config."
+            f"model {model!r} has quantized weights (quantization_config), whose training cannot be planned; remove that entry. "
+            "Frozen weights in four bits are --lora 16 --quantize nf4."
         )
-
-
-def _four_bits_of(config: Any) -> str | None:
-    """Return the data type of weights that are stored in bitsandbytes' four bits, as for QLoRA; None for other weights."""
-    quantized = getattr(config, "quantization_config", None) or {}
-    words = quantized if isinstance(quantized, dict) else vars(quantized)
-    if not words.get("load_in_4bit", words.get("_load_in_4bit")):
-        return None
-    return f"{words.get('bnb_4bit_quant_type', 'fp4')}{'-double' * bool(words.get('bnb_4bit_use_double_quant'))}"
 
 
 def remarks_on(config: Any, model: nn.Module) -> list[str]:
@@ -145,12 +134,11 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
     name in errors. Raises `UsageError` if it cannot be built."""
     attention = "eager" if kernels.attention == "eager" else None
     model = (masked_model if is_encoder(config) else language_model)(config, label, attention)
-    quantize = kernels.quantize or _four_bits_of(config)
     if kernels.pure:
         model = model.to(torch.bfloat16)
     if kernels.lora_rank:
-        model = with_adapters(model, label, kernels.lora_rank, kernels.lora_targets, quantize)
-    elif quantize is not None:
+        model = with_adapters(model, label, kernels.lora_rank, kernels.lora_targets, kernels.quantize)
+    elif kernels.quantize is not None:
         raise UsageError(
             f"{label} has weights of four bits, which cannot be trained; train adapters instead: --lora 16."
         )

@@ -1,1 +1,1 @@
-"""The command line of `accordion plan`: options, cache, screen and HTML page."""
+"""The command line of `accordion plan`: options, cache and screen."""

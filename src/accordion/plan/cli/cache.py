@@ -42,7 +42,7 @@ def place_of(o: Options) -> Path | None:
         return None
     package = Path(__file__).parents[2]
     asked = (
-        replace(o, json=False, html=None),
+        replace(o, json=False),
         config,
         {name: version(name) for name in ("torch", "transformers") if find_spec(name) is not None},
         VERSION,

@@ -21,7 +21,7 @@ class Options:
         model: a preset, a folder with a transformers config.json, or that file
         task: plan a task of your own instead: file.py, file.py:Name or package.module:Name, with options as --task.width 64;
             a batch has --micro-batch samples (default 8)
-        gpu: name of a GPU, or "table" to list all. NAME=VALUE after commas correct it: memory_gib, tflops (dense bf16),
+        gpu: name of a GPU. NAME=VALUE after commas correct it: memory_gib, tflops (dense bf16),
             bandwidth_gbps and link_gbps (in a node) of the GPU; network_gbps of one GPU to other nodes; host_memory_gib
             and disk_gbps of a node; price in dollars per GPU-hour. Example: h100,host_memory_gib=512,price=2.5
         gpus: total number of GPUs, eight per node; 2x4 is two nodes of four; 8,16,32 also tries the smaller numbers
@@ -54,7 +54,6 @@ class Options:
             model parked (accordion.park) and not parked
         tokens: tokens of a whole run, to show its hours and GPU-hours, and its price if --gpu has one
         json: print JSON only
-        html: file for an HTML page with charts
     """
 
     model: str = "llama3-8b"
@@ -83,4 +82,3 @@ class Options:
     reserve_gb: float | None = None
     tokens: float | None = None
     json: bool = False
-    html: str | None = None

@@ -1,33 +1,24 @@
-"""The tables of a plan, for the screen and the HTML page."""
+"""The tables of a plan, for the screen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from accordion.pages.page import Page, Table
-from accordion.plan.hardware import GIB, GPUS, MARGIN, OUTSIDE_BYTES, TELLABLE
+from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, TELLABLE
 from accordion.plan.replay.timeline import TimePart, by_kind, by_unit
 from accordion.plan.result import NOT_KNOWN, UNCALIBRATED, Plan, gib
 from accordion.plan.search.evaluate import Candidate
 
 SHOWN = 24  # number of candidates in the table; JSON has all
+NOTHING_FITS = (
+    "nothing fits: leave out flags that fix a value, so that others are tried; --gpus 8,16,32,64 names the fewest GPUs that fit, "
+    "and host_memory_gib in --gpu gives offload more memory"
+)
 
 
-def of_table() -> Page:
-    """Return the page for `--gpu table`: all GPUs that the planner knows."""
-    rows = [
-        [g.name, f"{g.memory_gib:g}", f"{g.tflops:g}", f"{g.bandwidth_gbps:g}", f"{g.link}, {g.link_gbps:g}",
-         f"{g.host_gbps:g}", g.source]
-        for g in GPUS.values()
-    ]  # fmt: skip
-    columns = ["GPU", "memory GiB", "bf16 TFLOP/s", "memory GB/s", "link, GB/s", "to the host, GB/s", "source"]
-    return Page(name="gpus", title="GPUs", notes=[], tables=[Table(title="GPUs", columns=columns, rows=rows)])
-
-
-def of_plan(plan: Plan, change: str = "", beside: Mapping[str, int] | None = None) -> Page:
-    """Return a plan's page. `change`: text on the smallest change of the options that makes a step fit; "" to leave it out.
-    `beside`: `Plan.beside_engine`."""
+def of_plan(plan: Plan, beside: Mapping[str, int] | None = None) -> Page:
+    """Return a plan's page. `beside`: `Plan.beside_engine`."""
     tables = [_verdict(plan)]
     if beside:
         phases = {
@@ -40,9 +31,7 @@ def of_plan(plan: Plan, change: str = "", beside: Mapping[str, int] | None = Non
     if plan.chosen.memory is not None:
         tables += [*_time(plan), _bytes(plan), _live(plan)]
     tables.append(_candidates(plan))
-    return Page(
-        name="plan", title=f"{plan.task.name} on {plan.cluster.gpu.name}", notes=_notes(plan, change), tables=tables
-    )
+    return Page(name="plan", notes=_notes(plan), tables=tables)
 
 
 def _verdict(plan: Plan) -> Table:
@@ -117,29 +106,26 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def _gib(num_bytes: int) -> str:
+    return gib(num_bytes) if num_bytes >= 10 * GIB else f"{num_bytes / GIB:.3f}"
+
+
 def _bytes(plan: Plan) -> Table:
     memory = plan.chosen.memory
     assert memory is not None
     peak = memory.peak
-    parts = partial(_part, peak.num_bytes)
-    rows = [[key, parts(value), parts(peak.highest[key])] for key, value in peak.breakdown.items()]
-    rows.append(["all", parts(peak.num_bytes), ""])
+    rows = [[key, _gib(value), _gib(peak.highest[key])] for key, value in peak.breakdown.items()]
+    rows.append(["all", _gib(peak.num_bytes), ""])
     place = " ".join(part for part in (peak.phase, peak.unit, peak.operator) if part)
     return Table(
         title=f"where the bytes go; the peak is at {place}", columns=["", "at the peak, GiB", "most, GiB"], rows=rows
     )
 
 
-def _part(whole: int, num_bytes: int) -> str:
-    """Return `num_bytes` in GiB as text, with more digits if `whole`, the sum of all rows, is below 10 GiB."""
-    return gib(num_bytes) if whole >= 10 * GIB else f"{num_bytes / GIB:.3f}"
-
-
 def _live(plan: Plan) -> Table:
     memory = plan.chosen.memory
     assert memory is not None
-    parts = partial(_part, memory.peak.num_bytes)
-    rows = [[h.operator, h.category, str(h.count), parts(h.num_bytes)] for h in memory.peak.live[:8]]
+    rows = [[h.operator, h.category, str(h.count), _gib(h.num_bytes)] for h in memory.peak.live[:8]]
     return Table(title="live at the peak, by operator", columns=["allocated by", "for", "tensors", "GiB"], rows=rows)
 
 
@@ -169,8 +155,8 @@ def _speed(plan: Plan, c: Candidate) -> float:
     return 0.0 if c.steps is None else c.tokens_per_s(plan.space.tokens)
 
 
-def _notes(plan: Plan, change: str) -> list[str]:
-    notes = [f"nothing fits; the smallest change that fits: {change}"] if change else []
+def _notes(plan: Plan) -> list[str]:
+    notes = [] if plan.fits else [NOTHING_FITS]
     notes += plan.task.remarks
     assumed = plan.assumptions()
     notes += [

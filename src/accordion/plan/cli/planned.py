@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,9 @@ from accordion.errors import UsageError, nearest
 from accordion.garbage import without_collections
 from accordion.plan.api import plan
 from accordion.plan.choice import MICRO_BATCHES, Search
-from accordion.plan.cli.cache import SavedAnswer
 from accordion.plan.cli.options import Options
-from accordion.plan.cli.pages import of_plan
-from accordion.plan.hardware import GIB, LARGEST_GPUS, Cluster, cluster_of
-from accordion.plan.result import gib
-from accordion.plan.search.suggest import NODE, smallest_change
+from accordion.plan.hardware import GIB, LARGEST_GPUS, NODE, Cluster, cluster_of
+from accordion.plan.result import Plan, gib
 from accordion.plan.trained_models import Kernels
 from accordion.plan.workload import Workload
 from accordion.tasks.errors import of_the_task
@@ -31,10 +27,9 @@ FIXED = ("strategy", "units", "offload", "checkpoint_activations")
 """Options that set the field of `Sharding` of the same name."""
 
 
-def planned(o: Options, task_words: list[str]) -> SavedAnswer:
-    """Make the plan that `o` describes, and return its output. Writes its HTML page for `--html`, and prints progress to stderr.
-    `task_words`: arguments of the task. Raises `UsageError` for wrong options, and `TaskError` if the task's code fails."""
-    say = partial(print, file=sys.stderr)
+def planned(o: Options, task_words: list[str]) -> Plan:
+    """Return the plan that `o` describes. Prints progress to stderr. `task_words`: arguments of the task. Raises `UsageError` for
+    wrong options, and `TaskError` if the task's code fails."""
     cluster, sharding, search = cluster_in(o), sharding_of(o), search_of(o)
     if o.reserve_gb is not None and not 0 <= o.reserve_gb < cluster.card_bytes / GIB:
         raise UsageError(
@@ -42,21 +37,7 @@ def planned(o: Options, task_words: list[str]) -> SavedAnswer:
         )
     workload = workload_of(o, task_words)
     with without_collections():  # planning makes millions of small objects, and no reference cycles
-        answer = plan(workload, cluster, sharding, search, say=say)
-        change = ""
-        if not answer.fits and o.task is None:
-            change = smallest_change(answer.space, say, answer.found.logs)
-    if o.html is not None:
-        from accordion.plan.cli.html import write
-
-        write(answer, Path(o.html))
-        say(f"written: {o.html}")
-    more: dict[str, Any] = {"smallest_change": change} if change else {}
-    beside = answer.beside_engine(int(o.reserve_gb * GIB)) if o.reserve_gb is not None else {}
-    if beside:
-        more["free_bytes_beside_engine"] = beside
-    page = of_plan(answer, change, beside)
-    return SavedAnswer(fits=answer.fits, data={**answer.as_dict(), **more}, page=page)
+        return plan(workload, cluster, sharding, search, say=partial(print, file=sys.stderr))
 
 
 # -- options as values

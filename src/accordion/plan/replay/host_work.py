@@ -31,7 +31,7 @@ from accordion.plan.extrapolate.offload import (
     state_by_unit,
 )
 from accordion.plan.replay.cost import Costs
-from accordion.plan.replay.timeline import Step, Stretch
+from accordion.plan.replay.timeline import Step
 
 ADDED = 3  # a sum of gradients on the host reads two and writes one
 NORM, SCALE = "_foreach_norm", "_foreach_mul_"  # kernels of clipping; later kernels of a step are the optimizer's
@@ -117,11 +117,6 @@ def with_host_work(step: Step, work: Mapping[str, float], choice: Choice, num_un
     waited_s = total_s - step.seconds
     start = StepPart(StepPhase.FORWARD, -1)
     at_start = step.by_place.get(start, (0.0, 0.0))
-    starts = {FETCH: begins_s, STORE: begins_s + forward_s, HOST: total_s - seconds.get(HOST, 0.0)}
-    work_bars = [
-        Stretch(stream=s, label="all units", start_s=starts.get(s, 0.0), seconds=took) for s, took in seconds.items()
-    ]
-    device_bars = [replace(bar, start_s=bar.start_s + begins_s) for bar in step.stretches]
     return replace(
         step,
         seconds=total_s,
@@ -129,5 +124,4 @@ def with_host_work(step: Step, work: Mapping[str, float], choice: Choice, num_un
         by_kind={**step.by_kind, **{s: step.by_kind.get(s, 0.0) + took for s, took in seconds.items()}},
         waits={**step.waits, HOST: step.waits.get(HOST, 0.0) + waited_s},
         by_place={**step.by_place, start: (at_start[0] + waited_s, at_start[1] + waited_s)},
-        stretches=tuple([*device_bars, *work_bars] if step.stretches else []),
     )

@@ -1,4 +1,4 @@
-"""Find the peak of allocated memory in a log, its breakdown by category, and allocated memory over time."""
+"""Find the peak of allocated memory in a log, and its breakdown by category."""
 
 from __future__ import annotations
 
@@ -104,26 +104,3 @@ def _largest(allocs: Sequence[Alloc]) -> tuple[Holding, ...]:
         groups.setdefault((a.operator, a.category.value), []).append(a.num_bytes)
     holdings = [Holding(operator=o, category=c, num_bytes=sum(n), count=len(n)) for (o, c), n in groups.items()]
     return tuple(sorted(holdings, key=lambda h: -h.num_bytes)[:12])
-
-
-def curve_of(log: Log, points: int = 1500) -> list[tuple[StepPart, dict[str, int]]]:
-    """Return about `points` pairs (phase and unit, category -> live bytes) along a step, each the maximum of its interval."""
-    sizes = {a.number: a for a, _ in log.held}
-    live = {c.value: sum(a.num_bytes for a in sizes.values() if a.category is c) for c in Category}
-    changes = sum(isinstance(event, (Alloc, Free)) for event in log.events)
-    place, curve, seen = StepPart(StepPhase.FORWARD, -1), list[tuple[StepPart, dict[str, int]]](), 0
-    best, most = (place, dict(live)), sum(live.values())
-    for event in log.events:
-        if isinstance(event, Enter):
-            place = event.place
-        if not isinstance(event, (Alloc, Free)):
-            continue
-        alloc = sizes.setdefault(event.number, event) if isinstance(event, Alloc) else sizes.pop(event.number)
-        live[alloc.category.value] += alloc.num_bytes if isinstance(event, Alloc) else -alloc.num_bytes
-        if (total := sum(live.values())) > most:
-            best, most = (place, dict(live)), total
-        seen += 1
-        if seen % max(1, changes // points) == 0:
-            curve.append(best)
-            best, most = (place, dict(live)), total
-    return curve

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from accordion.config import Place
 from accordion.plan.choice import Choice
 from accordion.plan.events import Enter, Log, StepPhase, begins
 from accordion.plan.extrapolate.depth import IrregularError, Shortened, extend, num_traced
@@ -18,7 +17,6 @@ from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.cost import Costs, costs_of
 from accordion.plan.replay.peak import MemoryPeak, peak_of
 from accordion.plan.replay.timeline import Step, simulate
-from accordion.plan.trace.experts import experts_in
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.plan.trained_models import longest_run, shortened
@@ -53,21 +51,21 @@ class MemoryNeed:
         return self.needed_bytes < cluster.card_bytes <= self.possible_bytes
 
 
-def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple[Log, str]:
-    """Trace a step. Returns (its log, text on what was traced: "all blocks" or "6 of 32 equal blocks"). `quick`: trace only
-    some of the equal blocks and repeat their events; if these turn out not to repeat, all blocks are traced."""
+def log_of(subject: Subject, run: TrainingSetup) -> tuple[Log, str]:
+    """Trace a step with some of the equal blocks, and repeat their events; if these turn out not to repeat, trace all blocks.
+    Returns (log of the step, text on what was traced: "all blocks" or "6 of 32 equal blocks")."""
     model = subject.make()
     blocks = longest_run(model, run.units)
-    if not quick or blocks is None or run.optimizer == "adamw_foreach":
+    if blocks is None or run.optimizer == "adamw_foreach":
         return trace(subject, run), "all blocks"
     period = max(1, run.sharding.checkpointing.every)
     later = _later(run)
     count = num_traced(blocks.count, period, later)
     if count == blocks.count:
         return trace(subject, run), "all blocks"
-    num_stepped = _num_stepped(model, run)
+    num_trained = _num_trained(model)
     short = shortened(model, blocks, count)
-    scale = num_stepped / _num_stepped(short, run)
+    scale = num_trained / _num_trained(short)
     try:
         log = trace(replace(subject, make=lambda: short), run)
         how = Shortened(
@@ -85,13 +83,8 @@ def log_of(subject: Subject, run: TrainingSetup, *, quick: bool = True) -> tuple
     return extended, f"{count} of {blocks.count} equal blocks"
 
 
-def _num_stepped(model: nn.Module, run: TrainingSetup) -> int:
-    """Return a number that is proportional to the parameter elements that the optimizer of one rank steps."""
-    num = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if run.strategy.optim is Place.REPLICATE and run.expert_parallel > 1:
-        experts = [p for module in experts_in(model).values() for p in module.parameters() if p.requires_grad]
-        num -= sum(p.numel() for p in experts) * (run.expert_parallel - 1) // run.expert_parallel
-    return num
+def _num_trained(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def _later(run: TrainingSetup) -> int:
@@ -113,9 +106,9 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
     return MemoryNeed(peak=peak, reserved_bytes=reserved)
 
 
-def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle", *, drawn: bool = False) -> Step:
-    """Return the time of the step in `log` at the assumed `rate`: "low", "middle" or "high". `drawn`: with bars for a chart."""
-    return simulate(log, costs_for(run, cluster, rate), drawn=drawn)
+def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle") -> Step:
+    """Return the time of the step in `log` at the assumed `rate`: "low", "middle" or "high"."""
+    return simulate(log, costs_for(run, cluster, rate))
 
 
 def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
@@ -126,12 +119,10 @@ def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
 # -- accumulation: the traced micro-batches, and more of them like the second one
 
 
-def step_of_choice(
-    log: Log, run: TrainingSetup, choice: Choice, cluster: Cluster, rate: str, *, drawn: bool = False
-) -> Step:
+def step_of_choice(log: Log, run: TrainingSetup, choice: Choice, cluster: Cluster, rate: str) -> Step:
     """Return the time of a step of `choice` with all its micro-batches. `log` has `run.accumulate` of them; each missing one
-    takes as long as the second. `rate`: "low", "middle" or "high". `drawn`: with bars for a chart, of those in `log`."""
-    step = step_of(log, run, cluster, rate, drawn=drawn)
+    takes as long as the second. `rate`: "low", "middle" or "high"."""
+    step = step_of(log, run, cluster, rate)
     between = choice.accumulate - run.accumulate
     if between <= 0:
         return step

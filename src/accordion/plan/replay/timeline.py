@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from accordion.plan.events import (
@@ -27,23 +27,12 @@ from accordion.plan.events import (
     StepPhase,
     Wait,
 )
-from accordion.plan.hardware import LAUNCH_S
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import name_of
 
 KERNELS_OF = " stream's kernels"
 IN_LINE = "messages in line"  # kind of collectives on the compute stream itself, such as the sum of norms
 OF_TOKENS = "all-to-all of tokens"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """A bar of the chart of streams: work with the same `label` on one stream."""
-
-    stream: str
-    label: str
-    start_s: float
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +45,15 @@ class Step:
     by_kind: Mapping[str, float]  # kind of work -> seconds, on all streams
     waits: Mapping[str, float]  # stream -> the part of `exposed_s` in which it was waited for
     by_place: Mapping[StepPart, tuple[float, float]]  # (seconds, waits among them) of the compute stream
-    stretches: tuple[Stretch, ...] = ()  # bars of the chart, if it was asked for
 
 
-def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
-    """Return the time of the step in `log`, whose streams run in parallel. `drawn`: with bars for a chart, `stretches`.
+def simulate(log: Log, costs: Costs) -> Step:
+    """Return the time of the step in `log`, whose streams run in parallel.
 
     As in the engine, a transfer starts after the compute stream's work so far, runs in order on its stream, and the compute
     stream waits for it at its `Land` event. The host takes `costs.rates.caller_s` for each kernel.
     """
-    clock = _Clock(log, costs, drawn)
+    clock = _Clock(costs)
     for event in log.events:
         if (run := _HANDLERS.get(type(event))) is not None:
             run(clock, event)
@@ -75,8 +63,8 @@ def simulate(log: Log, costs: Costs, *, drawn: bool = True) -> Step:
 class _Clock:
     """Advances the time of each stream event by event, and sums it by kind of work and by part of the step."""
 
-    def __init__(self, log: Log, costs: Costs, drawn: bool) -> None:
-        self._log, self._costs, self._drawn = log, costs, drawn
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
         self._busy: dict[str, float] = defaultdict(float)  # seconds until which each stream is busy
         self._ends: dict[int, float] = {}  # end of each transfer; so far, if it still runs
         self._streams: dict[int, str] = {}  # stream of each transfer
@@ -86,8 +74,6 @@ class _Clock:
         self._by_kind: dict[str, float] = defaultdict(float)
         self._waits: dict[str, float] = defaultdict(float)
         self._places: dict[StepPart, list[float]] = {}  # [seconds, waits among them]
-        self._stretches: list[Stretch] = []
-        self._last_stretch: dict[str, int] = {}  # by stream, index of its last bar
         self._flops = self._launched = 0.0  # `_launched`: time at which the caller launched the last kernel
         self._entered, self._place = 0.0, StepPart(StepPhase.FORWARD, -1)
         self._in_place = self._places.setdefault(self._place, [0.0, 0.0])
@@ -109,29 +95,12 @@ class _Clock:
             if idle > 0:
                 busy[COMPUTE] = self._launched
                 self._by_kind["the caller"] += idle
-        if self._drawn:
-            self._draw(stream, seconds)
         busy[stream] += seconds
         self._by_kind[name] += seconds
         if type(event) is Op and not event.again:
             self._flops += event.flops
         if stream in self._running:
             self._ends[self._running[stream]] = busy[stream]
-
-    def _draw(self, stream: str, seconds: float) -> None:
-        """Add a bar for work that starts now, or extend the stream's last bar if that ends now and has the same label."""
-        label, start_s = (
-            f"{self._place.phase.value} {name_of(self._place, self._log.units)}".strip(),
-            self._busy[stream],
-        )
-        index = self._last_stretch.get(stream)
-        if index is not None:
-            last = self._stretches[index]
-            if last.label == label and start_s <= last.start_s + last.seconds + LAUNCH_S:
-                self._stretches[index] = replace(last, seconds=start_s + seconds - last.start_s)
-                return
-        self._last_stretch[stream] = len(self._stretches)
-        self._stretches.append(Stretch(stream=stream, label=label, start_s=start_s, seconds=seconds))
 
     def enter(self, event: Enter) -> None:
         start = self._busy[COMPUTE]
@@ -175,7 +144,6 @@ class _Clock:
             by_kind=dict(self._by_kind),
             waits=dict(self._waits),
             by_place={place: (seconds, waited) for place, (seconds, waited) in self._places.items()},
-            stretches=tuple(self._stretches),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from accordion.config import Offload
@@ -69,11 +69,11 @@ class Candidate:
 
 
 class Evaluator:
-    """Evaluates choices of a search; stores their traces and bounds. `known`: logs of an earlier search, by traced choice."""
+    """Evaluates choices of a search; stores their traces and bounds."""
 
-    def __init__(self, space: Space, say: Say, known: Mapping[Choice, Log] | None = None) -> None:
+    def __init__(self, space: Space, say: Say) -> None:
         self._space, self._cluster = space, space.cluster
-        self.traces = Traces(space, say, known or {})
+        self.traces = Traces(space, say)
         self._floors: dict[Choice, Floor] = {}
         self._rates: dict[int, float] = {}  # number of GPUs -> tokens/s of the fastest choice that fits
         # The most allocated bytes that can fit.
@@ -224,9 +224,9 @@ class Evaluator:
         """Return the log of the step of `choice` with its offload, derived from `log`, which has no offloaded states."""
         return offloaded(log, choice.offload, self._space.compute_bytes)
 
-    def _step(self, log: Log, choice: Choice, rate: str, *, drawn: bool = False) -> Step:
+    def _step(self, log: Log, choice: Choice, rate: str) -> Step:
         moved, run = self._offloaded(choice, log), self._space.setup(choice)
-        step = step_of_choice(moved, run, choice, self._cluster, rate, drawn=drawn)
+        step = step_of_choice(moved, run, choice, self._cluster, rate)
         work, num_units = host_work(log, choice, self._space.compute_bytes), len(state_by_unit(log))
         return with_host_work(step, work, choice, num_units, costs_for(run, self._cluster, rate))
 
@@ -235,7 +235,7 @@ class Evaluator:
         if candidate.steps is None:
             return
         log, choice = self.traces.of(candidate.choice), candidate.choice
-        candidate.steps = {rate: self._step(log, choice, rate, drawn=rate == "middle") for rate in REACHED}
+        candidate.steps = {rate: self._step(log, choice, rate) for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """Return the candidate that `fastest` chooses, with figures from its own trace; None if none fits. If its figures are

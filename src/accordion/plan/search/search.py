@@ -31,11 +31,11 @@ class SearchResult:
     logs: Mapping[Choice, Log]
 
 
-def search_in(space: Space, say: Say = lambda text: None, known: Mapping[Choice, Log] | None = None) -> SearchResult:
-    """Evaluate every choice of `space` and choose the best. `say`: called with a line of text before each trace. `known`:
-    `logs` from an earlier search of the same workload. Raises `UsageError` if the space is empty."""
+def search_in(space: Space, say: Say = lambda text: None) -> SearchResult:
+    """Evaluate every choice of `space` and choose the best. `say`: called with a line of text before each trace. Raises
+    `UsageError` if the space is empty."""
     every = space.choices()
-    evaluator = Evaluator(space, say, known)
+    evaluator = Evaluator(space, say)
     # FULL_SHARD takes least memory, and other strategies can only wait less, so it bounds them.
     first = [c for c in every if c.strategy == FULL_SHARD] or every
     candidates = evaluator.candidates(first)

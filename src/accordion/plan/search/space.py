@@ -79,18 +79,11 @@ class Space:
         if choices := list(self._choices()):
             return choices
         search = self.search
-        strategies = ", ".join(s.name for s in search.strategies)
-        hybrid = "hybrid strategies need more than one node"
-        if search.replicas:
-            hybrid = f"{search.replicas} replicas of a hybrid strategy must be more than one, below the GPUs, and divide them"
-        batch = (
-            f", or a --global-batch that GPUs x micro-batch divide, not {search.global_batch}"
-            if search.global_batch
-            else ""
-        )
         raise UsageError(
-            f"there is no configuration to try: strategies {strategies} on {', '.join(map(str, self.cluster.gpus))} "
-            f"GPUs, micro-batches {', '.join(map(str, search.micro_batches))}; {hybrid}, or take another --strategy{batch}."
+            f"there is no configuration to try: strategies {', '.join(s.name for s in search.strategies)}, replicas "
+            f"{search.replicas or 'by node'}, --global-batch {search.global_batch}, {self.cluster.num_gpus} GPUs. Hybrid "
+            "strategies need several nodes, or replicas that are more than one, fewer than the GPUs, and divide them; GPUs x "
+            "micro-batch must divide a global batch."
         )
 
     def _choices(self) -> Iterator[Choice]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from accordion.plan.choice import Choice, moved_as, traced_as
@@ -14,11 +14,11 @@ from accordion.plan.search.space import Space
 
 class Traces:
     """Returns logs of choices: traced, or extrapolated from traces of other micro-batches. Attribute `traced`: all traced logs,
-    by the choice that was traced; `known` are its first entries."""
+    by the choice that was traced."""
 
-    def __init__(self, space: Space, say: Callable[[str], None], known: Mapping[Choice, Log]) -> None:
+    def __init__(self, space: Space, say: Callable[[str], None]) -> None:
         self._space, self._say = space, say
-        self.traced = dict(known)
+        self.traced: dict[Choice, Log] = {}
         self._families: dict[Choice, Family | None] = {}
         # The last derived log: a choice is asked for once for each of its offloads.
         self._last: tuple[Choice, Log] | None = None
