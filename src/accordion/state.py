@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -77,35 +77,39 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     if engine.suspended:
         raise UsageError("full_params is open already on this model; leave it first.")
     settle(engine, "shows full parameters")
-    shown: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-    fulls: dict[int, nn.Parameter] = {}
+    fulls: list[tuple[Param, nn.Parameter]] = []
     with torch.inference_mode(False), torch.no_grad():
         for param in engine.params:
             rows = full_of(param)
             shown_as = rows if param.around is None else param.around.seen(rows)
-            full = fulls[id(param)] = nn.Parameter(shown_as, requires_grad=param.sharded.requires_grad)
+            full = nn.Parameter(shown_as, requires_grad=param.sharded.requires_grad)
             vars(full).update(_torch.marks_of(param.sharded))
-            for ref, attr in param.places:
-                module = ref()
-                if module is not None:
-                    shown.append((module, attr, param.sharded, full))
-    register([(module, attr, full) for module, attr, _, full in shown])
+            fulls.append((param, full))
+    try:
+        with shown(engine, fulls):
+            yield
+    finally:
+        for param, full in fulls if write else ():
+            with torch.no_grad():
+                data = full.data if param.around is None else _torch.local_of(full).data
+                _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, param.context))
+
+
+@contextmanager
+def shown(engine: Engine, fulls: Sequence[tuple[Param, nn.Parameter]]) -> Iterator[None]:
+    """Context manager in which modules have `fulls`, (parameter, its full form) each, and hooks do nothing."""
+    places = [(ref(), attr, param.sharded, full) for param, full in fulls for ref, attr in param.places]
+    present = [(module, attr, sharded, full) for module, attr, sharded, full in places if module is not None]
+    _register([(module, attr, full) for module, attr, _, full in present])
     engine.suspended = True
     try:
         yield
     finally:
         engine.suspended = False
-        register([(module, attr, sharded) for module, attr, sharded, _ in shown])
-        if write:
-            with torch.no_grad():
-                for param in engine.params:
-                    full = fulls[id(param)]
-                    data = full.data if param.around is None else _torch.local_of(full).data
-                    _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, param.context))
+        _register([(module, attr, sharded) for module, attr, sharded, _ in present])
 
 
-def register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Register parameters in modules: (module, attribute, parameter) each."""
+def _register(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
     for module, attr, param in entries:
         module._parameters[attr] = param
     for module in {id(m): m for m, _, _ in entries}.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from accordion.plan.choice import MICRO_BATCHES, Search
 from accordion.plan.cli.cache import SavedAnswer
 from accordion.plan.cli.options import Options
 from accordion.plan.cli.pages import of_plan
-from accordion.plan.hardware import GIB, LARGEST_GPUS, Cluster, cluster_of
+from accordion.plan.hardware import LARGEST_GPUS, Cluster, cluster_of
 from accordion.plan.result import gib
 from accordion.plan.search.suggest import NODE, smallest_change
 from accordion.plan.trained_models import Kernels
@@ -36,10 +37,6 @@ def planned(o: Options, task_words: list[str]) -> SavedAnswer:
     `task_words`: arguments of the task. Raises `UsageError` for wrong options, and `TaskError` if the task's code fails."""
     say = partial(print, file=sys.stderr)
     cluster, sharding, search = cluster_in(o), sharding_of(o), search_of(o)
-    if o.reserve_gb is not None and not 0 <= o.reserve_gb < cluster.card_bytes / GIB:
-        raise UsageError(
-            f"--reserve-gb {o.reserve_gb:g} is not between 0 and the {gib(cluster.card_bytes)} GiB of a GPU."
-        )
     workload = workload_of(o, task_words)
     with without_collections():  # planning makes millions of small objects, and no reference cycles
         answer = plan(workload, cluster, sharding, search, say=say)
@@ -52,10 +49,9 @@ def planned(o: Options, task_words: list[str]) -> SavedAnswer:
         write(answer, Path(o.html))
         say(f"written: {o.html}")
     more: dict[str, Any] = {"smallest_change": change} if change else {}
-    beside = answer.beside_engine(int(o.reserve_gb * GIB)) if o.reserve_gb is not None else {}
-    if beside:
-        more["free_bytes_beside_engine"] = beside
-    page = of_plan(answer, change, beside)
+    if o.reserve_gb:
+        more["free_bytes"] = answer.free_bytes
+    page = of_plan(answer, change, shows_free=o.reserve_gb > 0)
     return SavedAnswer(fits=answer.fits, data={**answer.as_dict(), **more}, page=page)
 
 
@@ -105,9 +101,15 @@ def _task(o: Options, task_words: list[str]) -> tuple[Any, Any, Any]:
 
 
 def cluster_in(o: Options) -> Cluster:
-    """Return the GPUs that `--gpu` and `--gpus` describe. Raises `UsageError` if one of them is wrong."""
+    """Return the GPUs that `--gpu` and `--gpus` describe, without the memory of `--reserve-gb`. Raises `UsageError` if one of
+    them is wrong."""
     gpus, node = counts_of(o.gpus)
-    return cluster_of(o.gpu, gpus=gpus, node=node)
+    cluster = cluster_of(o.gpu, gpus=gpus, node=node)
+    if not 0 <= o.reserve_gb < cluster.gpu.memory_gib:
+        raise UsageError(
+            f"--reserve-gb {o.reserve_gb:g} is not between 0 and the {gib(cluster.card_bytes)} GiB of a GPU."
+        )
+    return replace(cluster, gpu=replace(cluster.gpu, memory_gib=cluster.gpu.memory_gib - o.reserve_gb))
 
 
 def sharding_of(o: Options) -> dict[str, Any]:
