@@ -31,7 +31,7 @@ class WeightStream(Observer):
 
     The engine closes an open stream before this rank begins a forward, a backward or another collective. Closing takes part in
     the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name -> digest of this
-    rank's shards, 0-d int64, if they are kept. `missing`: the names whose values this rank's consumer has not got.
+    rank's shards, 0-d int64, if they are kept. `missing`: the items whose values this rank's consumer has not got.
     """
 
     # The end of the loop closes the stream: `break` and exceptions end the generator of `__iter__`, which runs its `finally`.
@@ -55,13 +55,15 @@ class WeightStream(Observer):
         try:
             while self._buckets:
                 self._begin_next()
-                tensors = self._buckets.popleft().land()
-                while tensors:
-                    name = tensors[0][0]
-                    yield tensors.popleft()
-                    self._check()
+                items = self._buckets.popleft().land()
+                while items:
+                    name, tensors = items.popleft()
+                    while tensors:
+                        yield tensors.popleft()
+                        self._check()
+                        # Not earlier, because the caller's loop has kept the last tensor of the last bucket.
+                        self._begin_next()
                     self.missing.discard(name)
-                    self._begin_next()  # not earlier, because the caller's loop has kept the last tensor of the last bucket
         finally:
             # The garbage collector may end a generator on any thread, or inside a backward. Then the stream stays open, and
             # the engine closes it.
@@ -114,7 +116,8 @@ def stream_weights(
     changed_since: WeightStream | Literal["start"] | None = None,
     adapters: Adapters = "merged",
 ) -> WeightStream:
-    """Return an iterable of (name, full tensor) of a sharded model: its parameters and persistent buffers, tied ones once.
+    """Return an iterable of (name, full tensor) of a sharded model: its parameters and persistent buffers, tied ones once, under
+    the names of its state dict; of a model of transformers as `save_pretrained` writes them.
 
     Collective; all ranks iterate. They make the same gathers, also if a consumer breaks off or raises. The tensors are
     contiguous, on the device, and the consumer's own. The next bucket is gathered while the consumer has this one, so a rank

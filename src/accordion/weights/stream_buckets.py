@@ -66,7 +66,7 @@ class RowGather:
 def item_bytes(item: Item, num_receivers: int) -> int:
     """Return the most bytes of device memory that any rank needs to gather and deliver `item`."""
     sizes = [_part_bytes(part, num_receivers) for part in item.parts]
-    return sum(sizes) + (0 if item.merge is None else 2 * sizes[0])
+    return sum(sizes) + (2 * sizes[0] if item.merge or item.split else 0)
 
 
 def _part_bytes(part: ItemPart, num_receivers: int) -> int:
@@ -111,16 +111,18 @@ class Bucket:
             self._transfer = self._stream.start(_steps(list(self._gathers)), [], self._what)
         return self._transfer
 
-    def land(self) -> deque[tuple[str, Tensor]]:
-        """Let the compute stream wait for the gather; return (name, full tensor) of each item, none if this rank only sends."""
+    def land(self) -> deque[tuple[str, deque[tuple[str, Tensor]]]]:
+        """Let the compute stream wait for the gather. Return (name of an item, its names and full tensors) for each item, none if
+        this rank only sends."""
         self.begin().land()
-        result = deque[tuple[str, Tensor]]()
+        result = deque[tuple[str, deque[tuple[str, Tensor]]]]()
         for item in self._items:
             gathers = [self._gathers.popleft() for _ in item.parts]
             fulls = [gather.full() for gather in gathers if gather.receives]
             if self._to.has_this_rank:
-                full = fulls[0] if item.merge is None else item.merge(fulls)
-                result.append((item.name, full.to(item.dtype)))
+                full = (fulls[0] if item.merge is None else item.merge(fulls)).to(item.dtype)
+                tensors = {item.name: full} if item.split is None else item.split({item.name: full})
+                result.append((item.name, deque((name, tensor.contiguous()) for name, tensor in tensors.items())))
         return result
 
 

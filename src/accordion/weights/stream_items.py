@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from accordion.errors import UsageError
 from accordion.state import refuse_own_gather, shown
 from accordion.weights.adapters import added_by_adapters, is_adapter
 from accordion.weights.export import is_peft
+from accordion.weights.initialise import is_of_transformers
 from accordion.weights.pretrained import INSIDE, copies_of_layers, names_of
 
 Adapters = Literal["merged", "alone"]
@@ -53,12 +54,14 @@ class ItemPart:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor of a stream, delivered in `dtype`. `merge`: makes it of the full tensors of all `parts`; None if there is one."""
+    """A tensor of a stream, delivered in `dtype`. `merge`: makes it of the full tensors of all `parts`; None if there is one.
+    `split`: makes of {name: tensor} those under which transformers saves it; None if it saves it whole."""
 
     name: str
     parts: tuple[ItemPart, ...]
     dtype: torch.dtype
     merge: Callable[[Sequence[Tensor]], Tensor] | None = None
+    split: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
 
 def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapters: Adapters) -> list[Item]:
@@ -85,7 +88,31 @@ def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapte
                 is_cast = dtype is not None and param.dtype.is_floating_point
                 part = ItemPart.of_param(param, dtype if is_cast else None)
             items.append(Item(name, (part,), part.dtype))
-    return items
+    base = model.get_base_model() if is_peft(model) else model
+    return items if adapters == "alone" or not is_of_transformers(base) else _as_saved(base, items)
+
+
+def _as_saved(model: nn.Module, items: Sequence[Item]) -> list[Item]:
+    """Return the items under the names in files of transformers; those that it saves in parts, as fused experts, with a `split`.
+    Raises `UsageError` for tensors that it saves together as one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    split = partial(revert_weight_conversion, model)
+    metas = {item.name: torch.empty(item.parts[0].value.shape, device="meta") for item in items}
+    saved = split(dict(metas))
+    names = {id(meta): name for name, meta in saved.items()}
+    result = []
+    for item in items:
+        meta = metas[item.name]
+        if id(meta) in names:
+            result.append(replace(item, name=names[id(meta)]))
+            continue
+        if any(name not in saved or saved[name].shape != t.shape for name, t in split({item.name: meta}).items()):
+            raise UsageError(
+                f"transformers saves {item.name} together with other tensors; use accordion.save_pretrained."
+            )
+        result.append(replace(item, split=split))
+    return result
 
 
 # -- PEFT
