@@ -88,7 +88,7 @@ def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapte
                 is_cast = dtype is not None and param.dtype.is_floating_point
                 part = ItemPart.of_param(param, dtype if is_cast else None)
             items.append(Item(name, (part,), part.dtype))
-    base = model.get_base_model() if is_peft(model) else model
+    base: Any = model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
     return items if adapters == "alone" or not is_of_transformers(base) else _as_saved(base, items)
 
 
