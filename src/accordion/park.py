@@ -40,7 +40,8 @@ class Move(NamedTuple):
 class ParkedModel(Observer):
     """The tensors of a model and its optimizer that `park` moves; refuses the use of the model while they are off the device.
 
-    Shards that are offloaded stay where they are, with their gradients and states.
+    Shards that are offloaded stay where they are, with their gradients and states. `tensors`: those on the device, which `leave`
+    moves. `sizes`: bytes of each allocation on the device that `leave` frees.
     """
 
     # A tensor off the device takes the place of each one on it, so that state dicts and saves need to know nothing. The flat
@@ -52,12 +53,17 @@ class ParkedModel(Observer):
         on_device = [group for group in groups if not isinstance(group.shard_buffer, OffDeviceShards)]
         self._params = [param.sharded for group in on_device for param in group.params]
         self._grads = [(param, param.grad) for param in self._params if param.grad is not None]
-        flat = [(g.shard_buffer, g.params) for g in on_device if isinstance(g.shard_buffer, FlatShards)]
-        self._shards = [(shards, [p.sharded for p in params]) for shards, params in flat]
-        self._locals = [[_torch.local_of(param) for param in params] for _, params in self._shards]
-        self._hosts: list[list[Tensor]] = []  # copies of the flat buffers
-        self._caches = [(cache.untyped_storage(), cache.nbytes) for group in groups for cache in group.caches]
-        self._moved: dict[int, Tensor] = {}  # by id: tensors off the device, in the place of others
+        flat = [(group.shard_buffer, group.sharded) for group in on_device]
+        self._shards = [(shards, params) for shards, params in flat if isinstance(shards, FlatShards)]
+        self._flats = [flat for shards, _ in self._shards for flat in shards.flats]
+        caches = [cache for group in groups for cache in group.caches]
+        self._storages = [(t.untyped_storage(), t.nbytes) for t in (*self._flats, *caches)]  # resized, and not replaced
+        self._hosts: list[Tensor] = []  # copies of `tensors` off the device, those of the flat buffers first
+        tensors = dict[int, Tensor]()
+        self._replace(lambda tensor: tensors.setdefault(id(tensor), tensor))
+        device = engine.context.device
+        self.tensors = [*self._flats, *(t for t in tensors.values() if t.device == device and t.numel())]
+        self.sizes = [tensor.nbytes for tensor in (*self.tensors, *caches)]
 
     def unit_is_called(self) -> None:
         if not self._engine.suspended:
@@ -69,63 +75,39 @@ class ParkedModel(Observer):
     def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
         raise parked_error()
 
-    def sizes(self) -> list[int]:
-        """Return the bytes of each tensor on the device that is to be moved."""
-        tensors = [flat for shards, _ in self._shards for flat in shards.flats]
-        self._exchange(lambda tensor: tensors.append(tensor) or tensor, self._is_here)  # type: ignore[func-returns-value]
-        return [tensor.nbytes for tensor in tensors]
-
-    def sizes_away(self) -> list[int]:
-        """Return the bytes of each tensor that `come_back` allocates on the device."""
-        hosts = [host for hosts in self._hosts for host in hosts]
-        return [*(t.nbytes for t in (*hosts, *self._moved.values())), *(num_bytes for _, num_bytes in self._caches)]
-
     def leave(self, take: Allocate) -> None:
-        """Copy everything into memory that `take` allocates, and free it on the device."""
+        """Copy all tensors into memory that `take` allocates, and free them on the device."""
+        self._hosts = [_copied(tensor, take) for tensor in self.tensors]
+        hosts = {id(tensor): host for tensor, host in zip(self.tensors, self._hosts, strict=True)}
+        self._replace(lambda tensor: hosts.get(id(tensor), tensor))
         for shards, params in self._shards:
-            hosts = [take(flat.numel(), flat.dtype).copy_(flat, non_blocking=True) for flat in shards.flats]
-            self._hosts.append(hosts)
-            for param, local in zip(params, shards.locals_in(hosts), strict=True):
+            locals_off_device = shards.locals_in([hosts[id(flat)] for flat in shards.flats])
+            for param, local in zip(params, locals_off_device, strict=True):
                 _torch.set_local(param, local)
-
-        def copied(tensor: Tensor) -> Tensor:
-            if not _torch.is_plain(tensor):
-                return tensor.to("cpu")
-            host, span = take(tensor.numel(), tensor.dtype), zip(tensor.shape, tensor.stride(), strict=True)
-            is_dense = 1 + sum((size - 1) * stride for size, stride in span) == tensor.numel()
-            host = host.as_strided(tensor.shape, tensor.stride()) if is_dense else host.view(tensor.shape)
-            return host.copy_(tensor, non_blocking=True)
-
-        self._moved = {id(host): host for host in self._exchange(copied, self._is_here)}
         for param, _ in self._grads:
             param.grad = None
         for param in self._params:
             vars(param)[PARKED] = True
-        self._settle()
-        for (shards, _), old in zip(self._shards, self._locals, strict=True):
-            for local in {id(t): t for t in (*shards.locals, *old)}.values():
-                local.set_()  # type: ignore[call-overload]  # no tensor keeps the address of freed memory
-        for storage in [
-            *(s for s, _ in self._caches),
-            *(f.untyped_storage() for s, _ in self._shards for f in s.flats),
-        ]:
+        self._engine.context.gather_stream.settle()
+        for local in [local for shards, _ in self._shards for local in shards.locals]:
+            local.set_()  # type: ignore[call-overload]  # no tensor keeps the address of freed memory
+        for storage, _ in self._storages:
             storage.resize_(0)
+        self.tensors.clear()
 
     def come_back(self) -> None:
         """Allocate everything on the device again, and copy it there."""
-        for storage, num_bytes in self._caches:
+        for storage, num_bytes in self._storages:
             storage.resize_(num_bytes)
-        for (shards, params), hosts, old in zip(self._shards, self._hosts, self._locals, strict=True):
-            for flat, host in zip(shards.flats, hosts, strict=True):
-                flat.untyped_storage().resize_(host.nbytes)
-                flat.copy_(host, non_blocking=True)
-            views = shards.locals_in(shards.flats)
-            for param, local, ours, view in zip(params, old, shards.locals, views, strict=True):
-                for tensor in (local, ours):
-                    tensor.set_(view.untyped_storage(), 0, view.shape, view.stride())
-                _torch.set_local(param, local)
-        back = partial(Tensor.to, device=self._engine.context.device, non_blocking=True, copy=True)
-        self._exchange(back, lambda tensor: id(tensor) in self._moved)
+        for flat, host in zip(self._flats, self._hosts, strict=False):
+            flat.copy_(host, non_blocking=True)
+        for shards, params in self._shards:
+            for param, local, view in zip(params, shards.locals, shards.locals_in(shards.flats), strict=True):
+                local.set_(view.untyped_storage(), 0, view.shape, view.stride())
+                _torch.set_local(param, view)
+        to_device = partial(Tensor.to, device=self._engine.context.device, non_blocking=True, copy=True)
+        back = {id(host): to_device(host) for host in self._hosts[len(self._flats) :]}
+        self._replace(lambda tensor: back.get(id(tensor), tensor))
         for param in self._params:
             del vars(param)[PARKED]
         for param, grad in self._grads:
@@ -133,31 +115,16 @@ class ParkedModel(Observer):
         for unit in self._engine.units:
             unit.mark_stale()
             unit.note_memory()
-        self._settle()
+        self._engine.context.gather_stream.settle()
 
-    def _settle(self) -> None:
-        """Let the host wait for the copies, so that either memory may be freed."""
-        device = self._engine.context.device
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize(device)
+    def _replace(self, by: Callable[[Tensor], Tensor]) -> None:
+        """Replace each gradient, optimizer state and buffer, or its local tensor, by what `by` returns for it."""
 
-    def _is_here(self, tensor: Tensor) -> bool:
-        return tensor.device == self._engine.context.device and tensor.numel() > 0
-
-    def _exchange(self, move: Callable[[Tensor], Tensor], moves: Callable[[Tensor], bool]) -> list[Tensor]:
-        """Replace each gradient, optimizer state and buffer for which `moves` returns True by `move` of it; return these."""
-        done: dict[int, tuple[Tensor, Tensor]] = {}  # by id of either: (before, after)
-        results: list[Tensor] = []
-
-        def swap(tensor: Tensor) -> Tensor:  # not recursive, since a cycle would keep the memory of `done`
-            local = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
-            if id(local) not in done and moves(local):
-                results.append(move(local))
-                done[id(local)] = done[id(results[-1])] = local, results[-1]
-            after = done[id(local)][1] if id(local) in done else local
-            if isinstance(tensor, DTensor):  # stays the same object
-                _torch.set_local(tensor, after)
-            return tensor if isinstance(tensor, DTensor) else after
+        def swap(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                return by(tensor)
+            _torch.set_local(tensor, by(_torch.local_of(tensor)))  # the DTensor stays the same object
+            return tensor
 
         for _, grad in self._grads:
             swap(grad)
@@ -166,7 +133,14 @@ class ParkedModel(Observer):
             exchange(states.get(param), swap)
         for module in self._modules:
             module._buffers.update({name: swap(b) for name, b in module._buffers.items() if b is not None})
-        return results
+
+
+def _copied(tensor: Tensor, take: Allocate) -> Tensor:
+    """Return a copy of `tensor`, with its strides if it is dense, in memory of `take`; of a subclass, in other host memory."""
+    if not _torch.is_plain(tensor):
+        return tensor.to("cpu")
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return take(tensor.numel(), tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor, non_blocking=True)
 
 
 def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -> Move:
@@ -191,8 +165,8 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
     for unit in engine.units:
         unit.free()
     parked = ParkedModel(model, None if optimizer is None else inner_of(optimizer), engine)
-    sizes, device = parked.sizes(), engine.context.device
-    num_bytes = sum(map(page_aligned, sizes))
+    device = engine.context.device
+    num_bytes = sum(page_aligned(tensor.nbytes) for tensor in parked.tensors)
 
     def memory() -> Allocate:
         if folder is None:
@@ -207,7 +181,7 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
     engine.observers.attach(parked, first=True)
-    return _reported("parked", sum(sizes), start_s)
+    return _reported("parked", parked, start_s)
 
 
 def unpark(model: nn.Module, optimizer: Optimizer | None = None) -> Move:
@@ -220,25 +194,26 @@ def unpark(model: nn.Module, optimizer: Optimizer | None = None) -> Move:
     if parked is None or parked.optimizer is not (None if optimizer is None else inner_of(optimizer)):
         raise UsageError("unpark takes a model that is parked, and the optimizer that was parked with it.")
     settle(engine, "unparks the model")
-    sizes, device = parked.sizes_away(), engine.context.device
+    device = engine.context.device
 
     def probe() -> None:
         try:
-            memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in parked.sizes]
             del memory
         except RuntimeError as error:
             raise UsageError(
-                f"unpark needs {sum(sizes)} bytes of {device}, which are not free; let the inference engine free its memory."
+                f"unpark needs {sum(parked.sizes)} bytes of {device}, which are not free; let the inference engine free its "
+                "memory."
             ) from error
 
     on_every_rank(probe, engine.context)
     engine.observers.detach(parked)
     with torch.no_grad():
         parked.come_back()
-    return _reported("unparked", sum(sizes), start_s)
+    return _reported("unparked", parked, start_s)
 
 
-def _reported(what: str, num_bytes: int, start_s: float) -> Move:
-    move = Move(num_bytes, time.monotonic() - start_s)
+def _reported(what: str, parked: ParkedModel, start_s: float) -> Move:
+    move = Move(sum(parked.sizes), time.monotonic() - start_s)
     log.info("%s: %d bytes in %.2f s", what, *move)
     return move

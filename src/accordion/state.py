@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -77,21 +76,32 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
         raise UsageError("full_params is open already on this model; leave it first.")
     settle(engine, "shows full parameters")
     with torch.inference_mode(False), torch.no_grad():
-        fulls = [[_full_parameter(param) for param in unit.params] for unit in engine.units]
-    for unit, of_unit in zip(engine.units, fulls, strict=True):
-        unit.module_params.show(of_unit)
+        fulls = {id(param): _full_parameter(param) for param in engine.params}
+    try:
+        with shown(engine, fulls):
+            yield
+    finally:
+        for param in engine.params if write else ():
+            full = fulls[id(param)]
+            with torch.no_grad():
+                data = full.data if param.around is None else _torch.local_of(full).data
+                _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, param.context))
+
+
+@contextmanager
+def shown(engine: Engine, fulls: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    """Context manager in which modules have the full parameters `fulls`, by id of the `Param`, and hooks do nothing."""
+    units = [unit for unit in engine.units if any(id(param) in fulls for param in unit.params)]
+    by_unit = [(unit, [fulls.get(id(param), param.sharded) for param in unit.params]) for unit in units]
+    for unit, tensors in by_unit:
+        unit.module_params.show(tensors)
     engine.suspended = True
     try:
         yield
     finally:
         engine.suspended = False
-        for unit, of_unit in zip(engine.units, fulls, strict=True):
-            unit.module_params.hide(of_unit)
-        if write:
-            with torch.no_grad():
-                for param, full in zip(engine.params, chain.from_iterable(fulls), strict=True):
-                    data = full.data if param.around is None else _torch.local_of(full).data
-                    _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, param.context))
+        for unit, tensors in by_unit:
+            unit.module_params.hide(tensors)
 
 
 def _full_parameter(param: Param) -> nn.Parameter:

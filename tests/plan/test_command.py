@@ -18,7 +18,7 @@ from accordion.pages.show import show
 from accordion.plan.cli import cache
 from accordion.plan.cli.command import Options
 from accordion.plan.cli.pages import of_plan
-from accordion.plan.hardware import GPUS, gpu_named
+from accordion.plan.hardware import GIB, GPUS, OUTSIDE_BYTES, gpu_named
 from accordion.plan.result import Plan
 from tests.plan.builders import ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, planned, total
 
@@ -46,6 +46,8 @@ from tests.plan.builders import ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, planned
         ("--micro-batch -1", "micro_batch is -1"),
         ("--micro-batch 0", "micro_batch is 0"),
         ("--micro-batch two", "takes a whole number"),
+        ("--reserve-gb 80", "not between 0 and the 79.1 GiB"),
+        ("--reserve-gb=-1", "not between 0"),
         ("--gpus 0", "it takes 1 to 65,536"),
         ("--gpus=-2x8", "2x8 (nodes)"),
         ("--gpus 8.5", "8,16,32"),
@@ -194,6 +196,28 @@ def test_a_cached_plan_is_read_and_a_broken_file_is_not(capsys, monkeypatch, tmp
     assert printed()[1]
     monkeypatch.setattr(cache, "version", lambda name: "9.9")
     assert printed()[1]
+
+
+def test_memory_of_an_inference_engine_is_reserved(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ["plan", "--model", str(config_in(tmp_path)), *ONE_CHOICE_FLAGS.split(), "--seq", "64"]
+
+    def printed(code: int, *more: str) -> str:
+        assert cli.main([*words, *more]) == code
+        return capsys.readouterr().out
+
+    reserved = json.loads(printed(0, "--reserve-gb", "24", "--json"))
+    left, free = GPUS["h100"].memory_gib * GIB - 24 * GIB, reserved["free_bytes"]
+    assert reserved["hardware"]["memory_bytes"] == pytest.approx(left, abs=1)
+    assert free["step"] < free["not parked"] < free["parked"] == reserved["hardware"]["memory_bytes"] - OUTSIDE_BYTES
+    text = printed(0, "--reserve-gb", "24")
+    assert "free beside the inference engine" in text
+    assert f"{free['step'] / GIB:.1f}" in text
+    # The search takes nothing that needs what is reserved: with a little less free, no configuration fits.
+    least = (free["step"] + 2**20) / GIB + 24
+    crowded = json.loads(printed(1, "--json", "--reserve-gb", str(least)))
+    assert crowded["verdict"] == "does not fit"
+    assert crowded["free_bytes"]["step"] < 0
 
 
 # -- the screen

@@ -131,9 +131,16 @@ def test_secondary_shards_and_offloaded_ones_are_streamed_as_others(mesh: Any) -
         model = sharded(mesh, **options)
         one_loss_of(model).backward()
         wanted = acc.full_state_dict(model, rank0_only=False, cpu=False)
-        with Recorded() as recorded:
-            assert all(torch.equal(tensor, wanted[name]) for name, tensor in acc.stream_weights(model, 2**16))
+        bucket_bytes, memory = 4 * max(t.nbytes for t in wanted.values()), Allocations()
+        with Recorded() as recorded, memory:
+            memory.mark("begin")
+            for name, tensor in acc.stream_weights(model, bucket_bytes):
+                assert torch.equal(tensor, wanted[name])
+                del tensor
+            memory.mark("end")
         assert recorded.sent == padded_bytes(model)
+        assert bucket_bytes / 2 < memory.peak("begin", "end") - memory.live("begin") <= 2 * bucket_bytes
+        assert memory.live("end") == memory.live("begin")
 
 
 def one_loss_of(model: nn.Module) -> Tensor:
@@ -182,16 +189,20 @@ def test_ranks_make_the_same_gathers_whatever_each_consumes(mesh: Any) -> None:
         each: list[Messages] = [[] for _ in range(mesh.size())]
         dist.all_gather_object(each, recorded.messages, mesh.get_group())
         assert all(messages == each[0] for messages in each), (act, each)
+        one_loss_of(model).backward()
     assert_at_rest(model)
 
 
 @on_world(2)
 def test_a_loop_that_uses_the_model_or_writes_weights_is_refused(mesh: Any) -> None:
     model = sharded(mesh)
-    for act, words in ((one_loss_of, "closed before its end"), (written, "were written while")):
+    for act, words in ((one_loss_of, "used the sharded model before its end"), (written, "were written while")):
         with pytest.raises(acc.UsageError, match=words):
             consume(acc.stream_weights(model, 1), partial(act, model))
+    stream = acc.stream_weights(model)
     one_loss_of(model).backward()
+    with pytest.raises(acc.UsageError, match="used the sharded model before its end"):
+        list(stream)
 
 
 def written(model: nn.Module) -> None:
@@ -233,6 +244,7 @@ def test_changed_tensors_alone_are_streamed(mesh: Any) -> None:
 def test_wrong_arguments_are_refused_in_a_sentence(mesh: Any) -> None:
     model, other = sharded(mesh), sharded(mesh)
     list(stream := acc.stream_weights(other))
+    list(earlier := acc.stream_weights(model, changed_since="start"))
     for options, words in [
         ({"bucket_bytes": 0}, "bucket_bytes=0 is not"),
         ({"ranks": [0, 2]}, r"ranks=\[0, 2\] is neither"),
@@ -242,6 +254,7 @@ def test_wrong_arguments_are_refused_in_a_sentence(mesh: Any) -> None:
         ({"adapters": "alone"}, "has no adapters"),
         ({"changed_since": stream}, "no earlier stream of this model"),
         ({"changed_since": "yesterday"}, "is no earlier stream"),
+        ({"changed_since": earlier, "ranks": "first"}, "to the same ranks"),
     ]:
         with pytest.raises(acc.UsageError, match=words):
             acc.stream_weights(model, **options)
@@ -249,7 +262,7 @@ def test_wrong_arguments_are_refused_in_a_sentence(mesh: Any) -> None:
         acc.stream_weights(model)
     with pytest.raises(acc.UsageError, match="is not sharded"):
         acc.stream_weights(nn.Linear(2, 2))
-    with pytest.raises(acc.UsageError, match="iterated once"):
+    with pytest.raises(acc.UsageError, match="iterated before"):
         list(stream)
     with pytest.raises(acc.DivergenceError, match="streams weights"):
         acc.stream_weights(model, bucket_bytes=1 + dist.get_rank())

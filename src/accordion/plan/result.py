@@ -173,14 +173,15 @@ class Plan:
         parts = {"by_kind": by_kind(step), "by_unit": by_unit(step, self.log.units)}
         return {name: list(map(asdict, each)) for name, each in parts.items()}
 
-    def beside_engine(self, reserve_bytes: int) -> dict[str, int]:
-        """Return the bytes of a GPU that an inference engine of `reserve_bytes` leaves free, negative if they are missing: while
-        it generates beside a model that is parked or that is not, and in a training step."""
-        memory, left = self.chosen.memory, self.cluster.card_bytes - reserve_bytes
+    @property
+    def free_bytes(self) -> dict[str, int]:
+        """Bytes of a GPU that are free while an inference engine generates beside the parked model, or beside the model, and in
+        a training step; {} if the memory of the chosen configuration is not known. What is reserved does not count as free."""
+        memory, card = self.chosen.memory, self.cluster.card_bytes
         if memory is None:
             return {}
-        between = int(memory.peak.held_bytes * MARGIN) + OUTSIDE_BYTES
-        return {"parked": left - OUTSIDE_BYTES, "not_parked": left - between, "in_a_step": left - memory.needed_bytes}
+        not_parked = card - int(memory.peak.held_bytes * MARGIN) - OUTSIDE_BYTES
+        return {"parked": card - OUTSIDE_BYTES, "not parked": not_parked, "step": card - memory.needed_bytes}
 
     @property
     def run_cost(self) -> dict[str, tuple[float, ...]] | None:

@@ -4,49 +4,52 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from accordion.engine.communicator import Communicator, carried
-from accordion.engine.engine import Engine
-from accordion.engine.params import Param
-from accordion.engine.streams import Steps
+from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.weights.stream_items import Item, ItemPart
 
-Ranks = frozenset[int]
-"""The global ranks that receive."""
+
+class Receivers(NamedTuple):
+    """The global `ranks` that receive. `has_this_rank`: True if this rank is one of them."""
+
+    ranks: frozenset[int]
+    has_this_rank: bool
 
 
 class RowGather:
-    """The gather of one parameter over one or two mesh axes, with its cut dim first, so that nothing is unpacked."""
+    """The gather of one tensor over up to two mesh axes, with its cut dim first, so that nothing is unpacked."""
 
-    def __init__(self, part: ItemPart, param: Param, ranks: Ranks, rank: int) -> None:
-        cut, context = param.cut, param.context
-        self.param, self._ranks = param, ranks
+    def __init__(self, part: ItemPart, to: Receivers) -> None:
+        self._part, self._to = part, to
         # The ranks of tensor parallelism make the larger tensor together, so each of them receives.
-        self.receives = param.around is not None or rank in ranks
-        levels = [(axis.gather, level) for axis, level in reversed(context.levels(cut)) if level.dim is not None]
-        self.levels = [(communicator, level.chunk) for communicator, level in levels if communicator.num_ranks > 1]
-        local = part.local(context.device)
-        self._rows = local if cut.dim is None else local.movedim(cut.dim, 0)
-        self._outs: list[Tensor] = []  # received at each level, (num_ranks * chunk or more, *row_shape)
+        self.receives = to.has_this_rank or part.around is not None
+        levels = [(axis.gather, level) for axis, level in reversed(part.context.levels(part.cut))]
+        self.levels = [(each, level.chunk) for each, level in levels if level.dim is not None and each.num_ranks > 1]
+        local = part.local()
+        rows = local if part.cut.dim is None else local.movedim(part.cut.dim, 0)
         # Rows that a rank lacks are sent as padding with any contents, since the receivers drop them.
-        if self.levels and (self._rows.shape[0] < self.levels[0][1] or not self._rows.is_contiguous()):
-            padded = local.new_empty(self.levels[0][1], *cut.row_shape)
-            padded[: self._rows.shape[0]].copy_(self._rows)
-            self._rows = padded
-        following = [*(chunk for _, chunk in self.levels[1:]), 0]
-        for (communicator, chunk), next_chunk in zip(self.levels, following, strict=False):
-            num_rows = max(communicator.num_ranks * chunk, next_chunk) if next_chunk or self.receives else 0
-            self._outs.append(local.new_empty(num_rows, *cut.row_shape))
+        if self.levels and (rows.shape[0] < self.levels[0][1] or not rows.is_contiguous()):
+            padded = local.new_empty(self.levels[0][1], *part.cut.row_shape)
+            padded[: rows.shape[0]].copy_(rows)
+            rows = padded
+        self._rows = [rows]  # sent at each level, and received at the last one: (rows, *row_shape) each
+        for depth, (communicator, chunk) in enumerate(self.levels):
+            following = [next_chunk for _, next_chunk in self.levels[depth + 1 :]]
+            num_received = communicator.num_ranks * chunk if following or self.receives else 0
+            self._rows.append(local.new_empty(max(num_received, *following, 0), *part.cut.row_shape))
 
     def message(self, depth: int) -> tuple[Tensor, Tensor, list[int], list[int]]:
         """Return (received, sent, output split sizes, input split sizes) at a level, 1-D; no sizes if all ranks receive."""
         communicator, chunk = self.levels[depth]
-        sent = carried((self._rows if depth == 0 else self._outs[depth - 1])[:chunk].view(-1))
-        out = carried(self._outs[depth][: chunk * communicator.num_ranks].view(-1))
-        to_all = depth + 1 < len(self.levels) or self.param.around is not None
-        to = [to_all or rank in self._ranks for rank in communicator.ranks]
+        sent = carried(self._rows[depth][:chunk].view(-1))
+        out = carried(self._rows[depth + 1][: chunk * communicator.num_ranks].view(-1))
+        to_all = depth + 1 < len(self.levels) or self._part.around is not None
+        to = [to_all or rank in self._to.ranks for rank in communicator.ranks]
         if all(to):
             return out, sent, [], []
         received = [sent.numel() if self.receives else 0] * len(to)
@@ -54,70 +57,72 @@ class RowGather:
 
     def full(self) -> Tensor:
         """Return the full tensor, contiguous and in memory of its own. A collective with tensor parallelism."""
-        cut, around = self.param.cut, self.param.around
-        rows = self._outs[-1][: cut.rows] if self.levels else self._rows.clone()
-        full = rows if cut.dim is None else rows.movedim(0, cut.dim).contiguous()
+        cut, around, rows = self._part.cut, self._part.around, self._rows[-1]
+        full = rows if cut.dim is None else rows[: cut.rows].movedim(0, cut.dim)
+        full = full.contiguous() if self.levels else full.clone(memory_format=torch.contiguous_format)
         return full if around is None else around.whole(full)
 
 
-def item_bytes(item: Item, ranks: Ranks) -> int:
+def item_bytes(item: Item, num_receivers: int) -> int:
     """Return the most bytes of device memory that any rank needs to gather and deliver `item`."""
-    sizes = [_part_bytes(part, ranks) for part in item.parts]
-    return sum(sizes) + (2 * sizes[0] if item.merge is not None else 0)
+    sizes = [_part_bytes(part, num_receivers) for part in item.parts]
+    return sum(sizes) + (2 * sizes[0] if item.merge or item.split else 0)
 
 
-def _part_bytes(part: ItemPart, ranks: Ranks) -> int:
-    param = part.param
-    if param is None or param.cut.dim is None:
-        return part.value.nbytes
-    cut, context = param.cut, param.context
-    own, rows = cut.chunk, cut.chunk * context.shard.num_ranks
-    if context.cut_twice:
-        own = -(-cut.chunk // context.replicate.num_ranks)
-        rows += own * context.replicate.num_ranks
-    if len(ranks) < context.num_ranks:
-        rows += len(ranks) * cut.chunk
-    numel = (rows + own) * cut.row_numel + (cut.numel if cut.dim else 0)
-    for communicator in () if param.around is None else param.around.communicators:
+def _part_bytes(part: ItemPart, num_receivers: int) -> int:
+    cut, context = part.cut, part.context
+    if cut.dim is None:
+        return 2 * cut.numel * part.dtype.itemsize
+    num_replicas = context.replicate.num_ranks if context.cut_twice else 0
+    own_rows = -(-cut.chunk // max(num_replicas, 1))
+    num_sent = num_receivers if num_receivers < context.num_ranks else 0
+    rows = own_rows * (1 + num_replicas) + cut.chunk * (context.shard.num_ranks + num_sent)
+    numel = rows * cut.row_numel + (cut.numel if cut.dim else 0)
+    for communicator in () if part.around is None else part.around.communicators:
         numel += cut.numel * communicator.num_ranks
     return numel * part.dtype.itemsize
 
 
-def in_buckets(items: Sequence[Item], sizes: Sequence[int], most: int) -> list[list[Item]]:
-    """Return `items` in order, in lists whose `sizes` add up to at most `most`; a larger item is alone."""
+def in_buckets(items: Sequence[Item], num_receivers: int, most_bytes: int) -> list[list[Item]]:
+    """Return `items` in order, in lists that need at most `most_bytes` each; a larger item is alone."""
     buckets, left = list[list[Item]](), -1
-    for item, size in zip(items, sizes, strict=True):
+    for item in items:
+        size = item_bytes(item, num_receivers)
         if size > left:
             buckets.append([])
-            left = most
+            left = most_bytes
         buckets[-1].append(item)
         left -= size
     return buckets
 
 
 class Bucket:
-    """The items of a stream that are gathered together; their gather begins at once."""
+    """The items of a stream that are gathered together. `what`: what a rank does that waits for the gather, for messages."""
 
-    def __init__(self, engine: Engine, items: Sequence[Item], ranks: Ranks, rank: int, what: str) -> None:
-        self._items, self._receives = items, rank in ranks
-        parts = [part for item in items for part in item.parts]
-        self._gathers = deque(RowGather(part, part.param, ranks, rank) for part in parts if part.param is not None)
-        self._transfer = engine.context.gather_stream.start(_steps(list(self._gathers)), [], what)
+    def __init__(self, items: Sequence[Item], to: Receivers, stream: SideStream, what: str) -> None:
+        self._items, self._to, self._stream, self._what = items, to, stream, what
+        self._gathers = deque[RowGather]()
+        self._transfer: Transfer | None = None
 
-    def land(self) -> deque[tuple[str, Tensor]]:
-        """Let the compute stream wait for the gather; return (name, full tensor) of each item, none if this rank only sends."""
-        self._transfer.land()
-        result = deque[tuple[str, Tensor]]()
+    def begin(self) -> Transfer:
+        """Begin the gather, unless it has begun; return its transfer."""
+        if self._transfer is None:
+            self._gathers.extend(RowGather(part, self._to) for item in self._items for part in item.parts)
+            self._transfer = self._stream.start(_steps(list(self._gathers)), [], self._what)
+        return self._transfer
+
+    def land(self) -> deque[tuple[str, deque[tuple[str, Tensor]]]]:
+        """Let the compute stream wait for the gather. Return (name of an item, its names and full tensors) for each item, none if
+        this rank only sends."""
+        self.begin().land()
+        result = deque[tuple[str, deque[tuple[str, Tensor]]]]()
         for item in self._items:
-            fulls = []
-            for part in item.parts:
-                gather = self._gathers.popleft() if part.param is not None else None
-                if gather is None and self._receives:
-                    fulls.append(part.value.detach().clone())
-                elif gather is not None and gather.receives:
-                    fulls.append(gather.full())
-            if self._receives:
-                result.append((item.name, (fulls[0] if item.merge is None else item.merge(fulls)).to(item.dtype)))
+            gathers = [self._gathers.popleft() for _ in item.parts]
+            fulls = [gather.full() for gather in gathers if gather.receives]
+            if self._to.has_this_rank:
+                full = (fulls[0] if item.merge is None else item.merge(fulls)).to(item.dtype)
+                tensors = {item.name: full} if item.split is None else item.split({item.name: full})
+                result.append((item.name, deque((name, tensor.contiguous()) for name, tensor in tensors.items())))
         return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -12,40 +12,56 @@ from torch import Tensor, nn
 
 from accordion import _torch
 from accordion.checkpoint.contents import without_wrappers
+from accordion.engine.context import ShardingContext
 from accordion.engine.engine import Engine
-from accordion.engine.params import Param
+from accordion.engine.layout import Cut
+from accordion.engine.params import Param, ParamView
 from accordion.errors import UsageError
-from accordion.state import refuse_own_gather
-from accordion.weights.adapters import added_by_adapters, copied_inside, is_adapter
+from accordion.state import refuse_own_gather, shown
+from accordion.weights.adapters import added_by_adapters, is_adapter
 from accordion.weights.export import is_peft
-from accordion.weights.pretrained import INSIDE
+from accordion.weights.initialise import is_of_transformers
+from accordion.weights.pretrained import INSIDE, copies_of_layers, names_of
 
 Adapters = Literal["merged", "alone"]
-Places = list[tuple[nn.Module, str]]  # (module, attribute) of each module that reads a parameter
 
 
 @dataclass(frozen=True, slots=True)
 class ItemPart:
-    """A tensor that is sent for an item, in `dtype`. `param`: None if each rank has the whole tensor."""
+    """A tensor that is sent for an item, in `dtype`: a sharded parameter, or a buffer, of which each rank has the whole."""
 
     value: Tensor
-    param: Param | None
     dtype: torch.dtype
+    cut: Cut
+    context: ShardingContext
+    around: ParamView | None = None
 
-    def local(self, device: torch.device) -> Tensor:
-        """Return what this rank has of the tensor, detached, in `dtype` on `device`; a view of it if possible."""
-        local = self.value if self.param is None else _torch.local_of(self.value)
-        return local.detach().to(device=device, dtype=self.dtype)
+    @classmethod
+    def of_param(cls, param: Param, dtype: torch.dtype | None = None) -> ItemPart:
+        """Raises `UsageError` for a tensor subclass that has an all-gather of its own."""
+        refuse_own_gather(param)
+        return cls(param.sharded, dtype or param.dtype, param.cut, param.context, param.around)
+
+    @classmethod
+    def of_buffer(cls, buffer: Tensor, context: ShardingContext) -> ItemPart:
+        return cls(buffer, buffer.dtype, Cut(tuple(buffer.shape), None, 1), context)
+
+    def local(self) -> Tensor:
+        """Return what this rank has of the tensor, detached, in `dtype` on the device; a view of it if possible."""
+        local: Tensor = _torch.local_or_same(self.value)
+        return local.detach().to(device=self.context.device, dtype=self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor of a stream, delivered in `dtype`. `merge`: makes it of the full tensors of all `parts`; None if there is one."""
+    """A tensor of a stream, delivered in `dtype`. `merge`: makes it of the full tensors of all `parts`; None if there is one.
+    `split`: makes of {name: tensor} those under which transformers saves it; None if it saves it whole."""
 
     name: str
     parts: tuple[ItemPart, ...]
     dtype: torch.dtype
     merge: Callable[[Sequence[Tensor]], Tensor] | None = None
+    split: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
 
 def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapters: Adapters) -> list[Item]:
@@ -67,13 +83,36 @@ def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapte
             items.append(_merged_item(engine, name, layers[name], dtype))
         elif isinstance(value, Tensor) and id(value) not in seen:  # no tensor: from a module's `get_extra_state`
             seen.add(id(value))
-            param = params.get(id(value))
-            is_cast = dtype is not None and param is not None and param.dtype.is_floating_point
-            sent = dtype if is_cast and dtype is not None else value.dtype
-            items.append(Item(name, (ItemPart(value, param, sent),), sent))
-    for param in [part.param for item in items for part in item.parts if part.param is not None]:
-        refuse_own_gather(param)
-    return items
+            part = ItemPart.of_buffer(value, engine.context)
+            if (param := params.get(id(value))) is not None:
+                is_cast = dtype is not None and param.dtype.is_floating_point
+                part = ItemPart.of_param(param, dtype if is_cast else None)
+            items.append(Item(name, (part,), part.dtype))
+    base: Any = model.get_base_model() if is_peft(model) else model  # type: ignore[operator]
+    return items if adapters == "alone" or not is_of_transformers(base) else _as_saved(base, items)
+
+
+def _as_saved(model: nn.Module, items: Sequence[Item]) -> list[Item]:
+    """Return the items under the names in files of transformers; those that it saves in parts, as fused experts, with a `split`.
+    Raises `UsageError` for tensors that it saves together as one."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    split = partial(revert_weight_conversion, model)
+    metas = {item.name: torch.empty(item.parts[0].value.shape, device="meta") for item in items}
+    saved = split(dict(metas))
+    names = {id(meta): name for name, meta in saved.items()}
+    result = []
+    for item in items:
+        meta = metas[item.name]
+        if id(meta) in names:
+            result.append(replace(item, name=names[id(meta)]))
+            continue
+        if any(name not in saved or saved[name].shape != t.shape for name, t in split({item.name: meta}).items()):
+            raise UsageError(
+                f"transformers saves {item.name} together with other tensors; use accordion.save_pretrained."
+            )
+        result.append(replace(item, split=split))
+    return result
 
 
 # -- PEFT
@@ -102,48 +141,32 @@ def _base_tensors(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
                 'adapters="alone".'
             )
     base = model.get_base_model()
-    left_out, copies, layers = added_by_adapters(base), dict[str, Any](), dict[str, Any]()
-    for prefix, module in base.named_modules():
-        if is_adapter(module) and not module.merged:
-            layers[without_wrappers(f"{prefix}.weight", INSIDE)] = module
-        for adapter, copy in copied_inside(module):
-            values = copy.state_dict(keep_vars=True)
-            left_out |= set(map(id, values.values()))
-            if adapter in module.active_adapters:
-                copies |= {without_wrappers(f"{prefix}.{key}", INSIDE): value for key, value in values.items()}
-    state = base.state_dict(keep_vars=True)
-    tensors = {without_wrappers(name, INSIDE): value for name, value in state.items() if id(value) not in left_out}
-    return tensors | copies, layers
+    tensors, added = names_of(base), added_by_adapters(base)
+    for copy, original in copies_of_layers(base).items():
+        value = tensors.pop(copy)
+        if any(f".modules_to_save.{adapter}." in f".{copy}" for adapter in model.active_adapters):
+            tensors[original] = value
+    unmerged = [(name, module) for name, module in base.named_modules() if is_adapter(module) and not module.merged]
+    layers = {without_wrappers(f"{name}.weight", INSIDE): module for name, module in unmerged}
+    return {name: value for name, value in tensors.items() if id(value) not in added}, layers
 
 
 def _merged_item(engine: Engine, name: str, layer: Any, dtype: torch.dtype | None) -> Item:
     """Return the item of a PEFT layer's weight, for which all parameters of the layer are sent, the base weight first."""
-    inside, weight = set(map(id, layer.modules())), layer.get_base_layer()._parameters["weight"]
-    params: list[tuple[Param, Places]] = []
-    for param in engine.params:
-        places = [
-            (module, attr) for ref, attr in param.places if (module := ref()) is not None and id(module) in inside
-        ]
-        if places:
-            params.insert(0 if param.sharded is weight else len(params), (param, places))
-    parts = tuple(ItemPart(param.sharded, param, param.dtype) for param, _ in params)
+    weight, inside = layer.get_base_layer()._parameters["weight"], set(map(id, layer.parameters()))
+    params = [param for param in engine.params if id(param.sharded) in inside]
+    params.sort(key=lambda param: param.sharded is not weight)
+    parts = tuple(map(ItemPart.of_param, params))
     return Item(name, parts, dtype or weight.dtype, partial(_merge, engine, layer, params))
 
 
-def _merge(engine: Engine, layer: Any, params: list[tuple[Param, Places]], fulls: Sequence[Tensor]) -> Tensor:
+def _merge(engine: Engine, layer: Any, params: Sequence[Param], fulls: Sequence[Tensor]) -> Tensor:
     """Return the weight of a PEFT layer with its active adapters merged, by PEFT's code, which overwrites `fulls[0]`."""
-    shown = [nn.Parameter(full, requires_grad=False) for full in fulls]
-    for (_, places), full in zip(params, shown, strict=True):
-        for module, attr in places:
-            module._parameters[attr] = full
-    engine.suspended = True
-    try:
-        with torch.no_grad():
+    full_params = [nn.Parameter(full, requires_grad=False) for full in fulls]
+    by_id = {id(param): full for param, full in zip(params, full_params, strict=True)}
+    with torch.no_grad(), shown(engine, by_id):
+        try:
             layer.merge(safe_merge=False)
-        return shown[0].data
-    finally:
-        layer.merged_adapters.clear()
-        engine.suspended = False
-        for param, places in params:
-            for module, attr in places:
-                module._parameters[attr] = param.sharded
+        finally:
+            layer.merged_adapters.clear()
+    return full_params[0].data

@@ -10,7 +10,6 @@ from accordion.plan.cli import cache
 from accordion.plan.cli.options import ABOUT, Options
 from accordion.plan.cli.pages import of_plan
 from accordion.plan.cli.planned import planned
-from accordion.plan.hardware import GIB
 from accordion.tasks.loaded import split_task
 
 NOT_FOUND = 1  # exit code if nothing fits
@@ -29,9 +28,8 @@ def run(words: list[str]) -> int:
     answer = cache.read(place)
     if answer is None:
         plan = planned(o, task_words)
-        beside = {} if o.reserve_gb is None else plan.beside_engine(int(o.reserve_gb * GIB))
-        data = {**plan.as_dict(), **({"free_bytes_beside_engine": beside} if beside else {})}
-        answer = cache.SavedAnswer(fits=plan.fits, data=data, page=of_plan(plan, beside))
+        data = {**plan.as_dict(), **({"free_bytes": plan.free_bytes} if o.reserve_gb else {})}
+        answer = cache.SavedAnswer(fits=plan.fits, data=data, page=of_plan(plan, shows_free=o.reserve_gb > 0))
         cache.write(place, answer)
     if o.json:
         print(json.dumps(answer.data, indent=1))

@@ -50,8 +50,8 @@ class Options:
         sharding: more fields of accordion.Sharding as NAME=VALUE, separated by commas
         replicas: copies of the model under a hybrid strategy; searched if left out
         expert_parallel: number of neighbouring ranks that share the experts of a mixture; each expert gets equally many tokens
-        reserve_gb: GiB of each GPU for an inference engine that generates between steps; shows what it leaves free with the
-            model parked (accordion.park) and not parked
+        reserve_gb: GiB of each GPU that an inference engine keeps; plans for the rest, and shows what is free while the engine
+            generates beside the parked model (accordion.park) or the model, and in a step
         tokens: tokens of a whole run, to show its hours and GPU-hours, and its price if --gpu has one
         json: print JSON only
     """
@@ -79,6 +79,6 @@ class Options:
     sharding: str | None = None
     replicas: int | None = None
     expert_parallel: int = 1
-    reserve_gb: float | None = None
+    reserve_gb: float = 0.0
     tokens: float | None = None
     json: bool = False

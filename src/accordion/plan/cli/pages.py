@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from accordion.pages.page import Page, Table
 from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, TELLABLE
@@ -17,17 +17,12 @@ NOTHING_FITS = (
 )
 
 
-def of_plan(plan: Plan, beside: Mapping[str, int] | None = None) -> Page:
-    """Return a plan's page. `beside`: `Plan.beside_engine`."""
+def of_plan(plan: Plan, shows_free: bool = False) -> Page:
+    """Return a plan's page. `shows_free`: with a table of `Plan.free_bytes`."""
     tables = [_verdict(plan)]
-    if beside:
-        phases = {
-            "parked": "it generates, model parked",
-            "not_parked": "it generates, model not parked",
-            "in_a_step": "a step",
-        }
-        rows = [[phases[key], gib(value) if value >= 0 else f"{gib(-value)} too few"] for key, value in beside.items()]
-        tables.append(Table(title="beside the inference engine", columns=["while", "free GiB"], rows=rows))
+    if shows_free and plan.free_bytes:
+        rows = [[phase, gib(num_bytes)] for phase, num_bytes in plan.free_bytes.items()]
+        tables.append(Table(title="free beside the inference engine", columns=["while", "GiB"], rows=rows))
     if plan.chosen.memory is not None:
         tables += [*_time(plan), _bytes(plan), _live(plan)]
     tables.append(_candidates(plan))

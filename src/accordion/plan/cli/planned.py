@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from accordion.garbage import without_collections
 from accordion.plan.api import plan
 from accordion.plan.choice import MICRO_BATCHES, Search
 from accordion.plan.cli.options import Options
-from accordion.plan.hardware import GIB, LARGEST_GPUS, NODE, Cluster, cluster_of
+from accordion.plan.hardware import LARGEST_GPUS, NODE, Cluster, cluster_of
 from accordion.plan.result import Plan, gib
 from accordion.plan.trained_models import Kernels
 from accordion.plan.workload import Workload
@@ -31,10 +32,6 @@ def planned(o: Options, task_words: list[str]) -> Plan:
     """Return the plan that `o` describes. Prints progress to stderr. `task_words`: arguments of the task. Raises `UsageError` for
     wrong options, and `TaskError` if the task's code fails."""
     cluster, sharding, search = cluster_in(o), sharding_of(o), search_of(o)
-    if o.reserve_gb is not None and not 0 <= o.reserve_gb < cluster.card_bytes / GIB:
-        raise UsageError(
-            f"--reserve-gb {o.reserve_gb:g} is not between 0 and the {gib(cluster.card_bytes)} GiB of a GPU."
-        )
     workload = workload_of(o, task_words)
     with without_collections():  # planning makes millions of small objects, and no reference cycles
         return plan(workload, cluster, sharding, search, say=partial(print, file=sys.stderr))
@@ -86,9 +83,15 @@ def _task(o: Options, task_words: list[str]) -> tuple[Any, Any, Any]:
 
 
 def cluster_in(o: Options) -> Cluster:
-    """Return the GPUs that `--gpu` and `--gpus` describe. Raises `UsageError` if one of them is wrong."""
+    """Return the GPUs that `--gpu` and `--gpus` describe, without the memory of `--reserve-gb`. Raises `UsageError` if one of
+    them is wrong."""
     gpus, node = counts_of(o.gpus)
-    return cluster_of(o.gpu, gpus=gpus, node=node)
+    cluster = cluster_of(o.gpu, gpus=gpus, node=node)
+    if not 0 <= o.reserve_gb < cluster.gpu.memory_gib:
+        raise UsageError(
+            f"--reserve-gb {o.reserve_gb:g} is not between 0 and the {gib(cluster.card_bytes)} GiB of a GPU."
+        )
+    return replace(cluster, gpu=replace(cluster.gpu, memory_gib=cluster.gpu.memory_gib - o.reserve_gb))
 
 
 def sharding_of(o: Options) -> dict[str, Any]:
