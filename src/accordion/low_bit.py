@@ -285,7 +285,7 @@ def packed_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
 def _packed(local: Tensor, p: DTensor, block: int) -> DTensor:
     """Return `local`, which has one element for each `block` elements of this rank's rows of `p`, sharded like `p`."""
     shape = packed_shape(p.shape, block)
-    return _torch.packed_dtensor(local.view(-1, *shape[1:]), p, shape)
+    return _torch.rows_dtensor(local.view(-1, *shape[1:]), p, shape)
 
 
 def _replicated(tensor: Tensor, p: DTensor) -> DTensor:

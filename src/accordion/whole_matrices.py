@@ -4,74 +4,92 @@ from __future__ import annotations
 
 import ast
 import heapq
+import operator
 import weakref
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import chain, product
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import chain
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
-from accordion.engine.communicator import Axis, Communicator
+from accordion.engine.communicator import Communicator, carried, gathered_rows, group_of_job
 from accordion.engine.engine import Engine
 from accordion.engine.layout import Cut
 from accordion.engine.params import Param
-from accordion.engine.streams import SideStream, Steps, Transfer
-from accordion.errors import UsageError
-from accordion.offload.step.optimizer_copy import OptimizerCopy, Part, exchange
+from accordion.engine.streams import SideStream, Steps
+from accordion.errors import UsageError, some_of
+from accordion.offload.step.optimizer_copy import OptimizerCopy, Part, exchange, local_state
 
 TENSOR = "$tensor"  # begins the description of a tensor
 T = TypeVar("T")
 BUCKET_NUMEL = 2**25  # elements of the whole matrices of a bucket; enough to hide the latency of an exchange
-Levels: TypeAlias = tuple[tuple[Axis, Cut], ...]
-"""(axis, cut) of each division of a matrix over several ranks, the first one first."""
+Wait: TypeAlias = Callable[[], T]
+"""Lets the compute stream wait for an exchange (on gloo the host waits), and returns what this rank has then."""
 
 
 # -- owners
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Division:
+    """The ranks over which rows are divided. `splits`: numbers of ranks, one after the other; `order`: ranks by their rows."""
+
+    communicator: Communicator
+    side_stream: SideStream  # on which rows are sent
+    splits: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def counts(self, matrix: Matrix) -> tuple[int, ...]:
+        """Return the number of rows of each rank, in the order of rows."""
+        return _counts(matrix.shape[matrix.dim], self.splits)
+
+    def local_shape(self, matrix: Matrix, rank: int) -> tuple[int, ...]:
+        shape = list(matrix.shape)
+        shape[matrix.dim] = self.counts(matrix)[self.order.index(rank)]
+        return tuple(shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """A tensor that one rank steps whole.
+    """A tensor that one rank steps whole: a parameter, or a state of one.
 
     Attributes:
-        group: index of its param group.
-        rows: this rank's local tensor.
-        shape: of the whole tensor.
-        levels: its divisions over ranks; none if every rank has the whole tensor, and steps it.
-        owner: rank of the owner on the axis of each level.
-        side_stream: on which its rows are sent; None without levels.
+        index: of the parameter in its optimizer; `group`: index of its param group.
+        division: None if every rank has the whole tensor, and steps it; `owner`: rank of the owner in it.
+        dim: that is divided, counted from the last one.
     """
 
+    index: int
     group: int
-    rows: Tensor
+    name: str
     shape: tuple[int, ...]
-    levels: Levels
-    owner: tuple[int, ...]
-    side_stream: SideStream | None
+    division: Division | None
+    dim: int
+    owner: int = 0
 
     @property
-    def work(self) -> int:
-        return _work(self.shape)
+    def is_owned(self) -> bool:
+        return self.division is None or self.owner == self.division.communicator.rank
 
-    def owned_here(self, level: int = 0) -> bool:
-        """Return True if this rank has the matrix once the rows of `level` and all levels after it are joined."""
-        pairs = zip(self.levels[level:], self.owner[level:], strict=True)
-        return all(axis.rank == owner for (axis, _), owner in pairs)
+    def state(self, shape: tuple[int, ...]) -> Matrix:
+        """Return a state of `shape`, of at least one dim: divided as the parameter if it has its shape, else on dim 0."""
+        return self if shape == self.shape else replace(self, shape=shape, dim=-len(shape))
 
 
-def _work(shape: Sequence[int]) -> int:
-    """Return a number proportional to the multiplications of a matrix product of a matrix and its transpose."""
-    rows, numel = max(1, shape[0]) if shape else 1, prod(shape)
-    return numel * min(rows, numel // rows)
+@cache
+def _counts(num_rows: int, splits: tuple[int, ...]) -> tuple[int, ...]:
+    counts = [num_rows]
+    for num_ranks in splits:
+        counts = [Cut((count,), 0, num_ranks).rows_of(rank) for count in counts for rank in range(num_ranks)]
+    return tuple(counts)
 
 
 @cache
@@ -80,183 +98,172 @@ def sharded_engines() -> weakref.WeakSet[Engine]:
     return weakref.WeakSet()
 
 
-def matrices_of(groups: Sequence[Mapping[str, Any]]) -> list[Matrix]:
-    """Return the parameters of all param groups, during a step on local tensors, each with its owner.
+class Plan:
+    """The owners of the parameters of an optimizer, and their buckets. Both depend on shapes alone.
 
-    Owners are the same on all ranks and in all steps: in each group the longest work goes first, to the rank that has the
-    least. Raises `UsageError` if tensor parallelism splits a parameter.
+    `matrices`: in order of parameters. Collective. Raises `UsageError` if tensor parallelism splits a parameter.
     """
-    params = {id(_torch.local_of(param.sharded)): param for engine in sharded_engines() for param in engine.params}
-    loads: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = {}  # by axes: heap of (work so far, rank)
-    matrices = []
-    for i, group in enumerate(groups):
-        sharded = [(rows, params.get(id(rows))) for rows in group["params"]]
-        shaped = [(rows, tuple(rows.shape) if param is None else param.cut.shape, param) for rows, param in sharded]
-        for rows, shape, param in sorted(shaped, key=lambda each: -_work(each[1])):
-            levels = () if param is None else _levels(param)
-            axes = tuple(axis for axis, _ in levels)
-            heap = loads.setdefault(_key(levels), [(0, rank) for rank in product(*(range(a.num_ranks) for a in axes))])
-            load, owner = heap[0]
-            heapq.heapreplace(heap, (load + _work(shape), owner))
-            side_stream = param.context.reduce_stream if param is not None and levels else None
-            matrices.append(
-                Matrix(group=i, rows=rows, shape=shape, levels=levels, owner=owner, side_stream=side_stream)
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        pairs = [(i, p) for i, group in enumerate(groups) for p in group["params"]]
+        self.params: list[Tensor] = [p for _, p in pairs]
+        self._kinds = [(p.dtype, p.device) for p in self.params]
+        sharded = {id(param.sharded): param for engine in sharded_engines() for param in engine.params}
+        self.matrices: list[Matrix] = []
+        divisions: dict[int, Division | None] = {}
+        for index, (group, p) in enumerate(pairs):
+            param, shape = sharded.get(id(p)), tuple(p.shape)
+            name, dim = (f"parameter {index}", None) if param is None else (repr(param.name), param.cut.dim)
+            division = None if param is None or dim is None else _division(param, divisions)
+            self.matrices.append(
+                Matrix(index=index, group=group, name=name, shape=shape, division=division, dim=(dim or 0) - len(shape))
             )
-    return matrices
+        # In each param group the longest work goes first, to the rank that has the least.
+        self._order = sorted(range(len(pairs)), key=lambda i: (pairs[i][0], -_work(self.matrices[i].shape)))
+        loads: dict[Division, list[tuple[int, int]]] = {}  # heap of (work so far, rank)
+        for index in self._order:
+            matrix = self.matrices[index]
+            if matrix.division is not None:
+                ranks = range(matrix.division.communicator.num_ranks)
+                heap = loads.setdefault(matrix.division, [(0, rank) for rank in ranks])
+                load, owner = heap[0]
+                heapq.heapreplace(heap, (load + _work(matrix.shape), owner))
+                self.matrices[index] = replace(matrix, owner=owner)
+        self._stepped: set[int] = set()
+        self._buckets: list[list[Matrix]] = []
+
+    def is_of(self, params: Sequence[Tensor]) -> bool:
+        return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
+
+    def buckets(self, stepped: set[int]) -> list[list[Matrix]]:
+        """Return the matrices with the indices `stepped` in buckets over the same ranks; long work first.
+
+        All ranks have about the same work in a bucket, as owners take turns. The buckets of the last call are kept.
+        """
+        if stepped == self._stepped:
+            return self._buckets
+        buckets: dict[Any, list[list[Matrix]]] = {}
+        for index in self._order:
+            if index in stepped:
+                matrix = self.matrices[index]
+                of_kind = buckets.setdefault((matrix.division, self._kinds[index]), [[]])
+                num_ranks = 1 if matrix.division is None else matrix.division.communicator.num_ranks
+                is_round = len(of_kind[-1]) % num_ranks == 0
+                if is_round and sum(prod(member.shape) for member in of_kind[-1]) >= BUCKET_NUMEL:
+                    of_kind.append([])
+                of_kind[-1].append(matrix)
+        self._stepped, self._buckets = stepped, list(chain.from_iterable(buckets.values()))
+        return self._buckets
 
 
-def _levels(param: Param) -> Levels:
+def _work(shape: Sequence[int]) -> int:
+    """Return a number proportional to the multiplications of a matrix product of a matrix and its transpose."""
+    rows, numel = max(1, shape[0]) if shape else 1, prod(shape)
+    return numel * min(rows, numel // rows)
+
+
+def _division(param: Param, divisions: dict[int, Division | None]) -> Division | None:
+    """Return the division of `param`, None if one rank has it; kept in `divisions` by the id of its context. Collective."""
+    context = param.context
     if param.around is not None:
         raise UsageError(
             f"{param.name!r} is split by tensor or expert parallelism too, and no rank can step the whole matrix; take an "
             "elementwise optimizer for it, such as AdamW."
         )
-    levels = param.context.levels(param.cut)
-    return tuple((axis, cut) for axis, cut in levels if cut.dim is not None and axis.num_ranks > 1)
-
-
-def _key(levels: Levels) -> tuple[int, ...]:
-    return tuple(id(axis) for axis, _ in levels)
-
-
-def buckets_of(matrices: Iterable[Matrix]) -> list[list[Matrix]]:
-    """Divide `matrices` into buckets over the same axes, in which all ranks have about the same work; longest work first."""
-    turns = Counter[Any]()
-    rounds: dict[Any, list[Matrix]] = {}  # the n-th matrix of each owner
-    for matrix in sorted(matrices, key=lambda matrix: -matrix.work):
-        key = (_key(matrix.levels), matrix.rows.dtype, matrix.rows.device)
-        turns[key, matrix.owner] += 1
-        rounds.setdefault((key, turns[key, matrix.owner]), []).append(matrix)
-    buckets: dict[Any, list[list[Matrix]]] = {}
-    for (key, _), members in rounds.items():
-        latest = buckets.setdefault(key, [[]])
-        if sum(prod(matrix.shape) for matrix in latest[-1]) >= BUCKET_NUMEL:
-            latest.append([])
-        latest[-1].extend(members)
-    return [bucket for of_axes in buckets.values() for bucket in of_axes]
+    if id(context) not in divisions:
+        axes = [axis for axis, _ in context.levels(param.cut) if axis.num_ranks > 1]
+        splits, communicator = tuple(axis.num_ranks for axis in axes), axes[0].reduce if axes else None
+        order = list(range(prod(splits)))
+        if len(axes) == 2:  # of a mesh whose first axis replicates, while rows are divided over the second one first
+            ranks = _torch.ranks_of(param.sharded.device_mesh)  # type: ignore[attr-defined]
+            group = group_of_job([axis.gather for axis in axes], sorted(ranks), context.device)
+            communicator = type(axes[0].reduce)(group, context.device)
+            order = [communicator.ranks.index(rank) for i in range(splits[0]) for rank in ranks[i :: splits[0]]]
+        divisions[id(context)] = (
+            None
+            if communicator is None
+            else Division(
+                communicator=communicator, side_stream=context.reduce_stream, splits=splits, order=tuple(order)
+            )
+        )
+    return divisions[id(context)]
 
 
 # -- exchanges
 
 
-class AllToAll(NamedTuple):
-    """Arguments of one all-to-all of 1-D tensors, which `PendingExchanges` launches. `sizes`: (number of elements of `received`
-    from each rank, number of elements of `sent` to each rank)."""
-
-    communicator: Communicator
-    received: Tensor
-    sent: Tensor
-    sizes: tuple[list[int], list[int]]
-
-
-Exchanges: TypeAlias = Generator[AllToAll | None, None, list[Tensor]]
-"""Exchanges, one after the other. The generator yields a message (None: this rank sends nothing), is resumed when that has been
-received, and returns the tensors that this rank has at the end.
-"""
-
-
-def to_owners(bucket: Sequence[Matrix], rows: list[Tensor]) -> Exchanges:
+def to_owners(bucket: Sequence[Matrix], rows: list[Tensor]) -> Wait[list[Tensor]]:
     """Send `rows`, (..., *local shape) of each matrix, to its owner; return (..., *shape) of each that this rank owns."""
-    for level in reversed(range(len(bucket[0].levels))):
-        members = [matrix for matrix in bucket if matrix.owned_here(level + 1)]
-        if not members:
-            return []
-        axis, cuts, owners = _on_axis(members, level)
-        lead = rows[0].shape[: rows[0].dim() - len(cuts[0].shape)]
-        of_rank = [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(axis.num_ranks)]
-        sent = [[rows[i] for i in indices] for indices in of_rank]
-        own = [cuts[i] for i in of_rank[axis.rank]]
-        shapes = [[(*lead, *cut.local_shape(rank)) for cut in own] for rank in range(axis.num_ranks)]
-        received = yield from _exchanged(axis, sent, shapes, rows[0])
-        rows = [torch.cat(pieces, _dim(cut)) for cut, pieces in zip(own, zip(*received, strict=True), strict=True)]
-    return rows
+    division = bucket[0].division
+    if division is None:
+        return lambda: rows
+    ranks = range(division.communicator.num_ranks)
+    lead = rows[0].shape[: rows[0].dim() - len(bucket[0].shape)]
+    own = [matrix for matrix in bucket if matrix.is_owned]
+    sent = [[r for matrix, r in zip(bucket, rows, strict=True) if matrix.owner == rank] for rank in ranks]
+    shapes = [[(*lead, *division.local_shape(m, rank)) for m in own] for rank in ranks]
+    wait = _exchanged(division, bucket, sent, shapes, rows[0])
+
+    def wholes() -> list[Tensor]:
+        received = wait()
+        return [torch.cat([received[rank][i] for rank in division.order], m.dim) for i, m in enumerate(own)]
+
+    return wholes
 
 
-def from_owners(bucket: Sequence[Matrix], wholes: list[Tensor], like: Tensor) -> Exchanges:
+def from_owners(bucket: Sequence[Matrix], wholes: list[Tensor], like: Tensor) -> Wait[list[Tensor]]:
     """Send the rows of `wholes`, the matrices that this rank owns, to all ranks; return this rank's rows of each matrix.
 
     `like`: a tensor with the dtype and device of the message.
     """
-    for level in range(len(bucket[0].levels)):
-        members = [matrix for matrix in bucket if matrix.owned_here(level + 1)]
-        if not members:
-            yield None  # so that all ranks of the next axis begin its exchange at the same time
-            continue
-        axis, cuts, owners = _on_axis(members, level)
-        of_rank = [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(axis.num_ranks)]
-        own = [cuts[i] for i in of_rank[axis.rank]]
-        parts = [
-            whole.split([cut.rows_of(rank) for rank in range(axis.num_ranks)], _dim(cut))
-            for cut, whole in zip(own, wholes, strict=True)
-        ]
-        sent = [[part[rank] for part in parts] for rank in range(axis.num_ranks)]
-        shapes = [[cuts[i].local_shape(axis.rank) for i in indices] for indices in of_rank]
-        received = yield from _exchanged(axis, sent, shapes, like)
-        by_index = dict(zip(chain(*of_rank), chain(*received), strict=True))
-        wholes = [by_index[i] for i in range(len(members))]
-    return wholes
+    division = bucket[0].division
+    if division is None:
+        return lambda: wholes
+    communicator = division.communicator
+    own = zip([matrix for matrix in bucket if matrix.is_owned], wholes, strict=True)
+    parts = [dict(zip(division.order, whole.split(division.counts(m), m.dim), strict=True)) for m, whole in own]
+    sent = [[part[rank] for part in parts] for rank in range(communicator.num_ranks)]
+    shapes: list[list[tuple[int, ...]]] = [[] for _ in sent]
+    for matrix in bucket:
+        shapes[matrix.owner].append(division.local_shape(matrix, communicator.rank))
+    wait = _exchanged(division, bucket, sent, shapes, like)
 
+    def rows() -> list[Tensor]:
+        received = [iter(of_rank) for of_rank in wait()]
+        return [next(received[matrix.owner]) for matrix in bucket]
 
-def _on_axis(members: Sequence[Matrix], level: int) -> tuple[Axis, list[Cut], list[int]]:
-    """Return (axis, cut of each matrix, rank of each owner) at one level of matrices over the same axes."""
-    cuts = [matrix.levels[level][1] for matrix in members]
-    return members[0].levels[level][0], cuts, [matrix.owner[level] for matrix in members]
-
-
-def _dim(cut: Cut) -> int:
-    """Return the dimension that `cut` divides, counted from the last one."""
-    assert cut.dim is not None, "levels divide their matrices"
-    return cut.dim - len(cut.shape)
+    return rows
 
 
 def _exchanged(
-    axis: Axis, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], like: Tensor
-) -> Generator[AllToAll, None, list[list[Tensor]]]:
-    """Send the tensors `sent[r]` to rank r of `axis`; return those that each rank r sent here, of the shapes `shapes[r]`."""
+    division: Division,
+    bucket: Sequence[Matrix],
+    sent: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],
+    like: Tensor,
+) -> Wait[list[list[Tensor]]]:
+    """Send the tensors `sent[r]` to rank r; return those that each rank r sent here, of the shapes `shapes[r]`."""
     numels = [[prod(shape) for shape in of_rank] for of_rank in shapes]
     sizes = [sum(of_rank) for of_rank in numels], [sum(t.numel() for t in to_rank) for to_rank in sent]
-    received = like.new_empty(sum(sizes[0]))
+    received = like.new_empty(sum(sizes[0]))  # allocated on the compute stream, which packs and unpacks
     message = torch.cat([like.new_empty(0), *(t.flatten() for t in chain(*sent))])
-    yield AllToAll(axis.reduce, received, message, sizes)
-    return [
-        [piece.view(shape) for piece, shape in zip(part.split(of_rank), shapes_of, strict=True)]
-        for part, of_rank, shapes_of in zip(received.split(sizes[0]), numels, shapes, strict=True)
-    ]
+    carried_each = like.itemsize // carried(like).itemsize  # elements of the carried dtype for one of `like`
+    splits = [[carried_each * size for size in of_ranks] for of_ranks in sizes]
 
+    def steps() -> Steps:
+        yield division.communicator.exchange([(carried(received), carried(message), splits[0], splits[1])])
 
-class PendingExchanges:
-    """Exchanges in flight on a side stream. Their tensors are allocated on the compute stream, which packs and unpacks them."""
+    what = f"exchanges rows of {some_of([matrix.name for matrix in bucket], 2)} with their owners"
+    transfer = division.side_stream.start(steps(), [received, message], what)
 
-    def __init__(self, side_stream: SideStream | None, exchanges: Exchanges) -> None:
-        self._side_stream, self._exchanges = side_stream, exchanges
-        self._transfer: Transfer | None = None
-        self._tensors: list[Tensor] | None = None  # until the last exchange has ended
-        self._start_next()
+    def wait() -> list[list[Tensor]]:
+        transfer.land()
+        return [
+            [piece.view(shape) for piece, shape in zip(part.split(of_rank), shapes_of, strict=True)]
+            for part, of_rank, shapes_of in zip(received.split(sizes[0]), numels, shapes, strict=True)
+        ]
 
-    def wait(self) -> list[Tensor]:
-        """Let the compute stream wait for the end, and return the tensors that this rank has then. On gloo the host waits."""
-        while self._tensors is None:
-            if self._transfer is not None:
-                self._transfer.land()
-            self._start_next()
-        return self._tensors
-
-    def _start_next(self) -> None:
-        try:
-            message = next(self._exchanges)
-        except StopIteration as end:
-            self._tensors = end.value
-            return
-        self._transfer = None if message is None else self._start(message)
-
-    def _start(self, message: AllToAll) -> Transfer:
-        communicator, received, sent, sizes = message
-        assert self._side_stream is not None, "matrices that are sent have levels"
-
-        def steps() -> Steps:
-            yield communicator.exchange([(received, sent, *sizes)])
-
-        return self._side_stream.start(steps(), [received, sent], "exchanges rows of matrices")
+    return wait
 
 
 # -- steps
@@ -265,45 +272,66 @@ class PendingExchanges:
 class WholeStep(Optimizer):
     """Base of the mixins that step matrices on their owners. The parameters are local tensors during `step`."""
 
+    _plan: Plan | None = None
+
     def check(self) -> None:
-        """Raise `UsageError` for parameters that this optimizer cannot step. Called before each step."""
+        """Raise `UsageError` for parameters that this optimizer cannot step. Called before each step, on DTensors."""
+        self._planned()
 
-    def _pack(self, matrix: Matrix) -> Tensor:
-        """Return this rank's rows of what the owner needs, (..., *local shape)."""
+    def _planned(self) -> Plan:
+        """Return the plan for the current parameters, which are DTensors, made once for each set of them."""
+        if self._plan is None or not self._plan.is_of(_params(self)):
+            self._plan = Plan(self.param_groups)
+        return self._plan
+
+    def _pack(self, matrix: Matrix, rows: Tensor, grad: Tensor) -> Tensor:
+        """Return this rank's part of what the owner needs, (..., *local shape)."""
         raise NotImplementedError
 
-    def _compute(self, matrices: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
-        """Return the result of each matrix that this rank owns, (*shape), from `wholes`, (..., *shape) each."""
+    def _compute(self, owned: list[tuple[Matrix, Tensor, Tensor]]) -> list[Tensor]:
+        """Return the result, (*shape), of each (matrix, this rank's rows, (..., *shape) of the parts of all ranks)."""
         raise NotImplementedError
 
-    def _unpack(self, matrix: Matrix, rows: Tensor) -> None:
-        """Apply this rank's rows of the result, (*local shape), to the parameter."""
+    def _unpack(self, matrix: Matrix, rows: Tensor, result: Tensor) -> None:
+        """Apply this rank's rows of the result to `rows`; both (*local shape)."""
         raise NotImplementedError
 
     @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient, which must be the same ones on all ranks. Collective."""
-        buckets = buckets_of(matrix for matrix in matrices_of(self.param_groups) if matrix.rows.grad is not None)
+        """Step all parameters that have a gradient. Collective."""
+        params, plan = _params(self), self._plan
+        assert plan is not None, "`check` was called before"
         # While one bucket is computed, the rows of the next one and the results of the one before it are in flight.
-        gathering = _one_ahead(self._send_rows(bucket) for bucket in buckets)
-        returning = _one_ahead(self._send_results(*sent) for sent in gathering)
-        for bucket, pending in returning:
-            for matrix, rows in zip(bucket, pending.wait(), strict=True):
-                self._unpack(matrix, rows)
+        buckets = plan.buckets({i for i, rows in enumerate(params) if rows.grad is not None})
+        gathering = _one_ahead(self._send_rows(bucket, params) for bucket in buckets)
+        returning = _one_ahead(self._send_results(params, *sent) for sent in gathering)
+        for bucket, wait in returning:
+            for matrix, result in zip(bucket, wait(), strict=True):
+                self._unpack(matrix, params[matrix.index], result)
 
-    def _send_rows(self, bucket: list[Matrix]) -> tuple[list[Matrix], Tensor, PendingExchanges]:
-        """Start to send the rows of `bucket` to the owners. Return the bucket, a tensor of the message's dtype, the exchanges."""
-        rows = [self._pack(matrix) for matrix in bucket]
-        return bucket, rows[0].new_empty(0), PendingExchanges(bucket[0].side_stream, to_owners(bucket, rows))
+    def _send_rows(
+        self, bucket: list[Matrix], params: Sequence[Tensor]
+    ) -> tuple[list[Matrix], Tensor, Wait[list[Tensor]]]:
+        """Start to send the rows of `bucket` to the owners. Return the bucket, a tensor of the message's dtype, the wait."""
+        packed = []
+        for matrix in bucket:
+            rows = params[matrix.index]
+            assert rows.grad is not None, "only parameters with a gradient are stepped"
+            packed.append(self._pack(matrix, rows, rows.grad))
+        return bucket, packed[0].new_empty(0), to_owners(bucket, packed)
 
     def _send_results(
-        self, bucket: list[Matrix], like: Tensor, pending: PendingExchanges
-    ) -> tuple[list[Matrix], PendingExchanges]:
+        self, params: Sequence[Tensor], bucket: list[Matrix], like: Tensor, wait: Wait[list[Tensor]]
+    ) -> tuple[list[Matrix], Wait[list[Tensor]]]:
         """Wait for the matrices that this rank owns, compute their results and start to send them back."""
-        wholes = pending.wait()
-        results = self._compute([matrix for matrix in bucket if matrix.owned_here()], wholes)
-        return bucket, PendingExchanges(bucket[0].side_stream, from_owners(bucket, results, like))
+        own = [matrix for matrix in bucket if matrix.is_owned]
+        owned = [(matrix, params[matrix.index], whole) for matrix, whole in zip(own, wait(), strict=True)]
+        return bucket, from_owners(bucket, self._compute(owned), like)
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def _one_ahead(items: Iterable[T]) -> Iterator[T]:
@@ -318,7 +346,7 @@ def _one_ahead(items: Iterable[T]) -> Iterator[T]:
 
 def refuse_vectors(muon: Optimizer) -> None:
     """Raise `UsageError` if a Muon has a parameter that is no matrix."""
-    for p in chain.from_iterable(group["params"] for group in muon.param_groups):
+    for p in _params(muon):
         if p.dim() != 2:
             raise UsageError(
                 f"Muon orthogonalises matrices, and it has a parameter of shape {tuple(p.shape)}; give parameters of other than "
@@ -331,38 +359,37 @@ class MuonStep(WholeStep):
 
     def check(self) -> None:
         refuse_vectors(self)
+        super().check()
 
-    def _pack(self, matrix: Matrix) -> Tensor:
-        group, grad = self.param_groups[matrix.group], matrix.rows.grad
-        assert grad is not None, "only parameters with a gradient are stepped"
-        state, momentum = self.state[matrix.rows], group["momentum"]
+    def _pack(self, matrix: Matrix, rows: Tensor, grad: Tensor) -> Tensor:
+        group, state = self.param_groups[matrix.group], self.state[rows]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
-        average = state["momentum_buffer"].lerp_(grad, 1 - momentum)
+        average = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         # Muon orthogonalises in bf16, so nothing is lost on the way.
-        return (grad.lerp(average, momentum) if group["nesterov"] else average).bfloat16()
+        return (grad.lerp(average, group["momentum"]) if group["nesterov"] else average).bfloat16()
 
-    def _compute(self, matrices: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
+    def _compute(self, owned: list[tuple[Matrix, Tensor, Tensor]]) -> list[Tensor]:
         # Steps of torch.optim.Muon at a rate of 1 from zero, so that its weights become the negative updates. The rate is
         # adjusted to the shape afterwards: that of a wide matrix stays 1.
         options: list[dict[str, Any]] = []
-        for matrix, whole in zip(matrices, wholes, strict=True):
+        results = []
+        for matrix, _, whole in owned:
             group, is_tall = self.param_groups[matrix.group], matrix.shape[0] > matrix.shape[1]
             wide = whole.t() if is_tall else whole
             weight = torch.zeros_like(wide)
             weight.grad = wide
             options.append({"params": [weight], **{key: group[key] for key in ("ns_coefficients", "ns_steps", "eps")}})
+            results.append(weight.t() if is_tall else weight)
         if options:
             torch.optim.Muon(options, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
-        weights = [each["params"][0] for each in options]
-        return [w.t() if m.shape[0] > m.shape[1] else w for m, w in zip(matrices, weights, strict=True)]
+        return results
 
-    def _unpack(self, matrix: Matrix, rows: Tensor) -> None:
+    def _unpack(self, matrix: Matrix, rows: Tensor, result: Tensor) -> None:
         group = self.param_groups[matrix.group]
         rate = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
-        matrix.rows.mul_(1 - rate * group["weight_decay"])
         alpha: Any = _torch.muon_rate(rate, group["adjust_lr_fn"], matrix.shape)
-        matrix.rows.add_(rows, alpha=alpha)
+        rows.mul_(1 - rate * group["weight_decay"]).add_(result, alpha=alpha)
 
 
 # -- optimizers of users
@@ -383,119 +410,96 @@ class OwnerStep(WholeStep):
         finally:
             del self._copy
 
-    def _pack(self, matrix: Matrix) -> Tensor:
-        assert matrix.rows.grad is not None, "only parameters with a gradient are stepped"
-        return torch.stack([matrix.rows, matrix.rows.grad.to(matrix.rows.dtype)])
+    def _pack(self, matrix: Matrix, rows: Tensor, grad: Tensor) -> Tensor:
+        return torch.stack([rows, grad.to(rows.dtype)])
 
-    def _compute(self, matrices: list[Matrix], wholes: list[Tensor]) -> list[Tensor]:
+    def _compute(self, owned: list[tuple[Matrix, Tensor, Tensor]]) -> list[Tensor]:
         parts: list[Part] = []
-        for matrix, whole in zip(matrices, wholes, strict=True):
-            param = whole[0]
-            param.grad = whole[1].clone()  # in aligned memory, as otherwise kernels would sum in another order
-            parts.append((matrix.group, matrix.rows, param, self.state.get(matrix.rows, {})))
+        for matrix, rows, (param, grad) in owned:
+            param.grad = grad.clone()  # in aligned memory, as otherwise kernels would sum in another order
+            parts.append((matrix.group, rows, param, self.state.get(rows, {})))
         states = self._copy.step(parts)
-        for matrix, (_, _, param, _) in zip(matrices, parts, strict=True):
-            self.state[matrix.rows] = states.get(param, {})
+        for _, rows, param, _ in parts:
+            self.state[rows] = states.get(param, {})
         return [param for _, _, param, _ in parts]
 
-    def _unpack(self, matrix: Matrix, rows: Tensor) -> None:
-        matrix.rows.copy_(rows)
+    def _unpack(self, matrix: Matrix, rows: Tensor, result: Tensor) -> None:
+        rows.copy_(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict with the states of all owners, those of their parameter's shape in rows. Collective."""
+        """Return the state dict with the states of all owners: tensors in rows, scalars on every rank. Collective."""
         saved = super().state_dict()
-        for index, p, matrix in self._sharded():
-            state = _from_owner({k: _torch.local_or_same(v) for k, v in self.state.get(p, {}).items()}, matrix)
-            saved["state"].pop(index, None)
-            if state:
-
-                def rows(tensor: Tensor, p: DTensor = p, matrix: Matrix = matrix) -> Tensor:
-                    is_like = tuple(tensor.shape) == matrix.shape
-                    return _torch.as_dtensor(_own_rows(tensor, matrix), p) if is_like else tensor
-
-                saved["state"][index] = exchange(state, rows)
+        divided: dict[Division, dict[Matrix, DTensor]] = defaultdict(dict)
+        for matrix, p in zip(self._planned().matrices, _params(self), strict=True):
+            if matrix.division is not None and isinstance(p, DTensor):
+                divided[matrix.division][matrix] = p
+        for division, params in divided.items():
+            states = {m.index: local_state(self.state.get(p, {})) for m, p in params.items()}
+            trees, tensors = _shared(states, division.communicator)
+            for matrix, p in params.items():
+                saved["state"].pop(matrix.index, None)
+                if trees.get(matrix.index):
+                    saved["state"][matrix.index] = _in_rows(trees[matrix.index], matrix, p, iter(tensors[matrix.index]))
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict as `state_dict` returns it, on any number of ranks; owners keep their states. Collective."""
         super().load_state_dict(state_dict)
-        for _, p, matrix in self._sharded():
-            state = self.state.pop(p, {})
-
-            def whole(tensor: Tensor, matrix: Matrix = matrix) -> Tensor:
-                if not isinstance(tensor, DTensor):
-                    return tensor
-                own = PendingExchanges(matrix.side_stream, to_owners([matrix], [_torch.local_of(tensor)])).wait()
-                return own[0] if own else tensor
-
-            exchange(state, whole)
-            if state and matrix.owned_here():
+        for matrix, p in zip(self._planned().matrices, _params(self), strict=True):
+            state = exchange(self.state.pop(p, {}), partial(_whole, matrix))
+            if state and matrix.is_owned:
                 self.state[p] = state
 
-    def _sharded(self) -> Iterator[tuple[int, DTensor, Matrix]]:
-        """Iterate over (index, parameter, matrix) of all parameters that are divided over ranks, in order of indices."""
-        groups = [{"params": [_torch.local_or_same(p) for p in group["params"]]} for group in self.param_groups]
-        matrices = {id(matrix.rows): matrix for matrix in matrices_of(groups)}
-        for index, p in enumerate(chain.from_iterable(group["params"] for group in self.param_groups)):
-            matrix = matrices[id(_torch.local_or_same(p))]
-            if isinstance(p, DTensor) and matrix.levels:
-                yield index, p, matrix
+
+def _whole(matrix: Matrix, state: Tensor) -> Tensor:
+    """Return a loaded `state` of `matrix` whole on its owner; on other ranks any tensor. Collective."""
+    if not isinstance(state, DTensor):
+        return state
+    rows = _torch.local_of(state)
+    return next(iter(to_owners([matrix.state(tuple(state.shape))], [rows])()), rows)
 
 
-def _own_rows(whole: Tensor, matrix: Matrix) -> Tensor:
-    """Return a copy of this rank's rows of the tensor `whole`, divided as `matrix`."""
-    for axis, cut in matrix.levels:
-        whole = whole.split([cut.rows_of(rank) for rank in range(axis.num_ranks)], _dim(cut))[axis.rank]
-    return whole.clone(memory_format=torch.contiguous_format)
+def _shared(states: Mapping[int, Any], communicator: Communicator) -> tuple[dict[int, Any], dict[int, list[Tensor]]]:
+    """Return ({index: description of the state} of all ranks, {index: tensors of at least one dim} of this rank).
 
-
-def _from_owner(state: dict[str, Any], matrix: Matrix) -> dict[str, Any]:
-    """Return on every rank the `state` of the owner of `matrix`: numbers, texts and tensors in lists, tuples and dicts.
-
-    Collective. Raises `UsageError` on every rank for other values.
+    Collective. Raises `UsageError` on every rank for values other than numbers, texts and tensors in lists, tuples and dicts.
     """
-    tensors: list[Tensor] = []
-    text = repr(_described(state, tensors)).encode() if matrix.owned_here() else b""
-    length = _sent_by_owner(torch.tensor(len(text), device=matrix.rows.device), matrix)
-    padded = torch.frombuffer(bytearray(text.ljust(int(length), b" ")) or bytearray(1), dtype=torch.uint8)
-    text = _sent_by_owner(padded.to(matrix.rows.device), matrix).cpu().numpy().tobytes()
-    try:
-        description = ast.literal_eval(text.decode())
-    except (ValueError, SyntaxError) as error:
-        raise UsageError(
-            "the state of an optimizer that steps whole matrices has a value other than finite numbers, texts and tensors in "
-            f"lists, tuples and dicts: {text.decode()[:200]}"
-        ) from error
-    own_tensors = iter(tensors)
-
-    def built(tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return {key: built(value) for key, value in tree.items()}
-        if isinstance(tree, tuple) and tree[:1] == (TENSOR,):
-            _, dtype, shape = tree
-            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=matrix.rows.device)
-            return _sent_by_owner(next(own_tensors, empty).to(empty.device), matrix)
-        return type(tree)(map(built, tree)) if isinstance(tree, list | tuple) else tree
-
-    whole_state: dict[str, Any] = built(description)
-    return whole_state
+    tensors: dict[int, list[Tensor]] = defaultdict(list)
+    text = repr({index: _described(state, tensors[index]) for index, state in states.items() if state}).encode()
+    num_bytes = gathered_rows(torch.tensor([len(text)], device=communicator.device), communicator)
+    padded = torch.frombuffer(bytearray(text.ljust(int(num_bytes.max()))), dtype=torch.uint8)
+    trees: dict[int, Any] = {}
+    for row in gathered_rows(padded.to(communicator.device), communicator).cpu().numpy():
+        line = row.tobytes().decode()
+        try:
+            trees |= ast.literal_eval(line)
+        except (ValueError, SyntaxError) as error:
+            raise UsageError(
+                "the state of an optimizer that steps whole matrices has a value other than finite numbers, texts and tensors "
+                f"in lists, tuples and dicts: {line[:200]}"
+            ) from error
+    return trees, tensors
 
 
 def _described(tree: Any, tensors: list[Tensor]) -> Any:
-    """Return `tree` with (TENSOR, dtype, shape) in place of each tensor, and append the tensors to `tensors`."""
+    """Return `tree` with (TENSOR, dtype, shape, value if 0-d) for each tensor; append those of other dims to `tensors`."""
     if isinstance(tree, Tensor):
-        tensors.append(tree)
-        return TENSOR, str(tree.dtype).removeprefix("torch."), tuple(tree.shape)
+        tensors += [tree] if tree.dim() else []
+        return TENSOR, str(tree.dtype).removeprefix("torch."), tuple(tree.shape), None if tree.dim() else tree.item()
     if isinstance(tree, dict):
         return {key: _described(value, tensors) for key, value in tree.items()}
     return type(tree)(_described(value, tensors) for value in tree) if type(tree) in (list, tuple) else tree
 
 
-def _sent_by_owner(tensor: Tensor, matrix: Matrix) -> Tensor:
-    """Return on every rank the `tensor` of the owner of `matrix`; it has the same shape and dtype on all. Collective."""
-    tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-    for level, (axis, _) in enumerate(matrix.levels):
-        if matrix.owned_here(level + 1) and tensor.numel():
-            message = tensor.view(-1).view(torch.uint8)
-            dist.broadcast(message, group=axis.gather.group, group_src=matrix.owner[level])
-    return tensor
+def _in_rows(tree: Any, matrix: Matrix, p: DTensor, own: Iterator[Tensor]) -> Any:
+    """Return the state of `p` that `tree` describes, with this rank's rows of its tensors; the owner's are `own`. Collective."""
+    if isinstance(tree, dict):
+        return {key: _in_rows(value, matrix, p, own) for key, value in tree.items()}
+    if not (isinstance(tree, tuple) and tree[:1] == (TENSOR,)):
+        return type(tree)(_in_rows(item, matrix, p, own) for item in tree) if isinstance(tree, list | tuple) else tree
+    _, dtype, shape, value = tree
+    like = torch.empty(0, dtype=getattr(torch, dtype), device=_torch.local_of(p).device)
+    if not shape:
+        return like.new_tensor(value)
+    (rows,) = from_owners([matrix.state(shape)], [next(own)] if matrix.is_owned else [], like)()
+    return _torch.as_dtensor(rows, p) if shape == matrix.shape else _torch.rows_dtensor(rows, p, shape)
