@@ -135,6 +135,11 @@ class Plan:
     def is_of(self, params: Sequence[Tensor]) -> bool:
         return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
 
+    def takes_part(self, index: int, rows: Tensor) -> bool:
+        """Return True if the parameter with this `index` and local tensor is exchanged in a step."""
+        # Also without a gradient: if another rank has one, it would wait for this rank's rows. `StepWatch` names such ranks.
+        return rows.grad is not None or self.params[index].requires_grad
+
     def buckets(self, stepped: set[int]) -> list[list[Matrix]]:
         """Return the matrices with the indices `stepped` in buckets over the same ranks; long work first.
 
@@ -284,8 +289,14 @@ class WholeStep(Optimizer):
             self._plan = Plan(self.param_groups)
         return self._plan
 
-    def _pack(self, matrix: Matrix, rows: Tensor, grad: Tensor) -> Tensor:
-        """Return this rank's part of what the owner needs, (..., *local shape)."""
+    def without_gradient(self) -> list[str]:
+        """Return the names of the parameters without a gradient, in the order of parameters."""
+        plan = self._plan
+        assert plan is not None, "it has stepped"
+        return [matrix.name for matrix, p in zip(plan.matrices, _params(self), strict=True) if p.grad is None]
+
+    def _pack(self, matrix: Matrix, rows: Tensor) -> Tensor:
+        """Return this rank's part of what the owner needs, (..., *local shape); zeros in place of a gradient that is None."""
         raise NotImplementedError
 
     def _compute(self, owned: list[tuple[Matrix, Tensor, Tensor]]) -> list[Tensor]:
@@ -302,32 +313,23 @@ class WholeStep(Optimizer):
         """Step all parameters that have a gradient. Collective."""
         params, plan = _params(self), self._plan
         assert plan is not None, "`check` was called before"
+
+        def gathering() -> Iterator[tuple[list[Matrix], Tensor, Wait[list[Tensor]]]]:
+            for bucket in plan.buckets({i for i, rows in enumerate(params) if plan.takes_part(i, rows)}):
+                packed = [self._pack(matrix, params[matrix.index]) for matrix in bucket]
+                yield bucket, packed[0].new_empty(0), to_owners(bucket, packed)
+
+        def returning() -> Iterator[tuple[list[Matrix], Wait[list[Tensor]]]]:
+            for bucket, like, wait in _one_ahead(gathering()):
+                own = [matrix for matrix in bucket if matrix.is_owned]
+                owned = [(matrix, params[matrix.index], whole) for matrix, whole in zip(own, wait(), strict=True)]
+                yield bucket, from_owners(bucket, self._compute(owned), like)
+
         # While one bucket is computed, the rows of the next one and the results of the one before it are in flight.
-        buckets = plan.buckets({i for i, rows in enumerate(params) if rows.grad is not None})
-        gathering = _one_ahead(self._send_rows(bucket, params) for bucket in buckets)
-        returning = _one_ahead(self._send_results(params, *sent) for sent in gathering)
-        for bucket, wait in returning:
+        for bucket, wait in _one_ahead(returning()):
             for matrix, result in zip(bucket, wait(), strict=True):
-                self._unpack(matrix, params[matrix.index], result)
-
-    def _send_rows(
-        self, bucket: list[Matrix], params: Sequence[Tensor]
-    ) -> tuple[list[Matrix], Tensor, Wait[list[Tensor]]]:
-        """Start to send the rows of `bucket` to the owners. Return the bucket, a tensor of the message's dtype, the wait."""
-        packed = []
-        for matrix in bucket:
-            rows = params[matrix.index]
-            assert rows.grad is not None, "only parameters with a gradient are stepped"
-            packed.append(self._pack(matrix, rows, rows.grad))
-        return bucket, packed[0].new_empty(0), to_owners(bucket, packed)
-
-    def _send_results(
-        self, params: Sequence[Tensor], bucket: list[Matrix], like: Tensor, wait: Wait[list[Tensor]]
-    ) -> tuple[list[Matrix], Wait[list[Tensor]]]:
-        """Wait for the matrices that this rank owns, compute their results and start to send them back."""
-        own = [matrix for matrix in bucket if matrix.is_owned]
-        owned = [(matrix, params[matrix.index], whole) for matrix, whole in zip(own, wait(), strict=True)]
-        return bucket, from_owners(bucket, self._compute(owned), like)
+                if params[matrix.index].grad is not None:
+                    self._unpack(matrix, params[matrix.index], result)
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
@@ -361,8 +363,11 @@ class MuonStep(WholeStep):
         refuse_vectors(self)
         super().check()
 
-    def _pack(self, matrix: Matrix, rows: Tensor, grad: Tensor) -> Tensor:
-        group, state = self.param_groups[matrix.group], self.state[rows]
+    def _pack(self, matrix: Matrix, rows: Tensor) -> Tensor:
+        group, grad = self.param_groups[matrix.group], rows.grad
+        if grad is None:
+            return torch.zeros_like(rows, dtype=torch.bfloat16)
+        state = self.state[rows]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
         average = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
@@ -374,13 +379,15 @@ class MuonStep(WholeStep):
         # adjusted to the shape afterwards: that of a wide matrix stays 1.
         options: list[dict[str, Any]] = []
         results = []
-        for matrix, _, whole in owned:
+        for matrix, rows, whole in owned:
             group, is_tall = self.param_groups[matrix.group], matrix.shape[0] > matrix.shape[1]
             wide = whole.t() if is_tall else whole
             weight = torch.zeros_like(wide)
             weight.grad = wide
-            options.append({"params": [weight], **{key: group[key] for key in ("ns_coefficients", "ns_steps", "eps")}})
             results.append(weight.t() if is_tall else weight)
+            if rows.grad is not None:
+                values = {key: group[key] for key in ("ns_coefficients", "ns_steps", "eps")}
+                options.append({"params": [weight], **values})
         if options:
             torch.optim.Muon(options, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
         return results
@@ -410,18 +417,19 @@ class OwnerStep(WholeStep):
         finally:
             del self._copy
 
-    def _pack(self, matrix: Matrix, rows: Tensor, grad: Tensor) -> Tensor:
-        return torch.stack([rows, grad.to(rows.dtype)])
+    def _pack(self, matrix: Matrix, rows: Tensor) -> Tensor:
+        return torch.stack([rows, torch.zeros_like(rows) if rows.grad is None else rows.grad.to(rows.dtype)])
 
     def _compute(self, owned: list[tuple[Matrix, Tensor, Tensor]]) -> list[Tensor]:
         parts: list[Part] = []
         for matrix, rows, (param, grad) in owned:
-            param.grad = grad.clone()  # in aligned memory, as otherwise kernels would sum in another order
-            parts.append((matrix.group, rows, param, self.state.get(rows, {})))
+            if rows.grad is not None:
+                param.grad = grad.clone()  # in aligned memory, as otherwise kernels would sum in another order
+                parts.append((matrix.group, rows, param, self.state.get(rows, {})))
         states = self._copy.step(parts)
         for _, rows, param, _ in parts:
             self.state[rows] = states.get(param, {})
-        return [param for _, _, param, _ in parts]
+        return [param for _, _, (param, _) in owned]
 
     def _unpack(self, matrix: Matrix, rows: Tensor, result: Tensor) -> None:
         rows.copy_(result)
