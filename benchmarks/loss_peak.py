@@ -29,18 +29,18 @@ def loss_of(model: Any, batch: Any, loss: str) -> Tensor:
     return acc.linear_cross_entropy(hidden, head, batch[1], head_rows=loss == "head_rows")
 
 
-def counted(whole: nn.Module, loss: str, tokens: int) -> float:
+def counted(whole: nn.Sequential, loss: str, tokens: int) -> float:
     """Return the peak of this rank's second step in MiB, beside shards and optimizer states, of which there are none."""
     model = acc.shard(copy.deepcopy(whole), sharding=SHARDING)
-    words, width = whole[1].weight.shape
+    head: Any = whole[1]
     for num_tokens in (2, tokens):  # the first step learns the order of units
         model.zero_grad()
-        batch = torch.randn(num_tokens, width), torch.randint(words, (num_tokens,))
+        batch = torch.randn(num_tokens, head.in_features), torch.randint(head.out_features, (num_tokens,))
         with Allocations() as memory:
             memory.mark("begin")
             loss_of(model, batch, loss).backward()
             memory.mark("end")
-    return memory.peak("begin", "end") / MIB
+    return float(memory.peak("begin", "end")) / MIB
 
 
 def planned(loss: str, tokens: int, words: int, width: int) -> float:
@@ -49,7 +49,7 @@ def planned(loss: str, tokens: int, words: int, width: int) -> float:
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, words, bias=False))
         batch = torch.empty(tokens, width), torch.empty(tokens, dtype=torch.int64)
     workload = acc.Workload(model, lambda model, batch: loss_of(model, batch, loss), batch)
-    peak = peak_of(acc.plan(workload, acc.Cluster(gpus=int(os.environ["WORLD_SIZE"])), SHARDING).log)
+    peak = peak_of(acc.plan(workload, acc.Cluster(gpus=[int(os.environ["WORLD_SIZE"])]), SHARDING).log)
     return (peak.num_bytes - peak.held_bytes) / MIB
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine.communicator import Communicator
-from accordion.whole_matrices import MuonStep, from_owners, to_owners
+from accordion.optimizers.whole_matrices import MuonStep, from_owners, to_owners
 from tests import devices
 from tests.support.checks import mesh_of
 from tests.support.offloads import HOST
@@ -93,7 +93,7 @@ def test_it_equals_the_unsharded_optimizer(world, num_ranks: int, form: str) -> 
 
 def _equals(mesh: Any, strategy: acc.Strategy, form: str) -> None:
     expected, model, theirs, ours = pair(mesh, strategy, form)
-    with mock.patch("accordion.whole_matrices.BUCKET_NUMEL", 200):
+    with mock.patch("accordion.optimizers.whole_matrices.BUCKET_NUMEL", 200):
         train(expected, theirs, range(4))
         train(model, ours, range(4))
     assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
@@ -201,9 +201,9 @@ def test_buckets_travel_while_others_are_computed(mesh) -> None:
 
     model(inputs(0)).backward()
     with (
-        mock.patch("accordion.whole_matrices.BUCKET_NUMEL", 1),  # one matrix of each rank
-        mock.patch("accordion.whole_matrices.to_owners", sends("rows", to_owners)),
-        mock.patch("accordion.whole_matrices.from_owners", sends("results", from_owners)),
+        mock.patch("accordion.optimizers.whole_matrices.BUCKET_NUMEL", 1),  # one matrix of each rank
+        mock.patch("accordion.optimizers.whole_matrices.to_owners", sends("rows", to_owners)),
+        mock.patch("accordion.optimizers.whole_matrices.from_owners", sends("results", from_owners)),
         mock.patch.object(Communicator, "exchange", logged("exchange", Communicator.exchange)),
         mock.patch.object(MuonStep, "_compute", logged("compute", MuonStep._compute)),
     ):

@@ -19,7 +19,7 @@ from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.optimizer_list import parts_of
 from accordion.checkpoint.optimizer_states import RankStates
 from accordion.errors import CheckpointError
-from accordion.low_bit import LowBitStates, packed_shape
+from accordion.optimizers.low_bit import LowBitStates, packed_shape
 
 
 def differences(manifest: Manifest, contents: Contents, states: RankStates | None = None) -> list[str]:

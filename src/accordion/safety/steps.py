@@ -24,10 +24,10 @@ from accordion.engine.observer import Observer
 from accordion.engine.unit import Unit
 from accordion.errors import some_of
 from accordion.offload.tiers import Tiers
-from accordion.optim import LocalStep, step_hooks
+from accordion.optimizers.whole_matrices import WholeStep
+from accordion.optimizers.wrap import LocalStep, step_hooks
 from accordion.safety.divergence import DivergenceMonitor
 from accordion.safety.liveness.wording import STEPS
-from accordion.whole_matrices import WholeStep
 
 KEPT_RECORDS = 64  # backwards; a difference that began earlier is not named with its step
 NO_OPTIONS = ("params", "param_names")
