@@ -12,7 +12,7 @@ import torch
 import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
 
-from accordion import optim, state
+from accordion import state
 from accordion.compat.fsdp1 import api, state_dicts
 from accordion.compat.fsdp1.api import *  # noqa: F403
 from accordion.compat.fsdp1.api import StateDictType
@@ -22,6 +22,7 @@ from accordion.compat.fsdp1.policies import auto_wrap
 from accordion.compat.fsdp1.state_dicts import StateDicts
 from accordion.engine.engine import Engine
 from accordion.errors import UsageError
+from accordion.optimizers.wrap import clip_grad_norm_
 
 __all__ = ["FullyShardedDataParallel"]
 __all__ += api.__all__
@@ -134,7 +135,7 @@ class FullyShardedDataParallel(StateDicts):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a global norm of at most `max_norm`; return the norm before, 0-d float32. For the root only."""
         self._root_engine("clip_grad_norm_()")
-        return optim.clip_grad_norm_(self, float(max_norm), float(norm_type))
+        return clip_grad_norm_(self, float(max_norm), float(norm_type))
 
     @staticmethod
     @contextlib.contextmanager
