@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from accordion import state
 from accordion.compat.fsdp1 import api, state_dicts
 from accordion.compat.fsdp1.api import *  # noqa: F403
-from accordion.compat.fsdp1.api import StateDictType
 from accordion.compat.fsdp1.arguments import Arguments, ignored_parameters
 from accordion.compat.fsdp1.nesting import CONTAINERS, clean, walk, wrappers_in
 from accordion.compat.fsdp1.policies import auto_wrap
@@ -49,7 +48,7 @@ class FullyShardedDataParallel(StateDicts):
         self._arguments = Arguments(**shared, ignored=ignored)
         self._outer = None
         self._built = False
-        self._settings = state_dicts.settings_for(StateDictType.FULL_STATE_DICT, None, None)
+        self._settings = state_dicts.settings_for(api.StateDictType.FULL_STATE_DICT, None, None)
         self._own_dtypes = {}
         _check(module, policy)
         if policy is not None:
