@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accordion as acc
+from accordion._torch import local_of
 from accordion.config import STRATEGIES
 from accordion.engine.communicator import Communicator
 from accordion.optimizers.whole_matrices import MuonStep, from_owners, to_owners
@@ -309,6 +310,9 @@ def _save_whole(mesh: Any, strategy: acc.Strategy, path: Path) -> None:
     assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
     owned = [p for p in ours.state if ours.state[p]]
     assert 0 < len(owned) < len(list(model.parameters()))
+    sums = [tensor for state in ours.state_dict()["state"].values() for tensor in state["sums"]]
+    rows = sum(local_of(tensor).numel() for tensor in sums if isinstance(tensor, DTensor))
+    assert 0 < rows < 0.75 * sum(tensor.numel() for tensor in sums), "no rank gets all states, also of other shapes"
     acc.save(path / "ckpt", model, ours)
 
 

@@ -98,7 +98,7 @@ def sharded_engines() -> weakref.WeakSet[Engine]:
     return weakref.WeakSet()
 
 
-class Plan:
+class Owners:
     """The owners of the parameters of an optimizer, and their buckets. Both depend on shapes alone.
 
     `matrices`: in order of parameters. Collective. Raises `UsageError` if tensor parallelism splits a parameter.
@@ -277,23 +277,23 @@ def _exchanged(
 class WholeStep(Optimizer):
     """Base of the mixins that step matrices on their owners. The parameters are local tensors during `step`."""
 
-    _plan: Plan | None = None
+    _owners: Owners | None = None
 
     def check(self) -> None:
         """Raise `UsageError` for parameters that this optimizer cannot step. Called before each step, on DTensors."""
-        self._planned()
+        self._current_owners()
 
-    def _planned(self) -> Plan:
-        """Return the plan for the current parameters, which are DTensors, made once for each set of them."""
-        if self._plan is None or not self._plan.is_of(_params(self)):
-            self._plan = Plan(self.param_groups)
-        return self._plan
+    def _current_owners(self) -> Owners:
+        """Return the owners of the current parameters, which are DTensors, made once for each set of them."""
+        if self._owners is None or not self._owners.is_of(_params(self)):
+            self._owners = Owners(self.param_groups)
+        return self._owners
 
     def without_gradient(self) -> list[str]:
         """Return the names of the parameters without a gradient, in the order of parameters."""
-        plan = self._plan
-        assert plan is not None, "it has stepped"
-        return [matrix.name for matrix, p in zip(plan.matrices, _params(self), strict=True) if p.grad is None]
+        owners = self._owners
+        assert owners is not None, "it has stepped"
+        return [matrix.name for matrix, p in zip(owners.matrices, _params(self), strict=True) if p.grad is None]
 
     def _pack(self, matrix: Matrix, rows: Tensor) -> Tensor:
         """Return this rank's part of what the owner needs, (..., *local shape); zeros in place of a gradient that is None."""
@@ -311,11 +311,11 @@ class WholeStep(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient. Collective."""
-        params, plan = _params(self), self._plan
-        assert plan is not None, "`check` was called before"
+        params, owners = _params(self), self._owners
+        assert owners is not None, "`check` was called before"
 
         def gathering() -> Iterator[tuple[list[Matrix], Tensor, Wait[list[Tensor]]]]:
-            for bucket in plan.buckets({i for i, rows in enumerate(params) if plan.takes_part(i, rows)}):
+            for bucket in owners.buckets({i for i, rows in enumerate(params) if owners.takes_part(i, rows)}):
                 packed = [self._pack(matrix, params[matrix.index]) for matrix in bucket]
                 yield bucket, packed[0].new_empty(0), to_owners(bucket, packed)
 
@@ -438,7 +438,7 @@ class OwnerStep(WholeStep):
         """Return the state dict with the states of all owners: tensors in rows, scalars on every rank. Collective."""
         saved = super().state_dict()
         divided: dict[Division, dict[Matrix, DTensor]] = defaultdict(dict)
-        for matrix, p in zip(self._planned().matrices, _params(self), strict=True):
+        for matrix, p in zip(self._current_owners().matrices, _params(self), strict=True):
             if matrix.division is not None and isinstance(p, DTensor):
                 divided[matrix.division][matrix] = p
         for division, params in divided.items():
@@ -453,7 +453,7 @@ class OwnerStep(WholeStep):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict as `state_dict` returns it, on any number of ranks; owners keep their states. Collective."""
         super().load_state_dict(state_dict)
-        for matrix, p in zip(self._planned().matrices, _params(self), strict=True):
+        for matrix, p in zip(self._current_owners().matrices, _params(self), strict=True):
             state = exchange(self.state.pop(p, {}), partial(_whole, matrix))
             if state and matrix.is_owned:
                 self.state[p] = state
