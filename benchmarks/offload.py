@@ -32,7 +32,7 @@ from accordion.offload.step.optimizer_copy import local_of
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.offload.swap_file import SwapFile, aligned_buffer
 from accordion.offload.tiers import Tiers
-from accordion.optim import wrap_optimizer
+from accordion.optimizers.wrap import wrap_optimizer
 from accordion.options import read
 from accordion.pages.machine import describe
 from accordion.pages.page import Page, Table, mebi, spread

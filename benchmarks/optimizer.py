@@ -20,7 +20,7 @@ from accordion.bench.contenders import Setting, optimizer_of, ours
 from accordion.bench.model import batch_of, loss_of, shape_of
 from accordion.bench.pages import ROUNDS
 from accordion.cli import main
-from accordion.optim import clip_grad_norm_, wrap_optimizer
+from accordion.optimizers.wrap import clip_grad_norm_, wrap_optimizer
 from accordion.options import read
 from accordion.pages.machine import describe
 from accordion.pages.page import Page, Table, spread

@@ -51,7 +51,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "integrations/test_plain_loops.py": ("DDP_LEAVES_OUT",),
     "offload/test_programs.py": ("settle_before_unscale",),
     "optim/test_kinds_of_optimizers.py": ("unseen_by_dynamo",),
-    "optim/test_low_bit.py": ("packed_dtensor", "local_or_same"),
+    "optim/test_low_bit.py": ("rows_dtensor", "local_or_same"),
     "optim/test_muon.py": ("muon_rate",),
     "optim/test_errors.py": ("has_counted_step", "counts_itself", "count_step"),
     "plan/test_counted.py": (

@@ -17,9 +17,9 @@ from accordion.config import (
 from accordion.describe import describe
 from accordion.ema import EMA
 from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, OffloadError, UsageError
-from accordion.losses import linear_cross_entropy
+from accordion.losses.chunks import linear_cross_entropy
 from accordion.offload.estimate import estimate_memory
-from accordion.optim import clip_grad_norm_, wrap_optimizer
+from accordion.optimizers.wrap import clip_grad_norm_, wrap_optimizer
 from accordion.park import park, unpark
 from accordion.plan.api import plan
 from accordion.plan.choice import Search

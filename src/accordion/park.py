@@ -23,7 +23,7 @@ from accordion.offload.arena import Arena, page_aligned
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.optimizer_copy import exchange
 from accordion.offload.swap_file import FileAllocator
-from accordion.optim import PARKED, inner_of, parked_error
+from accordion.optimizers.wrap import PARKED, inner_of, parked_error
 from accordion.safety.same_on_ranks import on_every_rank
 from accordion.state import settle, sharded_engine
 

@@ -72,7 +72,7 @@ def learns(one: Any, order: str, steps: int = 12) -> tuple[Any, list[float], lis
 @pytest.mark.parametrize("order", ["together", "apart"])
 @on_job(2)
 def test_a_loop_learns_as_under_ddp(mesh: Any, order: str) -> None:
-    from accordion.optim import LocalStep
+    from accordion.optimizers.wrap import LocalStep
 
     with library_job():
         one = accelerator(True)

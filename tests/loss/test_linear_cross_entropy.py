@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import accordion as acc
 from accordion.engine.communicator import Communicator, reduced
-from accordion.losses import Inputs, _pass
-from accordion.token_loss import TokenLoss
+from accordion.losses.chunks import Inputs, _pass
+from accordion.losses.token_loss import TokenLoss
 from tests import devices
 from tests.support.ranked import on_world, under_strategies
 

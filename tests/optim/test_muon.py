@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accordion as acc
+from accordion._torch import local_of
 from accordion.config import STRATEGIES
 from accordion.engine.communicator import Communicator
+from accordion.optimizers.whole_matrices import MuonStep, from_owners, to_owners
 from tests import devices
 from tests.support.checks import mesh_of
 from tests.support.offloads import HOST
@@ -92,7 +94,7 @@ def test_it_equals_the_unsharded_optimizer(world, num_ranks: int, form: str) -> 
 
 def _equals(mesh: Any, strategy: acc.Strategy, form: str) -> None:
     expected, model, theirs, ours = pair(mesh, strategy, form)
-    with mock.patch("accordion.whole_matrices.BUCKET_NUMEL", 200):
+    with mock.patch("accordion.optimizers.whole_matrices.BUCKET_NUMEL", 200):
         train(expected, theirs, range(4))
         train(model, ours, range(4))
     assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
@@ -164,6 +166,52 @@ def _counted(mesh: Any, shapes: list[tuple[int, int]]) -> tuple[int, int]:
     with mock.patch.object(Communicator, "exchange", counting), Products() as products:
         optimizer.step()
     return products.count, num_bytes
+
+
+@pytest.mark.parametrize("form", ["muon", "whole"])
+@on_world(2)
+def test_a_gradient_that_one_rank_lacks_is_named_on_all_ranks_and_lets_none_wait(mesh, form: str) -> None:
+    """On CPU the next backward compares steps; on a device every eighth one does, and all steps go on meanwhile."""
+    model = acc.shard(Matrices(), mesh=mesh)
+    optimizer = acc.wrap_optimizer(
+        muon(model) if form == "muon" else Shampoo(model.parameters()), whole_matrices=form == "whole"
+    )
+    model.layers[6].weight.requires_grad_(False)  # takes no part in any step
+    train(model, [optimizer], [0])
+    model(inputs(1)).backward()
+    if mesh.get_rank() == 1:
+        model.layers[3].weight.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    lacks = r"rank 1 has parameters without a gradient 'layers.3.weight', 'layers.6.weight' \(rank 0: 'layers.6"
+    with pytest.raises(acc.DivergenceError, match=lacks):
+        train(model, [optimizer], range(1 if devices.device().type == "cpu" else 40))
+
+
+@on_world(2)
+def test_buckets_travel_while_others_are_computed(mesh) -> None:
+    """The exchange of the next bucket begins before a computation, and results are awaited after the next computation."""
+    model, calls = acc.shard(Matrices(), mesh=mesh), list[str]()
+    optimizer = acc.wrap_optimizer(torch.optim.Muon(split(model)[0]))
+
+    def logged(name: str, function: Any) -> Any:
+        return lambda *args: (calls.append(name), function(*args))[1]
+
+    def sends(name: str, function: Any) -> Any:
+        return lambda *args: logged(f"{name} lands", logged(name, function)(*args))
+
+    model(inputs(0)).backward()
+    with (
+        mock.patch("accordion.optimizers.whole_matrices.BUCKET_NUMEL", 1),  # one matrix of each rank
+        mock.patch("accordion.optimizers.whole_matrices.to_owners", sends("rows", to_owners)),
+        mock.patch("accordion.optimizers.whole_matrices.from_owners", sends("results", from_owners)),
+        mock.patch.object(Communicator, "exchange", logged("exchange", Communicator.exchange)),
+        mock.patch.object(MuonStep, "_compute", logged("compute", MuonStep._compute)),
+    ):
+        optimizer.step()
+    rows, work = ["rows", "exchange"], ["rows lands", "compute", "results", "exchange"]
+    ends = "results lands"
+    assert calls == [*rows, *rows, *work, *rows, *work, ends, *rows, *work, ends, *work, ends, ends]
 
 
 @on_world(2)
@@ -261,6 +309,9 @@ def _save_whole(mesh: Any, strategy: acc.Strategy, path: Path) -> None:
     assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
     owned = [p for p in ours.state if ours.state[p]]
     assert 0 < len(owned) < len(list(model.parameters()))
+    sums = [tensor for state in ours.state_dict()["state"].values() for tensor in state["sums"]]
+    rows = sum(local_of(tensor).numel() for tensor in sums if isinstance(tensor, DTensor))
+    assert 0 < rows < 0.75 * sum(tensor.numel() for tensor in sums), "no rank gets all states, also of other shapes"
     acc.save(path / "ckpt", model, ours)
 
 

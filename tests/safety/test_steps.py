@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import accordion as acc
 from accordion import _torch
 from accordion.config import STRATEGIES
-from accordion.optim import StepHooks
+from accordion.optimizers.wrap import StepHooks
 from tests.support import models
 from tests.support.checks import mesh_of, one_loss, under
 from tests.support.ranked import on_world

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import optimizer as optimizers
 
 import accordion as acc
-from accordion.optim import StepHooks
+from accordion.optimizers.wrap import StepHooks
 from accordion.safety.dtensor_calls import ANY_TRUE, DRAWS_INTO, DRAWS_LIKE, NUMBER, TANGENT, VIEW, WRITES
 from tests.support.processes import run_python
 

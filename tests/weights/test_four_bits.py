@@ -15,7 +15,8 @@ import accordion as acc
 from accordion import cli
 from accordion.bench.meters import Allocations
 from accordion.plan.trained_models import Kernels, trained_model
-from accordion.weights.four_bits import FourBitLinear
+from accordion.train import checkpoints
+from accordion.weights.four_bits import FourBitLinear, num_weights
 from tests.devices import device
 from tests.pool import Pool
 from tests.support import forked, language_folders
@@ -294,6 +295,26 @@ def test_layers_that_cannot_be_quantised_are_refused(sentence: str) -> None:
     layer = nn.Linear(8, 8)
     with pytest.raises(acc.UsageError, match=sentence):
         REFUSED[sentence](layer)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_methods_that_read_the_weight_fail_when_they_are_made(options: dict[str, Any]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = acc.quantize(nn.Sequential(nn.Linear(64, 64)))
+    with pytest.raises((RuntimeError, TypeError), match=r"size of tensor a \(32\)|initialize PiSSA under"):
+        get_peft_model(model, LoraConfig(r=4, target_modules=["0"], **options))
+
+
+def test_a_run_is_resumed_with_the_same_base_and_counts_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "_extra", lambda path: {"config": {"model.quantize": "nf4"}})
+    checkpoints.check_base(Path("c"), "nf4")
+    with pytest.raises(acc.UsageError, match=r"with model.quantize 'nf4', and this run has 'fp4'; take --quantize nf4"):
+        checkpoints.check_base(Path("c"), "fp4")
+    for kind in KINDS:
+        assert (
+            num_weights(acc.quantize(nn.Sequential(nn.Linear(320, 192), nn.Embedding(5, 7)), kind)) == 320 * 192 + 227
+        )
 
 
 def test_four_bits_without_adapters_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor as _fake
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 plain_attributes = torch._C.DisableTorchFunctionSubclass
@@ -117,13 +117,22 @@ def as_dtensor(local: Tensor, like: Tensor) -> DTensor:
     return _new_dtensor(DTensor, local, like._spec, requires_grad=False)  # type: ignore[attr-defined, no-any-return]
 
 
-def packed_dtensor(local: Tensor, like: Tensor, shape: Sequence[int]) -> DTensor:
-    """Return a DTensor of `local` with the mesh and placements of `like` and the full `shape`, where `from_local` would move
-    a tensor on the host to the mesh's device."""
-    spec = copy.copy(like._spec)  # type: ignore[attr-defined]
+def rows_dtensor(local: Tensor, like: Tensor, shape: Sequence[int]) -> DTensor:
+    """Return a DTensor of `shape` with the rows `local` of dim 0, divided over the ranks that divide `like`.
+
+    `from_local` would move a tensor on the host to the mesh's device.
+    """
+    spec = like._spec  # type: ignore[attr-defined]
     full = torch.empty(tuple(shape), device="meta")
-    spec.tensor_meta = spec.tensor_meta._replace(shape=full.shape, stride=full.stride(), dtype=local.dtype)
-    return _new_dtensor(DTensor, local, spec, requires_grad=False)  # type: ignore[no-any-return]
+    meta = spec.tensor_meta._replace(shape=full.shape, stride=full.stride(), dtype=local.dtype)
+    rows = type(spec)(spec.mesh, tuple(map(_on_dim_0, spec.placements)), tensor_meta=meta)
+    return _new_dtensor(DTensor, local, rows, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def _on_dim_0(placement: Any) -> Any:
+    if isinstance(placement, StridedShard):
+        return StridedShard(0, split_factor=placement.split_factor)
+    return placement if placement.is_replicate() else Shard(0)
 
 
 def as_dtensors(rows: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[DTensor | None]:

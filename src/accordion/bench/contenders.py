@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from accordion.bench.model import loss_of
 from accordion.config import STRATEGIES, Precision, strategy_named
 from accordion.errors import UsageError, nearest
-from accordion.optim import wrap_optimizer
+from accordion.optimizers.wrap import wrap_optimizer
 from accordion.safety.own_process import keep_freed_memory
 from accordion.shard.api import shard
 from accordion.units import choose_units, only_blocks

@@ -36,7 +36,7 @@ from accordion.checkpoint.restore import differences, restored
 from accordion.checkpoint.save import finish_work
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import AccordionError, CheckpointError, some_of
-from accordion.optim import LocalStep
+from accordion.optimizers.wrap import LocalStep
 from accordion.state import Only
 
 SHOWN = 8  # faults that a message lists

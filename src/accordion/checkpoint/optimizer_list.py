@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accordion.errors import UsageError
-from accordion.optim import inner_of
+from accordion.optimizers.wrap import inner_of
 
 
 class OptimizerList(torch.optim.Optimizer):

@@ -22,8 +22,8 @@ from accordion.checkpoint.json_values import Json
 from accordion.checkpoint.optimizer_list import parts_of
 from accordion.checkpoint.writing import bytes_of
 from accordion.errors import CheckpointError, some_of
-from accordion.optim import LocalStep
-from accordion.whole_matrices import OwnerStep
+from accordion.optimizers.whole_matrices import OwnerStep
+from accordion.optimizers.wrap import LocalStep
 
 SHORT = 60  # largest length of a description that ranks exchange as it is; of longer ones they exchange a digest
 DIGEST = 16  # hexadecimal digits

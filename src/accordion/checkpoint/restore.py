@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from accordion._torch import local_of, packed_dtensor
-from accordion.checkpoint.contents import Contents, optimizer_name
+from accordion._torch import local_of, rows_dtensor
+from accordion.checkpoint.boxes import box_of
+from accordion.checkpoint.contents import Contents, cuts, optimizer_name, own_coordinate
 from accordion.checkpoint.format import CODES, DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.optimizer_list import parts_of
 from accordion.errors import CheckpointError
-from accordion.low_bit import LowBitStates, packed_shape
+from accordion.optimizers.low_bit import LowBitStates, packed_shape
 
 
 def differences(manifest: Manifest, contents: Contents) -> list[str]:
@@ -135,8 +136,9 @@ def restored(
 def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tensor | None, has_blocks: bool) -> Tensor:
     """Return the tensor to fill from `entry`: the optimizer's `present` one if its shape and dtype fit, else a new one.
 
-    A new one is sharded like `param` if it has the shape of `param` or, with `has_blocks` (the states of `param` are low-bit),
-    one element for each block of `param`. Any other new one is whole on each rank.
+    A new one is sharded like `param` if it has the shape of `param`, and on dim 0 over the same ranks if it was saved in rows or,
+    with `has_blocks` (the states of `param` are low-bit), has one element for each block of `param`. Any other new one is whole
+    on each rank.
     """
     # torch keeps the step count as a plain tensor. Its shape does not show that, since a parameter may be 0-d too.
     dtype, step = DTYPES[entry.dtype], name.endswith("/step")
@@ -148,14 +150,16 @@ def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tenso
     if like:
         assert param is not None
         return torch.empty_like(param.detach(), dtype=dtype)
-    plain = torch.empty(entry.shape, dtype=dtype, device=param.device if placed and param is not None else "cpu")
-    if not placed:
-        return plain
+    if not placed or param is None:
+        return torch.empty(entry.shape, dtype=dtype, device="cpu")
     assert isinstance(param, DTensor)
-    block = param.numel() // max(1, math.prod(entry.shape))
-    if has_blocks and block and entry.shape == packed_shape(param.shape, block):
-        rows = local_of(param).numel() // block // math.prod(entry.shape[1:])
-        local = torch.empty((rows, *entry.shape[1:]), dtype=dtype, device=local_of(param).device)
-        return packed_dtensor(local, param, entry.shape)
+    block, none = (
+        param.numel() // max(1, math.prod(entry.shape)),
+        torch.empty(0, dtype=dtype, device=local_of(param).device),
+    )
+    is_packed = has_blocks and block > 0 and entry.shape == packed_shape(param.shape, block)
+    if is_packed or any(placement != "R" for placement in entry.placements or ()):
+        splits = cuts(name, rows_dtensor(none, param, entry.shape), own_coordinate(param))
+        return rows_dtensor(none.new_empty(box_of(entry.shape, splits).shape), param, entry.shape)
     mesh = param.device_mesh
-    return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return DTensor.from_local(none.new_empty(entry.shape), mesh, [Replicate()] * mesh.ndim, run_check=False)

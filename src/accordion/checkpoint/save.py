@@ -35,7 +35,7 @@ from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import FileLayout, described, layout_of, write
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
-from accordion.optim import parked_error
+from accordion.optimizers.wrap import parked_error
 from accordion.park import ParkedModel
 from accordion.safety.replicas import compare_replicas
 from accordion.state import Only, settle

@@ -167,17 +167,20 @@ def own_communicator(communicator: Communicator, device: torch.device) -> Commun
     ranks share the second one, which takes hundreds of megabytes of device memory until the job ends. A collective."""
     if communicator.num_ranks == 1 or not communicator.is_ordered:
         return communicator
-    return Communicator(group_of_job(communicator, communicator.ranks, device), device)
+    return Communicator(group_of_job([communicator], communicator.ranks, device), device)
 
 
-def group_of_job(communicator: Communicator, ranks: list[int], device: torch.device) -> Any:
-    """Return a process group of `ranks` that all models share. The first call creates it, and is a collective. `communicator`:
-    its ranks must make that call together; the new group has its timeout."""
-    key = f"accordion/group/{_torch.group_name(communicator.group)}/{len(ranks)}/"
+def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device: torch.device) -> Any:
+    """Return a process group of `ranks` that all models share. The first call creates it, and is a collective.
+
+    `communicators`: all of their ranks must make that call together; the new group has the timeout of the first one.
+    """
+    names = "/".join(_torch.group_name(communicator.group) for communicator in communicators)
+    key = f"accordion/group/{names}/{len(ranks)}/"
     groups = _torch.kept_with_job(key)
     if not groups:
-        name = f"accordion/{common_name([] if communicator.is_fake else [communicator])}/{ranks[0]}"
-        timeout, bound_to = _torch.timeout_of(communicator.group, device), None if device.type == "cpu" else device
+        name = f"accordion/{common_name([] if communicators[0].is_fake else communicators)}/{ranks[0]}"
+        timeout, bound_to = _torch.timeout_of(communicators[0].group, device), None if device.type == "cpu" else device
         groups = [_torch.named_group(name, ranks, bound_to, timeout)]
         _torch.keep_with_job(key, groups[0])
     return groups[0]

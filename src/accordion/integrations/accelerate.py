@@ -20,7 +20,7 @@ from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.sharding import ShardArguments, step_on_shards
 from accordion.integrations.states import Pair, SavedFull, engines_of, paired, parts, why_incomplete
-from accordion.optim import clip_norm_of
+from accordion.optimizers.wrap import clip_norm_of
 from accordion.sharding import Sharding
 from accordion.state import full_state_dict, no_sync
 

@@ -38,7 +38,7 @@ from accordion.integrations.states import (
     whole,
     why_incomplete,
 )
-from accordion.optim import clip_norm_of
+from accordion.optimizers.wrap import clip_norm_of
 from accordion.shard.api import entry_point
 from accordion.sharding import Sharding
 from accordion.state import no_sync, settle

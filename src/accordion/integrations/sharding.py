@@ -19,7 +19,7 @@ from accordion.engine.hooks import engine_of
 from accordion.engine.observer import Observer
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
-from accordion.optim import inner_of, is_elementwise, refuse_adafactor, wrap_optimizer
+from accordion.optimizers.wrap import inner_of, is_elementwise, refuse_adafactor, wrap_optimizer
 from accordion.safety.same_on_ranks import first_ranks
 from accordion.shard.api import entry_point, shard
 from accordion.shard.replaced_parameters import follow_moved

@@ -20,7 +20,7 @@ from accordion.engine.engine import Engine
 from accordion.engine.hooks import engine_of
 from accordion.engine.tree import map_tensors
 from accordion.errors import CheckpointError, UsageError
-from accordion.optim import inner_of
+from accordion.optimizers.wrap import inner_of
 
 Tree = TypeVar("Tree")
 Pair = tuple[nn.Module, list[Any]]

@@ -19,7 +19,7 @@ from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.accelerate import Accelerator
 from accordion.integrations.sharding import ShardArguments
 from accordion.integrations.states import why_incomplete
-from accordion.losses import head_returns_loss
+from accordion.losses.chunks import head_returns_loss
 from accordion.sharding import Sharding
 from accordion.state import Only
 from accordion.weights.export import is_peft, load_exported, state_on_disk

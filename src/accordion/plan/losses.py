@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accordion.errors import UsageError
-from accordion.losses import head_returns_loss
+from accordion.losses.chunks import head_returns_loss
 
 LOSSES = {
     "plain": "logits, and a copy of them in float32 from which the loss and its gradient are computed",

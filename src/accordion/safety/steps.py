@@ -22,8 +22,10 @@ from accordion import _torch
 from accordion.engine.engine import Engine
 from accordion.engine.observer import Observer
 from accordion.engine.unit import Unit
+from accordion.errors import some_of
 from accordion.offload.tiers import Tiers
-from accordion.optim import LocalStep, step_hooks
+from accordion.optimizers.whole_matrices import WholeStep
+from accordion.optimizers.wrap import LocalStep, step_hooks
 from accordion.safety.divergence import DivergenceMonitor
 from accordion.safety.liveness.wording import STEPS
 
@@ -89,6 +91,8 @@ class StepWatch(Observer):
         first = first_trained(self._engine)
         if not self._is_offloaded and first is not None and first.trained.params[0].grad is None:
             self._record["gradients at its step"] = "cleared"
+        if isinstance(optimizer, WholeStep):  # its ranks wait for one another's rows, also for those without a gradient
+            self._record["parameters without a gradient"] = some_of(optimizer.without_gradient(), 3) or "none"
         if self._sees_writes:
             # A wrapped step counts one more write of each parameter when it ends.
             counts = isinstance(optimizer, LocalStep) and not self._is_offloaded

@@ -26,7 +26,7 @@ from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import Shape, within
 from accordion.offload.step.deferred_step import own_parameters
 from accordion.offload.tiers import Tiers
-from accordion.optim import mark_sharded
+from accordion.optimizers.wrap import mark_sharded
 from accordion.row_marks import mark_meshes
 from accordion.safety.attach import attach_safety
 from accordion.safety.dtensor_calls import answer_for_shards

@@ -157,7 +157,7 @@ def secondary_communicator(
     if num_ranks >= whole.num_ranks or whole.num_ranks % num_ranks:
         return None
     first = whole.rank - whole.rank % num_ranks
-    return make(group_of_job(whole, whole.ranks[first : first + num_ranks], context.device), context.device)
+    return make(group_of_job([whole], whole.ranks[first : first + num_ranks], context.device), context.device)
 
 
 def _one_node(communicator: Communicator, device: torch.device) -> bool:

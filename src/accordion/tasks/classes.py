@@ -14,7 +14,7 @@ from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from accordion.errors import UsageError, nearest
-from accordion.optim import ELEMENTWISE
+from accordion.optimizers.wrap import ELEMENTWISE
 from accordion.options import SEVERAL
 from accordion.tasks.errors import of_the_task
 

@@ -21,7 +21,7 @@ from accordion.describe import describe
 from accordion.ema import EMA
 from accordion.errors import DivergenceError
 from accordion.offload.step.deferred_step import engines_of
-from accordion.optim import is_elementwise, wrap_optimizer
+from accordion.optimizers.wrap import is_elementwise, wrap_optimizer
 from accordion.shard.api import shard as shard_model
 from accordion.sharding import Sharding, precision_named, precision_words
 from accordion.train.batches import Batches

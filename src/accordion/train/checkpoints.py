@@ -186,6 +186,16 @@ def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
         )
 
 
+def check_base(path: Path, quantize: str) -> None:
+    """Raise `UsageError` if the adapters in the checkpoint `path` were trained next to a base quantised otherwise."""
+    before = _extra(path)["config"].get("model.quantize", "none")
+    if before != quantize:
+        raise UsageError(
+            f"checkpoint {str(path)!r} has adapters of a base with model.quantize {before!r}, and this run has {quantize!r}; "
+            f"take --quantize {before}, or another run.dir."
+        )
+
+
 def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise `UsageError` with the differences if the checkpoint `path` is of another model. `shapes`: name -> shape of each
     entry of the model's state dict."""

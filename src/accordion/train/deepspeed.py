@@ -9,7 +9,7 @@ from typing import Any
 from accordion.compat import deepspeed
 from accordion.compat.deepspeed import Settings
 from accordion.errors import UsageError
-from accordion.optim import ELEMENTWISE
+from accordion.optimizers.wrap import ELEMENTWISE
 from accordion.sharding import offload_words, precision_words
 from accordion.train.config import Job, JobConfig, check, flat, spread
 

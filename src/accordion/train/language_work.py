@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from accordion.describe import describe
 from accordion.errors import UsageError
-from accordion.losses import head_returns_loss
+from accordion.losses.chunks import head_returns_loss
 from accordion.models.stored import ends_of, generation_config, with_lora
 from accordion.state import Only, full_params, sharded_engine
 from accordion.tasks.loaded import made_optimizer, optimizer_of

@@ -34,6 +34,7 @@ from accordion.train.token_tables import SPLITS, TokenFiles, cached_examples, ca
 from accordion.train.tokens import Say, check_fits
 from accordion.train.trackers import check_trackers
 from accordion.units import choose_units
+from accordion.weights.four_bits import num_weights
 
 Work = LanguageWork | OwnTask
 """Model, data, losses and validation of a run on a language model or on a task. Pickled to each rank."""
@@ -235,12 +236,14 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> None:
         all_of_it = config.adapter.kind == "none"
         shapes = {name: tuple(value.shape) for name, value in state if all_of_it or value.requires_grad}
         checkpoints.check_model(resume, shapes)
+        if not all_of_it:
+            checkpoints.check_base(resume, config.model.quantize)
     if config.model.init == "pretrained" and "optimizer" not in config.parts:
         say(
             f"fine-tuning at a peak learning rate of {config.train.lr:g} (train.lr); "
             f"without pretrained weights it is {TrainConfig().lr:g} by default"
         )
-    trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad or all_) for all_ in (False, True))
+    trained, total = sum(p.numel() for p in model.parameters() if p.requires_grad), num_weights(model)
     if trained < total:
         say(f"adapters: {trained:,} of {total:,} parameters are trained")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from accordion.checkpoint import RandomState
 from accordion.devices import HostCopy
 from accordion.errors import NonFiniteError
-from accordion.optim import clip_grad_norm_, scale_gradients
+from accordion.optimizers.wrap import clip_grad_norm_, scale_gradients
 from accordion.state import no_sync
 from accordion.train.batches import on_device
 from accordion.train.build import Run

@@ -155,6 +155,13 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: m for name, m in model.named_modules() if name and type(m) is nn.Linear and m is not head}
 
 
+def num_weights(model: nn.Module) -> int:
+    """Return the number of elements of all parameters; a four-bit layer counts those of the layer that it replaced."""
+    layers = [m for m in model.modules() if isinstance(m, FourBitLinear)]
+    bytes_of = sum(p.numel() for m in layers for p in (m.weight, m.absmax, m.nested) if p is not None)
+    return sum(p.numel() for p in model.parameters()) - bytes_of + sum(m.in_features * m.out_features for m in layers)
+
+
 def check_layers(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
     """Raise `UsageError` if one of the linear `layers` of `model`, by name, cannot be quantised."""
     if any(isinstance(m.weight, DTensor) for m in layers.values()):

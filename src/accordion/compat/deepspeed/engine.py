@@ -22,7 +22,7 @@ from accordion.config import Place
 from accordion.engine.communicator import device_type_of_job
 from accordion.errors import UsageError
 from accordion.files import read_text
-from accordion.optim import clip_grad_norm_, wrap_optimizer
+from accordion.optimizers.wrap import clip_grad_norm_, wrap_optimizer
 from accordion.shard.api import shard
 from accordion.state import no_sync
 

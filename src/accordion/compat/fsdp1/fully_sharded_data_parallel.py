@@ -12,16 +12,16 @@ import torch
 import torch.distributed.fsdp as theirs
 from torch import Tensor, nn
 
-from accordion import optim, state
+from accordion import state
 from accordion.compat.fsdp1 import api, state_dicts
 from accordion.compat.fsdp1.api import *  # noqa: F403
-from accordion.compat.fsdp1.api import StateDictType
 from accordion.compat.fsdp1.arguments import Arguments, ignored_parameters
 from accordion.compat.fsdp1.nesting import CONTAINERS, clean, walk, wrappers_in
 from accordion.compat.fsdp1.policies import auto_wrap
 from accordion.compat.fsdp1.state_dicts import StateDicts
 from accordion.engine.engine import Engine
 from accordion.errors import UsageError
+from accordion.optimizers.wrap import clip_grad_norm_
 
 __all__ = ["FullyShardedDataParallel"]
 __all__ += api.__all__
@@ -48,7 +48,7 @@ class FullyShardedDataParallel(StateDicts):
         self._arguments = Arguments(**shared, ignored=ignored)
         self._outer = None
         self._built = False
-        self._settings = state_dicts.settings_for(StateDictType.FULL_STATE_DICT, None, None)
+        self._settings = state_dicts.settings_for(api.StateDictType.FULL_STATE_DICT, None, None)
         self._own_dtypes = {}
         _check(module, policy)
         if policy is not None:
@@ -134,7 +134,7 @@ class FullyShardedDataParallel(StateDicts):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a global norm of at most `max_norm`; return the norm before, 0-d float32. For the root only."""
         self._root_engine("clip_grad_norm_()")
-        return optim.clip_grad_norm_(self, float(max_norm), float(norm_type))
+        return clip_grad_norm_(self, float(max_norm), float(norm_type))
 
     @staticmethod
     @contextlib.contextmanager

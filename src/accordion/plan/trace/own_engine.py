@@ -27,7 +27,7 @@ from accordion.offload.arena import Arena
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.offload.tiers import Tiers
-from accordion.optim import clip_grad_norm_, wrap_optimizer
+from accordion.optimizers.wrap import clip_grad_norm_, wrap_optimizer
 from accordion.plan.events import (
     COMPUTE,
     EXPERT_DATA,

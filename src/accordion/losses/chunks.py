@@ -14,8 +14,8 @@ from accordion import _torch
 from accordion.engine.communicator import reduced
 from accordion.engine.hooks import Hooks, hooks_of
 from accordion.errors import UsageError
-from accordion.head_rows import row_losses
-from accordion.token_loss import TokenLoss, product_dtype
+from accordion.losses.head_rows import row_losses
+from accordion.losses.token_loss import TokenLoss, product_dtype
 
 Reduction = Literal["mean", "sum", "none"]
 

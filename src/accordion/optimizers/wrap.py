@@ -20,12 +20,12 @@ from accordion.engine.engine import Engine
 from accordion.engine.hooks import engine_of
 from accordion.engine.params import Param
 from accordion.errors import NonFiniteError, UsageError
-from accordion.grad_norm import NormPart, multiply, scale_to, total_norm
-from accordion.low_bit import OURS, LowBitStates, check_blocks, low_bit_kind
 from accordion.offload.step.deferred_step import defer, engines_of, expose, owned_by, prepare, refuse_unwrapped
 from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
+from accordion.optimizers.grad_norm import NormPart, multiply, scale_to, total_norm
+from accordion.optimizers.low_bit import OURS, LowBitStates, check_blocks, low_bit_kind
+from accordion.optimizers.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
 from accordion.row_marks import refuse_other_rows, refuse_states_of_others
-from accordion.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
 
 Opt = TypeVar("Opt", bound=Optimizer)
 PARKED = "_accordion_parked"  # attribute of a sharded parameter while its model is parked

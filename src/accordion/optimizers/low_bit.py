@@ -154,16 +154,13 @@ class TorchaoStates(LowBitStates):
         local: Any = _torch.local_of(state)
         if local.numel() and not hasattr(local, "__tensor_flatten__"):
             return state
-        signed = key == "exp_avg"
-        # A rank without rows sends the same kinds of tensors, without elements: those of one block.
-        one = (
-            local if local.numel() else self._subclass_zeros(local.new_empty(self.block_size), signed, self.block_size)
-        )
+        signed, one = key == "exp_avg", local
+        if not local.numel():  # a rank without rows has the same kinds of tensors, without elements: those of one block
+            one = self._subclass_zeros(local.new_empty(self.block_size), signed, self.block_size)
         parts: dict[str, Any] = {"signed": signed}
         for name in one.__tensor_flatten__()[0]:
-            inner = getattr(one, name)
-            part = inner if local.numel() else inner[:0]
-            parts[name] = _replicated(inner, p) if name == QMAP else _packed(part, p, one.numel() // inner.numel())
+            inner, block = getattr(one, name), one.numel() // getattr(one, name).numel()
+            parts[name] = _replicated(inner, p) if name == QMAP else _packed(inner[: local.numel()], p, block)
         return parts
 
     def _join(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,13 +219,9 @@ class BitsandbytesStates(LowBitStates):
 
     def _join(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
         def join(key: str, value: Any) -> Any:
-            if key.startswith(QMAP):
-                return _torch.local_or_same(value)
-            return (
-                _torch.local_or_same(value).view(-1)
-                if key.startswith("absmax") and isinstance(value, DTensor)
-                else value
-            )
+            if not key.startswith((QMAP, "absmax")) or not isinstance(value, DTensor):
+                return value
+            return _torch.local_of(value) if key.startswith(QMAP) else _torch.local_of(value).view(-1)
 
         return _each(entry, join)
 
@@ -285,7 +278,7 @@ def packed_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
 def _packed(local: Tensor, p: DTensor, block: int) -> DTensor:
     """Return `local`, which has one element for each `block` elements of this rank's rows of `p`, sharded like `p`."""
     shape = packed_shape(p.shape, block)
-    return _torch.packed_dtensor(local.view(-1, *shape[1:]), p, shape)
+    return _torch.rows_dtensor(local.view(-1, *shape[1:]), p, shape)
 
 
 def _replicated(tensor: Tensor, p: DTensor) -> DTensor:
@@ -330,12 +323,7 @@ def _each(entry: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[s
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Context manager in which random numbers on `device` begin with `seed`; those of the caller continue afterwards."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            yield
-        return
-    module = torch.get_device_module(device)
-    with torch.random.fork_rng(devices=[module.current_device()], device_type=device.type):
-        module.manual_seed(seed)
+    is_cpu, module = device.type == "cpu", torch.get_device_module(device)
+    with torch.random.fork_rng([] if is_cpu else [module.current_device()], device_type=device.type):
+        (torch.default_generator if is_cpu else module).manual_seed(seed)
         yield

@@ -13,7 +13,7 @@ from accordion.engine.hooks import Hooks
 from accordion.engine.layout import Slice
 from accordion.engine.slices import SlicedReduce, Slices, begin_backward, begin_call, why_not_sliced
 from accordion.errors import UsageError
-from accordion.token_loss import Targets, TokenLoss, product_dtype
+from accordion.losses.token_loss import Targets, TokenLoss, product_dtype
 
 # A slice has at most so many bytes of gathered rows, and an eighth of the head. Two are in memory, and the gradients of two.
 SLICE_BYTES, SHARE = 32 * 2**20, 8

@@ -1,0 +1,1 @@
+"""The loss of a language model without a tensor of all logits."""

@@ -1,0 +1,1 @@
+"""Optimizers of sharded parameters: local steps, steps of whole matrices, low-bit states, and clipping."""
