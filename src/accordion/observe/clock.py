@@ -50,7 +50,7 @@ class DeviceClock:
         self._start = self.mark()
 
     def mark(self, stream: Any = None) -> Mark:
-        event = self._module.Event(enable_timing=True)
+        event = torch.Event(self._device, enable_timing=True)
         event.record(stream if stream is not None else self._module.current_stream(self._device))
         return event
 
