@@ -44,7 +44,8 @@ def observe(model: nn.Module, *, steps: int = 3) -> Iterator[Trace]:
     A step is everything from the first forward of the model to the end of `optimizer.step()`, so all its micro-batches belong to
     it. The trace is filled when the block ends, on every rank with the steps of all ranks; this is collective. If the block ends
     with an error, the trace has this rank alone. On CPU one more step is recorded before the others, to count allocations, which
-    takes time; on an accelerator the allocator's figures are read. Nothing is recorded outside of the block.
+    takes time; on an accelerator the allocator's figures are read. Nothing is recorded outside of the block. Begin it after a few
+    steps of training, because in the first ones the host waits for other ranks.
 
     Raises `UsageError` if the model is not sharded or is observed already.
     """
