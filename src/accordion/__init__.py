@@ -32,5 +32,10 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
 
-SHADOWED = ("describe", "plan", "shard")  # functions; an import of the submodules of these names would replace them
+SHADOWED = (
+    "describe",
+    "observe",
+    "plan",
+    "shard",
+)  # functions; an import of the submodules of these names would replace them
 sys.modules[__name__].__class__ = _Package

@@ -18,6 +18,7 @@ from accordion.describe import describe
 from accordion.ema import EMA
 from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, OffloadError, UsageError
 from accordion.losses.chunks import linear_cross_entropy
+from accordion.observe.recorder import observe
 from accordion.offload.estimate import estimate_memory
 from accordion.optimizers.wrap import clip_grad_norm_, wrap_optimizer
 from accordion.park import park, unpark
@@ -73,6 +74,7 @@ __all__ = [
     "load_pretrained",
     "min_params",
     "no_sync",
+    "observe",
     "only_blocks",
     "park",
     "plan",

@@ -76,6 +76,7 @@ class Engine:
 
     def add_unit(self, unit: Unit, hooks: Any) -> None:
         assert unit.index == len(self.units), "units come in the order of their indices"
+        unit.observers = self.observers
         self.units.append(unit)
         self._full_bytes.append(unit.full_bytes)
         self.hooks.append(hooks)

@@ -101,6 +101,12 @@ class Observer:
     def memory_is_for(self, purpose: Purpose | None) -> None:
         """Called before memory is allocated for `purpose`, and with None when that allocation has ended."""
 
+    def unit_unshards(self, unit: Unit) -> None:
+        """Called when memory of the full parameters of `unit` was allocated and their gather has begun."""
+
+    def unit_reshards(self, unit: Unit) -> None:
+        """Called when that memory was freed."""
+
     def interrupted(self) -> None:
         """Called after a forward was interrupted and torch ran no hooks, so that no end was reported."""
 

@@ -88,6 +88,8 @@ RESHARDED, UNSHARDING, UNSHARDED = FullParams  # read often, and reading through
 class Unit:
     """A module's parameters that are gathered and freed together; memory is freed when the count of `leases` is zero."""
 
+    observers: Any  # the engine's `Observers`, which `Engine.add_unit` sets; its module imports this one
+
     def __init__(
         self,
         context: ShardingContext,
@@ -194,6 +196,8 @@ class Unit:
             self.mark_stale()
             raise
         self.full_params = UNSHARDING if self._transfers else UNSHARDED
+        for notify in self.observers.unit_unshards:
+            notify(self)
         if self._opened_on is None and self._transfers:
             self._opened_on = self._transfers[0].begun_on
 
@@ -284,6 +288,8 @@ class Unit:
         for full_buffer in self._full_buffers:
             full_buffer.close()
         self.full_params = RESHARDED
+        for notify in self.observers.unit_reshards:
+            notify(self)
 
     def version(self) -> int:
         """Return a number that grows with every write to a shard, except steps of torch's fused optimizers."""

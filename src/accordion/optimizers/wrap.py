@@ -150,6 +150,7 @@ class StepHooks:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse an unwrapped optimizer that cannot step sharded parameters."""
+        self._notify("steps", optimizer)
         params = (p for group in optimizer.param_groups for p in group["params"])
         if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
             return
@@ -163,13 +164,17 @@ class StepHooks:
             refuse_states_of_others(optimizer)
 
     def after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._notify("stepped", optimizer)
+
+    def _notify(self, moment: str, optimizer: Optimizer) -> None:
         for reference in self._watches:
-            watch = reference()
-            if watch is not None:
-                watch.stepped(optimizer)
+            callback = getattr(reference(), moment, None)
+            if callback is not None:
+                callback(optimizer)
 
     def add(self, watch: Any) -> None:
-        """Call `watch.stepped(optimizer)` after each step of any optimizer, without keeping `watch` alive."""
+        """Call `watch.steps(optimizer)` before and `watch.stepped(optimizer)` after each step of any optimizer, if it has these
+        methods, without keeping `watch` alive."""
         # A new list, because a step on another thread may be iterating over the old one.
         self._watches = [*(each for each in self._watches if each() is not None), weakref.ref(watch)]
 

@@ -1,0 +1,88 @@
+"""Count the bytes of live storages, from what torch's dispatcher sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from accordion import _torch
+from accordion.plan.trace.storage_watch import StorageWatch
+
+
+class Allocations(StorageWatch):
+    """Context manager that counts live bytes: storages that operators make inside it, at their size, until they are freed.
+
+    Memory of the backend itself is not seen: gloo copies each message once more, NCCL does not. The profiler's memory events
+    are no alternative, since they miss what gloo's threads free.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self._history = [0]
+        self._marks: dict[str, int] = {}
+        self._sizes: dict[int, int] = {}  # storage's key -> bytes; -1 for storages that existed before
+        self._starts: dict[int, int] = {}  # storage's key -> address of its memory
+
+    def mark(self, name: str) -> None:
+        """Give the present moment a name, for `live` and `peak`."""
+        assert name not in self._marks, name
+        self._marks[name] = len(self._history) - 1
+
+    def live(self, mark: str) -> int:
+        """Return the bytes that were live when `mark` was given that name."""
+        return self._history[self._marks[mark]]
+
+    def peak(self, start: str, end: str) -> int:
+        """Return the most bytes that were live at once between the marks `start` and `end`."""
+        return max(self._history[self._marks[start] : self._marks[end] + 1])
+
+    def count(self, sizes: range) -> int:
+        """Return the number of storages live at present whose size, in bytes, is in `sizes`."""
+        return sum(size in sizes for size in self._sizes.values())
+
+    @property
+    def marks(self) -> list[str]:
+        return list(self._marks)
+
+    def runs(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        inputs = storages_of((args, kwargs))
+        for storage in inputs:
+            if self.watch(storage):
+                self._sizes[_torch.storage_key(storage)] = -1
+        out = func(*args, **kwargs)
+        for storage in [*inputs, *storages_of(out)]:
+            if self.watch(storage):
+                self._sizes[_torch.storage_key(storage)] = 0
+            self.resized(_torch.storage_key(storage), storage)
+        return out
+
+    def resized(self, key: int, storage: torch.UntypedStorage) -> None:
+        if self._sizes[key] >= 0 and self._sizes[key] != storage.nbytes():
+            start = storage.data_ptr()
+            others = list(self._starts.items())  # a copy, since any storage may be freed and removed during the loop
+            # A storage inside the memory of another one is a slice, which takes no memory of its own.
+            is_part = any(first <= start < first + self._sizes.get(o, 0) for o, first in others if o != key)
+            size = 0 if is_part else storage.nbytes()
+            self._change(size - self._sizes[key])
+            self._sizes[key] = size
+            self._starts[key] = start
+
+    def died(self, key: int) -> None:
+        self._change(-max(self._sizes.pop(key), 0))
+        self._starts.pop(key, None)
+
+    def _change(self, num_bytes: int) -> None:
+        if num_bytes:
+            self.live_bytes += num_bytes
+            self._history.append(self.live_bytes)
+
+
+def storages_of(tree: Any) -> list[torch.UntypedStorage]:
+    """Return the storage of each tensor in `tree`, repeated if shared; skips DTensors, and meta and fake tensors."""
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
+    return [t.untyped_storage() for t in tensors if not t.is_meta and type(t).__name__ != "FakeTensor"]

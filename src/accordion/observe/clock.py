@@ -1,0 +1,61 @@
+"""Marks in time: of the host on CPU, and of a device stream on an accelerator, where they are read after the recorded steps."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+Mark = Any
+"""A moment: nanoseconds of the host's clock, or an event on a stream."""
+
+
+class Clock(Protocol):
+    def mark(self, stream: Any = None) -> Mark:
+        """Return a mark of the present moment, on `stream` or on the current stream."""
+
+    def settle(self) -> None:
+        """Let the host wait for all marks; `us` may be called afterwards."""
+
+    def us(self, mark: Mark) -> float:
+        """Return the microseconds from the creation of the clock to `mark`."""
+
+
+def clock_of(device: torch.device) -> Clock:
+    return HostClock() if device.type == "cpu" else DeviceClock(device)
+
+
+class HostClock:
+    def __init__(self) -> None:
+        self._start_ns = time.perf_counter_ns()
+
+    def mark(self, stream: Any = None) -> Mark:
+        return time.perf_counter_ns()
+
+    def settle(self) -> None:
+        pass
+
+    def us(self, mark: Mark) -> float:
+        return (mark - self._start_ns) / 1e3  # type: ignore[no-any-return]
+
+
+class DeviceClock:
+    """A clock of events on device streams; a mark does not let the host wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._device = device
+        self._module.synchronize(device)
+        self._start = self.mark()
+
+    def mark(self, stream: Any = None) -> Mark:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(stream if stream is not None else self._module.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        self._module.synchronize(self._device)
+
+    def us(self, mark: Mark) -> float:
+        return self._start.elapsed_time(mark) * 1e3  # type: ignore[no-any-return]

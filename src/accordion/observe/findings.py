@@ -1,0 +1,180 @@
+"""What recorded steps show: times by unit, ranks that the others wait for, and the changes that would gain most."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from accordion.observe.values import COMPUTE, WAIT, RankTrace, Span
+
+MIB = 2**20
+SMALLEST_GAIN = 0.01  # of a step; smaller gains are not worth a line
+STRAGGLES = 1.05  # times the median compute time of all ranks
+HIDDEN = 0.1  # a gather is prefetched in time if the compute stream waits for less of its time
+REGATHERS = ("full_shard", "hybrid_shard", "hybrid_shard_optim")  # strategies that gather again for the backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTimes:
+    """Microseconds per step of one unit on one rank: its forward and backward without waits, its transfers, and the waits for
+    them. `gathers`, `hits`: number of gathers per step, and of those that were prefetched in time."""
+
+    unit: int
+    forward_us: float
+    backward_us: float
+    gather_us: float
+    reduce_us: float
+    gather_wait_us: float
+    reduce_wait_us: float
+    gathers: float
+    hits: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A change, or a rank that others wait for, with the time per step that it would gain at most."""
+
+    gain_us: float
+    text: str
+
+
+def unit_times(rank: RankTrace) -> list[UnitTimes]:
+    """Return the mean times of each unit over the recorded steps of `rank`."""
+    num_steps = max(len(rank.steps), 1)
+    total: dict[tuple[int, str, str], float] = defaultdict(float)
+    waits = [span for span in rank.spans if span.lane == WAIT]
+    for span in rank.spans:
+        total[span.unit, span.lane, span.kind] += span.us
+    for part, wait in _overlaps([span for span in rank.spans if span.lane == COMPUTE], waits):
+        total[part.unit, COMPUTE, part.kind] -= min(part.end_us, wait.end_us) - max(part.start_us, wait.start_us)
+    gathers = [span for span in rank.spans if span.lane == "gather"]
+    hits: dict[int, int] = defaultdict(int)
+    counts: dict[int, int] = defaultdict(int)
+    for gather, wait in _waits_of(gathers, waits):
+        counts[gather.unit] += 1
+        hits[gather.unit] += wait is None or wait.us < HIDDEN * gather.us
+    return [
+        UnitTimes(
+            unit=unit,
+            forward_us=total[unit, COMPUTE, "forward"] / num_steps,
+            backward_us=total[unit, COMPUTE, "backward"] / num_steps,
+            gather_us=total[unit, "gather", "gather"] / num_steps,
+            reduce_us=sum(total[unit, lane, lane] for lane in ("reduce", "all-reduce")) / num_steps,
+            gather_wait_us=total[unit, WAIT, "gather"] / num_steps,
+            reduce_wait_us=sum(total[unit, WAIT, lane] for lane in ("reduce", "all-reduce")) / num_steps,
+            gathers=counts[unit] / num_steps,
+            hits=hits[unit] / num_steps,
+        )
+        for unit in range(len(rank.units))
+    ]
+
+
+def findings(ranks: Sequence[RankTrace]) -> list[Finding]:
+    """Return what would gain more than 1 % of a step, the largest gain first.
+
+    Gains of prefetching and of kept parameters are those of the rank that waits least, since all ranks do them together.
+    """
+    step_us = median([end - start for rank in ranks for start, end in rank.steps])
+    possible = [*_stragglers(ranks), *_prefetch(ranks), *_keep(ranks)]
+    worth = [finding for finding in possible if finding.gain_us >= SMALLEST_GAIN * step_us]
+    return sorted(worth, key=lambda finding: -finding.gain_us)
+
+
+def _stragglers(ranks: Sequence[RankTrace]) -> Iterator[Finding]:
+    """Yield a finding for each rank that computes longer than the median rank; the others wait for it in a collective."""
+    times = [unit_times(rank) for rank in ranks]
+    totals = [sum(unit.forward_us + unit.backward_us for unit in units) for units in times]
+    # The lower median: of two ranks the faster one.
+    middle = sorted(totals)[(len(totals) - 1) // 2]
+    for rank, units, total in zip(ranks, times, totals, strict=True):
+        if total > STRAGGLES * middle:
+            slowest = max(units, key=lambda unit: unit.forward_us + unit.backward_us)
+            yield Finding(
+                gain_us=total - middle,
+                text=f"rank {rank.rank} computes for {_ms(total)} in a step and the median rank for {_ms(middle)}, so the others "
+                f"wait for it; most of its time is in {rank.units[slowest.unit].name}. Give it an equal batch, or look for another "
+                "program on its device.",
+            )
+
+
+def _prefetch(ranks: Sequence[RankTrace]) -> Iterator[Finding]:
+    """Yield a finding if gathers could begin earlier: the compute stream waits for them, and no gather runs before them."""
+    gains = [_earlier(rank) for rank in ranks]
+    gain = min((sum(by_unit.values()) for by_unit in gains), default=0.0)
+    if not gain:
+        return
+    rank, by_unit = min(zip(ranks, gains, strict=True), key=lambda pair: sum(pair[1].values()))
+    worst = max(by_unit, key=lambda unit: by_unit[unit])
+    largest = max(unit.full_bytes for unit in rank.units)
+    wait = unit_times(rank)[worst].gather_wait_us
+    yield Finding(
+        gain_us=gain,
+        text=f"gathers of {rank.units[worst].name} are exposed by {_ms(wait)} in a step; "
+        f"prefetch=accordion.Prefetch(budget_bytes={2 * largest}) would start gathers earlier, hides up to {_ms(gain)} over all "
+        f"units and costs {largest / MIB:.0f} MiB.",
+    )
+
+
+def _earlier(rank: RankTrace) -> dict[int, float]:
+    """Return unit -> microseconds per step by which waits would shrink if its gathers began right after the gather before."""
+    waits = [span for span in rank.spans if span.lane == WAIT]
+    by_unit: dict[int, float] = defaultdict(float)
+    for start_us, end_us in rank.steps:
+        free_us: float | None = None  # when the gather before has ended
+        gathers = [span for span in rank.spans if span.lane == "gather" and start_us <= span.start_us < end_us]
+        for gather, wait in _waits_of(gathers, waits):
+            if free_us is not None and wait is not None:
+                by_unit[gather.unit] += max(0.0, min(wait.us, gather.start_us - free_us)) / len(rank.steps)
+            free_us = max(free_us or 0.0, gather.end_us)
+    return by_unit
+
+
+def _keep(ranks: Sequence[RankTrace]) -> Iterator[Finding]:
+    """Yield a finding if the backward waits for gathers that a strategy which keeps full parameters does not make."""
+    if any(rank.strategy not in REGATHERS for rank in ranks):
+        return
+    gain = min(_backward_waits_us(rank) for rank in ranks)
+    kept_bytes = sum(unit.full_bytes for unit in ranks[0].units)
+    yield Finding(
+        gain_us=gain,
+        text=f"the backward waits {_ms(gain)} in a step for gathers; strategy='shard_grad_op' keeps full parameters from the "
+        f"forward, so these waits end, and costs up to {kept_bytes / MIB:.0f} MiB.",
+    )
+
+
+def _backward_waits_us(rank: RankTrace) -> float:
+    waits = [span for span in rank.spans if span.lane == WAIT and span.kind == "gather"]
+    backward = [span for span in rank.spans if span.lane == COMPUTE and span.kind == "backward"]
+    both = sum(min(a.end_us, b.end_us) - max(a.start_us, b.start_us) for a, b in _overlaps(backward, waits))
+    return both / max(len(rank.steps), 1)
+
+
+def _overlaps(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
+    """Yield the pairs of spans that overlap. Within each list spans do not."""
+    a, b = sorted(spans, key=lambda span: span.start_us), sorted(others, key=lambda span: span.start_us)
+    i = j = 0
+    while i < len(a) and j < len(b):
+        if min(a[i].end_us, b[j].end_us) > max(a[i].start_us, b[j].start_us):
+            yield a[i], b[j]
+        if a[i].end_us < b[j].end_us:
+            i += 1
+        else:
+            j += 1
+
+
+def _waits_of(transfers: Sequence[Span], waits: Sequence[Span]) -> Iterator[tuple[Span, Span | None]]:
+    """Yield each transfer with the wait for it: the first one of its unit and lane that ends after the transfer began."""
+    by_place: dict[tuple[int, str], list[Span]] = defaultdict(list)
+    for wait in sorted(waits, key=lambda span: span.start_us, reverse=True):
+        by_place[wait.unit, wait.kind].append(wait)
+    for transfer in sorted(transfers, key=lambda span: span.start_us):
+        left = by_place[transfer.unit, transfer.lane]
+        while left and left[-1].end_us < transfer.start_us:
+            left.pop()
+        yield transfer, left.pop() if left else None
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1e3:.1f} ms"

@@ -1,0 +1,385 @@
+"""Record the steps of a sharded model through the engine's observers and side streams."""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from accordion import _torch
+from accordion.checkpoint.collective import Team
+from accordion.engine.engine import Engine
+from accordion.engine.observer import CallInForward, Observer
+from accordion.engine.streams import SideStream, Steps, Transfer
+from accordion.engine.unit import Unit
+from accordion.errors import UsageError
+from accordion.observe.allocations import Allocations
+from accordion.observe.clock import Clock, Mark, clock_of
+from accordion.observe.trace import Trace
+from accordion.observe.values import COMPUTE, UNITS, WAIT, MemoryPoint, RankTrace, Span, UnitFacts
+from accordion.offload.tiers import Tiers
+from accordion.optimizers.wrap import step_hooks
+from accordion.state import sharded_engine
+
+NO_UNIT = -1
+OTHER = ("other", NO_UNIT)
+
+
+@contextmanager
+def observe(model: nn.Module, *, steps: int = 3) -> Iterator[Trace]:
+    """Context manager that records the next `steps` training steps of a sharded model, and returns their `Trace`.
+
+    A step is everything from the first forward of the model to the end of `optimizer.step()`, so all its micro-batches belong to
+    it. The trace is filled when the block ends, on every rank with the steps of all ranks; this is collective. If the block ends
+    with an error, the trace has this rank alone. On CPU one more step is recorded before the others, to count allocations, which
+    takes time; on an accelerator the allocator's figures are read. Nothing is recorded outside of the block. Begin it after a few
+    steps of training, because in the first ones the host waits for other ranks.
+
+    Raises `UsageError` if the model is not sharded or is observed already.
+    """
+    engine = sharded_engine(model, "observe")
+    if steps < 1:
+        raise UsageError(f"observe(steps={steps}) takes a number of steps, 1 or more.")
+    if engine.observers.find(Recorder) is not None:
+        raise UsageError(
+            "this model is observed already; end the block of the first observe() before the second begins."
+        )
+    trace, recorder = Trace(), Recorder(engine, steps)
+    recorder.attach()
+    try:
+        yield trace
+    except BaseException:
+        recorder.detach()
+        trace.ranks = [recorder.result()]
+        raise
+    recorder.detach()
+    team = Team.of(param.sharded for param in engine.params)
+    trace.ranks = [RankTrace.from_json(json.loads(text)) for text in team.shared(recorder.result().as_json(), None)]
+
+
+@dataclass(slots=True)
+class StepLog:
+    """What was recorded in one step, with marks in place of times. `end`: after its last optimizer step so far, None before.
+
+    `switches`: (mark, kind, unit) when other work began on the compute stream. `spans`: (lane, kind, unit, start, end) of all
+    other lanes. `points`: (mark, bytes of full parameters, of gradients, of all allocations).
+    """
+
+    start: Mark
+    end: Mark = None
+    switches: list[tuple[Mark, str, int]] = field(default_factory=list)
+    spans: list[tuple[str, str, int, Mark, Mark]] = field(default_factory=list)
+    points: list[tuple[Mark, int, int, int]] = field(default_factory=list)
+
+
+class Recorder(Observer):
+    """Observer that records steps: spans of the compute stream and the side streams, full units, and memory."""
+
+    def __init__(self, engine: Engine, num_steps: int) -> None:
+        self._engine, self._device, self._num_steps = engine, engine.context.device, num_steps
+        # Allocations of the CPU are counted in a step of their own.
+        self._counter = Allocations() if self._device.type == "cpu" else None
+        self._counted: StepLog | None = None
+        self.clock: Clock = clock_of(self._device)
+        self._ids = {id(t) for param in engine.params for t in (param.sharded, _torch.local_of(param.sharded))}
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._logs: list[StepLog] = []
+        self.log: StepLog | None = None  # of the step under way, if it is recorded
+        self._stack: list[tuple[str, int]] = []  # work on the compute stream, the innermost last
+        self._full: dict[int, Mark] = {}  # unit -> since when its full parameters are in memory
+        self._full_bytes = self._grad_bytes = 0
+        self._sent: dict[int, int] = {}  # unit -> bytes of its full gradients until they are reduced
+        self._has_grads: set[int] = set()  # units whose sharded gradients are counted in `_grad_bytes`
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self) -> None:
+        engine, context = self._engine, self._engine.context
+        streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, "fetch": context.fetch_stream}
+        if context.replicate_stream is not context.reduce_stream:
+            streams["all-reduce"] = context.replicate_stream
+        if isinstance(context.shard_buffers, Tiers):
+            streams["store"] = context.shard_buffers.store_stream
+        for lane, stream in streams.items():
+            self._undo.append(partial(setattr, stream, "makes", stream.makes))
+            stream.makes = partial(_recorded, self, lane)
+        engine.observers.attach(self, first=True)
+        step_hooks().add(self)
+
+    def detach(self) -> None:
+        """End the step under way, which is dropped unless its optimizer has stepped, and stop recording."""
+        self._finish_step()
+        self._num_steps = 0
+        while self._undo:
+            self._undo.pop()()
+        self._engine.observers.detach(self)
+
+    # -- steps
+
+    def forward_begins(self, differentiable: bool, reduces: bool) -> None:
+        if not differentiable or (self.log is not None and self.log.end is None):
+            return
+        self._finish_step()
+        if len(self._logs) >= self._num_steps:
+            return
+        self.log = StepLog(start=self.clock.mark())
+        if self._counter is not None and self._counted is None:
+            self._counter.__enter__()
+        self._full = {unit.index: self.log.start for unit in self._engine.units if unit.is_unsharded}
+        self._full_bytes = sum(self._engine.units[index].full_bytes for index in self._full)
+        self._has_grads = {
+            unit.index for unit in self._engine.units if any(p.grad is not None for p in unit.trained.params)
+        }
+        self._grad_bytes, self._sent = sum(_grad_bytes(self._engine.units[index]) for index in self._has_grads), {}
+        self._stack = []
+        self._switch()
+
+    def _finish_step(self) -> None:
+        log, self.log = self.log, None
+        if log is None:
+            return
+        for index, since in self._full.items():
+            log.spans.append((UNITS, "full", index, since, self.clock.mark()))
+        is_counted = self._counter is not None and self._counted is None
+        if is_counted:
+            self._counter.__exit__(None, None, None)
+        if log.end is None:
+            return
+        if is_counted:
+            self._counted = log
+        else:
+            self._logs.append(log)
+
+    def steps(self, optimizer: Optimizer) -> None:
+        """Called before a step of any optimizer."""
+        if self.log is not None and self._is_ours(optimizer):
+            self._push("optimizer", NO_UNIT)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Called after a step of any optimizer."""
+        if self.log is not None and self._is_ours(optimizer):
+            self._pop("optimizer", NO_UNIT)
+            self.log.end = self.clock.mark()
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        if optimizer not in self._optimizers:
+            if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+                return False
+            self._optimizers.add(optimizer)
+        return True
+
+    # -- the compute stream
+
+    def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
+        self._push("forward", unit.index)
+
+    def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
+        self._pop("forward", call.unit.index)
+        return out
+
+    def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
+        if ("backward", unit.index) not in self._stack:
+            self._push("backward", unit.index)
+
+    def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
+        if self.log is None:
+            return
+        self._pop("backward", unit.index)
+        num_bytes = sum(grad.nbytes for grad in grads if grad is not None)
+        self._sent[unit.index] = self._sent.get(unit.index, 0) + num_bytes
+        self._grad_bytes += num_bytes
+        self._note_memory()
+
+    def backward_ends(self) -> None:
+        self._stack = [work for work in self._stack if work[0] != "backward"]
+        self._switch()
+
+    def _push(self, kind: str, unit: int) -> None:
+        if self.log is not None:
+            self._stack.append((kind, unit))
+            self._switch()
+
+    def _pop(self, kind: str, unit: int) -> None:
+        """Remove the newest such entry of the stack, if there is one: a call that failed has none."""
+        if self.log is not None and (kind, unit) in self._stack:
+            index = len(self._stack) - 1 - self._stack[::-1].index((kind, unit))
+            del self._stack[index]
+            self._switch()
+
+    def _switch(self) -> None:
+        if self.log is not None:
+            self.log.switches.append((self.clock.mark(), *(self._stack[-1] if self._stack else OTHER)))
+            self._note_memory()
+
+    # -- memory
+
+    def unit_unshards(self, unit: Unit) -> None:
+        if self.log is not None and unit.index not in self._full:
+            self._full[unit.index] = self.clock.mark()
+            self._full_bytes += unit.full_bytes
+            self._note_memory()
+
+    def unit_reshards(self, unit: Unit) -> None:
+        if self.log is not None and (since := self._full.pop(unit.index, None)) is not None:
+            self.log.spans.append((UNITS, "full", unit.index, since, self.clock.mark()))
+            self._full_bytes -= unit.full_bytes
+            self._note_memory()
+
+    def landed(self, lane: str, unit: int, before: Mark) -> None:
+        """Called when the compute stream has waited for a transfer of `unit` since the mark `before`."""
+        if self.log is None:
+            return
+        self.log.spans.append((WAIT, lane, unit, before, self.clock.mark()))
+        if lane in ("reduce", "all-reduce") and unit in self._sent:
+            self._grad_bytes -= self._sent.pop(unit)
+            if unit not in self._has_grads:
+                self._has_grads.add(unit)
+                self._grad_bytes += sum(
+                    like.nbytes for like in map(_torch.local_of, self._engine.units[unit].trained.likes)
+                )
+            self._note_memory()
+
+    def _note_memory(self) -> None:
+        assert self.log is not None
+        if self._counter is not None and self._counted is not None:
+            return
+        total = torch.accelerator.memory_allocated(self._device) if self._counter is None else self._counter.live_bytes
+        self.log.points.append((self.clock.mark(), self._full_bytes, self._grad_bytes, total))
+
+    # -- the result
+
+    def result(self) -> RankTrace:
+        """Return the recorded steps as plain values. The host waits for the device."""
+        clock, engine = self.clock, self._engine
+        clock.settle()
+        start_us = clock.us(self._logs[0].start) if self._logs else 0.0
+        units = [
+            UnitFacts(
+                name=unit.name or "root",
+                full_bytes=unit.full_bytes,
+                shard_bytes=sum(_torch.local_of(param.sharded).nbytes for param in unit.params),
+            )
+            for unit in engine.units
+        ]
+        state = [leaf for optimizer in self._optimizers for leaf in tree_leaves(dict(optimizer.state))]
+        trace = RankTrace(
+            rank=dist.get_rank() if dist.is_initialized() else 0,
+            device=str(self._device.type),
+            strategy=engine.strategy.name,
+            units=units,
+            steps=[(clock.us(log.start) - start_us, clock.us(log.end) - start_us) for log in self._logs],
+            spans=[span for log in self._logs for span in _spans_of(log, clock, start_us)],
+            memory=[],
+            memory_step=len(self._logs) - 1 if self._counter is None else -1,
+            shard_bytes=sum(unit.shard_bytes for unit in units),
+            state_bytes=sum(_device_bytes(leaf, self._device) for leaf in state if isinstance(leaf, Tensor)),
+        )
+        return replace(trace, memory=self._memory(trace))
+
+    def _memory(self, trace: RankTrace) -> list[MemoryPoint]:
+        log = self._counted if self._counter is not None else next(iter(self._logs[::-1]), None)
+        if log is None:
+            return []
+        start_us = self.clock.us(log.start)
+        # The counter of the CPU sees what was allocated since the step began; full parameters are in memory that is not new.
+        grads_before = log.points[0][2]
+        between = trace.shard_bytes + trace.state_bytes
+        points = []
+        for mark, full, gradients, total in log.points:
+            other = total - between - full - gradients if self._counter is None else total - (gradients - grads_before)
+            points.append(
+                MemoryPoint(time_us=self.clock.us(mark) - start_us, full=full, gradients=gradients, other=max(other, 0))
+            )
+        return points
+
+
+def _spans_of(log: StepLog, clock: Clock, start_us: float) -> Iterator[Span]:
+    """Yield the spans of a step, with times in microseconds after `start_us`."""
+    ends = [mark for mark, _, _ in log.switches[1:]] + [log.end]
+    works = [(COMPUTE, kind, unit, start, end) for (start, kind, unit), end in zip(log.switches, ends, strict=True)]
+    for lane, kind, unit, start, end in [*works, *log.spans]:
+        first, last = clock.us(start) - start_us, clock.us(end) - start_us
+        if last > first:
+            yield Span(lane=lane, kind=kind, unit=unit, start_us=first, end_us=last)
+
+
+def _grad_bytes(unit: Unit) -> int:
+    return sum(_torch.local_of(p.grad).nbytes for p in unit.trained.params if p.grad is not None)
+
+
+def _device_bytes(tensor: Tensor, device: torch.device) -> int:
+    """Return the bytes of this rank's part of `tensor` if it is on a device of that type, else 0."""
+    local = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.nbytes if local.device.type == device.type else 0
+
+
+# -- side streams
+
+
+class _Recorded(Transfer):
+    """A transfer that reports its time on the side stream, and how long the compute stream waits for it."""
+
+    __slots__ = ("_ends", "_lane", "_log", "_num_works", "_recorder", "_start", "_unit")
+    _recorder: Recorder
+    _log: StepLog
+    _lane: str
+    _unit: int
+    _start: Mark
+    _ends: list[Mark]  # on CPU, of each work of the backend; the host may wait for it much later
+    _num_works: int
+
+    def _run(self) -> None:
+        clock, stream = self._recorder.clock, self._side_stream.stream
+        if self._start is None:
+            self._start = clock.mark(stream)
+        super()._run()
+        if self._pending is not None:
+            self._num_works += len(self._pending.works)
+            for work in self._pending.works:
+                with suppress(RuntimeError):  # messages between two ranks have no futures
+                    work.get_future().add_done_callback(self._ended)
+        elif self.ended:
+            has_all = 0 < self._num_works == len(self._ends)
+            end = max(self._ends) if has_all else clock.mark(stream)
+            self._log.spans.append((self._lane, self._lane, self._unit, self._start, end))
+
+    def _ended(self, future: object) -> None:
+        self._ends.append(self._recorder.clock.mark())
+
+    def land(self) -> None:
+        before = self._recorder.clock.mark()
+        super().land()
+        self._recorder.landed(self._lane, self._unit, before)
+
+
+def _recorded(
+    recorder: Recorder,
+    lane: str,
+    stream: SideStream,
+    steps: Steps,
+    buffers: list[Any],
+    label: str,
+    after: Transfer | None = None,
+) -> Transfer:
+    """Create a transfer of `stream`; during a recorded step one that reports to `recorder`."""
+    if recorder.log is None:
+        return Transfer(stream, steps, buffers, label, after)
+    number = re.search(r"\bunit (\d+) ", label)
+    # Before the constructor, which starts the work.
+    transfer = _Recorded.__new__(_Recorded)
+    transfer._recorder, transfer._log, transfer._lane = recorder, recorder.log, lane
+    transfer._unit = NO_UNIT if number is None else int(number[1])
+    transfer._start, transfer._ends, transfer._num_works = None, [], 0
+    transfer.__init__(stream, steps, buffers, label, after)  # type: ignore[misc]
+    return transfer

@@ -1,0 +1,89 @@
+"""Plain values of a trace: spans, memory and units of one rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+COMPUTE, WAIT, UNITS = "compute", "wait", "units"
+"""Lanes of a trace beside the side streams: the compute stream, its waits for side streams, and the units that are full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitFacts:
+    """`full_bytes`: its full parameters. `shard_bytes`: this rank's rows of them, in the dtype in which they are stored."""
+
+    name: str
+    full_bytes: int
+    shard_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Work from `start_us` to `end_us`, in microseconds after the first recorded step began.
+
+    `lane`: a stream of the device, or one of `COMPUTE`, `WAIT` and `UNITS`. `kind`: on `COMPUTE` "forward", "backward",
+    "optimizer" or "other"; on `WAIT` the lane that is waited for; on `UNITS` "full". `unit`: its index, -1 for none.
+    """
+
+    lane: str
+    kind: str
+    unit: int
+    start_us: float
+    end_us: float
+
+    @property
+    def us(self) -> float:
+        return self.end_us - self.start_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPoint:
+    """Bytes on the device of a rank at `time_us`, by kind. `other`: activations and everything else that was allocated."""
+
+    time_us: float
+    full: int
+    gradients: int
+    other: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTrace:
+    """What one rank recorded. `steps`: (start, end) of each step in microseconds.
+
+    `memory`: points of one step, with times after the start of that step. `memory_step`: its index in `steps`; -1 on CPU, where
+    allocations are counted in a step before these, because counting takes time. `shard_bytes`, `state_bytes`: parameters and
+    optimizer states between steps.
+    """
+
+    rank: int
+    device: str
+    strategy: str
+    units: Sequence[UnitFacts]
+    steps: Sequence[tuple[float, float]]
+    spans: Sequence[Span]
+    memory: Sequence[MemoryPoint]
+    memory_step: int
+    shard_bytes: int
+    state_bytes: int
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> RankTrace:
+        return cls(
+            **{
+                **values,
+                "units": [UnitFacts(**unit) for unit in values["units"]],
+                "steps": [tuple(step) for step in values["steps"]],
+                "spans": [Span(**span) for span in values["spans"]],
+                "memory": [MemoryPoint(**point) for point in values["memory"]],
+            }
+        )
+
+    def peak(self) -> MemoryPoint | None:
+        """Return the point at which most bytes were allocated; None if no memory was recorded."""
+        return max(self.memory, key=lambda point: point.full + point.gradients + point.other, default=None)
