@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import accordion as acc
-from accordion.bench.meters import Allocations
+from accordion.observe.allocations import Allocations
 from accordion.plan.replay.peak import peak_of
 
 MIB = 2**20

@@ -11,9 +11,10 @@ from typing import Any
 from accordion.bench import command
 from accordion.bench.contenders import chosen
 from accordion.bench.host import HostLoop, HostTime, check, summary
-from accordion.bench.meters import Allocations, Wire
+from accordion.bench.meters import Wire
 from accordion.cli import main
 from accordion.errors import UsageError
+from accordion.observe.allocations import Allocations
 from accordion.options import read
 from accordion.pages.machine import describe
 from accordion.pages.page import Page, Table, mebi, spread

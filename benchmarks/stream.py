@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import accordion as acc
-from accordion.bench.meters import Allocations
+from accordion.observe.allocations import Allocations
 
 WIDTH = 1024
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import accordion as acc
-from accordion.bench.meters import Allocations, Wire
+from accordion.bench.meters import Wire
 from accordion.engine.communicator import Communicator, reduced
 from accordion.engine.hooks import hooks_of
 from accordion.engine.layout import Cut, Slice
 from accordion.losses import head_rows
+from accordion.observe.allocations import Allocations
 from accordion.plan.replay.peak import peak_of
 from tests import devices
 from tests.loss.test_linear_cross_entropy import FORMS, Language, plain, tokens_of

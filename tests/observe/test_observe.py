@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from accordion.observe.trace import Trace
 from accordion.observe.values import COMPUTE, UNITS, WAIT, MemoryPoint, RankTrace, Span, UnitFacts
 from tests.devices import device
 from tests.support import models
+from tests.support.checks import PlantedError
 from tests.support.ranked import on_world, under_strategies
 
 STEPS = 2
@@ -64,7 +66,8 @@ def test_the_trace_has_the_steps_of_all_ranks_and_changes_nothing(mesh: Any, str
         observed = trained(model, 5, micro=2)
     assert all(map(torch.equal, plain, observed))
     engine = engine_of(model)
-    assert engine is not None and engine.context.gather_stream.makes is Transfer
+    assert engine is not None
+    assert engine.context.gather_stream.makes is Transfer
     assert [rank.rank for rank in trace.ranks] == mesh.mesh.flatten().tolist()
     for rank in trace.ranks:
         assert len(rank.steps) == STEPS
@@ -82,7 +85,8 @@ def test_the_trace_has_the_steps_of_all_ranks_and_changes_nothing(mesh: Any, str
                 for index in range(len(rank.units)):
                     assert any(s.unit == index for s in rank.spans if s.lane == UNITS), rank.units[index].name
         peak = rank.peak()
-        assert peak is not None and peak.gradients > 0
+        assert peak is not None
+        assert peak.gradients > 0
 
 
 @on_world(2)
@@ -140,9 +144,9 @@ def test_nothing_recorded_and_wrong_use_are_one_sentence(mesh: Any) -> None:
     for form in (trace.summary, lambda: trace.html("x"), lambda: trace.perfetto("x"), lambda: trace.save("x")):
         with pytest.raises(acc.UsageError, match="no step"):
             form()
-    with pytest.raises(ZeroDivisionError), acc.observe(model, steps=1) as trace:
+    with suppress(PlantedError), acc.observe(model, steps=1) as trace:
         trained(model, 2)
-        1 / 0  # noqa: B018
+        raise PlantedError
     assert len(trace.ranks) == 1
     assert len(trained(model, 1)) == 1
 
@@ -215,7 +219,8 @@ def test_forms_agree_with_the_values(tmp_path: Path, capsys: pytest.CaptureFixtu
     page = (tmp_path / "step.html").read_text()
     drawn = json.loads(re.search(r'<script type="application/json" id="trace">(.*)</script>', page)[1])
     assert drawn == json.loads(json.dumps(page_data(trace.ranks)))
-    assert "http://" not in page and "https://" not in page
+    assert "http://" not in page
+    assert "https://" not in page
     rank = drawn["ranks"][1]
     assert [(drawn["lanes"][s[0]], rank["kinds"][s[1]], s[2], s[3], s[4]) for s in rank["spans"]] == [
         (s.lane, s.kind, s.unit, s.start_us, s.us) for s in trace.ranks[1].spans
@@ -242,7 +247,8 @@ def test_a_page_of_a_thousand_units_is_below_two_megabytes() -> None:
     ranks = gathers(ranks=8, units=units, spans=spans, steps=steps)
     data = page_data(ranks)
     assert len(json.dumps(data, separators=(",", ":"))) < 2e6
-    assert data["all_ranks"] == 8 and len(data["ranks"]) >= 2
+    assert data["all_ranks"] == 8
+    assert len(data["ranks"]) >= 2
 
 
 @pytest.mark.parametrize(

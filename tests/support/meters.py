@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accordion.bench.meters import Allocations, ranks_of
+from accordion.bench.meters import ranks_of
+from accordion.observe.allocations import Allocations
 
 __all__ = ["Allocations", "Call", "Copy", "Wire"]
 

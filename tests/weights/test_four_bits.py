@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion import cli
-from accordion.bench.meters import Allocations
+from accordion.observe.allocations import Allocations
 from accordion.plan.trained_models import Kernels, trained_model
 from accordion.train import checkpoints
 from accordion.weights.four_bits import FourBitLinear, num_weights

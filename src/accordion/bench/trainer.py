@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from accordion.bench.contenders import Loop, Setting, loop_of
-from accordion.bench.meters import Allocations, Wire
+from accordion.bench.meters import Wire
 from accordion.bench.model import batches_of, shape_of
+from accordion.observe.allocations import Allocations
 from accordion.workers.ranks import Seat
 
 STATUS = Path("/proc/self/status")

@@ -52,9 +52,9 @@ def unit_times(rank: RankTrace) -> list[UnitTimes]:
     gathers = [span for span in rank.spans if span.lane == "gather"]
     hits: dict[int, int] = defaultdict(int)
     counts: dict[int, int] = defaultdict(int)
-    for gather, wait in _waits_of(gathers, waits):
+    for gather, waited in _waits_of(gathers, waits):
         counts[gather.unit] += 1
-        hits[gather.unit] += wait is None or wait.us < HIDDEN * gather.us
+        hits[gather.unit] += waited is None or waited.us < HIDDEN * gather.us
     return [
         UnitTimes(
             unit=unit,
@@ -94,8 +94,8 @@ def _stragglers(ranks: Sequence[RankTrace]) -> Iterator[Finding]:
             yield Finding(
                 gain_us=total - middle,
                 text=f"rank {rank.rank} computes for {_ms(total)} in a step and the median rank for {_ms(middle)}, so the others "
-                f"wait for it; most of its time is in {rank.units[slowest.unit].name}. Give it an equal batch, or look for another "
-                "program on its device.",
+                f"wait for it; most of its time is in {rank.units[slowest.unit].name}. Give it an equal batch, or look for "
+                "another program on its device.",
             )
 
 

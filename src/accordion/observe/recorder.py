@@ -151,15 +151,11 @@ class Recorder(Observer):
             return
         for index, since in self._full.items():
             log.spans.append((UNITS, "full", index, since, self.clock.mark()))
-        is_counted = self._counter is not None and self._counted is None
-        if is_counted:
-            self._counter.__exit__(None, None, None)
-        if log.end is None:
+        if self._counter is None or self._counted is not None:
+            self._logs += [] if log.end is None else [log]
             return
-        if is_counted:
-            self._counted = log
-        else:
-            self._logs.append(log)
+        self._counter.__exit__(None, None, None)
+        self._counted = None if log.end is None else log
 
     def steps(self, optimizer: Optimizer) -> None:
         """Called before a step of any optimizer."""

@@ -15,7 +15,7 @@ from accordion.checkpoint.contents import without_wrappers
 from accordion.engine.context import ShardingContext
 from accordion.engine.engine import Engine
 from accordion.engine.layout import Cut
-from accordion.engine.params import Param, ParamView
+from accordion.engine.params import Param, TensorParallelView
 from accordion.errors import UsageError
 from accordion.state import refuse_own_gather, shown
 from accordion.weights.adapters import added_by_adapters, is_adapter
@@ -34,7 +34,7 @@ class ItemPart:
     dtype: torch.dtype
     cut: Cut
     context: ShardingContext
-    around: ParamView | None = None
+    around: TensorParallelView | None = None
 
     @classmethod
     def of_param(cls, param: Param, dtype: torch.dtype | None = None) -> ItemPart:
