@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from accordion import _torch
-from accordion.plan.trace.storage_watch import StorageWatch
+from accordion.observe.storage_watch import StorageWatch
 
 
 class Allocations(StorageWatch):

@@ -16,14 +16,15 @@ MOST_BYTES = 1_700_000  # of spans and points, so that the page stays below 2 MB
 PLACE = "/*TRACE*/"  # in the template
 
 
-def as_html(ranks: Sequence[RankTrace]) -> str:
-    """Return the page of a trace. If it would be larger than 2 MB, it has fewer steps and ranks, and says so."""
+def as_html(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> str:
+    """Return the page of a trace, with the curve of the memory of `planned`. If it would be larger than 2 MB, it has fewer steps
+    and ranks, and says so."""
     template = resources.files("accordion.observe").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(page_data(ranks), separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps(page_data(ranks, planned), separators=(",", ":")).replace("</", "<\\/")
     return template.replace(PLACE, data)
 
 
-def page_data(ranks: Sequence[RankTrace]) -> dict[str, Any]:
+def page_data(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> dict[str, Any]:
     """Return what the page draws: lanes, units, findings, and for each rank its spans and memory in compact lists."""
     drawn: list[dict[str, Any]] = []
     left = MOST_BYTES
@@ -39,10 +40,17 @@ def page_data(ranks: Sequence[RankTrace]) -> dict[str, Any]:
     return {
         "lanes": [*LANES, UNITS],
         "ranks": drawn,
+        "plan": None if planned is None else _curve(planned),
         "findings": [finding.text for finding in findings(ranks)],
         "all_ranks": len(ranks),
         "all_steps": len(ranks[0].steps),
     }
+
+
+def _curve(planned: RankTrace) -> list[tuple[float, int]]:
+    """Return (part of the step, allocated bytes) along a planned step."""
+    (start_us, end_us), between = planned.steps[0], planned.shard_bytes + planned.state_bytes
+    return [(round((p.time_us - start_us) / (end_us - start_us), 4), between + p.total) for p in planned.memory]
 
 
 def _rank_data(rank: RankTrace, num_steps: int) -> dict[str, Any]:

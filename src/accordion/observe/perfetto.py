@@ -8,7 +8,7 @@ from typing import Any
 
 from accordion.observe.values import COMPUTE, UNITS, WAIT, RankTrace, Span
 
-LANES = (COMPUTE, WAIT, "gather", "reduce", "all-reduce", "fetch", "store")
+LANES = (COMPUTE, WAIT, "gather", "reduce", "all-reduce", "fetch", "store", "host", "host step", "disk", "copy in")
 FIRST_UNIT = 100  # thread number of the first unit's row
 
 

@@ -33,17 +33,21 @@ class Trace:
             )
         return self.ranks
 
-    def summary(self) -> None:
-        """Print the time of a step, and at most three changes that would gain more than 1 % of it, the largest gain first."""
+    def lines(self) -> list[str]:
+        """Return a line with the time of a step, and at most three with changes that would gain more than 1 % of it, the largest
+        gain first."""
         ranks = self.recorded()
         durations = [end - start for rank in ranks for start, end in rank.steps]
-        print(f"{len(ranks[0].steps)} steps on {len(ranks)} ranks, {median(durations) / 1e3:.1f} ms each (median)")
-        for text in [finding.text for finding in findings(ranks)][:SHOWN] or [NOTHING]:
-            print(f"- {text}")
+        title = f"{len(ranks[0].steps)} steps on {len(ranks)} ranks, {median(durations) / 1e3:.1f} ms each (median)"
+        return [title, *(f"- {text}" for text in [finding.text for finding in findings(ranks)][:SHOWN] or [NOTHING])]
 
-    def html(self, path: str | Path) -> None:
-        """Write the trace as one self-contained HTML page."""
-        write_text(path, as_html(self.recorded()))
+    def summary(self) -> None:
+        """Print `lines()`."""
+        print("\n".join(self.lines()))
+
+    def html(self, path: str | Path, plan: Trace | None = None) -> None:
+        """Write the trace as one self-contained HTML page. `plan`: `acc.plan(...).trace()`, whose memory is laid over it."""
+        write_text(path, as_html(self.recorded(), None if plan is None else plan.recorded()[0]))
 
     def perfetto(self, path: str | Path) -> None:
         """Write the trace as Chrome JSON, for ui.perfetto.dev."""

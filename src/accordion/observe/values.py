@@ -48,6 +48,11 @@ class MemoryPoint:
     gradients: int
     other: int
 
+    @property
+    def total(self) -> int:
+        """Return the sum, without shards and optimizer states."""
+        return self.full + self.gradients + self.other
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
@@ -86,4 +91,4 @@ class RankTrace:
 
     def peak(self) -> MemoryPoint | None:
         """Return the point at which most bytes were allocated; None if no memory was recorded."""
-        return max(self.memory, key=lambda point: point.full + point.gradients + point.other, default=None)
+        return max(self.memory, key=lambda point: point.total, default=None)

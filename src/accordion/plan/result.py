@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from accordion.errors import UsageError
+from accordion.observe.trace import Trace
 from accordion.plan.events import Log
 from accordion.plan.hardware import (
     GIB,
@@ -21,6 +23,8 @@ from accordion.plan.hardware import (
     TIGHT_BYTES,
     Cluster,
 )
+from accordion.plan.replay.drawing import drawn
+from accordion.plan.replay.predict import costs_for
 from accordion.plan.replay.timeline import by_kind, by_unit
 from accordion.plan.search.evaluate import HOST_MARGIN, Candidate
 from accordion.plan.search.search import SearchResult, closest, unsettled
@@ -100,6 +104,15 @@ class Plan:
         if self.fits:
             return "fits"
         return unsettled(self.chosen, self.cluster) if self.chosen.is_open(self.cluster) else "does not fit"
+
+    def trace(self) -> Trace:
+        """Return the planned step of the chosen configuration, at middle rates, as a trace of one rank: for its page, and to lay
+        its memory over that of recorded steps. Raises `UsageError` if the configuration was ruled out without a trace."""
+        if self.log is None:
+            raise UsageError("the chosen configuration was ruled out without a trace, so there is no step to draw.")
+        choice = self.chosen.choice
+        costs = costs_for(self.space.setup(choice), self.cluster, "middle")
+        return Trace([drawn(self.log, costs, choice.strategy.name)])
 
     def mfu(self, c: Candidate, rate: str = "middle") -> float:
         """Return model FLOPs (not recomputed ones) per second as a share of the GPU's bf16 peak. `rate`: a key of `c.steps`."""

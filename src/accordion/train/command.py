@@ -38,6 +38,7 @@ SHORT = {  # a flag's short form -> what it stands for
     **{f"--{name}": f"--{name}.{CLASS_PATH}" for name in TAKEN},
     "--adapter": "--adapter.kind",
     "--quantize": "--model.quantize",
+    "--observe": "--train.observe",
 }
 
 

@@ -148,6 +148,9 @@ class TrainConfig:
     """keep the checkpoint with the lowest validation loss as `best` in `checkpoint.dir`, whatever `checkpoint.keep` is"""
     sample_every: int = at_least(0, 0)
     """steps between samples of generated text; 0: one at the end"""
+    observe: int = at_least(0, 0)
+    """short `--observe 100`: from this step on, record a few steps and draw them in `trace-100.html` in the run folder, with
+    `trace-100.json` for programs; 0: none"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from accordion.checkpoint.prune import BEST
 from accordion.describe import describe
 from accordion.errors import UsageError
+from accordion.observe.recorder import observe
 from accordion.train import checkpoints
 from accordion.train.build import Run, agree, run_of
 from accordion.train.config import as_yaml
@@ -25,6 +27,8 @@ from accordion.train.saves import RunSaves
 from accordion.train.screen import Screen
 from accordion.train.steps import Steps
 from accordion.train.trackers import trackers_of
+
+OBSERVED = 3  # steps that `train.observe` records
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +89,34 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int) -> tupl
 
     screen.start(done, run.config.train.steps)
     steps, step, over = Steps(run, saves, record), done, _over(run, done)
-    while over is None:
-        step += 1
-        steps.take(step)
-        saves.poll()
-        over = _after_step(run, saves, steps, step, log)
+    first = run.config.train.observe
+    with ExitStack() as recording:
+        while over is None:
+            step += 1
+            if step == first:
+                recording.enter_context(_observed(run))
+            steps.take(step)
+            if step == first + OBSERVED:
+                recording.close()
+            saves.poll()
+            over = _after_step(run, saves, steps, step, log)
     screen.stop()
     return step, over
+
+
+@contextmanager
+def _observed(run: Run) -> Iterator[None]:
+    """Context manager that records the next `OBSERVED` steps. At its end the first rank writes them into the run folder and shows
+    what would make them faster; if the run ends before, as many as there are."""
+    first = run.config.train.observe
+    with observe(run.model, steps=OBSERVED) as trace:
+        yield
+    if run.place.rank == 0 and trace.ranks[0].steps:
+        path = run.prepared.run_dir / f"trace-{first}.html"
+        trace.html(path)
+        trace.save(path.with_suffix(".json"))
+        for line in [*trace.lines(), f"drawn: {path}"]:
+            run.screen.note(line)
 
 
 def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Outcome | None:

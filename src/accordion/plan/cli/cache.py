@@ -34,11 +34,11 @@ def cache_folder() -> Path:
 
 
 def place_of(o: Options) -> Path | None:
-    """Return the path of the cache file for the options `o`. None if they plan a task, or if `o.model` is neither a preset, nor a
-    JSON file, nor a folder with a config.json."""
+    """Return the path of the cache file for the options `o`. None for a task or a page, or if `o.model` is neither a
+    preset, nor a JSON file, nor a folder with a config.json."""
     folder = Path(o.model)
     config = _text(folder / "config.json" if folder.is_dir() else folder)
-    if o.task is not None or (o.model not in PUBLISHED and not config.lstrip().startswith("{")):
+    if o.task is not None or o.html is not None or (o.model not in PUBLISHED and not config.lstrip().startswith("{")):
         return None
     package = Path(__file__).parents[2]
     asked = (

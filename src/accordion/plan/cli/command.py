@@ -31,6 +31,8 @@ def run(words: list[str]) -> int:
         data = {**plan.as_dict(), **({"free_bytes": plan.free_bytes} if o.reserve_gb else {})}
         answer = cache.SavedAnswer(fits=plan.fits, data=data, page=of_plan(plan, shows_free=o.reserve_gb > 0))
         cache.write(place, answer)
+        if o.html is not None:
+            plan.trace().html(o.html)
     if o.json:
         print(json.dumps(answer.data, indent=1))
     else:

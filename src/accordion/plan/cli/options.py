@@ -53,6 +53,7 @@ class Options:
         reserve_gb: GiB of each GPU that an inference engine keeps; plans for the rest, and shows what is free while the engine
             generates beside the parked model (accordion.park) or the model, and in a step
         tokens: tokens of a whole run, to show its hours and GPU-hours, and its price if --gpu has one
+        html: file for a page that draws the planned step: streams, and memory by kind
         json: print JSON only
     """
 
@@ -81,4 +82,5 @@ class Options:
     expert_parallel: int = 1
     reserve_gb: float = 0.0
     tokens: float | None = None
+    html: str | None = None
     json: bool = False

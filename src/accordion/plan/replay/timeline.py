@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from accordion.plan.events import (
     ALL_TO_ALL,
@@ -53,15 +53,18 @@ def simulate(log: Log, costs: Costs) -> Step:
     As in the engine, a transfer starts after the compute stream's work so far, runs in order on its stream, and the compute
     stream waits for it at its `Land` event. The host takes `costs.rates.caller_s` for each kernel.
     """
-    clock = _Clock(costs)
-    for event in log.events:
-        if (run := _HANDLERS.get(type(event))) is not None:
-            run(clock, event)
+    clock = StreamClock(costs)
+    clock.run(log)
     return clock.step()
 
 
-class _Clock:
-    """Advances the time of each stream event by event, and sums it by kind of work and by part of the step."""
+class StreamClock:
+    """Advances the time of each stream event by event, and sums it by kind of work and by part of the step. `handlers`: names of
+    methods by type of event; allocations and frees, which take no time, have none."""
+
+    handlers: ClassVar[Mapping[type, str]] = {
+        Op: "work", Collective: "work", Enter: "enter", Launch: "launch", Mark: "mark", Land: "land", Wait: "wait",
+    }  # fmt: skip
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
@@ -78,11 +81,23 @@ class _Clock:
         self._entered, self._place = 0.0, StepPart(StepPhase.FORWARD, -1)
         self._in_place = self._places.setdefault(self._place, [0.0, 0.0])
 
+    def run(self, log: Log) -> None:
+        handlers: dict[type, Callable[[Any], None]] = {
+            kind: getattr(self, name) for kind, name in self.handlers.items()
+        }
+        for event in log.events:
+            if (handler := handlers.get(type(event))) is not None:
+                handler(event)
+
     def _wait(self, stream: str, seconds: float, cause: str) -> None:
         self._busy[stream] += seconds
         if stream == COMPUTE and seconds:
             self._waits[cause] += seconds
             self._in_place[1] += seconds
+
+    def seconds_of(self, event: Op | Collective) -> float:
+        """Return the seconds of `event`, whose work has run."""
+        return self._known[id(event)][1]
 
     def work(self, event: Op | Collective) -> None:
         known = self._known.get(id(event))
@@ -145,18 +160,6 @@ class _Clock:
             waits=dict(self._waits),
             by_place={place: (seconds, waited) for place, (seconds, waited) in self._places.items()},
         )
-
-
-_HANDLERS: Mapping[type, Callable[[_Clock, Any], None]] = {
-    Op: _Clock.work,
-    Collective: _Clock.work,
-    Enter: _Clock.enter,
-    Launch: _Clock.launch,
-    Mark: _Clock.mark,
-    Land: _Clock.land,
-    Wait: _Clock.wait,
-}
-"""Handlers by type of event. Allocations and frees take no time."""
 
 
 def kind_of(event: Op | Collective) -> str:

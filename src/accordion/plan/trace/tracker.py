@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
+from accordion.observe.storage_watch import StorageWatch
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, StepPart, StepPhase
 from accordion.plan.trace.memo import Memo
 from accordion.plan.trace.operators import (
@@ -20,7 +21,6 @@ from accordion.plan.trace.operators import (
     unknown_workspace_of,
     workspace_of,
 )
-from accordion.plan.trace.storage_watch import StorageWatch
 
 COLLECTIVES = {  # torch's own collectives: (kind, index of the argument with the full tensors; None: they are the result)
     "_allgather_base_": ("gather", 0),

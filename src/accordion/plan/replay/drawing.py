@@ -1,0 +1,108 @@
+"""Draw a planned step as `observe` draws a recorded one: spans of the streams, and memory by kind, at simulated times."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from accordion.observe.values import COMPUTE, WAIT, MemoryPoint, RankTrace, Span, UnitFacts
+from accordion.plan.events import REPLICATE, Alloc, Category, Collective, Free, Log, Op, StepPhase
+from accordion.plan.replay.cost import Costs
+from accordion.plan.replay.timeline import StreamClock
+
+NUM_POINTS = 1500  # of the curve of memory
+GAP_US = 1.0  # spans of one kind and unit that are closer are one
+NO_UNIT = -1
+LANES = {REPLICATE: "all-reduce"}  # names of streams that differ from the plan's
+KINDS = {StepPhase.STEP: "optimizer"}
+
+
+def drawn(log: Log, costs: Costs, strategy: str) -> RankTrace:
+    """Return the step of `log` as the trace of one rank. `strategy`: its name, for the page."""
+    clock = _DrawingClock(log, costs)
+    clock.run(log)
+    end_us = clock.step().seconds * 1e6
+    between, shards = Counter[Category](), Counter[int | None]()
+    for alloc, unit in log.held:
+        between[alloc.category] += alloc.num_bytes
+        shards[unit] += alloc.num_bytes if alloc.category is Category.PARAMETERS else 0
+    return RankTrace(
+        rank=0,
+        device="planned",
+        strategy=strategy,
+        units=[UnitFacts(name=name or "root", full_bytes=0, shard_bytes=shards[i]) for i, name in enumerate(log.units)],
+        steps=[(0.0, end_us)],
+        spans=sorted((span for spans in clock.spans.values() for span in spans), key=lambda span: span.start_us),
+        memory=_thinned(clock.points, end_us),
+        memory_step=0,
+        shard_bytes=between[Category.PARAMETERS],
+        state_bytes=between[Category.OPTIMIZER],
+    )
+
+
+def _thinned(points: list[MemoryPoint], end_us: float) -> list[MemoryPoint]:
+    """Return the point with most bytes of each of `NUM_POINTS` parts of the step."""
+    highest: dict[int, MemoryPoint] = {}
+    for point in points:
+        part = int(point.time_us / max(end_us, 1.0) * NUM_POINTS)
+        if part not in highest or point.total > highest[part].total:
+            highest[part] = point
+    return list(highest.values())
+
+
+class _DrawingClock(StreamClock):
+    """A clock of streams that keeps their work as spans by lane, and the live bytes by kind after each change."""
+
+    handlers: ClassVar[Mapping[type, str]] = {**StreamClock.handlers, Alloc: "allocate", Free: "free"}
+
+    def __init__(self, log: Log, costs: Costs) -> None:
+        super().__init__(costs)
+        self.spans: dict[str, list[Span]] = defaultdict(list)
+        self.points: list[MemoryPoint] = []
+        self._live = {alloc.number: alloc for alloc, _ in log.held}
+        self._bytes = Counter[Category]()
+        for alloc in self._live.values():
+            self._bytes[alloc.category] += alloc.num_bytes
+        self._between = self._bytes[Category.PARAMETERS] + self._bytes[Category.OPTIMIZER]
+
+    def allocate(self, event: Alloc) -> None:
+        self._live[event.number] = event
+        self._change(event.category, event.num_bytes)
+
+    def free(self, event: Free) -> None:
+        alloc = self._live.pop(event.number)
+        self._change(alloc.category, -alloc.num_bytes)
+
+    def _change(self, category: Category, num_bytes: int) -> None:
+        self._bytes[category] += num_bytes
+        full, gradients = self._bytes[Category.GATHERED], self._bytes[Category.GRADIENTS]
+        other = sum(self._bytes.values()) - self._between - full - gradients
+        time_us = self._busy[COMPUTE] * 1e6
+        self.points.append(MemoryPoint(time_us=time_us, full=full, gradients=gradients, other=other))
+
+    def work(self, event: Op | Collective) -> None:
+        super().work(event)
+        end_s, lane = self._busy[event.stream], LANES.get(event.stream, event.stream)
+        kind = KINDS.get(self._place.phase, self._place.phase.value) if event.stream == COMPUTE else lane
+        self._add(lane, kind, end_s - self.seconds_of(event), end_s)
+
+    def _wait(self, stream: str, seconds: float, cause: str) -> None:
+        super()._wait(stream, seconds, cause)
+        if stream == COMPUTE and seconds:
+            self._add(WAIT, LANES.get(cause, cause), self._busy[COMPUTE] - seconds, self._busy[COMPUTE])
+
+    def _add(self, lane: str, kind: str, start_s: float, end_s: float) -> None:
+        """Add a span of the unit under way. If it continues the last span of its lane, that one becomes longer."""
+        spans = self.spans[lane]
+        # A transfer starts during the unit before the one that it is for, which a log does not name.
+        unit = self._place.unit if lane in (COMPUTE, WAIT) else NO_UNIT
+        span = Span(lane=lane, kind=kind, unit=unit, start_us=start_s * 1e6, end_us=end_s * 1e6)
+        if (
+            spans
+            and (spans[-1].kind, spans[-1].unit) == (kind, span.unit)
+            and span.start_us - spans[-1].end_us < GAP_US
+        ):
+            span = replace(span, start_us=spans.pop().start_us)
+        spans.append(span)
