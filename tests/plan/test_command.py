@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -218,6 +219,27 @@ def test_memory_of_an_inference_engine_is_reserved(capsys, monkeypatch, tmp_path
     crowded = json.loads(printed(1, "--json", "--reserve-gb", str(least)))
     assert crowded["verdict"] == "does not fit"
     assert crowded["free_bytes"]["step"] < 0
+
+
+def test_the_page_draws_the_planned_step(capsys, monkeypatch, tmp_path):
+    """The curve's peak is the plan's, and the streams are as long as its step."""
+    page = tmp_path / "plan.html"
+    words = [
+        "--model",
+        str(config_in(tmp_path)),
+        "--seq",
+        "64",
+        "--html",
+        str(page),
+        "--json",
+        *ONE_CHOICE_FLAGS.split(),
+    ]
+    assert cli.main(["plan", *words]) == 0
+    data = json.loads(capsys.readouterr().out)
+    drawn = json.loads(re.search(r'id="trace">(.*)</script>', page.read_text())[1])["ranks"][0]
+    assert sum(drawn["between"]) + max(sum(point[1:]) for point in drawn["memory"]) == data["peak_allocated_bytes"]
+    assert drawn["steps"][0][1] == pytest.approx(data["step_s"] * 1e6, rel=1e-3, abs=1)
+    assert {"forward", "backward", "optimizer", "gather", "reduce"} <= set(drawn["kinds"])
 
 
 # -- the screen

@@ -25,6 +25,7 @@ from accordion.checkpoint.reading import read_manifest, verify
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import CheckpointError, UsageError
 from accordion.export.command import ExportOptions, export
+from accordion.observe.trace import Trace
 from accordion.train.checkpoints import with_batch_of
 from accordion.train.config import JobConfig, TrainConfig
 from accordion.train.ending import SIGNALS
@@ -85,6 +86,15 @@ def fit(tmp_path: Path) -> Iterator[Callable[..., Fit]]:
     yield start
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_a_few_steps_are_drawn_in_the_run_folder(fit: Callable[..., Fit], tmp_path: Path) -> None:
+    plain = fit(Curve(), train_steps=8)
+    shutil.rmtree(tmp_path / "run")
+    assert fit(Curve(), train_steps=8, train_observe=3).loss == plain.loss
+    trace = Trace.open(tmp_path / "run" / "trace-3.json")
+    assert [len(rank.steps) for rank in trace.ranks] == [3]
+    assert '"steps"' in (tmp_path / "run" / "trace-3.html").read_text()
 
 
 def preempted(fit: Callable[..., Fit], task: Curve, **options: object) -> None:

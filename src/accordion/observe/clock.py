@@ -11,7 +11,7 @@ Mark = Any
 """A moment: nanoseconds of the host's clock, or an event on a stream."""
 
 
-class Clock(Protocol):
+class TraceClock(Protocol):
     def mark(self, stream: Any = None) -> Mark:
         """Return a mark of the present moment, on `stream` or on the current stream."""
 
@@ -22,7 +22,7 @@ class Clock(Protocol):
         """Return the microseconds from the creation of the clock to `mark`."""
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> TraceClock:
     return HostClock() if device.type == "cpu" else DeviceClock(device)
 
 

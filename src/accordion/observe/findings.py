@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from accordion.observe.values import COMPUTE, WAIT, RankTrace, Span
+from accordion.observe.values import COMPUTE, WAIT, RankTrace, TraceSpan
 
 MIB = 2**20
 SMALLEST_GAIN = 0.01  # of a step; smaller gains are not worth a line
@@ -33,7 +33,7 @@ class UnitTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class StepFinding:
     """A change, or a rank that others wait for, with the time per step that it would gain at most."""
 
     gain_us: float
@@ -71,7 +71,7 @@ def unit_times(rank: RankTrace) -> list[UnitTimes]:
     ]
 
 
-def findings(ranks: Sequence[RankTrace]) -> list[Finding]:
+def findings(ranks: Sequence[RankTrace]) -> list[StepFinding]:
     """Return what would gain more than 1 % of a step, the largest gain first.
 
     Gains of prefetching and of kept parameters are those of the rank that waits least, since all ranks do them together.
@@ -82,7 +82,7 @@ def findings(ranks: Sequence[RankTrace]) -> list[Finding]:
     return sorted(worth, key=lambda finding: -finding.gain_us)
 
 
-def _stragglers(ranks: Sequence[RankTrace]) -> Iterator[Finding]:
+def _stragglers(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
     """Yield a finding for each rank that computes longer than the median rank; the others wait for it in a collective."""
     times = [unit_times(rank) for rank in ranks]
     totals = [sum(unit.forward_us + unit.backward_us for unit in units) for units in times]
@@ -91,7 +91,7 @@ def _stragglers(ranks: Sequence[RankTrace]) -> Iterator[Finding]:
     for rank, units, total in zip(ranks, times, totals, strict=True):
         if total > STRAGGLES * middle:
             slowest = max(units, key=lambda unit: unit.forward_us + unit.backward_us)
-            yield Finding(
+            yield StepFinding(
                 gain_us=total - middle,
                 text=f"rank {rank.rank} computes for {_ms(total)} in a step and the median rank for {_ms(middle)}, so the others "
                 f"wait for it; most of its time is in {rank.units[slowest.unit].name}. Give it an equal batch, or look for "
@@ -99,7 +99,7 @@ def _stragglers(ranks: Sequence[RankTrace]) -> Iterator[Finding]:
             )
 
 
-def _prefetch(ranks: Sequence[RankTrace]) -> Iterator[Finding]:
+def _prefetch(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
     """Yield a finding if gathers could begin earlier: the compute stream waits for them, and no gather runs before them."""
     gains = [_earlier(rank) for rank in ranks]
     gain = min((sum(by_unit.values()) for by_unit in gains), default=0.0)
@@ -109,7 +109,7 @@ def _prefetch(ranks: Sequence[RankTrace]) -> Iterator[Finding]:
     worst = max(by_unit, key=lambda unit: by_unit[unit])
     largest = max(unit.full_bytes for unit in rank.units)
     wait = unit_times(rank)[worst].gather_wait_us
-    yield Finding(
+    yield StepFinding(
         gain_us=gain,
         text=f"gathers of {rank.units[worst].name} are exposed by {_ms(wait)} in a step; "
         f"prefetch=accordion.Prefetch(budget_bytes={2 * largest}) would start gathers earlier, hides up to {_ms(gain)} over all "
@@ -131,13 +131,13 @@ def _earlier(rank: RankTrace) -> dict[int, float]:
     return by_unit
 
 
-def _keep(ranks: Sequence[RankTrace]) -> Iterator[Finding]:
+def _keep(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
     """Yield a finding if the backward waits for gathers that a strategy which keeps full parameters does not make."""
     if any(rank.strategy not in REGATHERS for rank in ranks):
         return
     gain = min(_backward_waits_us(rank) for rank in ranks)
     kept_bytes = sum(unit.full_bytes for unit in ranks[0].units)
-    yield Finding(
+    yield StepFinding(
         gain_us=gain,
         text=f"the backward waits {_ms(gain)} in a step for gathers; strategy='shard_grad_op' keeps full parameters from the "
         f"forward, so these waits end, and costs up to {kept_bytes / MIB:.0f} MiB.",
@@ -151,7 +151,7 @@ def _backward_waits_us(rank: RankTrace) -> float:
     return both / max(len(rank.steps), 1)
 
 
-def _overlaps(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
+def _overlaps(spans: Sequence[TraceSpan], others: Sequence[TraceSpan]) -> Iterator[tuple[TraceSpan, TraceSpan]]:
     """Yield the pairs of spans that overlap. Within each list spans do not."""
     a, b = sorted(spans, key=lambda span: span.start_us), sorted(others, key=lambda span: span.start_us)
     i = j = 0
@@ -164,9 +164,11 @@ def _overlaps(spans: Sequence[Span], others: Sequence[Span]) -> Iterator[tuple[S
             j += 1
 
 
-def _waits_of(transfers: Sequence[Span], waits: Sequence[Span]) -> Iterator[tuple[Span, Span | None]]:
+def _waits_of(
+    transfers: Sequence[TraceSpan], waits: Sequence[TraceSpan]
+) -> Iterator[tuple[TraceSpan, TraceSpan | None]]:
     """Yield each transfer with the wait for it: the first one of its unit and lane that ends after the transfer began."""
-    by_place: dict[tuple[int, str], list[Span]] = defaultdict(list)
+    by_place: dict[tuple[int, str], list[TraceSpan]] = defaultdict(list)
     for wait in sorted(waits, key=lambda span: span.start_us, reverse=True):
         by_place[wait.unit, wait.kind].append(wait)
     for transfer in sorted(transfers, key=lambda span: span.start_us):

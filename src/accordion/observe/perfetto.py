@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from accordion.observe.values import COMPUTE, UNITS, WAIT, RankTrace, Span
+from accordion.observe.values import COMPUTE, UNITS, WAIT, RankTrace, TraceSpan
 
 LANES = (COMPUTE, WAIT, "gather", "reduce", "all-reduce", "fetch", "store", "host", "host step", "disk", "copy in")
 FIRST_UNIT = 100  # thread number of the first unit's row
@@ -44,6 +44,6 @@ def _name(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
 
 
-def _title(rank: RankTrace, span: Span) -> str:
+def _title(rank: RankTrace, span: TraceSpan) -> str:
     unit = rank.units[span.unit].name if span.unit >= 0 else ""
     return " ".join(part for part in (f"wait for {span.kind}" if span.lane == WAIT else span.kind, unit) if part)

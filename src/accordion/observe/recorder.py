@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -26,9 +27,9 @@ from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.observe.allocations import Allocations
-from accordion.observe.clock import Clock, Mark, clock_of
+from accordion.observe.clock import Mark, TraceClock, clock_of
 from accordion.observe.trace import Trace
-from accordion.observe.values import COMPUTE, UNITS, WAIT, MemoryPoint, RankTrace, Span, UnitFacts
+from accordion.observe.values import COMPUTE, UNITS, WAIT, MemoryPoint, RankTrace, TraceSpan, UnitFacts
 from accordion.offload.tiers import Tiers
 from accordion.optimizers.wrap import step_hooks
 from accordion.state import sharded_engine
@@ -92,12 +93,13 @@ class Recorder(Observer):
         # Allocations of the CPU are counted in a step of their own.
         self._counter = Allocations() if self._device.type == "cpu" else None
         self._counted: StepLog | None = None
-        self.clock: Clock = clock_of(self._device)
+        self.clock: TraceClock = clock_of(self._device)
         self._ids = {id(t) for param in engine.params for t in (param.sharded, _torch.local_of(param.sharded))}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._logs: list[StepLog] = []
         self.log: StepLog | None = None  # of the step under way, if it is recorded
         self._stack: list[tuple[str, int]] = []  # work on the compute stream, the innermost last
+        self._ranges: list[tuple[tuple[str, int], record_function]] = []  # names of that work for torch.profiler
         self._full: dict[int, Mark] = {}  # unit -> since when its full parameters are in memory
         self._full_bytes = self._grad_bytes = 0
         self._sent: dict[int, int] = {}  # unit -> bytes of its full gradients until they are reduced
@@ -142,8 +144,9 @@ class Recorder(Observer):
             unit.index for unit in self._engine.units if any(p.grad is not None for p in unit.trained.params)
         }
         self._grad_bytes, self._sent = sum(_grad_bytes(self._engine.units[index]) for index in self._has_grads), {}
-        self._stack = []
-        self._switch()
+        self._stack, self._ranges = [], []
+        self.log.switches.append((self.log.start, *OTHER))
+        self._note_memory()
 
     def _finish_step(self) -> None:
         log, self.log = self.log, None
@@ -198,12 +201,16 @@ class Recorder(Observer):
         self._note_memory()
 
     def backward_ends(self) -> None:
-        self._stack = [work for work in self._stack if work[0] != "backward"]
-        self._switch()
+        for work in [work for work in self._stack[::-1] if work[0] == "backward"]:  # of units that train nothing
+            self._pop(*work)
 
     def _push(self, kind: str, unit: int) -> None:
         if self.log is not None:
             self._stack.append((kind, unit))
+            # Names the work in torch.profiler's traces and in memory snapshots, if one of these is recorded.
+            name = f"{kind} {self._engine.units[unit].name or 'root'}" if unit != NO_UNIT else kind
+            self._ranges.append(((kind, unit), record_function(name)))
+            self._ranges[-1][1].__enter__()
             self._switch()
 
     def _pop(self, kind: str, unit: int) -> None:
@@ -211,7 +218,17 @@ class Recorder(Observer):
         if self.log is not None and (kind, unit) in self._stack:
             index = len(self._stack) - 1 - self._stack[::-1].index((kind, unit))
             del self._stack[index]
+            if any(work == (kind, unit) for work, _ in self._ranges):
+                self._end_ranges(lambda work: work == (kind, unit))
             self._switch()
+
+    def _end_ranges(self, is_last: Callable[[tuple[str, int]], bool]) -> None:
+        """End the newest ranges for torch.profiler, up to and including the first that `is_last`."""
+        while self._ranges:
+            work, named = self._ranges.pop()
+            named.__exit__(None, None, None)
+            if is_last(work):
+                return
 
     def _switch(self) -> None:
         if self.log is not None:
@@ -300,14 +317,14 @@ class Recorder(Observer):
         return points
 
 
-def _spans_of(log: StepLog, clock: Clock, start_us: float) -> Iterator[Span]:
+def _spans_of(log: StepLog, clock: TraceClock, start_us: float) -> Iterator[TraceSpan]:
     """Yield the spans of a step, with times in microseconds after `start_us`."""
     ends = [mark for mark, _, _ in log.switches[1:]] + [log.end]
     works = [(COMPUTE, kind, unit, start, end) for (start, kind, unit), end in zip(log.switches, ends, strict=True)]
     for lane, kind, unit, start, end in [*works, *log.spans]:
         first, last = clock.us(start) - start_us, clock.us(end) - start_us
         if last > first:
-            yield Span(lane=lane, kind=kind, unit=unit, start_us=first, end_us=last)
+            yield TraceSpan(lane=lane, kind=kind, unit=unit, start_us=first, end_us=last)
 
 
 def _grad_bytes(unit: Unit) -> int:

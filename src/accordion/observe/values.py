@@ -21,7 +21,7 @@ class UnitFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TraceSpan:
     """Work from `start_us` to `end_us`, in microseconds after the first recorded step began.
 
     `lane`: a stream of the device, or one of `COMPUTE`, `WAIT` and `UNITS`. `kind`: on `COMPUTE` "forward", "backward",
@@ -68,7 +68,7 @@ class RankTrace:
     strategy: str
     units: Sequence[UnitFacts]
     steps: Sequence[tuple[float, float]]
-    spans: Sequence[Span]
+    spans: Sequence[TraceSpan]
     memory: Sequence[MemoryPoint]
     memory_step: int
     shard_bytes: int
@@ -84,7 +84,7 @@ class RankTrace:
                 **values,
                 "units": [UnitFacts(**unit) for unit in values["units"]],
                 "steps": [tuple(step) for step in values["steps"]],
-                "spans": [Span(**span) for span in values["spans"]],
+                "spans": [TraceSpan(**span) for span in values["spans"]],
                 "memory": [MemoryPoint(**point) for point in values["memory"]],
             }
         )

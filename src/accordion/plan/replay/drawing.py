@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
-from accordion.observe.values import COMPUTE, WAIT, MemoryPoint, RankTrace, Span, UnitFacts
+from accordion.observe.values import COMPUTE, WAIT, MemoryPoint, RankTrace, TraceSpan, UnitFacts
 from accordion.plan.events import REPLICATE, Alloc, Category, Collective, Free, Log, Op, StepPhase
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.timeline import StreamClock
@@ -59,7 +59,7 @@ class _DrawingClock(StreamClock):
 
     def __init__(self, log: Log, costs: Costs) -> None:
         super().__init__(costs)
-        self.spans: dict[str, list[Span]] = defaultdict(list)
+        self.spans: dict[str, list[TraceSpan]] = defaultdict(list)
         self.points: list[MemoryPoint] = []
         self._live = {alloc.number: alloc for alloc, _ in log.held}
         self._bytes = Counter[Category]()
@@ -98,7 +98,7 @@ class _DrawingClock(StreamClock):
         spans = self.spans[lane]
         # A transfer starts during the unit before the one that it is for, which a log does not name.
         unit = self._place.unit if lane in (COMPUTE, WAIT) else NO_UNIT
-        span = Span(lane=lane, kind=kind, unit=unit, start_us=start_s * 1e6, end_us=end_s * 1e6)
+        span = TraceSpan(lane=lane, kind=kind, unit=unit, start_us=start_s * 1e6, end_us=end_s * 1e6)
         if (
             spans
             and (spans[-1].kind, spans[-1].unit) == (kind, span.unit)
