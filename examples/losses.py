@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import accordion as acc
-from accordion.bench.meters import Allocations, Wire
+from accordion.bench.meters import Wire
+from accordion.observe.allocations import Allocations
 
 MIB = 2**20
 

@@ -279,7 +279,7 @@ BUDGETS = {
     "pages": 250,
     "plan": 6190,
     "safety": 3380,
-    "shard": 1510,
+    "shard": 1520,
     "tasks": 510,
     "train": 5740,
     "weights": 2150,

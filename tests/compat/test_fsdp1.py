@@ -405,7 +405,7 @@ def test_bad_input_is_named_on_every_rank(mesh: DeviceMesh) -> None:
         "one of 'cuda' devices": lambda: FSDP(
             seeded(), **{**whole, "device_mesh": DeviceMesh("cuda", [0, 1], _init_backend=False)}
         ),
-        "has 1 axes": lambda: FSDP(net, sharding_strategy=kinds.HYBRID_SHARD, **by_hand).state_dict(),
+        "and this has 1, named": lambda: FSDP(net, sharding_strategy=kinds.HYBRID_SHARD, **by_hand).state_dict(),
         "takes two": lambda: FSDP(
             net, sharding_strategy=kinds.HYBRID_SHARD, process_group=mesh.get_group()
         ).state_dict(),

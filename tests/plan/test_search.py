@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
@@ -188,7 +189,9 @@ def take_host_memory(mesh) -> int:
     logger.setLevel("INFO")
     logger.addHandler(handler)
     acc.shard(gpt(4).make(), mesh, precision=BF16, offload=PLACES["all"])
-    return next(int(text.split()[1]) for text in messages if text.startswith("offload: "))
+    return next(
+        int(match[1]) for text in messages if (match := re.match(r"offload: .* take (\d+) bytes on the host", text))
+    )
 
 
 def test_estimated_host_memory_equals_the_engines_arena(run_fake):

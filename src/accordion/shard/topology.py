@@ -54,9 +54,16 @@ def default_mesh() -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device of `mesh`."""
+    """Return this rank's device of `mesh`. Raises `UsageError` if the machine has no such device."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != mesh.device_type:
+        available = "no accelerator" if accelerator is None else f"accelerators of type {accelerator.type!r}"
+        raise UsageError(
+            f"the mesh is one of {mesh.device_type!r} devices, and this machine has {available}; make it with "
+            f"init_device_mesh({(accelerator or torch.device('cpu')).type!r}, ...)."
+        )
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
