@@ -1,4 +1,4 @@
-"""To compare replicas the host waits once for their device, and in few forwards, however many parameters there are."""
+"""Replicas are compared before a save, so in no forward does the host wait for them."""
 
 from __future__ import annotations
 
@@ -40,10 +40,9 @@ def waits_of_forwards(mesh, strategy: acc.Strategy) -> list[list[str]]:
     return found
 
 
-def test_to_compare_replicas_the_host_waits_once_in_few_forwards(world):
+def test_replicas_let_the_host_wait_in_no_forward(world):
     full = acc.FULL_SHARD
     alone, *_ = world.run_mesh(*mesh_of(full), waits_of_forwards, full)
     for strategy in (acc.NO_SHARD, STRATEGIES["hybrid_shard"]):
         for waits in world.run_mesh(*mesh_of(strategy), waits_of_forwards, strategy):
-            more = [len(told) - len(without) for told, without in zip(waits, alone, strict=True)]
-            assert more == [1, 1, 0, 1], waits
+            assert [len(each) for each in waits] == [len(each) for each in alone]
