@@ -266,7 +266,7 @@ BUDGETS = {
     "bench": 1130,
     "checkpoint": 3990,
     "compat": 3440,
-    "doctor": 480,
+    "doctor": 500,
     "engine": 4460,
     "export": 560,
     "generate": 570,

@@ -6,12 +6,14 @@ import json
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from accordion import cli
 from accordion.devices import Devices
@@ -179,6 +181,21 @@ def test_devices_that_torch_does_not_find_are_a_problem(tmp_path: Path) -> None:
     assert findings["devices.accelerators"].severity == "problem"
     assert "nvidia0" in findings["devices.accelerators"].found
     assert findings["devices.cores"].severity == "warning"
+
+
+@pytest.mark.parametrize(("version", "severity"), [("2.9.1", "problem"), ("2.11.0", "ok"), ("2.16.0", "problem")])
+def test_a_torch_that_is_not_supported_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, version: str, severity: str
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    finding = devices.torch_version()
+    assert finding.severity == severity
+    assert version in finding.found
+
+
+def test_the_supported_versions_of_torch_are_those_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert "torch>={},<{}".format(*devices.TORCH) in project["dependencies"]
 
 
 def test_a_full_disk_is_a_problem(machine: Any, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from accordion import options as flags
 from accordion.devices import Devices, backend_of, devices_here, devices_named, num_cores
 from accordion.doctor.devices import devices as devices_findings
+from accordion.doctor.devices import torch_version
 from accordion.doctor.disk import disk
 from accordion.doctor.findings import Finding, report
 from accordion.doctor.ranks import RankExam, judged, no_group, start
@@ -74,7 +75,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[Finding]:
     """Return the findings about devices and disk of this machine, which will have `num_local` ranks."""
-    return [*devices_findings(devices, num_local), *disk(Path(options.dir))]
+    return [torch_version(), *devices_findings(devices, num_local), *disk(Path(options.dir))]
 
 
 def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions) -> None:

@@ -1,4 +1,4 @@
-"""Examine the accelerators and cores of this machine."""
+"""Examine the accelerators and cores of this machine, and the version of torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from accordion.doctor.findings import Finding
 CARDS = ("nvidia[0-9]*", "kfd", "accel/accel[0-9]*")  # below /dev, where a driver shows accelerators
 HELD = 0.1  # fraction of a device's memory that other processes may use without a warning
 GIB = 2**30
+TORCH = ("2.11", "2.16")  # the first supported version, and the first that is not, as in pyproject.toml
 
 
 def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[Finding]:
@@ -28,6 +29,21 @@ def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[F
         data={"cores": cores},
     )
     return [_accelerators(devices_here(), dev), *_memory(chosen), cores_finding]
+
+
+def torch_version() -> Finding:
+    """Return the finding that compares the version of torch with the supported ones."""
+    is_supported = TORCH[0] <= torch.__version__ < TORCH[1]  # compares releases, not texts
+    return Finding(
+        check="software.torch",
+        severity="ok" if is_supported else "problem",
+        found=f"torch {torch.__version__}; supported: {TORCH[0]} to below {TORCH[1]}",
+        means="a version that is tested"
+        if is_supported
+        else "this package uses features that other versions lack or change: it may fail, or train wrongly",
+        do="" if is_supported else f"pip install 'torch>={TORCH[0]},<{TORCH[1]}'.",
+        data={"version": torch.__version__},
+    )
 
 
 def _accelerators(present: Devices, dev: Path) -> Finding:
