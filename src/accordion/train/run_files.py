@@ -11,6 +11,7 @@ import yaml  # type: ignore[import-untyped]
 from accordion.errors import UsageError, nearest
 from accordion.options import Option
 
+RUN_CONFIG = "config.yaml"  # in the run folder
 # Keys of earlier versions. They are ignored, so that commands and run files that set them go on working.
 IGNORED = frozenset({"run.report"})
 
@@ -76,6 +77,16 @@ def content_of(file: str) -> dict[str, Any]:
         if isinstance(content.get(group), dict):
             content[group].pop(name, None)
     return content
+
+
+def config_of_run(folder: Path) -> dict[str, Any]:
+    """Return `group.key` -> text of the configuration that a run wrote into `folder`. Raises `UsageError` if it wrote none."""
+    path = folder / RUN_CONFIG
+    if not path.is_file():
+        raise UsageError(
+            f"{str(folder)!r} is no folder of a run: it has no {RUN_CONFIG}; give the run.dir of `accordion train`."
+        )
+    return flattened(content_of(str(path)))
 
 
 def _check_keys(file: str, content: dict[str, Any], keys: Sequence[str]) -> None:
