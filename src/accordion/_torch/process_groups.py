@@ -182,7 +182,7 @@ def debug_frontend() -> Any:
 
 def answer_debug_server(name: str, answer: Callable[[], str]) -> None:
     """Have the debug server's worker in this process respond to requests for `name` with `answer()`, JSON text, on a thread.
-    Raises `RuntimeError` if `name` is taken. No public name (2.13 to 2.15)."""
+    Raises `ValueError` if `name` is taken. No public name (2.13 to 2.15)."""
 
     def respond(request: Any, response: Any) -> None:
         response.set_content(answer(), "application/json")

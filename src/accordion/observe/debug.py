@@ -40,9 +40,9 @@ class RanksHandler(object if _frontend is None else _frontend.DebugHandler):  # 
             raise UsageError(f"RanksHandler needs torch 2.13 or newer, and jinja2; this is torch {torch.__version__}.")
         engine = sharded_engine(model, "RanksHandler")
         observer = PlaceObserver(monitor_of(engine.context).position)
-        engine.observers.attach(observer)
+        engine.observers.attach(observer, first=True)  # others wait for ranks when a unit is entered
         _observers.add(observer)
-        with suppress(RuntimeError):  # the name is taken, by the handler of another model
+        with suppress(ValueError):  # the name is taken, by the handler of another model
             _torch.answer_debug_server(NAME, place_of_rank)
 
     def routes(self) -> list[Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console, Group
@@ -62,11 +62,14 @@ def run(words: list[str]) -> int:
     if options.once or not console.is_terminal:
         console.print(picture(folders, console.width))
         return 0
-    with suppress(KeyboardInterrupt), Live(picture(folders, console.width), console=console) as live:
+    with (
+        suppress(KeyboardInterrupt),
+        Live(picture(folders, console.width), console=console, auto_refresh=False) as live,
+    ):
         while True:
             time.sleep(EVERY_S)
             with suppress(UsageError):  # a run that starts again is writing its configuration
-                live.update(picture(folders, console.width))
+                live.update(picture(folders, console.width), refresh=True)
     return 0
 
 
@@ -176,8 +179,8 @@ def _histogram(times_s: Sequence[float], width: int) -> list[tuple[str, str]]:
     """Return (label, bar) for each bin of step times up to the 95th percentile; the last bin has all longer ones."""
     if len(times_s) < BINS:
         return []
-    low = min(times_s)
-    bin_s = (quantiles(times_s, n=20)[-1] - low) / BINS or 1.0
+    low, *_, high = sorted(times_s)[: math.ceil(0.95 * len(times_s))]
+    bin_s = (high - low) / BINS or 1.0
     counts = [0] * BINS
     for value in times_s:
         counts[min(BINS - 1, int((value - low) / bin_s))] += 1
