@@ -49,6 +49,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "engine/test_precision.py": ("saving_hook",),
     "engine/test_transforms.py": ("transforms_active",),
     "integrations/test_plain_loops.py": ("DDP_LEAVES_OUT",),
+    "observe/test_debug.py": ("debug_frontend", "answer_debug_server"),
     "offload/test_programs.py": ("settle_before_unscale",),
     "optim/test_kinds_of_optimizers.py": ("unseen_by_dynamo",),
     "optim/test_low_bit.py": ("rows_dtensor", "local_or_same"),

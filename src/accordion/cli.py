@@ -32,6 +32,7 @@ class Command:
 TRAINING = ("yaml", "rich", "tokenizers", "transformers", "pyarrow", "datasets")
 COMMANDS = {
     "train": Command("train a model, sharded over ranks, on text or a task", "train.command", TRAINING, "train", True),
+    "watch": Command("show runs as they go: loss, speed, memory, step times", "train.watch", TRAINING, "train"),
     "generate": Command(
         "generate text from a prompt, with a checkpoint, a run folder or a transformers folder",
         "generate.command",

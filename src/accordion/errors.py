@@ -15,10 +15,12 @@ class CheckpointError(AccordionError):
 class DivergenceError(AccordionError):
     """Ranks differ in something that must be equal on all of them, or wait for a rank that failed; raised on every rank.
 
-    `of_rank`: the rank whose failure or end caused this error; None if there is no such rank.
+    `of_rank`: the rank whose failure or end caused this error; None if there is no such rank. `doing`: what this rank did with
+    others, such as "gathers unit 3 (layers.3) in the forward of step 7"; "" if that is not known.
     """
 
     of_rank: int | None = None
+    doing: str = ""
 
 
 class OffloadError(AccordionError):

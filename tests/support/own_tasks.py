@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -154,4 +155,18 @@ class Slow(Held):
 
     def loss(self, model, batch):
         time.sleep(self.slow if model.training else 0)
+        return super().loss(model, batch)
+
+
+class Hangs(Task):
+    """One of which rank 1 does not come to the forward of a step."""
+
+    def __init__(self, step: int = 3) -> None:
+        super().__init__()
+        self.step, self.calls = step, 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        if self.calls == self.step and dist.get_rank() == 1:
+            time.sleep(1000)
         return super().loss(model, batch)

@@ -151,3 +151,26 @@ def flattened_mesh(mesh: Any, name: str) -> Any:
     """Return `mesh` with its dims flattened into one called `name`; works in a fake tensor mode too. No public name."""
     with unset_fake_temporarily():
         return mesh._flatten(name)
+
+
+def debug_frontend() -> Any:
+    """Return the module with `DebugHandler`, the base of handlers for `start_debug_server`. No public name (2.13 to 2.15).
+
+    None before torch 2.13, whose server takes no handlers, and without jinja2, which the module imports.
+    """
+    try:
+        from torch.distributed.debug import _frontend
+    except ImportError:
+        return None
+    return _frontend if hasattr(_frontend.DebugHandler, "fetch_timeout") else None
+
+
+def answer_debug_server(name: str, answer: Callable[[], str]) -> None:
+    """Have the debug server's worker in this process respond to requests for `name` with `answer()`, JSON text, on a thread.
+    Raises `ValueError` if `name` is taken. No public name (2.13 to 2.15)."""
+
+    def respond(request: Any, response: Any) -> None:
+        response.set_content(answer(), "application/json")
+        response.set_status(200)
+
+    _c10d._register_handler(name, respond)

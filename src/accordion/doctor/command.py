@@ -18,6 +18,7 @@ from accordion.devices import Devices, backend_of, devices_here, devices_named, 
 from accordion.doctor.devices import devices as devices_findings
 from accordion.doctor.devices import torch_version
 from accordion.doctor.disk import disk
+from accordion.doctor.failed_run import examined
 from accordion.doctor.findings import Finding, report
 from accordion.doctor.ranks import RankExam, judged, no_group, start
 from accordion.errors import UsageError
@@ -33,14 +34,16 @@ TIMEOUT_S = 120  # for ranks that do not answer
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Look for faults of this machine and of ranks on it. Each finding is printed with its meaning and a remedy.
+    """Look for faults of this machine and of ranks on it, or of a run. Each finding is printed with its meaning and a remedy.
 
     Args:
+        run: folder of a run that failed, to find the rank that the others waited for; nothing else is examined
         device: `auto` uses the accelerators of this machine, one rank each; `cpu` uses two ranks
         dir: folder for runs and checkpoints, whose disk is measured; the written file is removed
         json: print one JSON object
     """
 
+    run: str | None = flags.place(None)
     device: str = "auto"
     dir: str = "."
     json: bool = False
@@ -52,6 +55,8 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     options = flags.read(DoctorOptions, words, PROG, (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
+    if options.run is not None:
+        return report(examined(Path(options.run)), about=f"run {options.run}", as_json=options.json)
     if not options.dir.strip() or "\0" in options.dir or not Path(options.dir).is_dir():
         raise UsageError(f"--dir {options.dir!r} is not a folder; name an existing one on the disk that runs will use.")
     devices = devices_named(options.device, "--device", devices_here())

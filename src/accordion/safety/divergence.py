@@ -96,7 +96,7 @@ class DivergenceMonitor(Observer):
         if self.listens and hub is None:
             self._own_hub = hub = Hub.of_job(self.ranks, dist.get_rank(), _torch.default_store(), self._prefix)
             hub.position.may_wait_on_device |= self.cannot_ask
-        self._position = Position() if hub is None else hub.position  # for ranks that ask
+        self.position = Position() if hub is None else hub.position  # for ranks that ask
         self.num_steps = 0  # optimizer steps of parameters of this model
         self._failed_in = ""  # the unit whose forward raised
         self._facts: dict[str, Any] = {}  # about this rank's last passes, for `advice`
@@ -130,7 +130,7 @@ class DivergenceMonitor(Observer):
         self.forget()
         if self._in_backward:  # an error has ended the backward
             self._has_caught, self._in_backward = True, False
-            self._facts["caught"] = f"failed {self._position.phase}{wording.while_handling(sys.exception())}"
+            self._facts["caught"] = f"failed {self.position.phase}{wording.while_handling(sys.exception())}"
         self._facts = {
             "evaluates": not differentiable,
             "left_out": self._awaits_backward,
@@ -163,17 +163,17 @@ class DivergenceMonitor(Observer):
         self._enters("after the backward")
 
     def _enters(self, where: str) -> None:
-        self._position.phase, self._position.doing = self._phase(where), None
+        self.position.phase, self.position.doing = self._phase(where), None
 
     def _phase(self, where: str) -> str:
         return f"{where} of step {self.num_steps + 1}"
 
     def busy(self, what: str | None) -> None:
         """Set the text, such as "clips gradients", that other ranks get when they ask what this rank does; None removes it."""
-        self._position.doing = what
+        self.position.doing = what
 
     def _doing(self, what: str) -> str:
-        phase = self._position.phase
+        phase = self.position.phase
         if not phase:
             return what
         return f"{what} (step {self.num_steps + 1})" if "ward" in what else f"{what} {phase}"
@@ -209,6 +209,7 @@ class DivergenceMonitor(Observer):
         def check(waited_s: float) -> None:
             nonlocal next_s
             if (gone := self._gone(self.ranks)) is not None and not hub.has_over(self._meeting):
+                self.busy(what)
                 self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
             if waited_s < next_s:
                 return
@@ -238,6 +239,7 @@ class DivergenceMonitor(Observer):
 
     def _fail_in_backend(self, what: str, error: BaseException) -> NoReturn:
         """Raise `DivergenceError` for a backend's `error`, with the rank that caused it if the hub knows one."""
+        self.busy(what)
         if (hub := self._hub) is not None:
             is_out_of_time = wording.is_out_of_time(error)
             cause = hub.cause(0.0 if is_out_of_time else ECHO_S, self._prefix)
@@ -353,6 +355,7 @@ class DivergenceMonitor(Observer):
         self.broken = text
         error = DivergenceError(text)
         error.of_rank = of_rank
+        error.doing = f"{self.position.doing} {self.position.phase}".strip() if self.position.doing else ""
         raise error from cause
 
     def tell(self, text: str) -> None:

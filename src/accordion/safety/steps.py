@@ -82,6 +82,7 @@ class StepWatch(Observer):
                 return
             self._ours.add(optimizer)
         self._monitor.num_steps += 1
+        self._monitor.busy(None)  # it no longer clips
         self._num_steps += 1
         self._record["optimizer"] = type(optimizer).__name__
         for i, group in enumerate(optimizer.param_groups):

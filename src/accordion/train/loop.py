@@ -19,10 +19,12 @@ from accordion.train import checkpoints
 from accordion.train.build import Run, agree, run_of
 from accordion.train.config import as_yaml
 from accordion.train.ending import IS_PREEMPTED, PREEMPTED, TIME_IS_OVER, Signals
+from accordion.train.failures import FILES, recorded
 from accordion.train.launch import RankPlace, first_does, join_group
 from accordion.train.metrics import MetricsLog, StepMetrics
 from accordion.train.owner import Claim
 from accordion.train.prepare import Prepared
+from accordion.train.run_files import RUN_CONFIG
 from accordion.train.saves import RunSaves
 from accordion.train.screen import Screen
 from accordion.train.steps import Steps
@@ -54,11 +56,10 @@ def trained(
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
-        # Ranks of an earlier start end by themselves: after a timeout in a collective, and one more in a request to the store.
-        own = partial(Claim, prepared.folders, place.job, 2 * config.launch.timeout_s, screen.note)
-        claim = first_does(place.rank == 0, store, "accordion/first", own)
+        claim = first_does(place.rank == 0, store, "accordion/first", lambda: _claim(prepared, place, screen))
         if claim is not None:
             cleanups.callback(claim.release)
+        stack.enter_context(recorded(prepared.run_dir, place.rank, place.world))
         device = join_group(place, store, kind, config.launch.timeout_s)
         cleanups.callback(dist.destroy_process_group)
         agree(prepared, place)
@@ -164,11 +165,20 @@ def _over(run: Run, step: int) -> Outcome | None:
     return None
 
 
+def _claim(prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
+    """Take ownership of the run's folders, and remove what ranks of an earlier start wrote when they failed."""
+    # Ranks of an earlier start end by themselves: after a timeout in a collective, and one more in a request to the store.
+    claim = Claim(prepared.folders, place.job, 2 * prepared.config.launch.timeout_s, screen.note)
+    for path in prepared.run_dir.glob(FILES):
+        path.unlink(missing_ok=True)
+    return claim
+
+
 def _open_record(run: Run, done: int) -> MetricsLog:
     """Write the configuration and open the log of metrics; rank 0 only. Raises `UsageError` if the folder cannot be written."""
     folder, say = run.prepared.run_dir, run.screen.note
     try:
-        (folder / "config.yaml").write_text(as_yaml(run.config), encoding="utf-8")
+        (folder / RUN_CONFIG).write_text(as_yaml(run.config), encoding="utf-8")
         return MetricsLog(folder, done, say, trackers_of(run.config, folder, done, say))
     except OSError as error:
         raise UsageError(

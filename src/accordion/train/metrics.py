@@ -117,7 +117,12 @@ class MetricsLog:
 
 def lines_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (line, its content) for each line of `path` that is JSON with a step; nothing if there is no file."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    yield from steps_in(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "")
+
+
+def steps_in(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (line, its content) for each line of `text` that is JSON with a step."""
+    for line in text.splitlines():
         try:
             content = json.loads(line)
         except ValueError:

@@ -11,6 +11,8 @@ import yaml  # type: ignore[import-untyped]
 from accordion.errors import UsageError, nearest
 from accordion.options import Option
 
+RUN_CONFIG = "config.yaml"  # in the run folder
+
 
 def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
     """Return `group.key` -> value, converted to the key's type, of a run file. `options`: all keys that exist. Raises
@@ -63,6 +65,16 @@ def content_of(file: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f"run file {file!r} holds no keys; `accordion train --print_config` prints a whole one.")
     return content
+
+
+def config_of_run(folder: Path) -> dict[str, Any]:
+    """Return `group.key` -> text of the configuration that a run wrote into `folder`. Raises `UsageError` if it wrote none."""
+    path = folder / RUN_CONFIG
+    if not path.is_file():
+        raise UsageError(
+            f"{str(folder)!r} is no folder of a run: it has no {RUN_CONFIG}; give the run.dir of `accordion train`."
+        )
+    return flattened(content_of(str(path)))
 
 
 def _check_keys(file: str, content: dict[str, Any], keys: Sequence[str]) -> None:
