@@ -168,6 +168,7 @@ class AxisReduce:
             _torch.chunk_cat(parts, self._axis.num_ranks, out=self._pack)
 
     def steps(self) -> Steps:
+        """Generator: send what `load` has put into the buffers, and sum; yields works to wait for."""
         communicator = self._axis.reduce
         if communicator.num_ranks == 1:
             if self._direct:
