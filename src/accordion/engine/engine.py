@@ -330,6 +330,8 @@ class Engine:
             self.delayed_writes.pop(0)()
 
     def _end_of(self, task: int) -> None:
+        """End the backward with id `task`: its calls, then, if no other backward runs, its leases, sums and gradients under
+        way."""
         for call in self._tasks.pop(task):
             call.end(task)
             self._walked.add(call.root)
@@ -353,6 +355,7 @@ class Engine:
         self._ended(reduced)
 
     def _ended(self, reduced: bool) -> None:
+        """If `reduced`, complete all gradients and mark full parameters stale. Then free unused units and notify observers."""
         if reduced:
             self._reduce_leftovers()
             self.undecided.settle()

@@ -231,6 +231,7 @@ class Unit:
         return version
 
     def _land(self) -> None:
+        """Let the compute stream wait for the gathers under way, if any, and mark the full parameters as gathered."""
         transfers = self._transfers
         if transfers:
             for transfer in transfers:

@@ -210,6 +210,8 @@ class OrderAgreement(Observer):
             self._expected.note(FORWARD, step)
 
     def _next(self, step: UnitCall, what: str) -> UnitCall:
+        """Return the step that all ranks take next: `step`, or one for which this rank makes a dummy call. Meets other ranks
+        unless it catches up on steps that they have done. Raises `DivergenceError` if ranks cannot be brought together."""
         while True:
             following: Any = self._expected.following(FORWARD)
             if self._num_to_follow and following is not None:

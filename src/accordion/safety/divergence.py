@@ -204,6 +204,8 @@ class DivergenceMonitor(Observer):
         return f"{self._prefix}/{self._num_met}"
 
     def _until(self, hub: Hub, ready: Callable[[], MeetingOver | None], what: str) -> MeetingOver:
+        """Poll `ready` until it returns a result, and return that. Raises `DivergenceError` if a rank ends before, if ranks wait
+        for each other in different places, or after `LOST_S`."""
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
         wait, next_s = _Wait(self.ranks, what), min(REPORT_AFTER_S, lost_s)
 
@@ -306,6 +308,7 @@ class DivergenceMonitor(Observer):
         poll(lambda: done, math.inf, check, wait, first_s=2 * MEETING_POLL_S, longest_s=POLL_S)
 
     def _done(self, work: Any, timeout: timedelta | None, what: str) -> bool:
+        """Wait for `work`, up to `timeout`, and return True if it has ended. Raises `DivergenceError` if it has failed."""
         try:
             if timeout is None:
                 work.wait()

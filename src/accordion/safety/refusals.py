@@ -170,9 +170,9 @@ def _read_outside(error: BaseException, units: Sequence[Unit]) -> UsageError:
 
 
 def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> None:
-    """Have `module._apply` (`to`, `half`, `to_empty`) raise `UsageError` if dtype or device of shards would change. In two cases
-    it converts as torch does: inside `full_params`, and outside of forwards after a call of the unit's `UnitPolicy.on_convert`,
-    if that is set."""
+    """Have `module._apply` (`to`, `half`, `to_empty`) raise `UsageError` if dtype or device of shards would change. Inside a
+    forward it converts the full parameters of the call. Inside `full_params` it converts as torch does; also outside of forwards,
+    after a call of the unit's `UnitPolicy.on_convert`, if that is set."""
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module, hooks = of(), by()

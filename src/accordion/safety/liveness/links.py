@@ -206,6 +206,8 @@ class HubLinks:
         self._selector.close()
 
     def _read(self, rank: int, peer: Any, receive: Callable[[HubMessage], None]) -> None:
+        """Read from the connection to `rank`, and pass complete messages to `receive`. If the connection has ended, drop it and
+        pass a `HasEnded`, unless this side is closed. Lines that are no messages are kept as the output of a crash."""
         is_lost = False
         try:
             data = peer.recv(READ_BYTES)
