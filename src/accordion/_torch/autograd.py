@@ -110,8 +110,7 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
 
 
 def hand_over_hooks(old: Tensor, new: Tensor) -> None:
-    """Replace the gradient hooks of leaf `new` by those of leaf `old`, if it has any. Their handles remove them from both
-    leaves."""
+    """Replace the gradient hooks of leaf `new` by those of leaf `old`, if any. Handles then remove hooks from both leaves."""
     if old._backward_hooks is not None:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks is not None:

@@ -119,8 +119,7 @@ def as_dtensor(local: Tensor, like: Tensor) -> DTensor:
 
 
 def rows_dtensor(local: Tensor, like: Tensor, shape: Sequence[int]) -> DTensor:
-    """Return a DTensor of `shape` and the dtype of `local`, divided on dim 0 over the ranks that divide `like`. `local`: its rows
-    on this rank.
+    """Return a DTensor of `shape`, divided on dim 0 over the ranks that divide `like`. `local`: its rows on this rank.
 
     `from_local` would move a tensor on the host to the mesh's device.
     """

@@ -177,8 +177,8 @@ class Engine:
         return result
 
     def acquire(self, unit: Unit) -> int:
-        """Gather `unit` if needed, keep it in memory until `unit.release()`, and return the version of its shards. The compute
-        stream waits for the gather."""
+        """Gather `unit` if needed, and let the compute stream wait for it. `unit` stays in memory until `unit.release()`. Returns
+        the version of the shards from which it was gathered."""
         if unit.full_params is RESHARDED:
             self.allocate(GATHERED, unit.unshard)
         return unit.acquire()
@@ -330,8 +330,7 @@ class Engine:
             self.delayed_writes.pop(0)()
 
     def _end_of(self, task: int) -> None:
-        """End the backward with id `task`: its calls, then, if no other backward runs, its leases, sums and gradients under
-        way."""
+        """End the calls of the backward with id `task`; if no other backward runs, also its leases and gradients under way."""
         for call in self._tasks.pop(task):
             call.end(task)
             self._walked.add(call.root)
@@ -366,8 +365,7 @@ class Engine:
             notify(reduced)
 
     def reduce_sums(self) -> None:
-        """Reduce the gradients that earlier backwards under no_sync summed, and add them to `.grad`. A collective. Does nothing
-        if there are no sums."""
+        """Reduce the gradients, if any, that earlier backwards under no_sync summed, and add them to `.grad`. A collective."""
         if any(unit.local_sums.any_held() for unit in self.units):
             self._ended(reduced=True)
 

@@ -34,8 +34,7 @@ class GlooCommunicator(Communicator):
         self.sends = device.type == "cpu" and 2 <= self.num_ranks <= SENDING_RANKS
 
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
-        """For each (received, sent), begin to send `sent[r]` to rank r and to receive `received[r]` from rank r; return the
-        works.
+        """For each (received, sent), begin to send `sent[r]` to rank r and to receive `received[r]` from it. Return the works.
 
         All tensors must be contiguous. Empty tensors and this rank's own index are skipped.
         """

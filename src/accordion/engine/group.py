@@ -39,8 +39,7 @@ def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) 
 class InnerShard(ShardBuffer):
     """With `hybrid_shard_optim`: this rank's shard over the `shard` axis, in the gathered dtype.
 
-    The optimizer steps smaller shards, which are divided over the `replicate` axis too. Once a step, these are gathered into the
-    inner shard.
+    The optimizer steps smaller shards, divided over the `replicate` axis too, which are gathered into this one once a step.
     """
 
     def __init__(

@@ -147,8 +147,7 @@ def local_view(padded: Tensor, c: Cut, rank: int) -> Tensor:
 def own_storage(view: Tensor) -> Tensor:
     """Return a tensor over the memory of `view` whose storage has that memory alone; a fake or meta tensor stays as it is.
 
-    With the storage of the whole buffer, `copy.deepcopy` and `torch.save` of the parameter would copy all of it, or read it at a
-    wrong offset.
+    With the buffer's storage, `copy.deepcopy` and `torch.save` would copy the whole buffer, or read it at a wrong offset.
     """
     if view.untyped_storage().device.type == "meta":  # a fake tensor has no address to be wrong about
         return view

@@ -199,8 +199,7 @@ class OrderAgreement(Observer):
 
     def agree(self, step: UnitCall, what: str) -> None:
         """Make dummy calls of the steps that other ranks take first, and return when all ranks take `step`. `what`: text on
-        `step` for messages ("enters unit 3 in its forward"). Raises `DivergenceError` if dummy calls cannot bring ranks
-        together."""
+        `step`, such as "enters unit 3 in its forward". Raises `DivergenceError` if dummy calls cannot bring ranks together."""
         while (chosen := self._next(step, what)) != step:
             self.close(chosen.depth - chosen.leaves)
             if not chosen.leaves:

@@ -157,8 +157,7 @@ def _settings(precision: Precision, offload: Offload) -> Facts:
 
 
 def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Result:
-    """Return `make()`. If it raises `UsageError` or `OffloadError` on some ranks, all other ranks raise `UsageError`. A
-    collective."""
+    """Return `make()`. If it raises `UsageError` or `OffloadError` on some ranks, the others raise `UsageError`. A collective."""
     error: AccordionError | None = None
     try:
         result = make()
@@ -260,8 +259,7 @@ def _same_on_their_ranks(
 
 
 def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
-    """Return the first rank's value of `tensor`, on the context's device. A `tensor` that is on this device is overwritten. A
-    collective."""
+    """Return the first rank's value of `tensor`, on the context's device; overwrite a `tensor` that is there. A collective."""
     data = torch.empty_like(tensor, device=context.device) if tensor.is_meta else tensor.detach().to(context.device)
     broadcast([data], _communicators(context))
     return data

@@ -67,8 +67,7 @@ class Moved(nn.Parameter):
 
 
 def follow_moved(optimizer: torch.optim.Optimizer) -> None:
-    """Replace the parameters of an optimizer made before `shard` by shards, in place, and their states by this rank's rows.
-    Parameters that `shard` has not replaced stay."""
+    """In an optimizer made before `shard`, replace parameters that are sharded now by shards, and their states by rows."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     moved = {id(p): vars(p)["moved_to"] for p in params if "moved_to" in vars(p)}
     states = {p: state for p, state in optimizer.state.items() if id(p) in moved}

@@ -232,8 +232,7 @@ class _SubclassBuffers:
 
 
 class _SubclassGroup(Group):
-    """A group of subclass parameters of one compute dtype, which their own methods gather. Their gradients are reduced like those
-    of plain parameters."""
+    """A group of subclass parameters of one compute dtype. Their own methods gather them; the engine reduces gradients."""
 
     def __init__(
         self,
