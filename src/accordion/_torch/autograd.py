@@ -30,7 +30,7 @@ will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
 def walks_everything(leaf: Tensor) -> bool:
-    """Return True if the running backward computes all gradients: it has no `inputs`, and is not `autograd.grad`.
+    """Return True if the running backward computes all gradients; False in `autograd.grad` and in a backward with `inputs`.
 
     `leaf`: a leaf in the graph that users never see and thus cannot pass as `inputs`; only a full backward executes its node.
     """
@@ -59,7 +59,7 @@ def reserve_number() -> int:
 
 
 def set_number(tensor: Tensor, number: int) -> None:
-    """Set the sequence number of `tensor.grad_fn`, which must not be queued in a running backward. No public name."""
+    """Set the sequence number of the node `tensor.grad_fn`. The node must not be queued in a running backward. No public name."""
     assert tensor.grad_fn is not None
     tensor.grad_fn._set_sequence_nr(number)  # type: ignore[attr-defined]
 
@@ -110,7 +110,7 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
 
 
 def hand_over_hooks(old: Tensor, new: Tensor) -> None:
-    """Make leaf `new` share the gradient hooks of leaf `old`, in place of its own; their handles then remove them from both."""
+    """Replace the gradient hooks of leaf `new` by those of leaf `old`, if any. Handles then remove hooks from both leaves."""
     if old._backward_hooks is not None:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks is not None:
@@ -126,7 +126,8 @@ _grad, _trains = attrgetter("grad"), attrgetter("requires_grad")
 
 
 def grads_of(leaves: Sequence[Tensor]) -> tuple[list[Tensor | None], list[bool]]:
-    """Return (`.grad` of each leaf, flags); a flag is True if the leaf has hooks or is frozen, so that autograd must write."""
+    """Return (`.grad` of each leaf, flags). A flag is True if the leaf has gradient hooks or is frozen, so that autograd itself
+    must write its `.grad`."""
     with plain_attributes():
         hooked = [bool(x._backward_hooks or x._post_accumulate_grad_hooks or not x.requires_grad) for x in leaves]
         return list(map(_grad, leaves)), hooked

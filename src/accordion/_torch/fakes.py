@@ -70,9 +70,9 @@ def fake_like(tensor: Any) -> Callable[[Any], Any] | None:
 
 
 def fake_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the result of the view operator `func` on a fake tensor, in a tenth of the time of the fake mode.
+    """Return the result of the view operator `func`, a fake tensor or several, in a tenth of the time of the fake mode.
 
-    Returns None if `fake_metadata` returns None for the first of `args`.
+    Returns None if `fake_metadata` returns None for the first of `args`, the tensor that is viewed.
     """
     tensor: Any = args[0] if args else None
     if fake_metadata(tensor) is None:

@@ -90,7 +90,7 @@ def kept_with_job(name: str) -> list[Any]:
 
 
 def abandon_works(group: Any, works: list[Any]) -> None:
-    """Keep unfinished gloo works, for which nobody will wait, alive with the job, and their group for ever.
+    """Keep unfinished gloo `works`, for which nobody will wait, alive until `destroy_process_group`, and `group` for ever.
 
     Deleting a send or receive would close its connection, and deleting a group waits for its collectives, at exit too.
     """
@@ -100,7 +100,8 @@ def abandon_works(group: Any, works: list[Any]) -> None:
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """Return the name of the backend of `group` for `device`: "nccl", "gloo", "fake", ... No public name."""
+    """Return the name of the backend of `group` for `device`: "nccl", "gloo", "fake", ... A group written in Python gives its
+    only name. Raises `RuntimeError` if another group has no backend for `device`. No public name."""
     try:
         return str(group._get_backend(device).name()).lower()
     except RuntimeError:
@@ -110,7 +111,7 @@ def backend_of(group: Any, device: torch.device) -> str:
 
 
 def timeout_s_of_job() -> float:
-    """Return the timeout of collectives of the job's default process group, in seconds. No public name."""
+    """Return the timeout in seconds of the job's default process group, or torch's default if it has none. No public name."""
     group: Any = torch.distributed.group.WORLD
     types = [] if group is None else group._device_types  # empty for a group written in Python
     options = getattr(group._get_backend(types[0]), "options", None) if types else None

@@ -83,5 +83,5 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def forget_references() -> None:
-    """Drop what `are_ours` has measured, before a switch between real and fake tensors, whose counts differ."""
+    """Make `are_ours` measure its reference counts anew. Call this when real tensors follow fake ones or fake ones real ones."""
     _alone.cache_clear()

@@ -41,7 +41,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a plain `tensor` itself, or those inside a subclass by its `__tensor_flatten__`, if it has that; all detached."""
+    """Yield a plain `tensor` itself, detached, or the plain tensors inside a subclass, which its `__tensor_flatten__` names.
+    Yield nothing for a subclass without that method."""
     if is_plain(tensor):
         yield tensor.detach()
     elif hasattr(tensor.data, "__tensor_flatten__"):
@@ -118,7 +119,7 @@ def as_dtensor(local: Tensor, like: Tensor) -> DTensor:
 
 
 def rows_dtensor(local: Tensor, like: Tensor, shape: Sequence[int]) -> DTensor:
-    """Return a DTensor of `shape` with the rows `local` of dim 0, divided over the ranks that divide `like`.
+    """Return a DTensor of `shape`, divided on dim 0 over the ranks that divide `like`. `local`: its rows on this rank.
 
     `from_local` would move a tensor on the host to the mesh's device.
     """
@@ -159,7 +160,8 @@ def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[
 
 
 def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operator on DTensors without the handler that `answer_operator` registered."""
+    """Return the result of an operator on DTensors without the handler that `answer_operator` registered, which is removed during
+    the call, for all threads."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(operator, None)
     try:

@@ -29,9 +29,12 @@ MOST_PUT_OFF = 2  # the most calls whose reduce over replicas may continue while
 
 @_torch.run_at_once
 class AwaitReduce(torch.autograd.Function):
-    """Forward: return the edge tensor, a scalar with the value of the dummy `leaf`, whose graph leads to `shards`. Backward:
-    wait for the reduces listed in `node`, which Gather's backward began; add the gradients to `.grad` of the shards, and return
-    those that autograd must accumulate, for shards with hooks for example."""
+    """Forward: return the edge tensor, a scalar with the value of the dummy `leaf`, whose graph leads to `shards`.
+
+    Backward: wait for the reduces listed in `node`, which Gather's backward began, and add the gradients to `.grad` of the
+    shards. Return the gradients that autograd must accumulate itself, such as those of shards with hooks. With a hybrid strategy
+    up to `MOST_PUT_OFF` calls wait for their reduces, and write their gradients, later in the backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, node: weakref.ref[ReduceNode], leaf: Tensor, *shards: Tensor) -> Tensor:
@@ -61,8 +64,11 @@ class AwaitReduce(torch.autograd.Function):
 
 def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tuple[Tensor | None, ...] | None:
     """Wait for the reduces `parts` of a call, and add the sharded gradients to `.grad` of parameters that have no hooks.
-    `accumulates`: False to leave all gradients to autograd. Returns the gradients that autograd must accumulate, as (None, None,
-    one gradient or None per trained parameter); None if there are none."""
+
+    `accumulates`: False to leave all gradients to autograd. Returns what the backward of AwaitReduce returns: (None, None, one
+    gradient or None per trained parameter), with the gradients that autograd must accumulate; None if there are none. With
+    offload, a gradient is added to an earlier `.grad` only in `Engine.land_gradients`.
+    """
     engine = call.engine
     if engine.arriving:
         engine.land_gradients()
@@ -119,9 +125,11 @@ def added(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tu
 
 @_torch.run_at_once
 class Gather(torch.autograd.Function):
-    """Forward: return a dummy output and the trained full parameters, already gathered. Backward: begin to reduce gradients.
+    """Forward: return a dummy output and the trained full parameters, already gathered. Backward: let the full parameters be
+    freed, and begin to reduce the gradients; under no_sync, add them to sums on this rank instead.
 
-    `call`: the unit's call. `edge`: AwaitReduce's output, or a leaf if nothing is reduced."""
+    `call`: the unit's call. `edge`: AwaitReduce's output, or a leaf if nothing is reduced.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Call, edge: Tensor) -> tuple[Tensor, ...]:

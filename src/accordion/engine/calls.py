@@ -1,8 +1,8 @@
 """One call of a unit: when a backward reaches it, and how long each backward keeps the unit's full parameters in memory.
 
-The backward of a call begins when its pre-backward node (made at the end of the forward) runs, when an output gets its
-gradient, or when its Gather node runs, whichever is first. It ends when Gather runs, or if Gather will not show the end, when
-the gradients of the inputs are computed.
+The backward of a call begins when its pre-backward node (made at the end of the forward) runs, when an output gets its gradient,
+or when its Gather node runs, whichever is first. It ends when Gather runs. If Gather will not run, or may run too early, the
+call's backward ends when the gradients of its inputs are computed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def transform_error() -> UsageError:
 
 
 def changed_error(unit: Unit) -> UsageError:
+    """Return the error for parameters of `unit` that were written between a forward and its backward."""
     return UsageError(
         f"the parameters of unit {unit.name or 'root'!r} were changed between this forward and its backward, by an optimizer "
         "step, a load or a write; run the backward before the step, or the forward again."
@@ -42,7 +43,7 @@ def changed_error(unit: Unit) -> UsageError:
 class Call:
     """One run of a unit's forward, and its state in each backward that reaches it (several with `retain_graph`). `waiting`: id of
     a backward -> number of inputs whose gradients must be computed before the full parameters are freed; 0 if the Gather node
-    frees them. `shown`: id of a backward -> the full parameters that it uses."""
+    frees them, -1 if the end of the backward does. `shown`: id of a backward -> the full parameters it uses."""
 
     # Graph nodes refer to a call, and a call only to nodes of its inputs, which are earlier: no cycle keeps a graph alive.
 
@@ -81,8 +82,9 @@ class Call:
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
         """Begin the backward of this call, unless it has begun. If it computes with parameters, gather and show `fulls`.
 
-        `fulls`: the call's full parameters, as modules see them. `grad`: not used; autograd passes it, because this is a hook on
-        gradients. Raises `UsageError` for `create_graph=True`, for a deleted model, and for parameters changed since the forward.
+        Also begins to gather the units that are expected next. `fulls`: the call's full parameters, as modules see them. `grad`:
+        not used; autograd passes it, because this is a hook on gradients. Raises `UsageError` for `create_graph=True`, for a
+        deleted model, and for parameters changed since the forward.
         """
         task, engine, unit = _torch.current_graph_task(), self.engine, self.unit
         if task in self.waiting:
@@ -111,7 +113,8 @@ class Call:
         engine.gather_ahead(BACKWARD, unit)
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """Begin the backward of this call, unless it has begun, and always gather `fulls`: one of them is about to be read."""
+        """Begin the backward of this call, unless it has begun. In any case gather `fulls`, since one of them is about to be
+        read. Raises `UsageError` as `begin` does."""
         self.begin(fulls, None)
         task = _torch.current_graph_task()
         if task not in self.shown:  # an embedding's backward has no lease, but a hook reads its weight
@@ -128,7 +131,8 @@ class Call:
         self.shown[task] = fulls
 
     def _watch_inputs(self, task: int) -> None:
-        """Let hooks end the call's part of backward `task` when its inputs' gradients are computed, not when Gather runs."""
+        """Register hooks that end this call's part of the backward with id `task` when the gradients of its inputs are computed.
+        If autograd cannot tell which inputs get gradients, the end of the backward ends it."""
         # autograd runs the newest ready node first; Gather is older than all nodes of its call, which have thus run before it.
         # The exception is a node on another device's thread that has no gradient for a parameter.
         try:
@@ -143,7 +147,7 @@ class Call:
     # -- it ends
 
     def end(self, task: int) -> None:
-        """Hide the full parameters that the backward with id `task` uses, and end its lease. Does nothing if it uses none."""
+        """Hide the full parameters that the backward with id `task` uses, and release its lease; nothing if it uses none."""
         fulls = self.shown.pop(task, None)
         if fulls is not None:
             for handle in self.watching:
@@ -154,7 +158,7 @@ class Call:
             self.unit.release()
 
     def drop(self) -> None:
-        """Forget the reduces of this unit's gradients, because their backward will not wait for them."""
+        """Forget all reduces of this unit's gradients under way, because their backward failed or the model is deleted."""
         if self.reduce_node is not None:
             self.reduce_node.reducing.clear()
 

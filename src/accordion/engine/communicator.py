@@ -44,7 +44,7 @@ def is_stream_ordered(backend: str, device: torch.device) -> bool:
 
 class Pending(NamedTuple):
     """The `Work`s of a collective that the host must wait for; none if the backend runs in the order of streams. `sends`: works
-    of point-to-point messages. Wait for them after `works`, when all ranks have begun them, because a wait that times out closes
+    of point-to-point messages. Wait for these after `works`, when all ranks have begun them, because a wait that times out closes
     gloo's connections."""
 
     communicator: Communicator
@@ -119,7 +119,7 @@ class Communicator:
         return self._pending()
 
     def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
-        """Reduce-scatter: fill each `outs[i]` (n,) with this rank's part of the sum of all `inputs[i]` (num_ranks * n,)."""
+        """Reduce-scatter: sum each `inputs[i]` (num_ranks * n,) over ranks, and fill `outs[i]` (n,) with this rank's part."""
         return self._pending(self._scatter_coalesced(outs, inputs, self._scatter_options)) if outs else self._pending()
 
     def sum(self, tensors: Sequence[Tensor]) -> Pending:
@@ -162,18 +162,19 @@ class Axis:
 
 
 def own_communicator(communicator: Communicator, device: torch.device) -> Communicator:
-    """Return a communicator for reduces over the ranks of `communicator`: on NCCL a second one, otherwise `communicator`. NCCL
-    runs the collectives of one communicator one after the other, so that reduces would wait for gathers. All models over these
-    ranks share the second one, which takes hundreds of megabytes of device memory until the job ends. A collective."""
+    """Return a communicator for reduces over the ranks of `communicator`: on NCCL a second one, otherwise `communicator` itself.
+    NCCL runs the collectives of one communicator one after the other, so that reduces would wait for gathers. All models over
+    these ranks share the second one, which takes hundreds of megabytes of device memory until the job ends. A collective."""
     if communicator.num_ranks == 1 or not communicator.is_ordered:
         return communicator
     return Communicator(group_of_job([communicator], communicator.ranks, device), device)
 
 
 def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device: torch.device) -> Any:
-    """Return a process group of `ranks` that all models share. The first call creates it, and is a collective.
+    """Return a process group of `ranks` that all models share. The first call creates the group, and is a collective.
 
-    `communicators`: all of their ranks must make that call together; the new group has the timeout of the first one.
+    `communicators`: the ranks of all of them must make the first call together. The new group has the timeout of the first
+    communicator.
     """
     names = "/".join(_torch.group_name(communicator.group) for communicator in communicators)
     key = f"accordion/group/{names}/{len(ranks)}/"
@@ -187,7 +188,7 @@ def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device
 
 
 def carried(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a view of it as bytes if not all backends support its dtype. The last dim must be contiguous."""
+    """Return `tensor`; if not all backends support its dtype, a view of it as bytes, whose last dim must be contiguous."""
     return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 
@@ -200,7 +201,7 @@ def gathered_rows(row: Tensor, communicator: Communicator) -> Tensor:
 
 
 def reduced(value: Tensor, communicators: Sequence[Communicator], op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """All-reduce `value` in place over the ranks of each communicator in turn, and return it."""
+    """All-reduce `value` in place over the ranks of each communicator in turn, and return `value`. `op`: by default a sum."""
     for communicator in communicators:
         if communicator.num_ranks > 1:
             dist.all_reduce(value, op=op, group=communicator.group)
@@ -214,7 +215,7 @@ def extremes(value: Tensor, communicators: Sequence[Communicator]) -> tuple[Tens
 
 
 def broadcast(tensors: Sequence[Tensor], communicators: Sequence[Communicator]) -> None:
-    """Overwrite each tensor with that of the first rank, for each communicator in turn, in any dtype. A collective."""
+    """Overwrite each tensor, of any dtype, with its value on the first rank of each communicator in turn. A collective."""
     for communicator in communicators:
         if communicator.num_ranks > 1:
             for tensor in tensors:

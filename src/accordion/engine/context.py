@@ -18,9 +18,9 @@ class ShardingContext:
     """The ranks, side streams and device over which a model, or one group of parameters, is sharded.
 
     `shard`: axis over which ranks keep different rows. `replicate`: axis over which ranks keep equal rows; one rank if there is
-    no such axis. `cut_twice`: the optimizer's rows are divided over `replicate` too. `keeps_full`: full parameters stay in
-    memory between steps; `keep_until_backward`: from a forward to its backward. `scale`: factor for sums of gradients. `where`:
-    suffix of messages that names the ranks; "" if these are all.
+    no such axis. `cut_twice`: the optimizer's rows are divided over `replicate` too. `keeps_full`: full parameters stay in memory
+    between steps. `keep_until_backward`: full parameters stay in memory from a forward to its backward. `scale`: factor for sums
+    of gradients. `where`: suffix of messages that names the ranks; "" if these are all ranks of the model.
     """
 
     shard: Axis
@@ -59,7 +59,7 @@ class ShardingContext:
 
 
 def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
-    """Return a view of the rows that this rank keeps of the tensor `full`, which is divided as `c` says."""
+    """Return this rank's rows of the tensor `full`, as a view. `c`: the division of `full` over the `shard` axis."""
     for axis, level in context.levels(c):
         if level.dim is not None:
             start = min(axis.rank * level.chunk, level.rows)
@@ -68,7 +68,8 @@ def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
 
 
 def gathered(local: Tensor, c: Cut, context: ShardingContext) -> Tensor:
-    """All-gather the rows `local` of each rank, divided as `c`, into a new detached tensor on the device. The host waits."""
+    """All-gather the rows `local` of each rank into a new detached full tensor on the device, and return it. The host waits. `c`:
+    the division of the full tensor over the `shard` axis. A collective."""
     local = local.detach().to(context.device)
     for axis, level in reversed(context.levels(c)):
         if level.dim is None or axis.num_ranks == 1:

@@ -30,7 +30,8 @@ WAITING_ROOTS = 4  # the most forwards whose full parameters wait for a backward
 
 @dataclass(eq=False, slots=True)
 class KeptLease:
-    """A claim that a unit's full parameters stay in memory from a forward to its backward. `root`: number of that forward."""
+    """A claim that a unit's full parameters stay in memory from a forward to its backward. `root`: number of that forward;
+    `IN_BACKWARD` for a recomputation by activation checkpointing."""
 
     # Call and engine both refer to this object and not to each other, so that no reference cycle keeps the autograd graph.
 
@@ -75,6 +76,7 @@ class Engine:
         self._walked: set[int] = set()  # root calls that the backward under way has reached
 
     def add_unit(self, unit: Unit, hooks: Any) -> None:
+        """Append `unit`, whose index must be the number of units so far, and let it notify this engine's observers."""
         assert unit.index == len(self.units), "units come in the order of their indices"
         unit.observers = self.observers
         self.units.append(unit)
@@ -87,7 +89,7 @@ class Engine:
         return [param for unit in self.units for param in unit.params]
 
     def dismantle(self) -> None:
-        """Drop all state of a deleted model, so that its memory is freed at once. The host does not wait for collectives."""
+        """Drop all units and state of a deleted model, so that its memory is freed at once. The host waits for no collective."""
         for part in [*self.failed_reduces, *[part for parts in self.reduces_under_way for part in parts]]:
             part.abandon()
         for call in [call for calls in self._tasks.values() for call in calls]:
@@ -105,10 +107,11 @@ class Engine:
     # -- forward
 
     def enter(self) -> None:
-        """Begin a call of a unit. If it is the outermost one, outside of a backward, prepare all units for a new forward.
+        """Called before a call of a unit. If the call is the outermost one and outside of a backward, prepare for a new forward.
 
-        This cleans up after a backward that raised, marks outdated full parameters for a new gather, and notifies observers.
-        Raises `UsageError` if the user assigned `p.data`, and `DivergenceError` if collectives are not safe any more.
+        The preparation cleans up after a backward that raised, marks outdated full parameters for a new gather, notes which
+        parameters now require gradients, releases leases kept for old forwards, and notifies observers. Raises `UsageError` if
+        the user assigned `p.data`, and `DivergenceError` if collectives are not safe any more.
         """
         if self.depth:
             return
@@ -145,9 +148,9 @@ class Engine:
         return nodes
 
     def leave(self, error: BaseException | None) -> None:
-        """End a call of a unit; `error`: the exception that ended it, or None. The end of the outermost call, outside of a
-        backward, also frees units that were prefetched but not used, and notifies observers. Under no_grad the host then waits
-        for running steps and copies."""
+        """End a call of a unit. `error`: the exception that ended it, or None. The end of the outermost call, outside of a
+        backward, also frees units that were prefetched but not used, and notifies observers. Under no_grad, and without an error,
+        the host then waits for running optimizer steps and copies."""
         self.depth -= 1
         if self.depth:
             return
@@ -174,7 +177,8 @@ class Engine:
         return result
 
     def acquire(self, unit: Unit) -> int:
-        """Gather `unit` if needed and keep it in memory until `unit.release()`; return the version of its shards."""
+        """Gather `unit` if needed, and let the compute stream wait for it. `unit` stays in memory until `unit.release()`. Returns
+        the version of the shards from which it was gathered."""
         if unit.full_params is RESHARDED:
             self.allocate(GATHERED, unit.unshard)
         return unit.acquire()
@@ -185,19 +189,19 @@ class Engine:
             unit.reshard(waits)
 
     def keep(self, unit: Unit, root: int) -> KeptLease:
-        """Hand the caller's lease on `unit` to the engine until the backward of forward number `root`; return its record."""
+        """Keep the caller's lease on `unit` until the backward of forward number `root`; return a record of it for `take`."""
         self.kept_leases.append(KeptLease(unit, root))
         return self.kept_leases[-1]
 
     def take(self, lease: KeptLease | None) -> bool:
-        """Take back a lease from `keep`. Returns True if it was still kept; the caller must then release it."""
+        """Take back a lease from `keep`. Returns True if it was kept until now; the caller must then release the unit."""
         if lease is None or lease not in self.kept_leases:
             return False
         self.kept_leases.remove(lease)
         return True
 
     def drop_kept(self, matches: Callable[[KeptLease], bool] = lambda lease: True) -> None:
-        """Release the leases from `keep` for which `matches` returns True; their backward gathers again."""
+        """Release the leases from `keep` for which `matches` returns True, by default all; their backward gathers again."""
         # Never called by a destructor, because all ranks must end their leases at the same time.
         for lease in [lease for lease in self.kept_leases if matches(lease)]:
             self.kept_leases.remove(lease)
@@ -218,7 +222,7 @@ class Engine:
             unit.reshard(waits=False)
 
     def recover(self) -> None:
-        """Drop the gradients and leases of a backward that raised; do nothing if none did.
+        """Drop the gradients of a backward that raised, and all kept leases; do nothing if no backward raised.
 
         The host does not wait for collectives, because other ranks may not have begun them; the next backward waits.
         """
@@ -247,7 +251,9 @@ class Engine:
     # -- backward
 
     def join(self, task: int, call: Any) -> None:
-        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call."""
+        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call. The
+        first record of a backward notifies observers that it begins. If an earlier backward raised, the host first waits for the
+        reduces that were then under way."""
         self._follow(task)
         self._tasks[task].append(call)
         if call.reduces:
@@ -277,7 +283,7 @@ class Engine:
     # -- gradients
 
     def add_up(self, unit: Unit, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Add full gradients of the unit's parameters `indices` to sums on this rank, which a later backward reduces."""
+        """Add full gradients of the unit's parameters `indices` to sums on this rank, for the unit's next reduce."""
         self.writes_here()
         self.allocate(GRADIENTS, unit.local_sums.add, indices, grads)
 
@@ -293,7 +299,8 @@ class Engine:
         self.to_add.clear()
 
     def synchronize(self) -> None:
-        """Let the host wait for optimizer steps and copies under way, so that shards, gradients and states are current."""
+        """Let the host wait for optimizer steps and copies under way, so that shards, gradients and states are current. Raises
+        `UsageError` if the user assigned `p.data`."""
         self.land_gradients()
         for unit in self.units:
             unit.module_params.check_data()
@@ -301,8 +308,8 @@ class Engine:
                 group.shard_buffer.synchronize()
 
     def accumulates(self) -> bool:
-        """Return True if the engine may write `.grad` in this backward: not in `autograd.grad`, with `inputs`, or anomaly mode.
-        If True, also let the compute stream wait for other streams that wrote gradients."""
+        """Return True if the engine may write `.grad` in this backward. False in `autograd.grad`, in a backward with `inputs`,
+        and in anomaly mode. If True, also let the compute stream wait for other streams that wrote gradients."""
         task = _torch.current_graph_task()
         if self._accumulates is None or self._accumulates[0] != task:  # computed once per backward
             self._accumulates = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.leaf)
@@ -323,6 +330,7 @@ class Engine:
             self.delayed_writes.pop(0)()
 
     def _end_of(self, task: int) -> None:
+        """End the calls of the backward with id `task`; if no other backward runs, also its leases and gradients under way."""
         for call in self._tasks.pop(task):
             call.end(task)
             self._walked.add(call.root)
@@ -346,6 +354,7 @@ class Engine:
         self._ended(reduced)
 
     def _ended(self, reduced: bool) -> None:
+        """If `reduced`, complete all gradients and mark full parameters stale. Then free unused units and notify observers."""
         if reduced:
             self._reduce_leftovers()
             self.undecided.settle()
@@ -356,13 +365,14 @@ class Engine:
             notify(reduced)
 
     def reduce_sums(self) -> None:
-        """Reduce the gradients that earlier backwards under no_sync summed, and add them to `.grad`. A collective."""
+        """Reduce the gradients, if any, that earlier backwards under no_sync summed, and add them to `.grad`. A collective."""
         if any(unit.local_sums.any_held() for unit in self.units):
             self._ended(reduced=True)
 
     def _reduce_leftovers(self) -> None:
-        """Reduce the sums of no_sync that no call of this backward has reduced, and add them to `.grad`, unit by unit. Parameters
-        that were frozen since are included: gradients of their earlier micro-batches belong to the step."""
+        """Reduce the sums of no_sync that no call of this backward has reduced, and add them to `.grad`, unit by unit. Then call
+        the parameters' post-accumulate hooks. Parameters that were frozen since are included: gradients of their earlier
+        micro-batches belong to the step."""
         for unit in [unit for unit in self.units if unit.local_sums.pending and unit.unit_policy.reduces]:
             trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
             none_ours = [False] * len(trained.indices)
@@ -386,6 +396,7 @@ class Engine:
     # -- ahead of use
 
     def gather_ahead(self, phase: Phase, unit: Unit) -> None:
+        """Record that `unit` runs now, and begin to gather the units expected next, within the prefetch budget."""
         self.order.visit(phase, unit.index)
         chosen: Iterable[int] | None = unit.unit_policy.ahead.get(phase)
         if chosen is None:
@@ -396,6 +407,7 @@ class Engine:
                 self.allocate(GATHERED, following.unshard)
 
     def expected(self, unit: Unit) -> Unit | None:
+        """Return the unit expected after `unit` in a forward; None at its end, or if none was recorded."""
         following = self.order.after(FORWARD, unit.index)
         return None if following is None else self.units[following]
 

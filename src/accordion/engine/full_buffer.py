@@ -71,7 +71,7 @@ class FullBuffer:
             self.rows.append(rows)
 
     def open(self) -> None:
-        """Allocate the memory, unless it is allocated; its contents are undefined."""
+        """Allocate the memory, unless it is allocated. Its contents are undefined; with `poison` they are NaN."""
         if not self._is_open:  # resizing to the same size would allocate and copy
             self._storage.resize_(self.num_bytes)
             self._is_open = True
@@ -79,7 +79,8 @@ class FullBuffer:
             self.flat.data.fill_(float("nan"))
 
     def stay(self, stays: bool) -> None:
-        """`stays` True: allocate the memory, and make `close` do nothing: CUDA graphs record addresses. False: undo, and free."""
+        """If `stays`, allocate the memory and make later calls of `close` do nothing, since CUDA graphs record addresses. If
+        False, undo this and free the memory; nothing if there is nothing to undo."""
         if stays:
             self.open()
             self.close = lambda: None  # type: ignore[method-assign]

@@ -72,7 +72,7 @@ class AxisGather:
         self._storage.resize_(0)
 
     def open(self) -> None:
-        """Allocate the packed message. Call this before `load` and `steps`."""
+        """Allocate the packed message, if shards are packed. Call this before `load` and `steps`."""
         if self._storage is not None:
             self._storage.resize_(self._num_bytes)
 
@@ -87,8 +87,8 @@ class AxisGather:
             _torch.foreach_copy_(self._to, self._source, non_blocking=self.off_device)
 
     def steps(self, check: Callable[[Tensor], None]) -> Steps:
-        """Generator: gather and unpack, and yield works to wait for. If shards are off the device, call `load` before it.
-        `check`: called with the tags (num_ranks, num_flags) that all ranks sent."""
+        """Generator: gather and unpack, and yield works to wait for. Calls `load` first; if shards are off the device, the caller
+        must do this. `check`: called with the tags (num_ranks, num_flags) that all ranks sent, if tags are sent."""
         if self._to and not self.off_device:
             self.load()
         if self._axis.num_ranks == 1:
@@ -125,9 +125,9 @@ def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 
 def in_runs(*sides: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Join neighbouring views of equal shape, so that fewer copies are needed. Yields one stacked view per list, for each run.
-    `sides`: lists of views of equal length, such as destinations and sources. Views that are not equally spaced are yielded one
-    by one, each with a new dim 0 of size 1."""
+    """Join neighbouring views of equal shape, so that fewer copies are needed. For each run, yields one stacked view per side.
+    `sides`: lists of equal length, such as the views to copy to and those to copy from. If views of a run are not equally spaced
+    in the first list, they are yielded one by one, each with a new dim 0 of size 1."""
     for _, group in groupby(zip(*sides, strict=True), key=lambda views: views[0].shape):
         run = list(group)
         gaps = {b[0].storage_offset() - a[0].storage_offset() for a, b in pairwise(run)}

@@ -34,9 +34,9 @@ class GlooCommunicator(Communicator):
         self.sends = device.type == "cpu" and 2 <= self.num_ranks <= SENDING_RANKS
 
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
-        """For each (received, sent) begin to send `sent[r]` to rank r and to receive `received[r]` from it; return the works.
+        """For each (received, sent), begin to send `sent[r]` to rank r and to receive `received[r]` from it. Return the works.
 
-        All tensors are contiguous; empty ones and this rank's own are skipped.
+        All tensors must be contiguous. Empty tensors and this rank's own index are skipped.
         """
         # 12.6 MB over 2 ranks take 0.6 of the time of an all-gather.
         works = []

@@ -39,7 +39,7 @@ def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) 
 class InnerShard(ShardBuffer):
     """With `hybrid_shard_optim`: this rank's shard over the `shard` axis, in the gathered dtype.
 
-    The optimizer steps smaller rows, which are divided over the `replicate` axis too. Once a step they are gathered into this.
+    The optimizer steps smaller shards, divided over the `replicate` axis too, which are gathered into this one once a step.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class Group(ABC):
         self._expect()
 
     def remark(self, mark: int) -> None:
-        """Add `mark` to the tag (number of the unit) sent with later reduces. A reduce fails if ranks sent different tags."""
+        """Set `mark`, which is added to the tag (number of the unit) of later reduces, in place of the last mark. A reduce fails
+        if ranks sent different tags."""
         if mark % NUM_TAGS != self._mark:
             self._mark = mark % NUM_TAGS
             for ones in self._ones.values():
@@ -159,7 +160,8 @@ class Group(ABC):
 
     @abstractmethod
     def gather(self) -> Transfer | None:
-        """Begin to gather the full parameters; return the transfer, or None if there is nothing to do. Call `landed` later."""
+        """Begin to gather the full parameters, and return the transfer; None if the shards are the full parameters (`alias`).
+        Call `landed` later."""
 
     @abstractmethod
     def landed(self) -> None:
@@ -188,6 +190,7 @@ class Group(ABC):
         """Return a tensor (rows, count + 1) to send with `count` gradients: 1 for each, 0 for those in `absent`, then the tag.
 
         All rows are equal. Their sums over ranks tell how many ranks had each gradient, and if all ranks reduce the same unit.
+        Small results are cached if `absent` is empty; the host then waits once for the device.
         """
         key = (rows * count, dtype)
         if not absent and key in self._ones:
@@ -290,7 +293,8 @@ class CutGroup(Group):
         return transfer
 
     def _check(self, tags: Tensor) -> None:
-        """Raise an error if the `tags` that all ranks sent with a gather differ: the ranks have then gathered different units."""
+        """Raise an error if the `tags` that all ranks sent with a gather differ: the ranks have then gathered different units.
+        Does nothing if the waiter does not ask for this check."""
         waiter = self.context.waiter
         if waiter.looks(self.context.device):
             waiter.same_everywhere(tags, self._tag, self._gathers)

@@ -42,6 +42,7 @@ class Hooks:
             _HOOKS_OF.setdefault(module, []).append(weakref.ref(self))
 
     def attach(self, module: nn.Module) -> None:
+        """Register `before` and `after` as hooks of `module`, and store this object in the module's attribute `ATTACHED`."""
         module.__dict__[ATTACHED] = self
         self.modules.append(weakref.ref(module))
         # Dynamo cannot trace a hook that communicates. Wrapped once: wrapping at each call, as FSDP2 does, takes 14.6 us.
@@ -55,7 +56,7 @@ class Hooks:
         return [module for module in (ref() for ref in self.modules) if module is not None]
 
     def detach(self, modules: Iterable[nn.Module]) -> None:
-        """Remove the hooks. `modules` must be all modules that were attached; their parameters are then the shards."""
+        """Remove the hooks from `modules`, which must be all attached modules; their parameters are the shards from then on."""
         for handle in self._handles:
             handle.remove()
         for module in modules:
@@ -64,7 +65,7 @@ class Hooks:
         self.unit.module_params.detach()
 
     def attach_method(self, module: nn.Module, name: str) -> None:
-        """Replace the method `name` of `module` by one that also gathers the unit, as its forward does."""
+        """Replace the method `name` of the object `module` by one that also gathers the unit, as the unit's forward does."""
         reference, method = weakref.ref(module), getattr(type(module), name)
 
         @wraps(method)
@@ -76,7 +77,8 @@ class Hooks:
         module.__dict__[name] = entered
 
     def enter(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of `call(*args, **kwargs)`, run between the hooks `before` and `after` of `module`."""
+        """Run `call(*args, **kwargs)` between the hooks `before` and `after` of `module`; return its result. `before` may replace
+        the arguments, and `after` the result."""
         out, changed = None, torch.compiler.disable(self.before)(module, args, kwargs)
         args, kwargs = (args, kwargs) if changed is None else changed
         try:
@@ -95,7 +97,8 @@ class Hooks:
     def _edge(self, call: Call) -> Tensor:
         """Return the input of a call's Gather node, which links it to the AwaitReduce node; a leaf if nothing is reduced.
 
-        Also sets `call.number`, the sequence number of AwaitReduce: that which `reserve` took a unit earlier, or a new one.
+        If something is reduced, also sets `call.number`, the sequence number of AwaitReduce in autograd: the number that
+        `reserve` took in the previous unit's call of this forward, or a new one.
         """
         engine, trained = self.engine, call.trained
         if not call.sync or not trained.indices:
@@ -114,7 +117,8 @@ class Hooks:
         return node.edge
 
     def reserve(self, root_call: int) -> None:
-        """Reserve an autograd sequence number for the AwaitReduce node of the unit's next call in forward `root_call`."""
+        """Reserve an autograd sequence number for the AwaitReduce node of the unit's next call in forward number `root_call`.
+        Does nothing if this forward has one already."""
         if self._reserved is None or self._reserved[0] != root_call:
             self._reserved = root_call, _torch.reserve_number()
 
@@ -123,8 +127,8 @@ class Hooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any, *, by_read: bool = False) -> Any:
         """Forward pre-hook: gather the unit, show its full parameters, and return cast (args, kwargs), or None to keep them.
 
-        `by_read`: True if a read of the layer's weight calls this, instead of torch. Raises `UsageError` in a transform of
-        torch.func.
+        Inside `full_params` only returns None. `by_read`: True if a read of the layer's weight calls this, instead of torch.
+        Raises `UsageError` in a transform of torch.func, and errors of observers.
         """
         engine, unit = self.engine, self.unit
         if engine.suspended:
@@ -189,7 +193,8 @@ class Hooks:
     ) -> tuple[Call, Sequence[Tensor]]:
         """Gather the unit and begin a call; return (call, full parameters for the modules, in autograd's graph if trained).
 
-        Also begins to gather the units that are expected next. The caller ends the call with `_end_forward`.
+        Outside of a backward also begins to gather the units that are expected next. The caller ends the call with
+        `_end_forward`.
         """
         unit, engine = self.unit, self.engine
         unit.module_params.check_registry()
@@ -239,9 +244,10 @@ class Hooks:
         return tensor
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-        """Forward hook, also after an error (`out` None): end the call of `before`; return a replacement for `out` or None.
+        """Forward hook, also after an error (`out` None): end the call of `before`; return a replacement for `out`, or None.
 
-        Raises `UsageError` if the forward wrote into full parameters, because such a write does not reach the shards.
+        Returns None at once if `before` has begun no call. Raises `UsageError` if the forward wrote into full parameters, because
+        such a write does not reach the shards. An error of an observer is raised after the call has ended.
         """
         if not self._calls or (entry := self._calls.pop()) is None:
             return None
@@ -282,7 +288,8 @@ class Hooks:
         return tensor.clone() if self.unit.holds(tensor) else tensor
 
     def _watch_outputs(self, call: Call, fulls: Sequence[Tensor], out: Any, inputs: Any) -> Any:
-        """Return `out` with nodes or hooks that begin the call's backward when its gradient comes. `inputs`: (args, kwargs)."""
+        """Return `out` with autograd nodes or hooks that begin the call's backward when the gradient of `out` is computed.
+        `inputs`: (args, kwargs) of the call. Also notifies observers."""
         # A pre-backward node serves backwards through the model's outputs: autograd runs the newest ready node first, and the
         # outermost call makes these nodes ready. Hooks on outputs serve backwards of other tensors, or without gradients of
         # parameters. `safety/hidden_losses.py` serves losses that are not in the outputs.
@@ -330,7 +337,8 @@ class Hooks:
     # -- dummy calls: a unit that this rank skipped is gathered, because other ranks call it
 
     def begin_dummy(self, differentiable: bool, by_read: bool) -> tuple[Call, Sequence[Tensor]]:
-        """Join the gather of a unit that other ranks call and this rank skips; return (call, full parameters) for `end_dummy`."""
+        """Join the gather of a unit that other ranks call and this rank skips; return (call, full parameters) for `end_dummy`.
+        `differentiable`: a backward may follow. `by_read`: on other ranks, a read of the layer's weight began it."""
         with torch.set_grad_enabled(differentiable):
             call, fulls = self._begin(differentiable, by_read, is_dummy=True)
         for watch in self.engine.observers.unit_is_full:
@@ -354,7 +362,8 @@ def attached_to(module: nn.Module) -> Hooks | None:
 
 
 def hooks_of(module: nn.Module) -> list[Hooks]:
-    """Return the hooks of each unit that owns a parameter of `module` itself; a tied weight may be in another unit."""
+    """Return the hooks of each unit that owns a parameter of `module` itself; a tied weight may belong to another unit. Hooks
+    that were detached are left out."""
     return [hooks for hooks in (ref() for ref in _HOOKS_OF.get(module, ())) if hooks is not None and hooks.modules]
 
 

@@ -24,8 +24,8 @@ class UndecidedGradients:
     def note(self, param: Tensor, previous: Tensor | None, grad: Tensor, counted: tuple[Tensor, int] | None) -> None:
         """Record that `grad` becomes `param.grad`, or is added to `previous`, the gradient so far.
 
-        `counted`: (device tensor, index) of the number of ranks with a gradient in this reduce; None if this rank has one,
-        and `param` then keeps its gradient.
+        `counted`: (device tensor, index) of the number of ranks with a gradient in this reduce; None if this rank has one.
+        `param` keeps its gradient, without a record, if `counted` is None or `previous` is a gradient without a record.
         """
         entry = self._entries.get(id(param))
         if counted is None:

@@ -68,10 +68,10 @@ class Cut:
 
 
 def cut(shape: Sequence[int], num_ranks: int, itemsize: int, state_block: int = 1, num_replicas: int = 1) -> Cut:
-    """Return how to divide a tensor over ranks, and over `num_replicas` that divide each rank's rows once more.
+    """Return how to divide a tensor over `num_ranks` ranks. `num_replicas`: ranks that divide each rank's rows once more.
 
-    `state_block`: elements that share a scale in low-bit optimizer states. Small tensors whose rows would end inside a block
-    stay whole.
+    `state_block`: elements that share a scale in low-bit optimizer states. A small tensor that such an optimizer quantises stays
+    whole if a rank's rows would end inside a block, or if it would be divided on another dim than 0.
     """
     c = _least_padded(shape, num_ranks, itemsize)
     is_small = c.numel >= LEAST_QUANTISED and c.numel * itemsize <= PACK_LIMIT_BYTES
@@ -136,7 +136,7 @@ class Slice:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows of all ranks, without padding, which follows them: only the last ranks have fewer rows."""
+        """Return the number of rows of all ranks, without padding. Padding comes last: only the last ranks have fewer rows."""
         return sum(map(self.rows_of, range(self.cut.num_ranks)))
 
 
@@ -224,7 +224,8 @@ def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], i
 
 
 def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
-    """Divide tensors of `numels` elements into pieces of at most `most` elements. A piece is a list of (index, start, stop)."""
+    """Divide tensors of `numels` elements into pieces of at most `most` elements, and return the pieces. A piece is a list of
+    (index of a tensor, start, stop). A tensor that fits into the piece before it joins that piece."""
     pieces, left = list[list[tuple[int, int, int]]](), 0
     for i, numel in enumerate(numels):
         if pieces and numel <= left:

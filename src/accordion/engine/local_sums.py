@@ -39,7 +39,8 @@ class LocalSums:
         self.pending: set[int] = set()
 
     def add(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients `grads` to the sums of the parameters `indices`; replace a `.grad` of None by sharded zeros."""
+        """Add the gradients `grads` to the sums of the parameters `indices`; None counts as no gradient. A parameter whose
+        `.grad` is None gets sharded zeros as `.grad`."""
         self.pending.update(indices)
         for i, grad in zip(indices, grads, strict=True):
             if grad is None:
@@ -93,7 +94,8 @@ class LocalSums:
             self._params[i].sharded.grad = None
 
     def _sum_of(self, i: int) -> _Sum | None:
-        """Return the sum of parameter `i`; None if there is none, or the user has cleared `.grad` or written into our zeros."""
+        """Return the sum of parameter `i`; None if there is none, or if the user has set `.grad` to None or to zeros since. A
+        write into the zeros that `add` put into `.grad` counts as clearing too. The host may wait for the device."""
         entry = self._sums.get(i)
         if entry is None:
             return None

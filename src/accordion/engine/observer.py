@@ -1,7 +1,7 @@
 """Callbacks at the moments of a training step, for code outside of the engine that watches a model.
 
 An observer overrides the callbacks it needs and is attached with `engine.observers.attach`. The engine imports no observer:
-checks that ranks agree, checks for NaN, steps inside a backward and the planner are in other packages.
+checks that ranks agree, checks for NaN and the planner are in other packages.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Observer:
         """Called when memory of the full parameters of `unit` was allocated and their gather has begun."""
 
     def unit_reshards(self, unit: Unit) -> None:
-        """Called when that memory was freed."""
+        """Called when memory of the full parameters of `unit` was freed."""
 
     def interrupted(self) -> None:
         """Called after a forward was interrupted and torch ran no hooks, so that no end was reported."""
@@ -126,7 +126,7 @@ class Observers:
         self._sort()
 
     def attach(self, observer: Observer, *, first: bool = False) -> None:
-        """Call `observer` from now on, after the observers that were attached before, or `first`."""
+        """Call `observer` from now on, after the observers that are attached already; with `first`, before them."""
         self._attached.insert(0 if first else len(self._attached), observer)
         self._sort()
 

@@ -47,12 +47,12 @@ class UnitOrder:
         self._last[phase] = START
 
     def after(self, phase: Phase, unit: int) -> int | None:
-        """Return the unit expected after `unit`; None at the end of the phase, or if none was recorded."""
+        """Return the unit expected after `unit` in `phase`; None at the end of the phase, or if none was recorded."""
         following = self._next[phase].get(unit, END)
         return None if following == END else following
 
     def sequence(self) -> list[int]:
-        """Return the indices of the units in the order of the last forward, each once, up to the first repetition."""
+        """Return the indices of the units in the recorded order of forwards, up to the first unit that comes again."""
         sequence: list[int] = []
         following = self.after(FORWARD, START)
         while following is not None and following not in sequence:

@@ -19,7 +19,7 @@ class PendingReduce:
 
     `chosen`: indices of the parameters in `group`. `grads`: a full gradient for each; None if this rank has none. `sent`: the
     dtype in which they are sent. `ours`: True for gradients to which nothing else refers, so that they may be overwritten.
-    `height`: as in `Group.plans`.
+    `height`: the gradients are those of a `Slice` with so many rows of each rank; None: of all rows.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class PendingReduce:
         self._outer = side_stream.start(self._outer_steps(), buffers, self._group.reduces)
 
     def arrive(self) -> None:
-        """Wait for the reduce over the first axis; for a hybrid, begin the second one if needed and free most buffers."""
+        """Let the compute stream wait for the reduce over the first axis; with gloo, the host waits too. With a hybrid strategy
+        also begin the reduce over the second axis, unless it has begun, and free most buffers."""
         if self._transfer is not None:
             self._transfer.land()
             if self.goes_on and self._outer is None:
@@ -111,6 +112,7 @@ class PendingReduce:
                 transfer.abandon()
 
     def _finish_sums(self, buffers: list[Tensor], reduction: AxisReduce | None = None) -> None:
+        """Scale the sums in `buffers` in place, then call `after_reduce` for each buffer, if set. `reduction`: has the flags."""
         group = self._group
         if group.scale != 1.0 and len(buffers) == 1:
             buffers[0].mul_(group.scale)
@@ -127,9 +129,9 @@ class PendingReduce:
     def finish_in_tier(
         self, adding: Sequence[bool], decide: bool = True
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """Call `finish(decide)` and begin to move its rows to the memory kind in which gradients are stored (offload).
+        """Call `finish(decide)`, and begin to move the rows that it returns to host or disk if gradients are offloaded there.
 
-        Returns (rows there, copy under way or None). `adding`: True for rows that the caller only adds to a gradient.
+        Returns (rows in that memory, copy under way or None). `adding`: True for rows that the caller only adds to a gradient.
         """
         rows, group = self.finish(decide), self._group
         # If the sums are cast to be gradients, the compute stream does that.
@@ -137,7 +139,7 @@ class PendingReduce:
         return group.shard_buffer.put(self._chosen, rows, adding, made_by)
 
     def counted(self) -> list[tuple[Tensor, int] | None]:
-        """Return, per parameter, None if this rank has its gradient; otherwise (counts, k): counts[k] ranks have it."""
+        """Return, per parameter, None if this rank has a gradient or is alone; else (counts, k): counts[k] ranks have it."""
         if not self.absent or self._transfer is None:
             return [None] * len(self._chosen)
         sums, absent = self._last.flag_sums, set(self.absent)
@@ -147,7 +149,7 @@ class PendingReduce:
         """Let the compute stream wait for the reduce; return this rank's rows of each sum, in the sharded gradient's dtype.
 
         `decide`: return None, not zeros, for gradients that no rank has; if this rank lacks one, the host waits for the device.
-        Raises an error if ranks reduced different units.
+        Raises an error if ranks reduced different units, when the waiter asks for this check.
         """
         group, waiter = self._group, self._group.context.waiter
         if self._transfer is not None:

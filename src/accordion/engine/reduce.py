@@ -168,6 +168,7 @@ class AxisReduce:
             _torch.chunk_cat(parts, self._axis.num_ranks, out=self._pack)
 
     def steps(self) -> Steps:
+        """Generator: send what `load` has put into the buffers, and sum; yields works to wait for."""
         communicator = self._axis.reduce
         if communicator.num_ranks == 1:
             if self._direct:
@@ -195,7 +196,7 @@ class AxisReduce:
                 yield communicator.sum(self._whole)
 
     def _cast(self, piece: Sequence[tuple[int, int, int]]) -> tuple[list[Tensor], list[Tensor]]:
-        """Cast one piece of the large gradients into the cast buffer; return (outs, inputs) of its reduce-scatter."""
+        """Copy one piece of the large gradients, cast, into the buffer for casts; return (outs, inputs) of its reduce-scatter."""
         num, outs, inputs, at = self._axis.num_ranks, list[Tensor](), list[Tensor](), 0
         for i, start, stop in piece:
             inputs.append(self._received[0][at : at + num * (stop - start)])
@@ -238,6 +239,6 @@ def dense(grad: Tensor, dtype: torch.dtype, *, copy: bool) -> Tensor:
 
 
 def by_rank(grad: Tensor, c: Cut) -> Tensor:
-    """Return `grad` with the dim that `c` cuts first, contiguous, so that the r-th chunk of rows goes to rank r."""
+    """Return `grad` with the dim that `c` divides moved to the front, contiguous: the r-th chunk of rows is for rank r."""
     assert c.dim is not None
     return (grad.movedim(c.dim, 0) if c.dim else grad).contiguous()

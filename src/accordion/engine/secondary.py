@@ -35,7 +35,7 @@ class LeavingBuffer(FullBuffer):
         self.shows = self.left = NO_VERSION
 
     def close(self) -> None:
-        """Free the full parameters; if a backward may follow, first copy this rank's slice of them into `part`."""
+        """Free the full parameters. In a forward with gradients and `leaves`, first copy this rank's slice into `part`."""
         comes_back = self.leaves and torch.is_grad_enabled() and not _torch.is_in_backward()
         if comes_back and self.shows not in (NO_VERSION, self.left):
             self.part, self.left = self.raw[self._slice].clone(), self.shows

@@ -21,12 +21,14 @@ NO_VERSION = -1
 
 
 class ShardBuffer:
-    """This rank's shards of one group of parameters: gathers read them, and optimizers step them. By default on the device.
+    """This rank's shards of one group of parameters: gathers read them, and optimizers step them.
+
+    Here the shards are on the device, so the methods do nothing; subclasses for offload override them.
 
     `padded`: each shard as 1-D, padded to an equal size on all ranks, for gathers; `dtype` is theirs, None if they differ.
-    `locals`: the shards without padding, in the parameters' own dims, for optimizers. `pack_row`: small shards and the tag as
-    one 1-D tensor to send, None if they are not contiguous. `tag` (num_flags,): the number of the unit, which is sent to check
-    that all ranks gather the same one. `flats`: the memory of all of these.
+    `locals`: the shards without padding, in the parameters' own dims, for optimizers. `pack_row`: small shards and the tag as one
+    1-D tensor to send, None if they are not contiguous. `tag` (num_flags,): the number of the unit, which is sent to check that
+    all ranks gather the same one. `flats`: the memory of all of these.
     """
 
     off_device = False  # True if gathers first copy to the device
@@ -145,7 +147,7 @@ def local_view(padded: Tensor, c: Cut, rank: int) -> Tensor:
 def own_storage(view: Tensor) -> Tensor:
     """Return a tensor over the memory of `view` whose storage has that memory alone; a fake or meta tensor stays as it is.
 
-    Otherwise `copy.deepcopy` and `torch.save` of the parameter would copy the whole buffer, or read it at a wrong offset.
+    With the buffer's storage, `copy.deepcopy` and `torch.save` would copy the whole buffer, or read it at a wrong offset.
     """
     if view.untyped_storage().device.type == "meta":  # a fake tensor has no address to be wrong about
         return view

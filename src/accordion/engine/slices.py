@@ -100,7 +100,8 @@ class SlicedReduce(PendingReduce):
         call.engine.reduces_under_way.append([self])  # until `hand_over`, or `Engine.recover` after an error
 
     def add(self, part: Slice, grads: Sequence[Tensor]) -> None:
-        """Begin to reduce gradients (rows of all ranks with padding, ...) of the slice `part`, one per trained parameter."""
+        """Begin to reduce the gradients of the slice `part`, after the reduce of the slice before has ended. `grads`: one per
+        trained parameter, each (rows of all ranks with padding, ...)."""
         self.finish()
         sent, ours = self._group.dtype, [True] * len(grads)
         grads = [grad.to(sent) for grad in grads]
@@ -133,7 +134,8 @@ class SlicedReduce(PendingReduce):
 
 
 def begin_call(engine: Engine, unit: Unit) -> Call:
-    """Return a call of `unit` without a gather or hooks, for gradients of its slices."""
+    """Return a call of `unit` without a gather or hooks, for gradients of its slices. Raises `DivergenceError` if collectives are
+    not safe any more, and `UsageError` if a parameter was replaced or its data assigned."""
     engine.context.waiter.check()
     unit.module_params.check_registry()
     unit.module_params.check_data()
@@ -144,7 +146,7 @@ def begin_call(engine: Engine, unit: Unit) -> Call:
 
 
 def begin_backward(call: Call) -> None:
-    """Make the running backward one of `call`. Raises `UsageError` if the parameters were changed since the forward."""
+    """Record that the running backward reaches `call`. Raises `UsageError` if the parameters were changed since the forward."""
     if call.version != call.unit.groups[0].version():
         raise changed_error(call.unit)
     call.engine.join(_torch.current_graph_task(), call)

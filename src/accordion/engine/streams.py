@@ -204,7 +204,7 @@ class Transfer:
         self._tensors.clear()
 
     def abandon(self) -> None:
-        """Give up the result without a wait of the host. Unfinished works of gloo keep their memory."""
+        """Give up the result without a wait of the host, and drop the buffers. Unfinished works of gloo keep their memory."""
         if self.ended:
             self.land()
         if self._pending is not None:
@@ -218,7 +218,7 @@ class Transfer:
             stream.wait_event(self._end)
 
     def join(self, side_stream: SideStream) -> None:
-        """Let another side stream wait for the end. Keep this transfer until a later one on that stream has landed."""
+        """Let another side stream wait for the end. Keep this transfer alive until a later one on that stream has landed."""
         self._finish()
         side_stream.wait(self._end)
 

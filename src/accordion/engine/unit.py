@@ -146,6 +146,7 @@ class Unit:
         return module is None or "forward" in module.__dict__
 
     def trained_at(self, indices: tuple[int, ...]) -> TrainedParams:
+        """Return new lists for the parameters `indices` (ascending), without an autograd node yet."""
         params, by_group, start, at = [self.params[i] for i in indices], [], 0, 0
         for group in self.groups:
             inside = tuple(i - start for i in indices if start <= i < start + len(group.params))
@@ -156,7 +157,7 @@ class Unit:
         return TrainedParams(indices, [p.sharded for p in params], views, likes, by_group)
 
     def drop_stale(self) -> None:
-        """Mark the full parameters for a new gather if shards were written since the last; their memory stays allocated."""
+        """Mark the full parameters for a new gather if shards were written since the last one; their memory stays allocated."""
         if self.is_unsharded and any(g.filled != g.version() for g in self._gathered):
             self._land()
             self.full_params = RESHARDED
@@ -230,6 +231,7 @@ class Unit:
         return version
 
     def _land(self) -> None:
+        """Let the compute stream wait for the gathers under way, if any, and mark the full parameters as gathered."""
         transfers = self._transfers
         if transfers:
             for transfer in transfers:
@@ -254,7 +256,8 @@ class Unit:
             self.reshard()
 
     def reshard(self, waits: bool = True) -> None:
-        """Free the full parameters, unless a lease or a policy keeps them. `waits`: False to do nothing if the host must wait."""
+        """Free the full parameters, unless a lease, the strategy or the unit's policy keeps them, or ranks have diverged.
+        `waits`: False to do nothing if the host would have to wait."""
         if self.leases or self.full_params is RESHARDED or self.context.waiter.broken is not None:
             return
         if self._transfers:

@@ -31,9 +31,9 @@ logger = logging.getLogger("accordion")
 class UnitCall(NamedTuple):
     """One step of a forward: the call of the unit with index `unit` begins or, if `leaves` is True, ends.
 
-    `differentiable`: a backward may reach the call. `depth`: number of unit calls in progress at the step, with a call that ends
-    in it. `trained`: indices of the unit's parameters that require gradients. `reads`: the call begins because code reads the
-    unit's weight, not because the unit's forward runs.
+    `differentiable`: a backward may reach the call. `depth`: number of unit calls in progress when the step is taken; a call that
+    ends counts, and a call that begins does not. `trained`: indices of the unit's parameters that require gradients. `reads`: the
+    call begins because code reads the unit's weight, not because the unit's forward runs.
     """
 
     unit: int
@@ -88,7 +88,8 @@ def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
 class OrderAgreement(Observer):
     """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips.
 
-    `hooks`: one per unit. `always`: ranks agree on each step, even if it repeats the last forward, as with `debug="order"`.
+    `hooks`: one per unit. `always`: ranks agree on each step, even if it repeats the last forward, as with `debug="order"`; set
+    to True once ranks have called different units.
     """
 
     def __init__(
@@ -123,8 +124,9 @@ class OrderAgreement(Observer):
             self.must(f"begins a forward {gradients}{'' if reduces else ', under no_sync'}")
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
-        """Wait until all ranks call `unit`; make dummy calls of units that others call first. Does nothing if the last forward
-        called `unit` at this point too, and ranks need not agree on each step."""
+        """Wait until all ranks call `unit`, and make dummy calls of units that others call first. Raises `DivergenceError` if
+        dummy calls cannot bring ranks together. Does not wait if the last forward called `unit` at this point too and ranks need
+        not agree on each step, or if the forward needs no other rank."""
         depth = self._engine.depth - len(self.open_dummies)
         step = UnitCall(unit.index, differentiable, depth, unit.trained.indices, reads=by_read)
         if self._silent or (self.trusts_history and self._expected.matches(FORWARD, step)):
@@ -134,7 +136,8 @@ class OrderAgreement(Observer):
         self.agree(step, f"enters unit {unit.index} ({unit.name or 'root'}) in its forward, {doing}")
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """Before the forward of `call` ends, make dummy calls of inner units that other ranks still call. Returns `out`."""
+        """Before the forward of `call` ends, make dummy calls of inner units that other ranks still call, and end all open dummy
+        calls. Does nothing for a dummy call and in a backward. Returns `out`."""
         if call.is_dummy or call.root == IN_BACKWARD:
             return out
         if error is None and not self._silent and call.unit.index in self._outer_units:
@@ -158,7 +161,8 @@ class OrderAgreement(Observer):
             self.must("begins a backward")
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
-        """If the last backward did not use `unit` at this point, wait until all ranks are about to use it."""
+        """If the last backward did not use `unit` at this point, or with `debug="order"`, wait until all ranks are about to use
+        it. Raises `DivergenceError` if a rank will not."""
         event = (unit.index, unit.trained.indices)
         if not self._expected.matches(BACKWARD, event):
             self._expected.note(BACKWARD, event)
@@ -194,8 +198,8 @@ class OrderAgreement(Observer):
         return outer
 
     def agree(self, step: UnitCall, what: str) -> None:
-        """Make dummy calls of the steps that other ranks take first; return when all ranks take `step`, described by `what` in
-        messages ("enters unit 3 in its forward"). Raises `DivergenceError` if dummy calls cannot bring ranks together."""
+        """Make dummy calls of the steps that other ranks take first, and return when all ranks take `step`. `what`: text on
+        `step`, such as "enters unit 3 in its forward". Raises `DivergenceError` if dummy calls cannot bring ranks together."""
         while (chosen := self._next(step, what)) != step:
             self.close(chosen.depth - chosen.leaves)
             if not chosen.leaves:
@@ -205,6 +209,8 @@ class OrderAgreement(Observer):
             self._expected.note(FORWARD, step)
 
     def _next(self, step: UnitCall, what: str) -> UnitCall:
+        """Return the step that all ranks take next: `step`, or one for which this rank makes a dummy call. Meets other ranks
+        unless it catches up on steps that they have done. Raises `DivergenceError` if ranks cannot be brought together."""
         while True:
             following: Any = self._expected.following(FORWARD)
             if self._num_to_follow and following is not None:

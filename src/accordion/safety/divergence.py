@@ -74,7 +74,7 @@ class DivergenceMonitor(Observer):
     """
 
     def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:
-        """Create the monitor of a model. A collective.
+        """Create the monitor of a model. A collective, which may open connections and start the thread that reads from them.
 
         Args:
             communicators: the model's communicators that include this rank.
@@ -110,7 +110,8 @@ class DivergenceMonitor(Observer):
         return None if hub is None or hub.is_closed else hub
 
     def listen(self, join: Join) -> None:
-        """Register the bound method `join`, by a weak reference: called if another rank opens a meeting while this rank waits."""
+        """Register the bound method `join`, to which only a weak reference is kept. It is called if another rank opens a meeting
+        while this rank waits."""
         self._join = weakref.WeakMethod(join)
 
     def check(self) -> None:
@@ -203,6 +204,8 @@ class DivergenceMonitor(Observer):
         return f"{self._prefix}/{self._num_met}"
 
     def _until(self, hub: Hub, ready: Callable[[], MeetingOver | None], what: str) -> MeetingOver:
+        """Poll `ready` until it returns a result, and return that. Raises `DivergenceError` if a rank ends before, if ranks wait
+        for each other in different places, or after `LOST_S`."""
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
         wait, next_s = _Wait(self.ranks, what), min(REPORT_AFTER_S, lost_s)
 
@@ -238,7 +241,8 @@ class DivergenceMonitor(Observer):
         return hub.cause(0.0, self._prefix) or gone
 
     def _fail_in_backend(self, what: str, error: BaseException) -> NoReturn:
-        """Raise `DivergenceError` for a backend's `error`, with the rank that caused it if the hub knows one."""
+        """Raise `DivergenceError` for a backend's `error`. It names the rank that caused the error if the hub learns of one
+        within `ECHO_S`, otherwise what other ranks do."""
         self.busy(what)
         if (hub := self._hub) is not None:
             is_out_of_time = wording.is_out_of_time(error)
@@ -306,6 +310,7 @@ class DivergenceMonitor(Observer):
         poll(lambda: done, math.inf, check, wait, first_s=2 * MEETING_POLL_S, longest_s=POLL_S)
 
     def _done(self, work: Any, timeout: timedelta | None, what: str) -> bool:
+        """Wait for `work`, up to `timeout`, and return True if it has ended. Raises `DivergenceError` if it has failed."""
         try:
             if timeout is None:
                 work.wait()
@@ -319,7 +324,8 @@ class DivergenceMonitor(Observer):
         return True
 
     def _report(self, hub: Hub, wait: _Wait) -> None:
-        """Post that this rank waits; raise `DivergenceError` if a rank has failed, or all ranks wait, in different places."""
+        """Post that this rank waits. Raise `DivergenceError` if a rank has failed, or if in `POLLS` calls in a row all ranks
+        waited in different places. After `SILENT_POLLS` calls, log a warning that names the ranks without a post."""
         doing = self._doing(wait.what)
         self._tell({"ranks": wait.ranks, "what": doing, **self._facts})
         posts = hub.posts(self._prefix)
@@ -359,7 +365,7 @@ class DivergenceMonitor(Observer):
         raise error from cause
 
     def tell(self, text: str) -> None:
-        """Post to the other ranks that this rank has failed. `text`: the end of a sentence that begins with "rank R"."""
+        """Post to the other ranks that this rank has failed, and how. `text`: the end of a sentence that begins with "rank R"."""
         self._tell({"failed": wording.of_another(text), **self._facts})
 
     def _tell(self, post: dict[str, Any]) -> None:
@@ -379,8 +385,9 @@ class DivergenceMonitor(Observer):
         return self.listens and (self.num_since_meeting <= COMPARED_PASSES or device.type == "cpu")
 
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
-        """Raise `DivergenceError` unless each row of `rows` (num_ranks, n), tags of all ranks, is `expected` (n,). On an
-        accelerator this is a device-side assertion instead. `what`: text on what this rank does, for the message."""
+        """Raise `DivergenceError` unless each row of `rows` (num_ranks, n), the tags of all ranks, equals `expected` (n,). On an
+        accelerator the device asserts this instead, without a wait of the host. `what`: text on what this rank does, for the
+        message. Does nothing without other ranks."""
         if not self.listens:
             return
         if rows.device.type != "cpu":
@@ -390,10 +397,9 @@ class DivergenceMonitor(Observer):
             self._fail_mismatch(what)
 
     def send_steps(self, num: int, chain: int) -> None:
-        """In every few backwards, have the first rank compare `chain` of all ranks: the digest of a rank's optimizer steps up to
-        its backward number `num`. Nobody waits. Raises `DivergenceError` if earlier digests differed, at the same backward on
-        every rank.
-        """
+        """In every few backwards, send `chain` to the first rank, which compares it over ranks. Nobody waits. `chain`: the digest
+        of this rank's optimizer steps up to its backward number `num`. Raises `DivergenceError` if digests of some backwards ago
+        differed, at the same backward on every rank. Does nothing without other ranks."""
         if (hub := self._hub) is None:
             return
         # Digests are chained, so the last one that every rank knows of also tells that earlier ones differed.
@@ -410,7 +416,8 @@ class DivergenceMonitor(Observer):
             hub.send_to_first(InputDigest(rank=hub.rank, model=self._prefix, digest=digest))
 
     def _fail_mismatch(self, what: str) -> NoReturn:
-        """Raise `DivergenceError` because tags or digests differ; it names what each rank does, or how their steps differ."""
+        """Raise `DivergenceError` because tags or digests differ; the error tells how the steps of ranks differ, or what each
+        rank does. Waits up to `POSTS_S` for the posts of all ranks."""
         post = {"what": what, **self._facts, **self.history()}
         self._tell(post)
         posts: dict[int, dict[str, Any]] = {}

@@ -40,7 +40,8 @@ _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
 def answer_for_shards(engine: Engine) -> None:
-    """Register the operator handlers of this module, which then act on `engine`'s parameters and DTensors on their meshes."""
+    """Register the operator handlers of this module, which from then on act on `engine`'s parameters and on DTensors on their
+    meshes. An operator for which other code has registered a handler keeps that one."""
     for param in [param for unit in engine.units for param in unit.params]:
         vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param)
         if isinstance(param.sharded, DTensor):
@@ -74,7 +75,8 @@ def _param_of(tensor: Any) -> Param | None:
 def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Draw random numbers for the whole tensor, which needs memory for it, and write or return this rank's rows of them.
 
-    On a CPU, torch would draw equal rows on all ranks. On accelerators it does not, so torch's implementation is called there.
+    On a CPU, torch would draw equal rows on all ranks. On accelerators it does not, so torch's implementation is called there, as
+    for tensors that are no parameters. Raises `UsageError` if this version of torch would divide the numbers in another way.
     """
     tensor = args[0]
     param = _param_of(tensor)
@@ -151,6 +153,6 @@ def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a bool tensor: True if any element on this rank is true. No collective, since anomaly detection calls this for
-    `isnan(gradient)` at points that other ranks may not reach."""
+    """Return a 0-d bool tensor: True if any element on this rank is true. Not a collective, since anomaly detection calls this
+    for `isnan(gradient)` at points that other ranks may not reach."""
     return operator(_torch.local_of(args[0])) if _is_ours(args[0]) else _torch.unanswered(operator, args, kwargs)

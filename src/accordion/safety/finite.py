@@ -67,7 +67,8 @@ class FiniteCheck(Observer):
         self._flags.clear()
 
     def report(self) -> None:
-        """Raise `NonFiniteError` on every rank if any rank had a value that is not finite since the last call. A collective."""
+        """Raise `NonFiniteError` on every rank if a check since the last report found NaN or inf on any rank. A collective, in
+        which the host waits for the device; nothing without checks."""
         flags, self._flags = self._flags, {}
         if not flags:
             return

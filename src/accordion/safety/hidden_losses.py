@@ -29,8 +29,8 @@ class HiddenLosses(Observer):
     saved.
 
     A hook on saved tensors costs two Python calls for each tensor. So a unit has one only until its first backward, and later
-    only if a backward of it has begun at such a read. The hook passes other tensors to hooks of activation checkpointing or
-    offload, if there are any.
+    only if a backward of it has begun at such a read. Inside saved-tensor hooks of other code, such as offload of activations, no
+    hook is installed, because torch calls only the innermost one.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,8 @@ class HiddenLosses(Observer):
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
         """Install a hook for tensors that autograd saves in the forward of `call`: when a backward reads a full parameter among
-        them, the backward of `call` begins, unless it has begun."""
+        them, the backward of `call` begins, unless it has begun. Installs none for a dummy call or a call without a backward, for
+        a unit whose first backward needed no hook, and inside saved-tensor hooks of other code."""
         if self._begins_at_reads.get(call.unit.index) is False and call.needs_full_in_backward:
             return
         if call.is_dummy or not call.may_come_back:
@@ -86,6 +87,7 @@ class HiddenLosses(Observer):
 
 
 def read(saved: Any) -> Tensor:
+    """Unpack hook: return the saved tensor. If it is in a `SavedParam`, first begin the backward of the parameter's call."""
     if isinstance(saved, SavedParam):
         saved.begin()
         return saved.tensor

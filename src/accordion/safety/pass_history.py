@@ -38,6 +38,7 @@ class PassHistory:
         self._open: dict[Phase, _OpenPass] = {}
 
     def begin(self, phase: Phase, kind: Hashable) -> bool:
+        """Begin a pass of `kind`, in place of one of this `phase` that has not ended. Return True if this kind was predicted."""
         known = False
         if self._last:
             history, last = tuple(self._last), self._last[-1]
@@ -84,6 +85,8 @@ class PassHistory:
         return kind in self._passes
 
     def end(self, phase: Phase) -> bool:
+        """End and store the pass in progress. Return True if it had all predicted events; False for the first one of its kind, or
+        if none is in progress."""
         run = self._open.pop(phase, None)
         if run is None:
             return False

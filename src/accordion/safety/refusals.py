@@ -59,7 +59,8 @@ class NotForDDP:
 
 
 def guard(hooks: Hooks) -> None:
-    """Have a unit's modules refuse copies, pickles, changes of dtype or device, and DDP; call it after attaching the hooks."""
+    """Replace methods of a unit's modules, so that they refuse copies, pickles, changes of dtype or device, and DDP. For the root
+    unit, also wrap the model's forward, and have the methods in `TAKES_WHOLE` raise. Call this after attaching the hooks."""
     for module in hooks.attached_modules():
         for name, method in (("__deepcopy__", _refuse_copy), ("__reduce_ex__", _refuse_pickle)):
             module.__dict__[name] = method  # otherwise the hooks fail, with an obscure error
@@ -169,8 +170,9 @@ def _read_outside(error: BaseException, units: Sequence[Unit]) -> UsageError:
 
 
 def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> None:
-    """Have `module._apply` (`to`, `half`, `to_empty`) raise `UsageError` if dtype or device of shards would change. If no
-    forward runs, a unit with `UnitPolicy.on_convert` calls that and is converted after it."""
+    """Have `module._apply` (`to`, `half`, `to_empty`) raise `UsageError` if dtype or device of shards would change. Inside a
+    forward it converts the full parameters of the call. Inside `full_params` it converts as torch does; also outside of forwards,
+    after a call of the unit's `UnitPolicy.on_convert`, if that is set."""
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module, hooks = of(), by()
@@ -202,7 +204,8 @@ def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> Non
 def refuse_additions(model: nn.Module, engine: Engine) -> None:
     """Have the next forward raise `UsageError` if the model got a trainable parameter after `shard`.
 
-    A forward checks the model only if a module or parameter was registered anywhere in the process since the last check.
+    A forward checks the model only if a module or parameter was registered anywhere in the process since the last check. For
+    this, torch's global registration hooks are used until the model is deleted.
     """
     is_changed = False
 

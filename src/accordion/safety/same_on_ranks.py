@@ -80,7 +80,7 @@ def same_structure(
     arguments: Mapping[str, str] | None = None,
     refused: UsageError | None = None,
 ) -> None:
-    """Raise `DivergenceError` on every rank if arguments, units or parameters differ between ranks; the error names them.
+    """Raise `DivergenceError` on every rank if arguments, units or parameters differ between ranks, and name these. A collective.
 
     `owned`: the parameters. `chosen`: (name, module) of each unit, the root first. `arguments`: other arguments of `shard` as
     text; None: buffers are not compared either. `refused`: this rank's own error. It is raised after the comparison, so that the
@@ -157,7 +157,7 @@ def _settings(precision: Precision, offload: Offload) -> Facts:
 
 
 def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Result:
-    """Return `make()`. If it raises `UsageError` or `OffloadError` on a rank, the others raise `UsageError`. A collective."""
+    """Return `make()`. If it raises `UsageError` or `OffloadError` on some ranks, the others raise `UsageError`. A collective."""
     error: AccordionError | None = None
     try:
         result = make()
@@ -198,7 +198,7 @@ def same_values(
     sync: bool,
     own_contexts: Mapping[int, ShardingContext] | None = None,
 ) -> ValueOf:
-    """Compare values between ranks, and return a function that takes a parameter, as `Owned`, and returns the tensor to shard.
+    """Compare values over ranks, and return a function that maps a parameter, as `Owned`, to the tensor to shard. A collective.
 
     The function returns None for a parameter on the meta device. With `sync` nothing is compared, and it returns the first
     rank's value. Then all ranks must call it for every parameter in the same order, since it communicates and only one full
@@ -239,7 +239,8 @@ def _local_of(o: Owned) -> Tensor:
 def _same_on_their_ranks(
     owned: Sequence[Owned], contexts: Mapping[int, ShardingContext], context: ShardingContext
 ) -> None:
-    """Raise `DivergenceError` on every rank of the model if a parameter's values differ between the ranks of its own mesh."""
+    """Raise `DivergenceError` on every rank of the model if a parameter's values differ between the ranks of its own mesh, which
+    `contexts` has by id of the `Owned`. A collective."""
     if not owned:
         return
     differs = torch.zeros(len(owned), device=context.device)
@@ -258,7 +259,7 @@ def _same_on_their_ranks(
 
 
 def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
-    """Return the first rank's value of `tensor`, on the context's device. If `tensor` is there, overwrite it. A collective."""
+    """Return the first rank's value of `tensor`, on the context's device; overwrite a `tensor` that is there. A collective."""
     data = torch.empty_like(tensor, device=context.device) if tensor.is_meta else tensor.detach().to(context.device)
     broadcast([data], _communicators(context))
     return data

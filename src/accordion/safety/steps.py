@@ -36,7 +36,8 @@ Record = dict[str, str]
 
 
 class StepWatch(Observer):
-    """Observer that records the optimizer steps before each backward, and sends the digest that ranks compare.
+    """Observer that records the optimizer steps before each backward, and sends the digest that ranks compare. From its creation
+    on, it is notified of each step of any torch optimizer in the process.
 
     Writes to offloaded parameters are recorded only if made through the DTensors, because other threads step the local tensors.
     """
@@ -76,7 +77,7 @@ class StepWatch(Observer):
         return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Record a step of `optimizer` if it has parameters of this model; called after each step of any torch optimizer."""
+        """Record a step of `optimizer` if it has parameters of this model. Called after each step of any torch optimizer."""
         if optimizer not in self._ours:
             if not self.steps_of(optimizer):
                 return
@@ -117,7 +118,8 @@ class StepWatch(Observer):
             self._versions = None
 
     def backward_begins(self) -> None:
-        """Add the record since the last backward to the digest; send that in tags of this backward, or to the first rank."""
+        """Add the record since the last backward to the digest; send the digest in tags of this backward, or to the first rank.
+        Does nothing if all parameters are frozen."""
         first = first_trained(self._engine)
         if first is None:
             return

@@ -19,7 +19,7 @@ from accordion.engine.tree import map_tensors
 class ListeningParameters(dict[str, Any]):
     """Dict in place of `module._parameters` that calls `read` before `module.weight` returns.
 
-    `parameters()` and state dicts iterate over the items, which calls nothing.
+    `parameters()` and state dicts iterate over the items, and `read` is not called then.
     """
 
     __slots__ = ("_read",)

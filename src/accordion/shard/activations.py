@@ -134,7 +134,8 @@ def _selective_contexts() -> Any:
 
 
 def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return `kwargs` with transformers' caches of keys and values off, because a recomputation would fill them twice."""
+    """Return `kwargs` without transformers' caches of keys and values, and with `use_cache` False if it was passed, because a
+    recomputation would fill a cache twice."""
     off: dict[str, Any] = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
     return {key: off.get(key, value) if value is not None else None for key, value in kwargs.items()}
 
@@ -143,9 +144,12 @@ OffloadInput = Callable[[Tensor], OffloadedInput]
 
 
 def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload: OffloadInput | None = None) -> None:
-    """Wrap the forward of `module` in place, so that the backward recomputes it. `how`: recompute all, or keep some products. The
-    unit's hooks stay outside of the wrapper, so that the backward gathers the unit once. `offload`: stores the first input that
-    has a `grad_fn`, which is usually the previous unit's output, until the recomputation."""
+    """Wrap the forward of `module` in place, so that the backward recomputes it; without gradients the forward runs as before.
+
+    `how`: recompute all, or keep some products. `offload`: stores the first input that has a `grad_fn`, which is usually the
+    previous unit's output, until the recomputation. The unit's hooks stay outside of the wrapper, so that the backward gathers
+    the unit once.
+    """
     instance_forward = module.__dict__.get("forward")  # assigned to the instance
     reference = weakref.ref(module)
     contexts: dict[str, Any] = {"context_fn": _selective_contexts} if how.selective else {}
@@ -183,8 +187,8 @@ def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, options: A
 def _checkpoint_offloaded(
     function: Callable[..., Any], offload: OffloadInput, args: Any, kwargs: Any, options: Any
 ) -> Any:
-    """Call `checkpoint` for `function` and return the result. `offload` stores the first input with a `grad_fn` until the
-    recomputation."""
+    """Call torch's `checkpoint` for `function` and return its result. `offload` stores the first input with a `grad_fn` until the
+    recomputation; if no input has one, nothing is offloaded."""
     values = [*args, *kwargs.values()]
     index = next((i for i, v in enumerate(values) if isinstance(v, Tensor) and v.grad_fn is not None), None)
     if index is None:

@@ -128,8 +128,8 @@ class _Plan(NamedTuple):
 def _agree(
     make: CommunicatorMaker, model: nn.Module, mesh: DeviceMesh, sharding: Sharding, sync: bool, modes: frozenset[str]
 ) -> _Plan:
-    """Choose units, meshes and policies, and compare them over ranks. A collective; the model stays as it is. Raises
-    `UsageError` for a wrong choice, and `DivergenceError` if ranks differ."""
+    """Choose units, meshes and policies, compare them over ranks, and return them. A collective that leaves the model unchanged.
+    Raises `UsageError` for a choice that is not possible, and `DivergenceError` if ranks differ."""
     strategy, precision = sharding.strategy, sharding.precision or Precision()
     sharding.check_secondary(mesh.size(mesh.ndim - 1))
     scale = 1.0 / mesh.size() if sharding.reduce_op == "mean" else 1.0
@@ -152,7 +152,8 @@ def _agree(
 
 
 def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Module, plan: _Plan) -> Engine:
-    """Cut the parameters, attach an engine to the model, and return the engine. A collective."""
+    """Replace the model's parameters by shards, place its buffers, attach an engine to it, and return the engine. A collective.
+    Raises `DivergenceError` on every rank if values differ, and `UsageError` if state cannot be offloaded as asked."""
     sharding, strategy, context = plan.sharding, plan.sharding.strategy, plan.context
     mesh, owned = plan.mesh, plan.owned
     contexts = {m: beside(context, m, strategy, make) for m in dict.fromkeys(plan.own_meshes) if m is not None}
@@ -194,9 +195,9 @@ def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Mo
 
 
 def entry_point(module: nn.Module, name: str) -> None:
-    """Let the method `name` of `module` use full parameters as `forward` does: `generate`, `encode` and the like. `module`: the
-    sharded model, or a module that is a unit; `UsageError` for any other. Full parameters are freed when the method returns, so
-    it must not be a generator or coroutine."""
+    """Replace the method `name` of `module`, such as `generate` or `encode`, by one that uses full parameters as `forward` does.
+    `module`: the sharded model, or a module that is a unit; any other raises `UsageError`. Full parameters are freed when the
+    method returns, so it must not be a generator or coroutine."""
     hooks = attached_to(module)
     if hooks is None:
         raise UsageError(
@@ -206,8 +207,9 @@ def entry_point(module: nn.Module, name: str) -> None:
 
 
 class _Rows:
-    """The layout and value of each parameter's rows; `fill` makes a sharded parameter of them, and replaces the old one by it.
-    `value_of`: returns the full value of a parameter, None if it has none yet. `unfilled`: sharded parameters without a value."""
+    """The layout and value of each parameter's rows. `fill` copies a value into this rank's rows, and replaces the parameter by a
+    sharded one of them. `value_of`: returns the full value of a parameter, None if it has none yet; its shard then goes to
+    `unfilled`."""
 
     def __init__(self, owned: Sequence[Owned], value_of: Callable[[Owned], Tensor | None]) -> None:
         self.unfilled: list[nn.Parameter] = []

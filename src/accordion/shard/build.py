@@ -42,8 +42,8 @@ class UnitSpec:
     """Arguments to build a unit. A call of any of `modules` is a call of the unit.
 
     `planned`: its groups of plain parameters. `extended`: its parameters that are tensor subclasses with their own all-gather.
-    `mesh`, `context` (None: the model's): the ranks over which these are sharded. `extension_policy`: the argument `mp_policy`
-    for their methods. `casts_outputs`: cast results to `precision.output`.
+    `mesh`, `context` (None: the model's): the ranks over which the parameters in `extended` are sharded. `extension_policy`: the
+    argument `mp_policy` of the all-gather methods of these. `casts_outputs`: cast results to `precision.output`.
     """
 
     name: str
@@ -73,8 +73,9 @@ def build_engine(
     *,
     debug: Collection[str] = (),
 ) -> Engine:
-    """Make a unit of each of `specs`, attach them to their modules, and return the engine. `owned`: all parameters of the
-    model. `fill`: gives each one its rows. `debug`: modes of `shard`."""
+    """Make a unit of each of `specs`, attach hooks and safety checks to the modules, and return the engine. `owned`: all
+    parameters of the model. `fill`: called for each plain parameter, replaces it by a sharded one. `debug`: the argument of
+    `shard`. A collective if `fill` is one."""
     engine = Engine(context, strategy, precision, prefetch)
     hooks = [_attached(engine, i, spec, fill) for i, spec in enumerate(specs)]
     for unit, reads in zip(engine.units, other_units_read([spec.modules for spec in specs], owned), strict=True):
@@ -156,8 +157,9 @@ def plan_groups(
     precision: Precision,
     context_of: Callable[[Owned], ShardingContext | None] = lambda o: None,
 ) -> list[GroupPlan]:
-    """Return one group per context and dtype in which parameters of a unit are gathered. `params_of_unit`: pairs of parameter and
-    cut. `context_of`: returns the ranks over which a parameter is sharded; None for those of the model."""
+    """Return the groups of a unit's parameters: one for each pair of ranks and dtype in which parameters are gathered.
+    `params_of_unit`: pairs of parameter and cut. `context_of`: returns the ranks over which a parameter is sharded; None for
+    those of the model."""
     groups: dict[tuple[ShardingContext | None, torch.dtype], list[Param]] = {}
     for o, c in params_of_unit:
         dtype, trained = o.original.dtype, o.original.requires_grad
@@ -174,8 +176,8 @@ def with_secondary(
     sharding: Sharding,
     make: CommunicatorMaker = communicator_over,
 ) -> list[GroupPlan]:
-    """Return `groups` with a communicator for secondary shards, slices of full parameters that a few ranks keep until the
-    backward, if `sharding.secondary` is set. A collective."""
+    """Return `groups`; if `sharding.secondary` is set, with a communicator for secondary shards. A collective. Secondary shards
+    are slices of full parameters that a few ranks keep from a forward to its backward."""
     num = sharding.secondary
     if num is None:
         return list(groups)

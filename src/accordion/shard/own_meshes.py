@@ -18,7 +18,7 @@ from accordion.units import Owned
 
 
 def check_choice(meshes: MeshChoice | None, strategy: Strategy, *, sync: bool) -> None:
-    """Raise `UsageError` if `meshes` of a `Sharding` come with `sync` or a strategy that divides rows over replicas too."""
+    """Raise `UsageError` if `meshes` are given together with `sync`, or with a strategy that divides rows over replicas too."""
     if meshes and (sync or strategy.optim_over_replicas):
         what = (
             "sync=True: the first rank lacks other ranks' parts" if sync else f"{strategy.name}, which cuts rows twice"
@@ -32,8 +32,9 @@ def check_choice(meshes: MeshChoice | None, strategy: Strategy, *, sync: bool) -
 def own_meshes(
     model: nn.Module, owned: Sequence[Owned], meshes: MeshChoice, mesh: DeviceMesh, strategy: Strategy
 ) -> list[DeviceMesh | None]:
-    """Return for each parameter the mesh that `meshes` names for it, the last one if several do; None for the model's `mesh`.
-    Raises `UsageError` for a mesh or a parameter that does not fit, and for a key that names nothing."""
+    """Return for each parameter the mesh in `meshes` whose key matches it, the last one if several do; None for the model's
+    `mesh`. Raises `UsageError` for a key that matches no parameter, for a mesh that is no slice of `mesh` with this rank and a
+    fitting number of axes, and for a parameter that cannot be sharded over its mesh."""
     chosen: list[DeviceMesh | None] = [None] * len(owned)
     for key, asked in meshes.items():
         named = [i for i, o in enumerate(owned) if _names(model, key, o)]
@@ -106,8 +107,8 @@ def _check_parameter(o: Owned, own_mesh: DeviceMesh | None, mesh: DeviceMesh) ->
 
 
 def _complete(param: DTensor, own_mesh: DeviceMesh, everybody: list[int]) -> bool:
-    """Return True if `param` is sharded on every axis of its mesh, and this mesh and `own_mesh` are two slices of one mesh of the
-    ranks `everybody`."""
+    """Return True if `param` is sharded on every axis of its mesh, and this mesh and `own_mesh` are two slices, with different
+    named axes, of one mesh of the ranks `everybody`."""
     inner = param.device_mesh
     names, others = own_mesh.mesh_dim_names, inner.mesh_dim_names
     if (

@@ -18,8 +18,9 @@ from accordion.units import Owned
 
 
 def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Replace parameter `o`, in all modules that read it, by a DTensor of this rank's rows `local`, and return the DTensor. It
-    takes over attributes and hooks. The old parameter loses its data, and its class becomes `Moved`."""
+    """Replace parameter `o`, in all modules that read it, by a DTensor of this rank's rows `local`, and return the DTensor. The
+    DTensor takes over attributes and hooks. The old parameter loses its data, and its class becomes `Moved`; a tensor subclass
+    keeps both."""
     shape = o.original.shape
     stride = torch.empty(shape, device="meta").stride()
     # With a local tensor on the meta device, because others are moved to the mesh's device, and rows may be on the host.
@@ -44,7 +45,8 @@ def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequenc
 def replace_by_subclass(
     o: Owned, rows: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> nn.Parameter:
-    """As `replace`, with rows that are a tensor subclass: replace parameter `o` by a DTensor of `rows`, and return it."""
+    """Replace parameter `o`, a tensor subclass, in all modules that read it, by a DTensor of `rows`, this rank's rows of the same
+    subclass, and return the DTensor. The DTensor takes over attributes and hooks."""
     sharded = replace(o, torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), mesh, placements)
     _torch.set_local(sharded, rows)
     return sharded
@@ -65,7 +67,7 @@ class Moved(nn.Parameter):
 
 
 def follow_moved(optimizer: torch.optim.Optimizer) -> None:
-    """Replace the parameters of an optimizer made before `shard` by shards, in place, and its states by this rank's rows."""
+    """In an optimizer made before `shard`, replace parameters that are sharded now by shards, and their states by rows."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     moved = {id(p): vars(p)["moved_to"] for p in params if "moved_to" in vars(p)}
     states = {p: state for p, state in optimizer.state.items() if id(p) in moved}

@@ -39,7 +39,7 @@ def is_extended(param: Tensor) -> bool:
 
 def check_tensor(name: str, tensor: Tensor, *, offloads: bool) -> None:
     """Raise `UsageError` for a tensor subclass that does not define both `fsdp_pre_all_gather` and `fsdp_post_all_gather`, or
-    that defines them and would be offloaded (`offloads`). Plain tensors pass. `name`: of the parameter, in errors."""
+    that would be offloaded (`offloads`). Plain tensors pass. `name`: the parameter's name, for errors."""
     kind = type(tensor.data)
     if hasattr(tensor, PRE) and hasattr(tensor, POST):
         if offloads:
@@ -162,7 +162,8 @@ class Extended:
         return [t.reshape(-1) for t in tensors], metadata
 
     def end(self, metadata: Any) -> None:
-        """Let the subclass make the tensor that modules see, after the tensors of all ranks have arrived."""
+        """Let the subclass make the tensor that modules see, `seen`, after the tensors of all ranks have arrived; later calls
+        fill the same tensor again."""
         outs = tuple(full.view(-1, *size[1:]) for full, size in zip(self.gathered, self._sizes, strict=True))
         if self.seen is not None:
             self.local.fsdp_post_all_gather(outs, metadata, self._dtype, out=self.seen)
@@ -211,6 +212,8 @@ class _SubclassGather(Transfer):
 
 
 class _SubclassBuffers:
+    """The `FullMemory` of subclass parameters: the tensors that were gathered, and the inner tensors made of them."""
+
     def __init__(self, extended: list[Extended]) -> None:
         self._extended, self.views = extended, [e.view for e in extended]
         self.flat = torch.empty(0, device="cpu")  # its version never changes: subclasses do not count writes
@@ -229,7 +232,7 @@ class _SubclassBuffers:
 
 
 class _SubclassGroup(Group):
-    """A group of subclass parameters of one compute dtype. Their own methods gather them; gradients are reduced as usual."""
+    """A group of subclass parameters of one compute dtype. Their own methods gather them; the engine reduces gradients."""
 
     def __init__(
         self,

@@ -33,7 +33,8 @@ from accordion.shard.same_mesh import same_mesh
 
 
 def mesh_for(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
-    """Return `mesh`, or for None a mesh of all ranks. Raises `UsageError` if the strategy needs other axes."""
+    """Return `mesh`; for None, a mesh of all ranks. Raises `UsageError` if the strategy needs other axes, as a hybrid strategy
+    does for None, and without a process group."""
     if mesh is None and not strategy.hybrid:
         return default_mesh()
     wanted = ("replicate", "shard") if strategy.hybrid else ("shard",)
@@ -47,7 +48,7 @@ def mesh_for(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a mesh of one axis over all ranks, on accelerators if the job uses them. Raises `UsageError` without a job."""
+    """Return a 1-D mesh of all ranks, on accelerators if the job uses them. Raises `UsageError` without a process group."""
     if not dist.is_initialized():
         raise UsageError("torch.distributed is not initialised; start with torchrun, or call init_process_group first.")
     return init_device_mesh(device_type_of_job(), (dist.get_world_size(),))
@@ -81,8 +82,8 @@ def wire(
 ) -> ShardingContext:
     """Return the context of a model on `mesh`, with new communicators and side streams. A collective.
 
-    `scale`: factor of summed gradients. `late`: debug="streams". Raises `DivergenceError` on every rank if ranks passed
-    different meshes and wait for each other.
+    `scale`: factor of summed gradients. `late`: True for debug="streams", which delays transfers. Raises `UsageError` if the
+    machine lacks the mesh's devices, and `DivergenceError` if ranks passed different meshes, or another rank is gone.
     """
     device = device_of(mesh)
     try:
@@ -168,7 +169,7 @@ def secondary_communicator(
 
 
 def _one_node(communicator: Communicator, device: torch.device) -> bool:
-    """Return True if all ranks of a communicator run on one host, compared by host name."""
+    """Return True if all ranks of a communicator run on one host, compared by host name. A collective."""
     if communicator.num_ranks == 1 or communicator.is_fake:
         return True
     digest = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import os
 import time
 from collections.abc import Sequence
@@ -25,7 +26,6 @@ from accordion.checkpoint.prune import BEST
 from accordion.errors import UsageError
 from accordion.observe.findings import findings
 from accordion.observe.trace import NOTHING, SHOWN, Trace
-from accordion.train.checkpoints import NAME
 from accordion.train.failures import FILES
 from accordion.train.metrics import METRICS, steps_in
 from accordion.train.run_files import config_of_run
@@ -146,7 +146,7 @@ def _checkpoints(folder: Path) -> str:
         names = os.listdir(folder / "checkpoints" if place == "null" else place)
     except OSError:
         return "none"
-    steps = sorted(filter(NAME.fullmatch, names), key=lambda name: int(name.rpartition("-")[2]))
+    steps = sorted(filter(re.compile(r"step-\d+").fullmatch, names), key=lambda name: int(name.rpartition("-")[2]))
     return f"{len(steps)}{f', newest {steps[-1]}' if steps else ''}{f', {BEST}' if BEST in names else ''}"
 
 

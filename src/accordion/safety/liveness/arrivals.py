@@ -13,7 +13,7 @@ class Arrivals:
         self._store, self._name, self._ranks, self.time = store, name, ranks, time
 
     def come(self, rank: int) -> None:
-        """Record that `rank`, which is this rank, arrives once more; poll `all_came` to wait for the others."""
+        """Record that this rank, `rank`, has arrived once more. Does not wait; poll `all_came` for that."""
         self.time = self.count(rank, 1)
         self._store.add(f"{self._name}/met/{self.time}", 1)
 

@@ -90,9 +90,10 @@ class Hub:
 
     @classmethod
     def of_job(cls, ranks: Sequence[int], rank: int, store: Any, name: str) -> Hub:
-        """Return the hub of `ranks`, created at the first call. A collective. It closes when process groups are destroyed.
+        """Return the hub of `ranks`. The first call creates it and starts its thread, and is a collective.
 
-        `store`, `name`: the first rank puts its address into `store` under a key that begins with `name`.
+        The hub closes when the job's process groups are destroyed. `store`, `name`: the first rank puts its address into `store`
+        under a key that begins with `name`. Raises `DivergenceError` if ranks cannot connect.
         """
         ranks = sorted(ranks)
         hubs = [hub for hub in hubs_of_job() if hub.ranks == ranks]
@@ -132,8 +133,8 @@ class Hub:
             self._links.send(HasEnded(rank=self.rank, text=text, echo=echo))
 
     def explain(self, error: BaseException) -> str:
-        """Report that this rank ends with `error`. If a backend raised it because of another rank, print and return the cause;
-        else return "". Only the first call has an effect."""
+        """Report that this rank ends with `error`, and return "". If a backend raised `error` because of another rank, first wait
+        up to `ECHO_S` to learn the cause, then print the cause and return it. Later calls do nothing and return ""."""
         text = ""
         if self._is_explained:
             return text
@@ -156,8 +157,8 @@ class Hub:
         self.say_ended(wording.failure(error, self.position.phase), echo=is_echo)
 
     def end(self) -> None:
-        """Close the hub; report first that this rank leaves, unless it has reported its end. If an uncaught error ends the
-        program, report that and print advice on it."""
+        """Report that this rank leaves, unless it has reported its end, and close the hub; nothing if it is closed. If an
+        uncaught error ends the program, report the error instead, and print its cause or advice."""
         if self.is_closed:
             return
         is_exit = sys.is_finalizing() or not threading.main_thread().is_alive()
@@ -171,7 +172,7 @@ class Hub:
         self._links.close()
 
     def _check_main_thread(self) -> None:
-        """Report the end of the program if the main thread has ended, even if other threads (of a save) continue."""
+        """If the main thread has ended, report the end of the program, even if other threads (of a save) continue."""
         if self.is_closed or self._has_reported_end or threading.main_thread().is_alive():
             return
         if (error := _last_error()) is not None:
@@ -237,7 +238,8 @@ class Hub:
             return dict(sorted((rank, text) for rank, text in self._answers.pop(number).items() if rank in wanted))
 
     def others(self, ranks: Sequence[int], *, silent_too: bool = True) -> str:
-        """Ask `ranks`, and return text on what each does or how it ended. `silent_too`: also name those that do not answer."""
+        """Ask `ranks`, wait up to `ANSWER_S`, and return text on what each one does or how it ended. `silent_too`: also name
+        ranks that do not answer. The text is "" if there is nothing to tell."""
         where = self.where(ranks) | {rank: text for rank, text in list(self.ended.items()) if rank in ranks}
         silent = [rank for rank in ranks if rank not in (*where, self.rank)] if silent_too else []
         if not self._links.leads and self.ranks[0] in silent:
@@ -255,7 +257,8 @@ class Hub:
     # -- receiving
 
     def receive(self, message: HubMessage) -> None:
-        """Store `message`; the first rank forwards it too."""
+        """Store the `message` of another rank. The first rank also forwards it to the other ranks, or acts on it if it is for the
+        first rank."""
         with self._changed:
             if self._links.leads:  # forwards first, since the message may end its process
                 self._first.pass_on(message)

@@ -141,7 +141,8 @@ class HubLinks:
             faulthandler.enable(self._crash_fd)
 
     def start(self, receive: Callable[[HubMessage], None], check: Callable[[], None]) -> None:
-        """Start the thread that calls `receive` with each message, and `check` at least once a second."""
+        """Start the daemon thread that calls `receive` with each message, and `check` at least once a second. A forked process
+        has no such thread, and its copies of the connections are closed."""
         reference = weakref.ref(self)
 
         def forked() -> None:
@@ -163,7 +164,8 @@ class HubLinks:
         return bool(self._peers)
 
     def send(self, message: HubMessage, to: int | None = None, but: int | None = None) -> None:
-        """Send a message to rank `to`, by default to all connected ranks, except rank `but`; ignore errors of connections."""
+        """Send a message to rank `to`, by default to all connected ranks, except rank `but`. Errors of connections are ignored,
+        and nothing is sent after `close`."""
         line = encoded(message)
         for rank, peer in list(self._peers.items()):
             if rank != but and to in (None, rank) and not self.closed:
@@ -204,6 +206,8 @@ class HubLinks:
         self._selector.close()
 
     def _read(self, rank: int, peer: Any, receive: Callable[[HubMessage], None]) -> None:
+        """Read from the connection to `rank`, and pass complete messages to `receive`. If the connection has ended, drop it and
+        pass a `HasEnded`, unless this side is closed. Lines that are no messages are kept as the output of a crash."""
         is_lost = False
         try:
             data = peer.recv(READ_BYTES)
