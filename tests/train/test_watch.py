@@ -13,7 +13,7 @@ from rich.console import Console
 
 from accordion import cli
 from accordion.observe.trace import Trace
-from accordion.observe.values import COMPUTE, RankTrace, Span, UnitFacts
+from accordion.observe.values import COMPUTE, RankTrace, TraceSpan, UnitFacts
 from accordion.train import watch
 from accordion.train.config import Config, as_yaml
 from accordion.train.metrics import METRICS
@@ -78,7 +78,7 @@ def test_several_runs_are_side_by_side_if_they_fit(folder: Path) -> None:
 def test_the_newest_trace_names_the_straggler(folder: Path) -> None:
     def rank(number: int, busy_us: float) -> RankTrace:
         unit = UnitFacts(name="layers.0", full_bytes=8, shard_bytes=4)
-        span = Span(lane=COMPUTE, kind="forward", unit=0, start_us=0, end_us=busy_us)
+        span = TraceSpan(lane=COMPUTE, kind="forward", unit=0, start_us=0, end_us=busy_us)
         return RankTrace(
             rank=number, device="cpu", strategy="no_shard", units=[unit], steps=[(0, 9000)], spans=[span], memory=[],
             memory_step=-1, shard_bytes=0, state_bytes=0,
