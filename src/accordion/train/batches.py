@@ -29,7 +29,8 @@ class Batches(Protocol):
     def position(self) -> dict[str, Any]: ...
     def state(self) -> dict[str, Any]: ...
     def resume(self, position: dict[str, Any]) -> bool:
-        """Continue at `position`. Load the checkpoint into the objects in `state()` first. Returns False for other data."""
+        """Continue at `position`. Load the checkpoint into the objects in `state()` first. Returns False if `position` does not
+        belong to this data."""
         ...
 
 
@@ -64,8 +65,8 @@ class LoaderBatches:
     """Batches of a loader. After its last batch the loader is started again, with `set_epoch(epoch)` if it has that.
 
     Random numbers drawn while reading depend on the epoch alone, and are equal on all ranks. A loader with `state_dict`
-    resumes from its state; any other loader reads the batches of the epoch again. `counter`: key in `position()` of the number
-    that was read of the epoch so far. Each batch adds `size` to it.
+    resumes from its state; any other loader reads the batches of the epoch again. `counter`: key in `position()` under which the
+    amount read in this epoch is stored; each batch adds `size` to it. `next()` raises `UsageError` if an epoch has no batch.
     """
 
     def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
@@ -117,8 +118,8 @@ class LoaderBatches:
 
 
 class RankSamples(IterableDataset[Any]):
-    """Samples of an iterable that a rank reads: those at the positions of its `share`. `drops`: leave out the samples at the
-    end that fill no global batch."""
+    """Samples of an iterable that one rank reads: those at the positions of `share`. `drops`: leave out the samples at the end
+    that fill no global batch. Every rank iterates over all samples and skips those of other ranks."""
 
     def __init__(self, samples: Any, share: Share, *, drops: bool) -> None:
         self._samples, self._share, self._drops = samples, share, drops
@@ -227,7 +228,8 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
     """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank. All ranks must
-    call the model equally often, so a rank that has no samples left gets a batch of which none counts."""
+    call the model equally often, so a rank that has no samples left gets a batch with number 0. For loaders and iterables, each
+    step of the iterator is collective. Raises `UsageError` if `data` has a wrong type, or if a rank has no batch at all."""
     check_kind(data, "validation")
     if not is_loader(data) and not is_indexed(data):
         data = DataLoader(RankSamples(data, share, drops=False), share.micro_batch, collate_fn=collate)

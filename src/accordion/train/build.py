@@ -139,8 +139,9 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
 
 
 def _sharding(prepared: Prepared, precision: Precision, theirs: Settings | None) -> Sharding:
-    """Return the sharding of the keys `shard.*`, with parameters in `precision.params`. Other dtypes and the reduce op are
-    those of the DeepSpeed configuration `theirs`, or defaults."""
+    """Return the sharding that the keys `shard.*` describe. Parameters have the dtype `precision.params`. Other dtypes and the
+    reduce op are those of the DeepSpeed configuration `theirs`, or defaults. Without `shard.units`, the task chooses the
+    units."""
     shard, base = prepared.config.shard, theirs.sharding if theirs else Sharding()
     return replace(
         shard,
@@ -161,8 +162,8 @@ def _mesh(prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceM
 def _optimizer(
     model: nn.Module, config: JobConfig, theirs: Settings | None, own: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer: `own`, else that of the DeepSpeed configuration `theirs`, else AdamW. AdamW has no weight decay for
-    vectors."""
+    """Return the optimizer for the trained parameters of `model`: `own`, else that of the DeepSpeed configuration `theirs`, else
+    AdamW without weight decay for vectors. `wrap_optimizer` wraps it, except an `own` one whose step is not elementwise."""
     options = config.train
     if own is not None:
         return wrap_optimizer(own) if is_elementwise(own) else own

@@ -115,8 +115,9 @@ def prepare(
 def _folders(
     config: Job, name: str, place: RankPlace, screen: Screen, named: Collection[str]
 ) -> tuple[Folders, Path | None, Job]:
-    """Return (the run's folders, the checkpoint to resume from, `config` with that checkpoint's batch). Creates no folders.
-    Raises `UsageError` if they cannot be used, or on rank 0 if another job uses them. `name`: name of the default folder."""
+    """Return (the run's folders, the checkpoint to resume from or None, `config` with that checkpoint's batch). Creates no
+    folders. `name`: name of the default run folder. Raises `UsageError` if the folders or the checkpoints in them cannot be
+    used, and on rank 0 if another job uses the folders."""
     run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for path in (run_dir, folder):
@@ -138,7 +139,8 @@ def _make(folders: Folders) -> None:
 
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check a task: build its model, read a batch, compute its loss if the model is small and on the CPU. Creates folders."""
+    """Check a task and return the inputs of its run. Builds the model and reads a batch. Computes the loss if the model is small
+    and on the CPU. Creates the run's folders. Raises `UsageError` for wrong inputs, `TaskError` if the user's code fails."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
     folders, resume, config = _folders(config, task.name, place, screen, named)
@@ -157,8 +159,8 @@ def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen,
 
 
 def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check model and data, and write the tokens to `cache`. Creates the run's folders, and saves the tokenizer next to
-    the checkpoints for `accordion generate`."""
+    """Check model and data, and return the inputs of the run. Writes the tokens to `cache` and creates the run's folders. Rank 0
+    saves the tokenizer next to the checkpoints, for `accordion generate`. Raises `UsageError` for wrong inputs."""
     source, say, data = find(config.data), screen.note, config.data
     folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
     model_vocab = _vocab_of_model(config)

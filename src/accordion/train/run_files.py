@@ -66,7 +66,8 @@ def content_of(file: str) -> dict[str, Any]:
 
 
 def _check_keys(file: str, content: dict[str, Any], keys: Sequence[str]) -> None:
-    """Raise `UsageError` if a group or key in `content` does not exist. `keys`: those that exist, `group.key`."""
+    """Raise `UsageError` if a group or key in `content` does not exist, or if a group is no mapping. `keys`: all that exist, each
+    as `group.key`."""
     groups = sorted({key.partition(".")[0] for key in keys})
     for name, group in content.items():
         if "." in str(name) and str(name) in keys:

@@ -68,7 +68,7 @@ class Screen:
         self._console.print(units_table(report))
 
     def start(self, done: int, total: int) -> None:
-        """Start the progress bar, if the output is a terminal, at `done` of `total` steps."""
+        """Record the number of steps, `total`. If the output is a terminal, start the progress bar at `done` of `total` steps."""
         self._total = total
         if not self._live:
             return

@@ -141,7 +141,8 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
 
 
 def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a CSV, parquet or Arrow file."""
+    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if the file cannot be read, has two columns of one
+    name, or lacks a needed column."""
     what, number = f"data file {str(path)!r}", 0
     try:
         names, tables = _tables(path, fields)
@@ -187,8 +188,9 @@ def _tables(path: Path, fields: Fields) -> tuple[list[str], Iterator[Any]]:
 
 
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a folder saved by `datasets`. If it has a training split and one for validation, other splits are left
-    out."""
+    """Yield the rows of a folder saved by `datasets`. If the folder has a training split and one for validation, these are the
+    splits of the rows, and other splits are left out. Otherwise each row's split is chosen by a hash. Raises `UsageError` if
+    the folder cannot be read, or if a needed field is missing."""
     import datasets
 
     try:
@@ -232,8 +234,8 @@ def checked_text(value: object, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a document, or a part of it. `key`: name of the document. `ends`: this is its last part. `split`: None if the
-    data names no split."""
+    """Text of a document, or a part of that text. `key`: name of the document. `ends`: the document ends with this text. `split`:
+    split that the data names for the document; None if it names none."""
 
     key: str
     text: str
@@ -277,7 +279,7 @@ class Source:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Context manager that turns errors in reading `path` into a `UsageError` that names it."""
+    """Context manager that turns errors in reading or decoding `path` into a `UsageError` that names `path`."""
     try:
         yield
     except (OSError, EOFError) as error:
@@ -309,8 +311,8 @@ def split_of(piece: Piece) -> Split:
 
 
 def find(config: DataConfig) -> Source:
-    """Return the source that `data.path` names; without a path, the source files of Python's standard library. Raises
-    `UsageError` if there is no data that can be read."""
+    """Return the source that `data.path` names; without a path, the source files of Python's standard library. Files of a folder
+    that cannot be read are listed in `unread` of the source. Raises `UsageError` if nothing can be read."""
     fields = FIELDS.get(config.format) or Fields((config.text_field,), key="data.text_field")
     if config.path is None:
         if config.format != "text":
@@ -343,7 +345,8 @@ def find(config: DataConfig) -> Source:
 
 
 def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | None:
-    """Return the reason why a file cannot be read as data; None if it can. Reads its first bytes; of JSON and CSV a row too."""
+    """Return the reason why a file cannot be read as data; None if it can. Reads the file's first bytes, and the first row of a
+    JSON or CSV file. Parquet and Arrow files are not read."""
     if not path.is_file():
         return "a link to nothing" if path.is_symlink() and not path.exists() else f"is {NOT_REGULAR}"
     has_rows, suffix = _has_rows(path), suffix_of(path)

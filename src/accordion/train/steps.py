@@ -40,7 +40,7 @@ class Taken:
 
 
 class Steps:
-    """Runs steps and records their metrics. Call `settle` before a save, a validation or the end of the run.
+    """Runs training steps and records their metrics. Call `settle` before a save, a validation or the end of the run.
 
     If `run.decides_on_device`, the host reads the metrics of a step after the backward of the next step, so that the device
     always has work. A nonfinite step is then repeated one step later, to find the source of NaN or inf; the weights have not
@@ -81,8 +81,10 @@ class Steps:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and record the metrics of the last step, and take its optimizer step unless the device has. Returns True if they
-        are finite, or were recorded before. Raises `NonFiniteError` if they are not finite and the run has to end."""
+        """Read and record the metrics of the last step, and take its optimizer step unless the device has. Then update learning
+        rates and averaged weights. Returns True if loss and gradients are finite, or if there is nothing left to record. For a
+        nonfinite step, repeats the step to find the cause, zeroes the gradients and returns False. Raises `NonFiniteError` if
+        the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True

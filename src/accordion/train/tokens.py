@@ -58,7 +58,8 @@ class Vocabulary:
 
 
 def train_vocabulary(pieces: Iterable[Piece], size: int) -> Vocabulary:
-    """Train a byte-level BPE tokenizer with up to `size` tokens on the training split of `pieces`, and return it."""
+    """Train a byte-level BPE tokenizer with up to `size` tokens on the training split of `pieces`, and return the tokenizer. At
+    most about `TRAINING_CHARS` characters are used. If the training split is empty, the validation split is used."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -99,8 +100,8 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache: Path, say: Say) -> Vocabulary:
-    """Return the tokenizer for `source` from `cache`; if it is not there, train one with up to `size` tokens on `pieces`, the
-    text of `source`, store it, and report that to `say`."""
+    """Return the tokenizer for `source` from the folder `cache`. If the folder has none that can be read, trains one with up to
+    `size` tokens on `pieces`, the text of `source`, stores it, and reports that to `say`."""
     path = cache / "tokenizers" / f"{key_of(source.stamp, str(size))}.json"
     try:
         vocabulary = Vocabulary(**json.loads(path.read_text(encoding="utf-8")))
