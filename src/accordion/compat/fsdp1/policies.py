@@ -48,7 +48,7 @@ def _by_function(
     targets: dict[nn.Module, dict[str, Any]] = {}
 
     def visit(module: nn.Module) -> int:
-        """Add the chosen modules in `module` to `targets`, children first. Return the number of their parameter elements."""
+        """Add the chosen modules in `module` to `targets`, children first. Return the number of parameter elements in them."""
         num_elements = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
         if not policy(module=module, recurse=True, nonwrapped_numel=num_elements):
             return 0

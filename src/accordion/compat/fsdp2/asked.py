@@ -33,6 +33,7 @@ class Asked:
         sharding: strategy, precision, offload; `secondary` is the number of ranks to reshard over after the forward, or None.
         keep: keep full parameters from forward to backward; None: the engine decides.
         policy: the caller's `MixedPrecisionPolicy`, which is passed to tensor subclasses.
+        ignored: parameters that are not sharded.
     """
 
     mesh: DeviceMesh
@@ -128,8 +129,9 @@ def _mesh_of(mesh: Any) -> DeviceMesh:
 
 def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
     """Return (keep, number of ranks) for `reshard`, the argument `reshard_after_forward`. keep: True to keep full parameters
-    until the backward; None: the engine decides. The number: over how many ranks to reshard after the forward; None: over all.
-    Raises `UsageError` unless `reshard` is None, a bool, or an int that divides the ranks."""
+    until the backward, False to free them after the forward, None if the engine decides. number of ranks: over how many ranks
+    parameters are resharded after the forward; None: over all. Raises `UsageError` unless `reshard` is None, a bool, or an int
+    that divides the ranks."""
     if reshard is None or isinstance(reshard, bool):
         return None if reshard is None else not reshard, None
     ranks = mesh.size(mesh.ndim - 1)
