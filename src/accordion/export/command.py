@@ -117,8 +117,8 @@ def export(options: ExportOptions) -> Exported:
 
 
 def _form_of(options: ExportOptions) -> str:
-    """Return the format to write. Raises `UsageError` if it contradicts the suffix of TARGET, or if packages for `onnx` are not
-    installed."""
+    """Return the format to write: `options.format`, or by default the one that TARGET's suffix names. Raises `UsageError` if the
+    format contradicts that suffix, or if packages for `onnx` are not installed."""
     suffix = Path(options.target).suffix.lower()
     form = options.format or ("safetensors" if suffix == ".safetensors" else "hf")
     if suffix in (".safetensors", ".onnx") and form != "safetensors":

@@ -39,9 +39,9 @@ TIMEOUT_S = 600  # how long a rank waits for another one before it exits
 def generate(
     place: RankPlace, store: Store, options: GenerateOptions, stored: StoredModel, prompts: Sequence[Prompt], kind: str
 ) -> None:
-    """Run one rank: load the model, and generate texts for the rank's share of `prompts`. Rank 0 prints the texts of all ranks.
-    Creates the process group and destroys it at the end. Turns off warnings of Python and transformers in this process. `place`:
-    rank and number of ranks. `store`: the job's store. `kind`: device type."""
+    """Run one rank: load the model, and generate texts for this rank's share of `prompts`. Collective. Rank 0 prints the texts of
+    all ranks. Creates the process group and destroys it at the end. Turns off warnings of Python and transformers in this
+    process. `place`: rank and number of ranks. `store`: the job's store. `kind`: device type."""
     warnings.simplefilter("ignore")  # transformers warns about settings that are not the user's
     from transformers.utils import logging
 
@@ -124,7 +124,8 @@ def _fits(options: GenerateOptions, needed: int, place: RankPlace, device: torch
 
 
 def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
-    """Load the shards of `model` from `stored`, then those of its adapter, if any. `whole`: the PEFT model, or else `model`."""
+    """Load the shards of `model` from `stored`, then the shards of the adapter, if there is one. Collective. `whole`: the PEFT
+    model around `model`, or `model` itself if there is no adapter."""
     if stored.kind == "checkpoint":
         load_saved(model, stored.path)
     else:

@@ -53,8 +53,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @classmethod
     def of(cls, accelerator: accelerate.Accelerator, arguments: ShardArguments) -> Accelerator:
-        """Change the class of `accelerator` to this one, in place, and return it. It must not have prepared anything yet. Raises
-        `UsageError` if its class is not accelerate's own, or if it is configured for what sharding does not support."""
+        """Change the class of `accelerator` to this one, in place, and return it. Call it before `accelerator.prepare`. Raises
+        `UsageError` if its class is not accelerate's own, or if accelerate's FSDP, DeepSpeed and the like are configured."""
         if type(accelerator) is not accelerate.Accelerator:
             raise UsageError(f"sharding needs an Accelerator of accelerate, not a {type(accelerator).__name__}.")
         accelerator.__class__ = cls

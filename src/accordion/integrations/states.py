@@ -63,7 +63,7 @@ def engines_of(models: Iterable[nn.Module]) -> list[Engine]:
 
 
 def why_incomplete(folder: Path) -> str:
-    """Return why a folder of `accordion.save` is incomplete, by its manifest and file sizes; "" if it is complete."""
+    """Return the reason why a folder of `accordion.save` is incomplete; "" if it is complete. Reads manifest and file sizes."""
     try:
         with closing(opened(checkpoint_at(folder))) as files:
             files.check_sizes()

@@ -183,8 +183,8 @@ class ShardedTrainer:
     # -- resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does. `resume_from_checkpoint`: a path, or True for the newest complete checkpoint. Raises
-        `CheckpointError` on all ranks if that checkpoint is incomplete, or if there is none."""
+        """Train as the Trainer does. Collective. `resume_from_checkpoint`: a path, or True for the newest complete checkpoint.
+        Raises `CheckpointError` on all ranks if that checkpoint is incomplete, or if there is none."""
         path: str | bool | None = resume_from_checkpoint
         if path:
             path = Team.of(()).agree(lambda: _newest(self.args.output_dir) if path is True else _checked(str(path)))
@@ -246,7 +246,8 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
 
 
 def _saved_only(model: nn.Module) -> Only:
-    """Return `only=` of `save` and `load`: "trained" for a PEFT model, whose base is loaded from another folder; else None."""
+    """Return the argument `only` for `save` and `load`: "trained" for a PEFT model, since its base is stored elsewhere; else
+    None."""
     return "trained" if is_peft(model) else None
 
 

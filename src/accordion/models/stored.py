@@ -339,7 +339,8 @@ def adapter_weights(stored: StoredModel) -> dict[str, Tensor]:
 
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
-    """Return the floating-point dtype of most bytes of the stored weights, or float32. Raises `UsageError` for broken files."""
+    """Return the floating-point dtype that most bytes of the stored weights have; float32 if none is of floating point. Raises
+    `UsageError` if the files cannot be read."""
     sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
         for name, entry in manifest_at(stored.path).tensors.items():
@@ -363,7 +364,7 @@ def manifest_at(path: str) -> Manifest:
 
 
 def extra_of(path: str) -> Mapping[str, Any]:
-    """Return the argument `extra` with which a checkpoint was saved, from its manifest; {} if it is no dict. Raises `UsageError`
+    """Return `extra`, the argument of `save`, from the manifest of a checkpoint; {} if it is no dict. Raises `UsageError`
     if the manifest cannot be read."""
     extra = manifest_at(path).extra
     return extra if isinstance(extra, dict) else {}

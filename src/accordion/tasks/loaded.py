@@ -1,4 +1,4 @@
-"""Make tasks from an object, a class path or a command line; check their functions, and what these return."""
+"""Make tasks from an object, a class path or a command line; check their functions and the results of these functions."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
-    """Return a function params -> optimizer made of `parts["optimizer"]`; None if `parts` has none. Raises `UsageError` if that
-    class or function does not exist."""
+    """Return a function that takes parameters and returns the optimizer `parts["optimizer"]` over them; None if `parts` names no
+    optimizer. Raises `UsageError` if the class or function does not exist."""
     part = parts.get("optimizer")
     if part is None:
         return None

@@ -62,7 +62,7 @@ class OrderedBatches:
 
 
 class LoaderBatches:
-    """Batches of a loader. After its last batch the loader is started again, with `set_epoch(epoch)` if it has that.
+    """Batches of a loader. After its last batch the loader is started again. If it has `set_epoch`, that is called first.
 
     Random numbers drawn while reading depend on the epoch alone, and are equal on all ranks. A loader with `state_dict`
     resumes from its state; any other loader reads the batches of the epoch again. `counter`: key in `position()` under which the
@@ -188,8 +188,9 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
 
 
 def check_kind(data: Any, split: str) -> None:
-    """Raise `UsageError` if `data` is no loader, iterable or dataset, is a dataset without samples, or is a `DataLoader` with one
-    of torch's own samplers, by which all ranks would read the same samples. `split`: argument of the task's `dataset`."""
+    """Raise `UsageError` if `data` cannot be read: it is no loader, iterable or dataset, it is a dataset without samples, or it
+    is a `DataLoader` with one of torch's own samplers, with which all ranks would read equal samples. `split`: argument of the
+    task's `dataset` function that returned `data`."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
     if isinstance(data, DataLoader):
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
@@ -211,7 +212,8 @@ def check_kind(data: Any, split: str) -> None:
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
-    """Return a rank's batches of the training data `data`. Raises `UsageError` if it is of no kind that can be read."""
+    """Return a rank's batches of the training data `data`. Raises `UsageError` if `data` is no loader,
+    iterable or dataset, or if `check_kind` refuses it for another reason."""
     check_kind(data, "train")
     if is_loader(data):
         return LoaderBatches(data, seed)
@@ -256,7 +258,8 @@ def _in_step(loader: Any, device: torch.device) -> Iterator[tuple[Any, int]]:
 
 
 def rows_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the rows of its first tensor, or 1 if that has no dims or there is no tensor."""
+    """Return the number of samples in a batch: the size of dim 0 of its first tensor. Returns 1 if the batch has no tensor, or if
+    the first one is 0-d."""
     leaves = tree_leaves(batch)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     return int(first.shape[0]) if first is not None and first.dim() else 1
@@ -279,8 +282,8 @@ def means_of(
     values_of: Callable[[Any], Mapping[str, Any]],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return name -> mean over the validation batches of all ranks, with the model in evaluation mode; {} without batches.
-    Collective. Random numbers that are drawn meanwhile do not change those of the training.
+    """Return name -> mean over the validation batches of all ranks; {} without batches. Collective. The model is in evaluation
+    mode meanwhile. Afterwards its mode and the random generators are as before.
 
     `batches`: (batch, number of its samples that count). `values_of(batch)` returns name -> mean or (sum, count).
     """

@@ -67,8 +67,8 @@ def _named(resume: str, folder: Path, latest: str | None) -> Path:
 
 
 def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the keys that have different values in `before` and `current`, `group.key` -> value, and change the computation.
-    Keys that only one of them has are left out."""
+    """Return the keys whose values differ between `before` and `current`, each `group.key` -> value. Keys that do not change the
+    computation are left out, and keys that only one of the two has."""
     keys = [
         key
         for key in current
@@ -102,8 +102,8 @@ def newest_in(folder: Path) -> str | None:
 
 
 def _extra(path: Path) -> Mapping[str, Any]:
-    """Return the data that a run stored as `extra` of the checkpoint `path`: "step", "config" and others. Raises `UsageError` if
-    the checkpoint cannot be read, or was not written by `accordion train`."""
+    """Return the dict that a run stored as `extra` of the checkpoint `path`, with "step", "config" and more keys. Raises
+    `UsageError` if the checkpoint cannot be read, or was not written by `accordion train`."""
     try:
         extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
@@ -168,8 +168,9 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
-    """Raise `UsageError` if this run cannot continue from the checkpoint `path`: it is after step `steps`, has another tokenizer,
-    or is of a run on text while this run is on a task, or the reverse. `tokenizer_digest`: of this run; None for a task."""
+    """Raise `UsageError` if this run cannot continue from the checkpoint `path`. This is the case if the checkpoint is beyond
+    step `steps`, if its run had another tokenizer, or if one of the two runs is on text and the other on a task.
+    `tokenizer_digest`: hash of this run's tokenizer; None for a task."""
     extra = _extra(path)
     if extra["step"] > steps:
         raise UsageError(

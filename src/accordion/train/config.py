@@ -204,7 +204,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """Keys of every run, on a task or on text. `parts`: "task" or "optimizer" -> its class path and options, if it has one."""
+    """Keys of every run, on a task or on text. `parts`: "task" and "optimizer", if the user names them -> class path, options."""
 
     parts: Mapping[str, PartConfig] = unread(dict)
     shard: ShardConfig = field(default_factory=ShardConfig)

@@ -99,7 +99,7 @@ class GlobalOrder(Sampler[list[int]]):
         return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
 
     def continues(self, state: dict[str, int]) -> bool:
-        """Return True if `state` is a position in this order: as many samples, shuffled by the same seed."""
+        """Return True if `state` is a position in this order: number of samples and seed of the shuffle are equal."""
         return (state["count"], state["seed"]) == (self.count, self.seed)
 
     def load_state_dict(self, state: dict[str, int]) -> None:

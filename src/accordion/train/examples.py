@@ -191,7 +191,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def _tools_of(row: DataRow) -> Tools:
-    """Return the tools of a row, given as a list or as JSON text; None if it has none. Raises `UsageError` for other values."""
+    """Return the tools of a row, which the field `tools` gives as a list or as JSON text; None if the row has none. Raises
+    `UsageError` if the field is anything else than a list of objects."""
     tools = row.values.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools

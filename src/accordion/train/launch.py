@@ -135,7 +135,8 @@ def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`."""
+    """Return the first host of a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`. Raises `ValueError` if there is
+    none."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     if match is None:
         raise ValueError(f"node list {nodes!r}")
@@ -164,9 +165,9 @@ def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[s
 def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
     """Run `entry(place, store, *args)` in `nproc` ranks on this machine and return the exit code.
 
-    The first rank that fails reports the reason, and the others are ended. SIGTERM ends all ranks. With `signals`, SIGTERM and
-    SIGUSR1 are forwarded to them instead, so `entry` can save first and return `PREEMPTED`; `NothingStartedError` is raised
-    if no rank can handle the signal.
+    The first rank that fails reports the reason, and all other ranks are ended. Without `signals`, SIGTERM ends all ranks. With
+    `signals`, SIGTERM and SIGUSR1 are forwarded to the ranks, so that `entry` can save and return `PREEMPTED`. Then
+    `NothingStartedError` is raised if a signal arrives while no rank can handle it. Silences torch's loggers of the launcher.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):

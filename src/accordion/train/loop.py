@@ -49,8 +49,9 @@ def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals
 def trained(
     place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals, cleanups: ExitStack
 ) -> Outcome:
-    """Train on one rank and return the outcome. `kind`: type of device. `cleanups`: gets the callbacks that release the folders
-    and destroy the process group. It is closed here after a successful run; after an error the caller has to close it."""
+    """Train on one rank and return the outcome. Collective. `kind`: type of device. `cleanups`: gets the callbacks that release
+    the folders and destroy the process group. It is closed here after a successful run; after an error the caller has to close
+    it."""
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -120,8 +121,8 @@ def _observed(run: Run) -> Iterator[None]:
 
 
 def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Outcome | None:
-    """Validate, save and show a sample, each if it is due after `step`. Returns the outcome if training ends, equal on all
-    ranks; otherwise None."""
+    """Do what is due after `step`: validate, save, show a sample. Returns the outcome if training ends with this step, otherwise
+    None; equal on all ranks. Collective."""
     options, due = run.config.train, _due(run.config.train.eval_every, step)
     if run.ending.decided or step == options.steps or due:
         steps.settle()

@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
-    """Return the launcher's name for this job; None if it has none. It does not change when the job restarts."""
+    """Return the name that the launcher, torchrun or srun, gave this job; None if it gave none. A restart keeps the name."""
     torchrun = environ.get("TORCHELASTIC_RUN_ID", "none")
     if torchrun != "none":
         return f"torchrun {torchrun}"

@@ -44,8 +44,9 @@ Folders = dict[str, Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from, whose global batch `config`
-    has. `replicas`: copies of the sharded model. `began_s`: `time.time` of this machine when the command started."""
+    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from; the global batch in
+    `config` is that of its run. None: a fresh start. `replicas`: copies of the sharded model. `began_s`: `time.time` of this
+    machine when the command started."""
 
     config: JobConfig
     work: Work
@@ -251,7 +252,7 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> None:
 
 
 def _vocab_of_model(config: Config) -> int:
-    """Return the size of the model's vocabulary. Raises `UsageError` if its config.json has none."""
+    """Return the size of the model's vocabulary. Raises `UsageError` if the model's config.json cannot be used or has none."""
     if config.model.path is not None:
         check_folder(config.model.path)
     vocab = getattr(configuration(config.model, config.data), "vocab_size", None)

@@ -107,7 +107,7 @@ class RunSaves:
             run.best.loss, run.best.step = of_first(run.place, lambda: checkpoints.best_in(self.folder)) or (None, 0)
 
     def _compare(self, before: Mapping[str, Any]) -> None:
-        """Report the settings that differ from `before`, those of the checkpoint."""
+        """Show the settings of this run that differ from `before`, the settings in the checkpoint."""
         current = self._settings()
         changed = [f"{key} {before[key]} -> {current[key]}" for key in checkpoints.differing(before, current)]
         if changed:

@@ -60,8 +60,8 @@ class Fields:
         return (*self.needed, *self.optional)
 
     def row(self, where: str, values: Mapping[str, Any], split: Split, what: str = "field") -> DataRow:
-        """Return a row with those fields of `values` (name -> value) that are in `names`. Raises `UsageError` if a needed field
-        is missing. `what`: the word for a field in this error."""
+        """Return a row with the fields of `values` (name -> value) that are in `names`. `what`: word for a field, "field" or
+        "column", in the error. Raises `UsageError` if a needed field is missing."""
         for name in self.needed:
             if name not in values:
                 near = nearest(name, list(values)[:20]) if values else "it is empty."
@@ -97,9 +97,9 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a file or of a saved datasets folder, with the fields named in `fields`. Raises `UsageError` for a row
-    that cannot be read or lacks a needed field; the error names its line or number. `key`: name of the file in the source. `key`
-    and the number of a row decide the row's split."""
+    """Yield the rows of a file or of a saved datasets folder, with the fields named in `fields`. `key`: name of the file in the
+    source. A hash of `key` and the row's number decides the row's split, unless a saved folder names splits. Raises `UsageError`
+    for a row that cannot be read or lacks a needed field; the error names its line or number."""
     rows = _saved if path.is_dir() else _table if suffix_of(path) in TABLES else _json
     yield from rows(path, key, fields)
 

@@ -255,7 +255,7 @@ def _checked(name: str, value: Any, key: Key) -> Any:
 
 
 def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the values whose keys begin with `prefix`, by keys without the prefix."""
+    """Return key -> value for the keys in `values` that begin with `prefix`. The prefix is removed from the returned keys."""
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 

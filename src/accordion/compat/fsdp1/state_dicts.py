@@ -216,8 +216,8 @@ def _required(optimizer: Optimizer | None) -> Optimizer:
 def settings_for(
     kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> StateDictSettings:
-    """Return torch's `StateDictSettings` of these configs; None becomes the default config of `kind`. Raises `UsageError` for
-    LOCAL_STATE_DICT, and for a config of another kind."""
+    """Return torch's `StateDictSettings` with `kind` and both configs. A config of None becomes the default one of `kind`. Raises
+    `UsageError` if `kind` is LOCAL_STATE_DICT, or if a config belongs to another kind."""
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise UsageError(
             "LOCAL_STATE_DICT is not supported: it has flat parameters, which do not exist here. Use SHARDED_STATE_DICT, which "
@@ -313,8 +313,8 @@ def state_by_id(
     """Convert a state dict by qualified names to one for `optim.load_state_dict`.
 
     `full`: `state` has full tensors, equal on all ranks; if they differ, every rank raises `DivergenceError`. `from_first_rank`:
-    send the first rank's `state` to all ranks, without a comparison. Each of the two makes this a collective. Raises `UsageError`
-    if `state` is empty, or if its parameter groups are not those of `optim`.
+    send the first rank's `state` to all ranks, without a comparison. Either of them makes this call collective. Raises
+    `UsageError` if `state` is empty, or if its parameter groups are not those of `optim`.
     """
     engines = engines_of(model, OPTIM)
     from_first = engines[0] if from_first_rank else None

@@ -84,9 +84,9 @@ class FSDPModule(_Base):  # type: ignore[misc]
     # -- full parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the full parameters of this module, but not those of FSDP modules inside it. Collective. They are plain tensors
-        in `parameters()` until `reshard`, a forward that reshards, or the end of a backward. With `async_op`, return a handle
-        at once; its `wait` waits for the parameters and registers them. The first call builds the engine of the whole model."""
+        """Gather the full parameters of this module, but not those of FSDP modules inside it. Collective. The full ones are
+        plain tensors in `parameters()` until `reshard`, a forward that reshards, or the end of a backward. With `async_op`,
+        return a handle at once; its `wait` waits for the parameters and registers them. The first call builds the engine."""
         part = fsdp_part(self)
         if async_op:
             part.lease.begin()
@@ -109,7 +109,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose if full parameters are freed after the forward (True) or kept for the backward (False). An earlier int for
-        `reshard_after_forward` no longer applies: parameters are resharded over all ranks."""
+        `reshard_after_forward` no longer applies: parameters are resharded over all ranks. Raises `UsageError` unless a bool is
+        passed."""
         if not isinstance(reshard_after_forward, bool):
             raise UsageError(f"reshard_after_forward is {reshard_after_forward!r}; pass True or False.")
         for part in _parts(self, recurse):
