@@ -171,8 +171,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Load as accelerate does, from a folder that any number of ranks saved. `input_dir`: None for the newest complete
-        folder. Raises `CheckpointError` on all ranks if the folder is incomplete."""
+        """Load as accelerate does, from a folder that any number of ranks saved. Collective. `input_dir`: None for the newest
+        complete folder. Raises `CheckpointError` on all ranks if the folder is incomplete."""
         pairs = self._pairs()
         names = [name for name, _, _ in parts(pairs)]
         folder = Team.of(()).agree(lambda: self._complete(input_dir, names))

@@ -303,7 +303,8 @@ def means_of(
 
 
 def _weighed(name: str, value: Any, num_samples: int, device: torch.device) -> Tensor:
-    """Return [sum, count], float64, of `value`, which is a (sum, count) or the mean of `num_samples`; zeros for no samples."""
+    """Return [sum, count], float64, of `value`, which is (sum, count) or a mean of `num_samples` samples. Zeros if `num_samples`
+    is 0. `name`: name of the value, for errors. Raises `UsageError` for another `value`."""
     if num_samples == 0:
         return torch.zeros(2, dtype=torch.float64, device=device)
     if isinstance(value, tuple) and len(value) == 2:

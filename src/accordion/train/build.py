@@ -73,7 +73,8 @@ class Run:
 
 
 def agree(prepared: Prepared, place: RankPlace) -> None:
-    """Raise `DivergenceError` on every rank if data, checkpoint or DeepSpeed file differ between ranks. Collective."""
+    """Compare data, tokenizer, checkpoint to resume from and DeepSpeed file of all ranks. Collective. Raises `DivergenceError` on
+    every rank if they differ."""
     file = prepared.config.train.deepspeed
     of_rank = {
         **prepared.work.agreed(),
@@ -100,7 +101,8 @@ def of_first(place: RankPlace, ask: Callable[[], T]) -> T:
 
 
 def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
-    """Build, shard and fill the model, and build the other objects of the run. Returns all of them. Collective."""
+    """Build, shard and fill the model, then build its optimizer, batches and the other objects of a `Run`, and return the `Run`.
+    Collective."""
     config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
     # "auto" is fp32 on CPU, bf16 on accelerators that support it, else fp16.
     best = "fp32" if on_cpu else "bf16" if _torch.has_bf16(device) else "fp16"

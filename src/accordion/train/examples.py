@@ -78,7 +78,8 @@ class Encoder:
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id and text else ids
 
     def _of_messages(self, messages: list[Message], learnt: list[bool], tools: Tools, where: str) -> Example:
-        """Return the tokens of a chat. `learnt`: for each message of the assistant, True if it counts in the loss. Raises
+        """Return the tokens of a chat. `learnt`: for each message of the assistant, True if it counts in the loss. `where`: name
+        of the row in errors. Raises
         `UsageError` if the template fails, or if the answers cannot be located in its output."""
         marked = MARKS.search(self._template) is not None
         text, spans = self._rendered(messages, tools, where) if marked else (self._render(messages, tools, where), [])
@@ -116,8 +117,8 @@ class Encoder:
         return mask
 
     def _rendered(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return (rendered conversation, spans in it that the template marks as answers). Raises `UsageError` if the template
-        fails or marks no answer."""
+        """Return (rendered conversation, spans in it that the template marks as answers). `where`: name of the row in errors.
+        Raises `UsageError` if the template fails or marks no answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -255,8 +256,9 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
     """Return the run's tokenizer, a fast one of transformers. It is read from `data.tokenizer`, or else from the model's folder.
-    If neither has one, it is trained on `source` with up to `model_vocab` tokens and stored in `cache`. Raises `UsageError` if
-    it cannot be read, is not fast, is missing next to pretrained weights, or lacks the chat template that chats need."""
+    If neither has one, it is trained on `source` with up to `model_vocab` tokens, stored in `cache`, and reported to `say`.
+    Raises `UsageError` if it cannot be read, is not fast, is missing next to pretrained weights, or lacks the chat template that
+    chats need."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(

@@ -312,7 +312,8 @@ def _report_to_hubs(error: BaseException) -> None:
 
 
 def _connected(place: RankPlace) -> Store:
-    """Return the job's store. Raises `AccordionError` if it cannot be reached."""
+    """Connect to the job's store at `place.address`, and return it. Rank 0 opens the store unless torchrun has. Raises
+    `AccordionError` if it cannot be opened or reached."""
     keeps = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # "True": torchrun serves it
     host, _, port = place.address.rpartition(":")
     try:
@@ -437,7 +438,8 @@ def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T
 
 
 def join_group(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:
-    """Set this rank's device of type `kind`, initialise the process group of all ranks, and return the device."""
+    """Set this rank's device, of type `kind`, initialise the process group of all ranks, and return the device. Collective.
+    `timeout_s`: timeout of collectives."""
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
     if kind != "cpu":
         torch.accelerator.set_device_index(place.local_rank)

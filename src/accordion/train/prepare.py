@@ -117,8 +117,8 @@ def _folders(
     config: Job, name: str, place: RankPlace, screen: Screen, named: Collection[str]
 ) -> tuple[Folders, Path | None, Job]:
     """Return (the run's folders, the checkpoint to resume from or None, `config` with that checkpoint's batch). Creates no
-    folders. `name`: name of the default run folder. Raises `UsageError` if the folders or the checkpoints in them cannot be
-    used, and on rank 0 if another job uses the folders."""
+    folders. `name`: name of the default run folder. `named`: keys that the user set. Raises `UsageError` if the folders or the
+    checkpoints in them cannot be used, and on rank 0 if another job uses the folders."""
     run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for path in (run_dir, folder):
@@ -193,7 +193,7 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, 
 
 
 def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFiles, source: Source, say: Say) -> None:
-    """Show the sizes of the data, and the files, fields and tokens that are not used."""
+    """Show with `say` the sizes of the data, the files that are not read, and the examples that are cut or left out."""
     if source.unread:
         read, left = [key for key, _ in source.files], [f"{key} ({why})" for key, why in source.unread.items()]
         say(

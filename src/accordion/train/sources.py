@@ -60,8 +60,8 @@ class Fields:
         return (*self.needed, *self.optional)
 
     def row(self, where: str, values: Mapping[str, Any], split: Split, what: str = "field") -> DataRow:
-        """Return a row with the fields of `values` (name -> value) that are in `names`. `what`: word for a field, "field" or
-        "column", in the error. Raises `UsageError` if a needed field is missing."""
+        """Return a row with the fields of `values` (name -> value) that are in `names`. `where`: file and line or row. `what`:
+        word for a field, "field" or "column", in the error. Raises `UsageError` if a needed field is missing."""
         for name in self.needed:
             if name not in values:
                 near = nearest(name, list(values)[:20]) if values else "it is empty."
@@ -105,7 +105,7 @@ def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
 
 
 def _json(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of JSON Lines, or of one array in a `.json` file.
+    """Yield the rows of JSON Lines, or of one array in a `.json` file. Raises `UsageError` if one is no JSON object.
 
     `datasets` is not used, because it gives all rows the fields and types of the first 10 MB: a later field is an error,
     missing fields are null, and text that looks like a date becomes a time.
@@ -297,7 +297,8 @@ def _has_rows(path: Path) -> bool:
 
 
 def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
-    """Yield the text of each row as a document. In tables, rows without text are left out."""
+    """Yield the text of each row as a document. `fields`: names the field with the text. In tables, rows without text are left
+    out. Raises `UsageError` if a row cannot be read or has something else than text."""
     (field,) = fields.needed
     is_json = not path.is_dir() and suffix_of(path) not in TABLES
     for row in read_rows(path, key, fields):

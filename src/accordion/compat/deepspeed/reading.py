@@ -193,8 +193,7 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _row(name: str) -> str | None:
-    """Return the key in `KEYS` for the dotted key `name`: `name` itself, or a section that contains it and takes any key. Returns
-    None if there is none."""
+    """Return the key in `KEYS` for the dotted key `name`: `name`, or a section that contains it and takes any key, or None."""
     row = name
     while row and row not in KEYS:
         row = row.rpartition(".")[0]
@@ -238,7 +237,8 @@ def _resolved(name: str, value: Any, key: Key, auto: Mapping[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, key: Key) -> Any:
-    """Return `value`, as an int if `key` takes whole numbers. Raises `UsageError` if `key` does not take this value."""
+    """Return the `value` of key `name`, as an int if `key` takes whole numbers. Raises `UsageError` if `key` does not take this
+    value."""
     takes = None if value == "auto" else key.takes  # some are resolved later, from other keys
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if takes is bool and not isinstance(value, bool):

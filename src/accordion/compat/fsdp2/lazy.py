@@ -141,8 +141,8 @@ class Lease:
 
 
 def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
-    """Hook of `leaf`, the unsharded parameter number `i` of a unit. Moves a gradient that did not come from a forward of the unit
-    from `leaf.grad` to the engine, which reduces it."""
+    """Hook of `leaf`, the unsharded parameter number `i` of the unit `of`. Moves a gradient that did not come from a forward of
+    the unit from `leaf.grad` to the engine `by`, which reduces it. Drops the gradient if the engine is deleted."""
     engine, unit, grad = by(), of(), leaf.grad
     leaf.grad = None
     if engine is not None and unit is not None and grad is not None:

@@ -124,8 +124,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
             part.push()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Choose if full parameters are freed after a backward (True), or kept for the next forward until the shards change
-        (False)."""
+        """Choose if full parameters are freed after a backward (True), or kept until the shards change (False)."""
         for part in _parts(self, recurse):
             part.unit_policy.keep_on = not reshard_after_backward
 
