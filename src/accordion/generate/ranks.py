@@ -97,7 +97,7 @@ def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) ->
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> int:
-    """Return the free bytes of an accelerator. For the CPU, return the host's free bytes divided by `num_ranks`, the ranks here.
+    """Return the free bytes of an accelerator. For the CPU, return those of the host divided by `num_ranks`, its number of ranks.
 
     The host's free bytes are what the system or the control group has available, whichever is less; 0 if unknown.
     """

@@ -212,8 +212,8 @@ def check_kind(data: Any, split: str) -> None:
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
-    """Return a rank's batches of the training data `data`. Raises `UsageError` if `data` is no loader,
-    iterable or dataset, or if `check_kind` refuses it for another reason."""
+    """Return a rank's batches of the training data `data`. Raises `UsageError` if all ranks would read equal
+    samples, or if `data` is no loader, no iterable and no dataset with samples."""
     check_kind(data, "train")
     if is_loader(data):
         return LoaderBatches(data, seed)

@@ -46,8 +46,8 @@ class Encoder:
         self._special = special_ids(tokenizer)
 
     def example(self, row: DataRow) -> Example:
-        """Return the tokens of `row`. Raises `UsageError` if `row` is invalid, or if none of its tokens counts in the loss. A
-        chat whose answers all have weight 0 is valid, and none of its tokens counts."""
+        """Return the tokens of `row`. In a chat whose answers all have weight 0, no token counts in the loss. Raises `UsageError`
+        if `row` is invalid, or if no token is left of the answers that count."""
         if self._kind == "prompt":
             prompt, completion = (checked_text(row.values[key], f"{row.where}: field {key!r}") for key in row.values)
             example, learnt = self._of_prompt(prompt, completion, row.where), [True]
@@ -79,8 +79,7 @@ class Encoder:
 
     def _of_messages(self, messages: list[Message], learnt: list[bool], tools: Tools, where: str) -> Example:
         """Return the tokens of a chat. `learnt`: for each message of the assistant, True if it counts in the loss. `where`: name
-        of the row in errors. Raises
-        `UsageError` if the template fails, or if the answers cannot be located in its output."""
+        of the row in errors. Raises `UsageError` if the template fails, or if the answers cannot be located in its output."""
         marked = MARKS.search(self._template) is not None
         text, spans = self._rendered(messages, tools, where) if marked else (self._render(messages, tools, where), [])
         if not marked:

@@ -64,8 +64,8 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
 
 
 def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
-    """Build the model that `model` describes, on the meta device. Raises `UsageError` if transformers cannot
-    build the model, or if it is no causal language model."""
+    """Build the model that `model` describes, on the meta device. Raises `UsageError` if transformers cannot build
+    the model, or if it is no causal language model."""
     described = configuration(model, data)
     attention = None if model.attention == "auto" else model.attention
     built = language_model(described, model.path or model.preset, attention)

@@ -49,8 +49,8 @@ from accordion.weights.initialise import initialise
 class OwnTask:
     """Interface of the training loop to a user's task: the object `task`, or if that is None, the class named in `parts`.
 
-    `size`: number of training samples; None if unknown. `counted`: unit of the reported speed. `loaded` and
-    `validation` are not pickled: a copy computes them again.
+    `size`: number of training samples; None if unknown. `counted`: unit of the reported speed. `loaded` and `validation` are
+    not pickled: a copy computes them again.
     """
 
     parts: Mapping[str, PartConfig]
