@@ -23,7 +23,7 @@ WRAPPED = re.compile(r"(^|\.)(base_layer|original_module|token_adapter)\.")
 
 
 def merged(stored: StoredModel, sources: Sequence[TensorSource], ties: Mapping[str, str]) -> list[TensorSource]:
-    """Return the sources of the model with its adapter. Each tensor is merged when it is read.
+    """Return the tensors of the model with its adapter merged, not read yet. Each is merged when it is read.
 
     If the base was quantised in training, its weights are quantised and dequantised again before the adapter is added.
     `ties`: other name of a tied tensor -> its name in `sources`. A merge needs host memory for the adapter and three tensors of
@@ -66,7 +66,8 @@ def merged(stored: StoredModel, sources: Sequence[TensorSource], ties: Mapping[s
 
 
 def _as_trained(sources: Sequence[TensorSource], layers: Mapping[str, FourBitLinear]) -> list[TensorSource]:
-    """Return `sources`, of which those of four-bit `layers` (by name) read weights that are rounded to four bits."""
+    """Return `sources`, changed as follows: a source whose name is in `layers` (name -> four-bit layer) reads a weight that is
+    rounded to four bits."""
     # The adapter was trained next to the rounded weights of its base.
     return [
         replace(source, read=partial(_rounded, layers[source.name], source.read)) if source.name in layers else source

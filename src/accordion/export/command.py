@@ -117,8 +117,8 @@ def export(options: ExportOptions) -> Exported:
 
 
 def _form_of(options: ExportOptions) -> str:
-    """Return the format to write. Raises `UsageError` if it contradicts the suffix of TARGET, or if packages for `onnx` are not
-    installed."""
+    """Return the format to write: `options.format`, or by default the one that TARGET's suffix names. Raises `UsageError` if the
+    format contradicts that suffix, or if packages for `onnx` are not installed."""
     suffix = Path(options.target).suffix.lower()
     form = options.format or ("safetensors" if suffix == ".safetensors" else "hf")
     if suffix in (".safetensors", ".onnx") and form != "safetensors":
@@ -135,8 +135,9 @@ def _form_of(options: ExportOptions) -> str:
 
 
 def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None) -> Exported:
-    """Write the model in the checkpoint at `path` in the format `form`, even if transformers does not know the model. `dtype`:
-    of floating-point tensors; None keeps theirs."""
+    """Write the model in the checkpoint at `path` in the format `form`, and return what was written. Transformers need not know
+    the model. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises `UsageError` or `CheckpointError` if the
+    checkpoint is damaged, or if it does not fit the model in `--like`."""
     stored = model = None
     if form == "hf":
         with suppress(UsageError):  # a checkpoint without a model type, or of one that transformers does not know
@@ -182,7 +183,8 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str
 
 def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
     """Write the adapter of `stored` and the tokenizer to the folder `draft`, and return the file names. The adapter's config
-    names the path of the base. `dtype`: of floating-point tensors; None keeps theirs. Raises `UsageError` without an adapter."""
+    names the path of the base. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises `UsageError` without an
+    adapter."""
     if stored.adapter is None:
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
     weights = adapter_weights(stored)

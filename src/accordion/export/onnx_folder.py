@@ -112,7 +112,7 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Compute the buffers of `model` that no state dict has, by transformers' own code. Return {name: buffer on the host}.
 
-    The results replace the buffers in `model`. Raises `UsageError` if that code does not compute one of them.
+    The results also replace the buffers in `model`. Raises `UsageError` if that code leaves one of the buffers as it was.
     """
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     owners = {

@@ -31,9 +31,9 @@ class NamedTensors:
 
 @contextmanager
 def tensors_of(stored: StoredModel, dtype: torch.dtype | None = None) -> Iterator[NamedTensors]:
-    """Context manager that yields the tensors of a stored model, which can be read inside it. Its adapter, if any, is merged.
-    `dtype`: cast floating-point tensors to it. Raises `CheckpointError` if the source is damaged or of another model, and
-    `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be merged."""
+    """Context manager that yields the tensors of a stored model, which can be read in its body. The adapter, if any, is
+    merged. `dtype`: cast floating-point tensors to this dtype; None keeps theirs. Raises `CheckpointError` if the source is
+    damaged or of another model, and `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be merged."""
     with _as_stored(stored) as tensors:
         if stored.adapter is not None:
             tensors = replace(tensors, sources=merged(stored, tensors.sources, tensors.ties))
@@ -68,8 +68,8 @@ def _as_stored(stored: StoredModel) -> Iterator[NamedTensors]:
 
 
 def folder_sources(folder: Path, dtype: torch.dtype | None) -> list[TensorSource]:
-    """Return the tensors, not read yet, in the files of a folder of transformers. `dtype`: cast floating-point tensors to it.
-    Raises `UsageError` if they are quantised."""
+    """Return the tensors, not read yet, in the files of a folder of transformers. `dtype`: cast floating-point tensors to this
+    dtype; None keeps theirs. Raises `UsageError` if the tensors are quantised."""
     tensors = rows_of_folder(folder)
     check_quantised({}, str(folder), tensors)
     return [TensorSource(name, r.dtype, tuple(r.shape), r.whole).cast(dtype) for name, r in tensors.items()]

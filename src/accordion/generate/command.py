@@ -28,7 +28,8 @@ ABOUT = (GenerateOptions.__doc__ or "").splitlines()[0]
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run `accordion generate` with the arguments `words`: start ranks or, under torchrun or srun, be one. Return exit code."""
+    """Run `accordion generate` with the arguments `words`, and return the exit code. Under torchrun or srun this process is one
+    rank, otherwise it starts all ranks. Raises `UsageError` for wrong arguments or input."""
     options = flags.read(GenerateOptions, words, PROG, ABOUT)
     if options is None:
         return 0
@@ -56,7 +57,8 @@ def _started_rank(place: launch.RankPlace, store: Store, options: GenerateOption
 
 
 def _prepared(options: GenerateOptions) -> tuple[StoredModel, list[Prompt]]:
-    """Return (the model to load, without its weights; tokenized prompts). Raises `UsageError` for any wrong input."""
+    """Return (the model to load, without its weights; tokenized prompts). Raises `UsageError` if there is no such model, if its
+    weights do not fit its configuration, or if a prompt cannot be used."""
     stored = find_model(options.source)
     prompts = read_prompts(options, tokenizer_of(stored), configuration_of(stored))
     try:

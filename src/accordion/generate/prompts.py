@@ -25,7 +25,8 @@ class Prompt:
 
 
 def read_prompts(options: GenerateOptions, tokenizer: Any, config: Any) -> list[Prompt]:
-    """Read and tokenize all prompts. `config`: the model's. Raises `UsageError` for a prompt that is wrong or too long."""
+    """Read and tokenize all prompts, and return them in order. `config`: configuration of the model. Raises `UsageError` if they
+    cannot be read, if one is empty, too long or has a token that the model lacks, or if --chat finds no chat template."""
     prompts = _read(options)
     if options.chat and not getattr(tokenizer, "chat_template", None):
         raise UsageError(
@@ -42,7 +43,8 @@ def positions_of(config: Any) -> int | None:
 
 
 def num_new(options: GenerateOptions, prompts: Sequence[Prompt], config: Any) -> int:
-    """Return the most tokens to generate for each prompt: the option, or 128, or fewer if the model has no room for that."""
+    """Return the most tokens to generate for each prompt: `options.max_new_tokens`, or if that is None, 128. The 128 are lowered
+    to what the longest prompt leaves of the model's positions."""
     if options.max_new_tokens is not None:
         return options.max_new_tokens
     longest = positions_of(config)

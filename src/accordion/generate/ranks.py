@@ -39,8 +39,9 @@ TIMEOUT_S = 600  # how long a rank waits for another one before it exits
 def generate(
     place: RankPlace, store: Store, options: GenerateOptions, stored: StoredModel, prompts: Sequence[Prompt], kind: str
 ) -> None:
-    """Run one rank: load the model, generate texts for its share of `prompts`, and on rank 0 print those of all ranks. `place`:
-    rank and number of ranks. `store`: the job's. `kind`: device type."""
+    """Run one rank: load the model, and generate texts for this rank's share of `prompts`. Collective. Rank 0 prints the texts of
+    all ranks. Creates the process group and destroys it at the end. Turns off warnings of Python and transformers in this
+    process. `place`: rank and number of ranks. `store`: the job's store. `kind`: device type."""
     warnings.simplefilter("ignore")  # transformers warns about settings that are not the user's
     from transformers.utils import logging
 
@@ -96,7 +97,7 @@ def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) ->
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> int:
-    """Return the free bytes of an accelerator or, for the CPU, those of the host divided by `num_ranks` on this machine.
+    """Return the free bytes of an accelerator. For the CPU, return those of the host divided by `num_ranks`, its number of ranks.
 
     The host's free bytes are what the system or the control group has available, whichever is less; 0 if unknown.
     """
@@ -123,7 +124,8 @@ def _fits(options: GenerateOptions, needed: int, place: RankPlace, device: torch
 
 
 def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
-    """Load the shards of `model` from `stored`, then those of its adapter, if any. `whole`: the PEFT model, or else `model`."""
+    """Load the shards of `model` from `stored`, then the shards of the adapter, if there is one. Collective. `whole`: the PEFT
+    model around `model`, or `model` itself if there is no adapter."""
     if stored.kind == "checkpoint":
         load_saved(model, stored.path)
     else:
@@ -207,7 +209,8 @@ class CommonSteps:
         dist.all_reduce(self._num_working)
 
     def finish(self, printer: Printer) -> None:
-        """Make dummy calls until no rank generates, and print answers meanwhile. Call it once this rank has no prompts left."""
+        """Make dummy calls until no rank generates, and print new answers meanwhile. Call this once, when this rank has no
+        prompts left. Removes the hook first."""
         self._handle.remove()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)  # (b, tokens)
         while True:

@@ -26,8 +26,8 @@ class WrittenText:
 
 
 class TextWriter:
-    """Generates text with a model of transformers, whose `generation_config` is replaced. If the model gathers its units in
-    each call, the caller creates `CommonSteps` for it before, so that all ranks call it equally often."""
+    """Generates text with a model of transformers. The constructor replaces the model's `generation_config`. If each call of the
+    model gathers its units, the caller must first create `CommonSteps`, so that all ranks call the model equally often."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions, device: torch.device
@@ -40,8 +40,8 @@ class TextWriter:
     def write(self, prompts: Mapping[int, tuple[int, ...]], streamer: Any = None) -> list[WrittenText]:
         """Generate text for `prompts` ({index: token ids}) in one batch, and return the texts in their order.
 
-        The random seed is the option `seed` plus the lowest index. `streamer`: of transformers, prints the text of a single
-        prompt while it grows.
+        Seeds torch's generators with the option `seed` plus the lowest index. `streamer`: a streamer of transformers, which
+        prints the text of a single prompt while it is generated.
         """
         longest = max(len(ids) for ids in prompts.values())
         rows = [[self._pad] * (longest - len(ids)) + list(ids) for ids in prompts.values()]

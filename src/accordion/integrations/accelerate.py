@@ -53,8 +53,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @classmethod
     def of(cls, accelerator: accelerate.Accelerator, arguments: ShardArguments) -> Accelerator:
-        """Change the class of `accelerator` to this one, in place, and return it. It must not have prepared anything yet. Raises
-        `UsageError` if its class is not accelerate's own, or if it is configured for what sharding does not support."""
+        """Change the class of `accelerator` to this one, in place, and return it. Call it before `accelerator.prepare`. Raises
+        `UsageError` if its class is not accelerate's own, or if accelerate's FSDP, DeepSpeed and the like are configured."""
         if type(accelerator) is not accelerate.Accelerator:
             raise UsageError(f"sharding needs an Accelerator of accelerate, not a {type(accelerator).__name__}.")
         accelerator.__class__ = cls
@@ -92,7 +92,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare(*args, device_placement=device_placement)
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """Shard `model` with this accelerator's arguments and return it; skip it if it is sharded, or has no parameters."""
+        """Shard `model` in place with this accelerator's arguments, and return it. Does nothing if it is sharded already, or has
+        no parameters. Collective."""
         if engine_of(model) is None and next(model.parameters(), None) is not None:
             self.shard_arguments.applied(model, self.mixed_precision if self.native_amp else "no")
         return model
@@ -134,7 +135,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Unscale and clip gradients as accelerate does; return their norm, for sharded models over the rows of all ranks."""
+        """Unscale and clip the gradients of `parameters`, as accelerate does, and return their norm before clipping. For sharded
+        models this is the norm over the rows of all ranks."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(param) for param in params}
         models = [m for m in self._models if engine_of(m) is not None and any(id(p) in ids for p in m.parameters())]
@@ -155,7 +157,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return full_state_dict(model)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save as accelerate does; each sharded model, with its optimizer, is a checkpoint of `accordion.save` in the folder.
+        """Save as accelerate does, and return the folder. In it, `accordion.save` writes each sharded model with its optimizer.
 
         `load_state` refuses a folder whose save was interrupted. Hooks of `register_save_state_pre_hook` get all models, and on
         the first rank their full weights; if a hook removes a model's weights, only its optimizer is saved. Sharded tensors in
@@ -169,7 +171,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Load as accelerate does, from a folder that any number of ranks saved. Raises `CheckpointError` if it is incomplete."""
+        """Load as accelerate does, from a folder that any number of ranks saved. Collective. `input_dir`: None for the newest
+        complete folder. Raises `CheckpointError` on all ranks if the folder is incomplete."""
         pairs = self._pairs()
         names = [name for name, _, _ in parts(pairs)]
         folder = Team.of(()).agree(lambda: self._complete(input_dir, names))

@@ -84,7 +84,8 @@ class ShardedStrategy:
         super().__init__(*args, **kwargs)
 
     def _sharded(self, module: nn.Module, precision: object) -> nn.Module:
-        """Shard `module` in place and return it; a module on the meta device is loaded from its source, or initialised."""
+        """Shard `module` in place and return it. If it is on the meta device, then load its weights from the folder that it
+        remembers, or initialise it if there is none. Collective. `precision`: Lightning's name, such as "bf16-mixed"."""
         on_meta = any(param.is_meta for param in module.parameters()) and source_of(module) is None
         self._over_nodes().applied(module, MIXED.get(str(precision), "no"))
         if on_meta:
@@ -92,7 +93,8 @@ class ShardedStrategy:
         return module
 
     def _over_nodes(self) -> ShardArguments:
-        """Return the shard arguments, with a mesh of all ranks if they had none; a hybrid strategy has one replica per node."""
+        """Return the shard arguments. If they have no mesh, create one of all ranks and keep it; for a hybrid strategy it has one
+        replica per node."""
         if self.shard_arguments.mesh is None:
             ranks, device = dist.get_world_size(), self.root_device.type
             if self.shard_arguments.sharding.strategy.hybrid:
@@ -104,8 +106,8 @@ class ShardedStrategy:
         return self.shard_arguments
 
     def _write_folder(self, folder: Path, pairs: list[Pair], rest: Any) -> None:
-        """Write the models and optimizers in `pairs` and the other content `rest` to `folder`, which is complete once `META`, the
-        file of `rest`, is written. Collective."""
+        """Write the models and optimizers in `pairs` to `folder`, then `rest`, all other content, to the file `META` in it. The
+        folder is complete once `META` is written. Replaces a file or an older checkpoint of this name. Collective."""
         team = Team.of(())
 
         def begin() -> None:
@@ -140,7 +142,8 @@ class ShardedStrategy:
         return others
 
     def _write_file(self, path: str, content: Any, storage_options: Any) -> None:
-        """Write a full checkpoint as one file, on the first rank; remove a sharded one (a folder) of that name. Collective."""
+        """Write `content`, a full checkpoint, as the file `path` on the first rank. If `path` is a sharded checkpoint, a folder,
+        remove the folder first. Collective."""
 
         def write() -> None:
             if self.is_global_zero:
@@ -184,7 +187,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
             vars(plugin)["clip_grad_by_norm"] = self._clip_grad_by_norm
 
     def _shard_all(self, trainer: Any) -> None:
-        """Shard the LightningModule, and the averaged copies in callbacks, unless they are sharded already."""
+        """Shard the LightningModule, and the averaged copies of it in callbacks, unless they are sharded already. Collective.
+        Raises `UsageError` if a callback averages weights and `state_dict_type` is "sharded"."""
         fitting, layer_sync = trainer.state.fn == "fit", getattr(self, "_layer_sync", None)
         model = self.lightning_module
         self.roots = _roots(model)
@@ -223,7 +227,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Context manager that creates models on the host, or with `empty_init` on the meta device, but not on the device."""
+        """Context manager in which models are created on the host, or with `empty_init` on the meta device, instead of on the
+        accelerator."""
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
@@ -252,7 +257,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
     # -- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state dict, in which tensors are still sharded; `save_checkpoint` gathers them. Collective."""
+        """Wait for optimizer steps in progress, and return the state dict of the LightningModule. Its tensors are still sharded;
+        `save_checkpoint` gathers them. Collective."""
         for engine in engines_of(self.roots):
             settle(engine, "takes the state dict")
         state = self.lightning_module.state_dict()
@@ -285,11 +291,11 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         self._write_file(path, full, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Shard the model, then read a checkpoint. If it is a file, return its content. If it is a folder, load the model from
-        it, and return all its other content except optimizer states, which `load_optimizer_state_dict` reads.
+        """Shard the model, then read the checkpoint `checkpoint_path` and return its content. Collective.
 
-        "state_dict" of a folder has the tensors of the loaded model, which Lightning loads into themselves. Lightning calls this
-        before `setup`, so that callbacks have their states when fitting starts.
+        If the checkpoint is a file, the content is returned and nothing is loaded. If it is a folder, the model is loaded from
+        it. Then "state_dict" has the tensors of the loaded model, which Lightning copies to themselves, and "optimizer_states"
+        is empty, because `load_optimizer_state_dict` reads the folder. Raises `CheckpointError` if the folder is incomplete.
         """
         path = str(self.broadcast(checkpoint_path))
         self._shard_all(self.lightning_module.trainer)
@@ -449,7 +455,8 @@ def _is_lightnings(method: Callable[..., Any]) -> bool:
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost sharded modules in `model`. Raises `UsageError` if trained parameters are outside of them."""
+    """Return the outermost sharded modules in `model`, [] if nothing is sharded. Raises `UsageError` if some are sharded, and a
+    trained parameter is outside of them."""
     roots: dict[int, nn.Module] = {}
     for module in model.modules():
         hooks = attached_to(module)

@@ -50,7 +50,7 @@ class ShardArguments:
     def of(cls, choice: Sharding | Mapping[str, Any] | None) -> ShardArguments:
         """Convert a trainer's `sharding=`: a `Sharding`, a dict of arguments of `accordion.shard`, or None for the defaults.
 
-        Raises `UsageError` for another type.
+        Raises `UsageError` for another type, and for a wrong key or value in the dict.
         """
         if isinstance(choice, Sharding):
             return cls(sharding=choice)
@@ -92,10 +92,10 @@ class ShardArguments:
 
 
 def step_on_shards(optimizer: Optimizer) -> None:
-    """Make an optimizer step on shards, in place, also if it was created before its model was sharded.
+    """Change `optimizer` in place so that it steps on shards, even if it was created before its model was sharded.
 
-    An elementwise one also gets the faster steps of `wrap_optimizer`. Raises `UsageError` for Adafactor, which needs whole
-    matrices.
+    If its step is elementwise, it also gets the faster steps of `wrap_optimizer`. Nothing changes if its parameters are not
+    sharded. Raises `UsageError` for Adafactor on shards, because it needs whole matrices.
     """
     inner = inner_of(optimizer)
     follow_moved(inner)

@@ -29,7 +29,7 @@ PLACED = "_accordion_placements"  # attribute of a full tensor: its placements w
 
 def paired(models: Sequence[nn.Module], optimizers: Iterable[Any]) -> list[Pair]:
     """Return (model, its optimizers) for each of `models`. An optimizer without parameters of any model is left out. Raises
-    `UsageError` for an optimizer with parameters of several models, or with those of one model and others."""
+    `UsageError` if an optimizer has parameters of several models, or parameters of a model and others that no model has."""
     owner = {id(param): i for i, model in enumerate(models) for param in model.parameters()}
     pairs: list[Pair] = [(model, []) for model in models]
     for optimizer in optimizers:
@@ -63,7 +63,7 @@ def engines_of(models: Iterable[nn.Module]) -> list[Engine]:
 
 
 def why_incomplete(folder: Path) -> str:
-    """Return why a folder of `accordion.save` is incomplete, by its manifest and file sizes; "" if it is complete."""
+    """Return the reason why a folder of `accordion.save` is incomplete; "" if it is complete. Reads manifest and file sizes."""
     try:
         with closing(opened(checkpoint_at(folder))) as files:
             files.check_sizes()
@@ -148,7 +148,8 @@ def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_whole(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state dict with full tensors into `optimizer`; each rank keeps its rows. Collective."""
+    """Load a state dict with full tensors, equal on all ranks, into `optimizer`. States of sharded parameters are sharded like
+    these if their shapes are equal, and replicated otherwise. Collective."""
     states = {index: dict(one) for index, one in state["state"].items()}
     for index, param in _numbered(optimizer, state):
         if isinstance(param, DTensor) and index in states:

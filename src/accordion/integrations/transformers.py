@@ -48,9 +48,10 @@ class ShardedTrainer:
     loads on any number of ranks. Only complete folders are resumed. Raises `UsageError` for --fsdp, --deepspeed,
     parallelism_config, bf16_full_eval, fp16_full_eval, torch_compile and `hyperparameter_search`.
 
-    `loss`: "library" for the loss of the model or of the trainer. "chunked" and "head_rows" compute that of a causal language
-    model by `accordion.linear_cross_entropy`, without logits, and "head_rows" without gathering the whole head. Evaluation with
-    `compute_metrics` needs logits and takes the library's. A class attribute of this name is the default.
+    `loss`: "library" for the loss of the model or of the trainer. "chunked" and "head_rows" compute the loss of a causal language
+    model with `accordion.linear_cross_entropy`, which needs no logits; "head_rows" does not gather the whole head either.
+    Evaluation with `compute_metrics` needs logits, and always uses the library's loss. A class attribute of this name is the
+    default.
     """
 
     sharding: Sharding | Mapping[str, Any] | None = None
@@ -117,7 +118,9 @@ class ShardedTrainer:
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss as the trainer does, without logits if `self.loss` says so. Raises `UsageError` for other models."""
+        """Return the loss, or (loss, outputs) if `return_outputs`. Calls the library's method if `self.loss` is "library", if
+        there are no labels, or if logits are needed. Otherwise computes the loss without logits. Raises `UsageError` if the
+        model's logits are not the output of its head alone, or if the model has a loss of routers."""
         labels = inputs.get("labels")
         if self.loss == "library" or labels is None or (return_outputs and self._needs_logits):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
@@ -157,7 +160,8 @@ class ShardedTrainer:
     # -- saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a folder for `from_pretrained`, as the Trainer does; shards the model if it is not sharded yet. Collective."""
+        """Write a folder that `from_pretrained` loads, as the Trainer does. Shards the model first if it is not sharded yet.
+        Pushes the folder to the hub if the arguments say so. Collective."""
         folder = output_dir or self.args.output_dir
         if _internal_call and self.args.should_save:  # from here on an older checkpoint of this name is not complete
             Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -179,7 +183,8 @@ class ShardedTrainer:
     # -- resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does. True resumes the newest complete checkpoint; an incomplete path raises `CheckpointError`."""
+        """Train as the Trainer does. Collective. `resume_from_checkpoint`: a path, or True for the newest complete checkpoint.
+        Raises `CheckpointError` on all ranks if that checkpoint is incomplete, or if there is none."""
         path: str | bool | None = resume_from_checkpoint
         if path:
             path = Team.of(()).agree(lambda: _newest(self.args.output_dir) if path is True else _checked(str(path)))
@@ -213,12 +218,12 @@ class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
 
 
 def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """Return a model on the meta device that remembers the folder of its weights. They are loaded when an integration shards it.
+    """Return a model on the meta device that remembers the folder of its weights. An integration loads them when it shards it.
 
     No rank ever has the whole model in memory. PEFT may add adapters before the model is sharded. `kind`: `AutoModelForCausalLM`
-    or a model class. `folder`: has the model's config and safetensors; or "owner/name" on the hub. `kwargs`: values of the
-    config, and `dtype`, by default that of the files. Raises `UsageError` for any other keyword, `CheckpointError` for a wrong
-    folder.
+    or a model class. `folder`: path of a folder with the model's config and safetensors, or "owner/name" on the hub. `kwargs`:
+    values of the config, and `dtype`, by default that of the files. Raises `UsageError` for any other keyword, `CheckpointError`
+    for a wrong folder.
     """
     source = local_folder(folder)
     dtype = kwargs.pop("dtype", "auto")
@@ -241,7 +246,8 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
 
 
 def _saved_only(model: nn.Module) -> Only:
-    """Return `only=` of `save` and `load`: "trained" for a PEFT model, whose base is loaded from another folder; else None."""
+    """Return the argument `only` for `save` and `load`: "trained" for a PEFT model, since its base is stored elsewhere; else
+    None."""
     return "trained" if is_peft(model) else None
 
 

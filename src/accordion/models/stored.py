@@ -225,7 +225,8 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the id of the special token that the chat template puts after an answer; None if there is no token or template."""
+    """Return the id of the special token that the chat template puts after an answer; None if there is no such token, or if the
+    template is missing or fails."""
     talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
         closing = tokenizer.apply_chat_template(talk, tokenize=False).rpartition("answer")[2]
@@ -242,7 +243,8 @@ def ends_of(*eos: int | list[int] | None) -> list[int]:
 
 
 def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the model of `stored` on meta, in eval mode; with an adapter, a PEFT model. Raises `UsageError` if that fails."""
+    """Return the model of `stored` on meta, in eval mode; if it has an adapter, as a PEFT model. Raises `UsageError` if
+    transformers or PEFT cannot build the model, or if PEFT is needed and not installed."""
     model = language_model(configuration_of(stored), repr(stored.path), dtype=dtype).eval()
     if stored.adapter is None:
         return model
@@ -287,9 +289,10 @@ def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
 
 
 def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: str = "adapter.targets") -> nn.Module:
-    """Freeze `model`, which is on meta, add LoRA layers, and return it as a PEFT model in train mode. Raises `UsageError` if
-    `model` lacks a layer in `lora["targets"]`, or if that cannot have an adapter. `lora`: `r`, `alpha`, `dropout`, `targets`.
-    `base`: path of the base's weights. `key`: name of the option with the targets, for errors."""
+    """Freeze `model`, which is on meta, add LoRA layers to it, and return it as a PEFT model in train mode. `lora`: `r`, `alpha`,
+    `dropout`, `targets`. `base`: path of the base's weights. `key`: name of the option with the targets, for errors. Raises
+    `UsageError` if `model` lacks a layer in `lora["targets"]`, if a target cannot have an adapter, or if PEFT is not
+    installed."""
     config = lora_config(lora, base)
     from peft import get_peft_model
 
@@ -310,8 +313,8 @@ def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: 
 
 
 def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
-    """Return PEFT's configuration of an adapter. If `lora` is None, read it from the folder `path`. Otherwise make it with
-    `lora_config(lora, base)`, where `base` is the path of the base model."""
+    """Return PEFT's configuration of an adapter. If `lora` is None, it is read from the folder `path`. Otherwise it is that of
+    `lora_config(lora, base)`; `base`: path of the base model. Raises `UsageError` if PEFT is not installed."""
     check_peft()
     from peft import PeftConfig
 
@@ -319,8 +322,8 @@ def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
 
 
 def adapter_weights(stored: StoredModel) -> dict[str, Tensor]:
-    """Return the weights of the adapter of `stored`, which is a PEFT folder or a checkpoint of accordion, on the CPU, by PEFT's
-    names."""
+    """Return PEFT's name -> weight, on the CPU, of the adapter of `stored`, which is in a PEFT folder or in a checkpoint of
+    accordion. Raises errors of many types if the files are damaged."""
     assert stored.adapter is not None
     if stored.lora is None:  # a folder of PEFT
         from peft import load_peft_weights
@@ -336,7 +339,8 @@ def adapter_weights(stored: StoredModel) -> dict[str, Tensor]:
 
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
-    """Return the floating-point dtype of most bytes of the stored weights, or float32. Raises `UsageError` for broken files."""
+    """Return the floating-point dtype that most bytes of the stored weights have; float32 if none is of floating point. Raises
+    `UsageError` if the files cannot be read."""
     sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
         for name, entry in manifest_at(stored.path).tensors.items():
@@ -360,7 +364,7 @@ def manifest_at(path: str) -> Manifest:
 
 
 def extra_of(path: str) -> Mapping[str, Any]:
-    """Return the argument `extra` with which a checkpoint was saved, from its manifest; {} if it is no dict. Raises `UsageError`
+    """Return `extra`, the argument of `save`, from the manifest of a checkpoint; {} if it is no dict. Raises `UsageError`
     if the manifest cannot be read."""
     extra = manifest_at(path).extra
     return extra if isinstance(extra, dict) else {}

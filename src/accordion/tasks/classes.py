@@ -37,7 +37,8 @@ class PartConfig:
 
 def target_of(key: str, class_path: str) -> Callable[..., Any]:
     """Import and return the class or function at `class_path`. `key`: its configuration key; if that begins with "optimizer",
-    `class_path` may be a name in `OPTIMIZERS`. Raises `UsageError` if there is none, `TaskError` if its import fails."""
+    `class_path` may be a name in `OPTIMIZERS`. Raises `UsageError` if there is no such class or function,
+    and `TaskError` if the import fails."""
     module_path, colon, name = class_path.partition(":")
     if key.startswith("optimizer") and class_path.isidentifier():
         if class_path.lower() not in OPTIMIZERS:
@@ -70,7 +71,7 @@ def target_of(key: str, class_path: str) -> Callable[..., Any]:
 
 
 def _of_file(key: str, file: str) -> ModuleType:
-    """Return the module of `file`, imported at its first use. Adds the file's folder to `sys.path`, like Python for a script.
+    """Return the module of `file`; the first use imports it. Adds the file's folder to `sys.path`, like Python for a script.
     `key`: its configuration key. Raises `UsageError` if there is no such file, `TaskError` if the import fails."""
     path = Path(file).absolute()
     if not path.is_file():
@@ -117,8 +118,8 @@ def _of_package(key: str, name: str) -> ModuleType:
 
 def options_kind(key: str, class_path: str) -> type[Any]:
     """Return a new dataclass with a field for each option of the class or function at `class_path`, and a field `class_path`.
-    Its docstring has their help texts. `key`: "task" or "optimizer". Raises `UsageError` if a parameter without a default has a
-    type that cannot be written on a command line."""
+    Its docstring has their help texts. `key`: "task" or "optimizer". Raises `UsageError` if `class_path` names nothing, or
+    if a parameter without a default has a type that cannot be written on a command line."""
     target = target_of(key, class_path)
     texts = _arg_texts(target)
     options: list[tuple[str, Any, Any]] = [(CLASS_PATH, str | None, field(default=None))]
@@ -141,9 +142,9 @@ def options_kind(key: str, class_path: str) -> type[Any]:
 
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
-    """Return the class at `values["class_path"]` with its options. Their values are from `values` (option -> value), or else
-    the defaults; other `values` are ignored. `key`: "task" or "optimizer". Raises `UsageError` if there is no such class, or
-    if an option has neither value nor default; `TaskError` if the import fails."""
+    """Return the class at `values["class_path"]` with its options. An option has its value in `values` (name -> value), or else
+    its default; `values` that are no options are ignored. `key`: "task" or "optimizer". Raises `UsageError` if there is no such
+    class, or if an option has neither value nor default. Raises `TaskError` if the import fails."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():
@@ -156,8 +157,9 @@ def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
 
 
 def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return name -> parameter of `target`, with its type as annotation, for those that options may set: named, and not passed
-    by the run. `key`: "task" or "optimizer"."""
+    """Return name -> parameter, with its type as annotation, for each parameter of `target` that an option may set. Left out are
+    `*args`, `**kwargs` and the arguments that the run passes. `key`: "task" or "optimizer". Returns {} if `target` has no
+    signature that Python can read."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):

@@ -48,7 +48,7 @@ def is_own(error: BaseException) -> bool:
 
 
 def own_traceback(error: BaseException) -> str:
-    """Return the traceback of `error`: the user's frames, or without any, all frames but those of Accordion and torch."""
+    """Return the traceback of `error` as text: the user's frames, or if there are none, all but Accordion's and torch's."""
     others = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OURS)]
     frames = [f for f in others if not f.filename.startswith(INSTALLED)] or others
     head = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []

@@ -1,4 +1,4 @@
-"""Make tasks from an object, a class path or a command line; check their functions, and what these return."""
+"""Make tasks from an object, a class path or a command line; check their functions and the results of these functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTask:
-    """The functions of a task; defaults for those that it lacks. `name`: for messages and folders."""
+    """The functions of a task. A function that the task lacks is None or has its default. `name`: for messages and folders."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -49,7 +49,8 @@ class LoadedTask:
 
 def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
     """Make an object of the class `parts["task"]` and return it as a task, with the optimizer of `parts["optimizer"]` if there
-    is one. Raises `UsageError` if it is no task, and `TaskError` if the user's code fails."""
+    is one. Raises `UsageError` if the class does not exist or lacks a method of a task, and `TaskError` if the user's code
+    fails."""
     part = parts["task"]
     target = target_of("task", part.class_path)
     if not inspect.isclass(target):
@@ -61,8 +62,8 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
-    """Return a function params -> optimizer made of `parts["optimizer"]`; None if `parts` has none. Raises `UsageError` if that
-    class or function does not exist."""
+    """Return a function that takes parameters and returns the optimizer `parts["optimizer"]` over them; None if `parts` names no
+    optimizer. Raises `UsageError` if the class or function does not exist."""
     part = parts.get("optimizer")
     if part is None:
         return None
@@ -70,7 +71,8 @@ def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] 
 
 
 def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
-    """Return `make(trained parameters of model)`. Raises `UsageError` if that is no `torch.optim.Optimizer`."""
+    """Call `make` with the trained parameters of `model`, and return the optimizer. Raises `UsageError` if the result is no
+    `torch.optim.Optimizer`."""
     optimizer: object = make([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
@@ -87,7 +89,8 @@ def _short(class_path: str) -> str:
 
 
 def of_object(task: object) -> LoadedTask:
-    """Return the methods of `task`, an object as `Task` describes it. Raises `UsageError` if one is missing or unsuitable."""
+    """Return the methods of `task`, an object with the interface `Task`. Raises `UsageError` if a needed method is missing, or if
+    an attribute with the name of a method cannot be called."""
     kind = type(task).__name__
     for name in NEEDED:
         if not callable(getattr(task, name, None)):
@@ -162,13 +165,15 @@ def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Te
 
 
 def mean_loss(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor:
-    """Return the task's mean loss of a batch, 0-d; if the task returns (sum, count), their quotient."""
+    """Return the task's mean loss of a batch, 0-d. If the task returns (sum, count), this is their quotient. Raises `UsageError`
+    if the task returns anything else."""
     loss = loss_of(task, model, batch)
     return loss if isinstance(loss, Tensor) else loss[0] / loss[1]
 
 
 def example_of(task: LoadedTask, micro_batch: int) -> Any:
-    """Return the first training batch: a loader's, or `micro_batch` samples collated. Raises `UsageError` without data."""
+    """Return a first training batch: that of the task's loader, or else up to `micro_batch` samples, collated. Raises
+    `UsageError` if there is no sample."""
     data = data_of(task, "train", 0, 1)
     if data is None:
         raise UsageError(f"the task {task.name!r} has no training data: its dataset('train') returned None.")

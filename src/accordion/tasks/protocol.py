@@ -25,7 +25,7 @@ class Task(Protocol):
     """
 
     def model(self) -> nn.Module:
-        """Return the model: real, and then equal on all ranks (their generators have the same seed), or on the meta device."""
+        """Return the model: on the meta device, or with values, which are equal on all ranks since all are seeded equally."""
         ...
 
     def dataset(self, split: str) -> Any:

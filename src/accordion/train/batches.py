@@ -29,7 +29,8 @@ class Batches(Protocol):
     def position(self) -> dict[str, Any]: ...
     def state(self) -> dict[str, Any]: ...
     def resume(self, position: dict[str, Any]) -> bool:
-        """Continue at `position`. Load the checkpoint into the objects in `state()` first. Returns False for other data."""
+        """Continue at `position`. Load the checkpoint into the objects in `state()` first. Returns False if `position` does not
+        belong to this data."""
         ...
 
 
@@ -61,11 +62,11 @@ class OrderedBatches:
 
 
 class LoaderBatches:
-    """Batches of a loader. After its last batch the loader is started again, with `set_epoch(epoch)` if it has that.
+    """Batches of a loader. After its last batch the loader is started again. If it has `set_epoch`, that is called first.
 
     Random numbers drawn while reading depend on the epoch alone, and are equal on all ranks. A loader with `state_dict`
-    resumes from its state; any other loader reads the batches of the epoch again. `counter`: key in `position()` of the number
-    that was read of the epoch so far. Each batch adds `size` to it.
+    resumes from its state; any other loader reads the batches of the epoch again. `counter`: key in `position()` under which the
+    amount read in this epoch is stored; each batch adds `size` to it. `next()` raises `UsageError` if an epoch has no batch.
     """
 
     def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
@@ -117,8 +118,8 @@ class LoaderBatches:
 
 
 class RankSamples(IterableDataset[Any]):
-    """Samples of an iterable that a rank reads: those at the positions of its `share`. `drops`: leave out the samples at the
-    end that fill no global batch."""
+    """Samples of an iterable that one rank reads: those at the positions of `share`. `drops`: leave out the samples at the end
+    that fill no global batch. Every rank iterates over all samples and skips those of other ranks."""
 
     def __init__(self, samples: Any, share: Share, *, drops: bool) -> None:
         self._samples, self._share, self._drops = samples, share, drops
@@ -187,8 +188,9 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
 
 
 def check_kind(data: Any, split: str) -> None:
-    """Raise `UsageError` if `data` is no loader, iterable or dataset, is a dataset without samples, or is a `DataLoader` with one
-    of torch's own samplers, by which all ranks would read the same samples. `split`: argument of the task's `dataset`."""
+    """Raise `UsageError` if `data` cannot be read: it is no loader, iterable or dataset, it is a dataset without samples, or it
+    is a `DataLoader` with one of torch's own samplers, with which all ranks would read equal samples. `split`: argument of the
+    task's `dataset` function that returned `data`."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
     if isinstance(data, DataLoader):
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
@@ -210,7 +212,8 @@ def check_kind(data: Any, split: str) -> None:
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
-    """Return a rank's batches of the training data `data`. Raises `UsageError` if it is of no kind that can be read."""
+    """Return a rank's batches of the training data `data`. Raises `UsageError` if all ranks would read equal
+    samples, or if `data` is no loader, no iterable and no dataset with samples."""
     check_kind(data, "train")
     if is_loader(data):
         return LoaderBatches(data, seed)
@@ -227,7 +230,8 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
     """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank. All ranks must
-    call the model equally often, so a rank that has no samples left gets a batch of which none counts."""
+    call the model equally often, so a rank that has no samples left gets a batch with number 0. For loaders and iterables, each
+    step of the iterator is collective. Raises `UsageError` if `data` has a wrong type, or if a rank has no batch at all."""
     check_kind(data, "validation")
     if not is_loader(data) and not is_indexed(data):
         data = DataLoader(RankSamples(data, share, drops=False), share.micro_batch, collate_fn=collate)
@@ -254,7 +258,8 @@ def _in_step(loader: Any, device: torch.device) -> Iterator[tuple[Any, int]]:
 
 
 def rows_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the rows of its first tensor, or 1 if that has no dims or there is no tensor."""
+    """Return the number of samples in a batch: the size of dim 0 of its first tensor. Returns 1 if the batch has no tensor, or if
+    the first one is 0-d."""
     leaves = tree_leaves(batch)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     return int(first.shape[0]) if first is not None and first.dim() else 1
@@ -277,8 +282,8 @@ def means_of(
     values_of: Callable[[Any], Mapping[str, Any]],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return name -> mean over the validation batches of all ranks, with the model in evaluation mode; {} without batches.
-    Collective. Random numbers that are drawn meanwhile do not change those of the training.
+    """Return name -> mean over the validation batches of all ranks; {} without batches. Collective. The model is in evaluation
+    mode meanwhile. Afterwards its mode and the random generators are as before.
 
     `batches`: (batch, number of its samples that count). `values_of(batch)` returns name -> mean or (sum, count).
     """
@@ -298,7 +303,8 @@ def means_of(
 
 
 def _weighed(name: str, value: Any, num_samples: int, device: torch.device) -> Tensor:
-    """Return [sum, count], float64, of `value`, which is a (sum, count) or the mean of `num_samples`; zeros for no samples."""
+    """Return [sum, count], float64, of `value`, which is (sum, count) or a mean of `num_samples` samples. Zeros if `num_samples`
+    is 0. `name`: name of the value, for errors. Raises `UsageError` for another `value`."""
     if num_samples == 0:
         return torch.zeros(2, dtype=torch.float64, device=device)
     if isinstance(value, tuple) and len(value) == 2:

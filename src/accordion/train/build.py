@@ -73,7 +73,8 @@ class Run:
 
 
 def agree(prepared: Prepared, place: RankPlace) -> None:
-    """Raise `DivergenceError` on every rank if data, checkpoint or DeepSpeed file differ between ranks. Collective."""
+    """Compare data, tokenizer, checkpoint to resume from and DeepSpeed file of all ranks. Collective. Raises `DivergenceError` on
+    every rank if they differ."""
     file = prepared.config.train.deepspeed
     of_rank = {
         **prepared.work.agreed(),
@@ -100,7 +101,8 @@ def of_first(place: RankPlace, ask: Callable[[], T]) -> T:
 
 
 def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
-    """Build, shard and fill the model, and build the other objects of the run. Returns all of them. Collective."""
+    """Build, shard and fill the model, then build its optimizer, batches and the other objects of a `Run`, and return the `Run`.
+    Collective."""
     config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
     # "auto" is fp32 on CPU, bf16 on accelerators that support it, else fp16.
     best = "fp32" if on_cpu else "bf16" if _torch.has_bf16(device) else "fp16"
@@ -139,8 +141,9 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
 
 
 def _sharding(prepared: Prepared, precision: Precision, theirs: Settings | None) -> Sharding:
-    """Return the sharding of the keys `shard.*`, with parameters in `precision.params`. Other dtypes and the reduce op are
-    those of the DeepSpeed configuration `theirs`, or defaults."""
+    """Return the sharding that the keys `shard.*` describe. Parameters have the dtype `precision.params`. Other dtypes and the
+    reduce op are those of the DeepSpeed configuration `theirs`, or defaults. Without `shard.units`, the task chooses the
+    units."""
     shard, base = prepared.config.shard, theirs.sharding if theirs else Sharding()
     return replace(
         shard,
@@ -161,8 +164,8 @@ def _mesh(prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceM
 def _optimizer(
     model: nn.Module, config: JobConfig, theirs: Settings | None, own: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer: `own`, else that of the DeepSpeed configuration `theirs`, else AdamW. AdamW has no weight decay for
-    vectors."""
+    """Return the optimizer for the trained parameters of `model`: `own`, else that of the DeepSpeed configuration `theirs`, else
+    AdamW without weight decay for vectors. `wrap_optimizer` wraps it, except an `own` one whose step is not elementwise."""
     options = config.train
     if own is not None:
         return wrap_optimizer(own) if is_elementwise(own) else own

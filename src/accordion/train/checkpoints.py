@@ -31,9 +31,10 @@ def path_of(folder: Path, step: int) -> Path:
 def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path | None:
     """Return the checkpoint to resume from; None for a fresh start.
 
-    It is the newest in `folder`, the run's folder of checkpoints. If that has none, it is the one to which the key
-    `checkpoint.resume` gives a path. `say`: reports newer checkpoints that are unusable, and that the path is not used. Raises
-    `UsageError` if all checkpoints in `folder` are unusable, or if the path is no checkpoint, or another one of `folder`.
+    It is the newest usable one in `folder`, the run's folder of checkpoints. If `folder` has none, it is the path that the key
+    `checkpoint.resume` names. `say`: shows a line about unusable newer checkpoints, or about a named path that is not used.
+    Raises `UsageError` if all checkpoints in `folder` are unusable, if the named path is no folder, or if it is an older
+    checkpoint in `folder`.
     """
     try:
         latest = newest(folder)
@@ -52,8 +53,8 @@ def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path 
 
 
 def _named(resume: str, folder: Path, latest: str | None) -> Path:
-    """Return the path `resume`, the value of `checkpoint.resume`. Raises `UsageError` if it is no folder, or if it is another
-    checkpoint in `folder` than `latest`, the newest there."""
+    """Return the path `resume`, the value of `checkpoint.resume`. Raises `UsageError` if the path is no folder, or if it
+    is in `folder` and is not `latest`, the newest checkpoint there."""
     path = Path(resume)
     if not path.is_dir():
         raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto' nor a folder.")
@@ -66,8 +67,8 @@ def _named(resume: str, folder: Path, latest: str | None) -> Path:
 
 
 def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the keys that have different values in `before` and `current`, `group.key` -> value, and change the computation.
-    Keys that only one of them has are left out."""
+    """Return the keys whose values differ between `before` and `current`, each `group.key` -> value. Keys that do not change the
+    computation are left out, and keys that only one of the two has."""
     keys = [
         key
         for key in current
@@ -101,8 +102,8 @@ def newest_in(folder: Path) -> str | None:
 
 
 def _extra(path: Path) -> Mapping[str, Any]:
-    """Return the data that a run stored as `extra` of the checkpoint `path`: "step", "config" and others. Raises `UsageError` if
-    the checkpoint cannot be read, or was not written by `accordion train`."""
+    """Return the dict that a run stored as `extra` of the checkpoint `path`, with "step", "config" and more keys. Raises
+    `UsageError` if the checkpoint cannot be read, or was not written by `accordion train`."""
     try:
         extra = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
@@ -118,7 +119,8 @@ def _extra(path: Path) -> Mapping[str, Any]:
 
 
 def setting(path: Path, key: str) -> Any:
-    """Return the value of `key` in the run that saved the checkpoint `path`; None if that version did not have the key."""
+    """Return the value of the configuration key `key` in the run that saved the checkpoint `path`; None if that version of
+    accordion did not have the key. Raises `UsageError` if the checkpoint cannot be read."""
     return _extra(path)["config"].get(key)
 
 
@@ -132,8 +134,9 @@ def best_in(folder: Path) -> tuple[float, int] | None:
 
 
 def keep_as_best(folder: Path, step: int) -> None:
-    """Copy the checkpoint of `step` to `best`, with hard links if possible, if its run recorded it as the best. Does nothing if
-    that was done before, or if there is no such checkpoint. Raises `CheckpointError` if copying fails."""
+    """Copy the checkpoint of `step` to the folder `best`, with hard links if possible. Does nothing if its run did not record
+    that step as the best, if the copy exists already, or if there is no such checkpoint. Raises `CheckpointError` if copying
+    fails."""
     source, target = Local(path_of(folder, step)), Local(folder / BEST)
     try:
         best = _extra(source.path).get("best")
@@ -165,8 +168,9 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
-    """Raise `UsageError` if this run cannot continue from the checkpoint `path`: it is after step `steps`, has another tokenizer,
-    or is of a run on text while this run is on a task, or the reverse. `tokenizer_digest`: of this run; None for a task."""
+    """Raise `UsageError` if this run cannot continue from the checkpoint `path`. This is the case if the checkpoint is beyond
+    step `steps`, if its run had another tokenizer, or if one of the two runs is on text and the other on a task.
+    `tokenizer_digest`: hash of this run's tokenizer; None for a task."""
     extra = _extra(path)
     if extra["step"] > steps:
         raise UsageError(
@@ -187,7 +191,8 @@ def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
 
 
 def check_base(path: Path, quantize: str) -> None:
-    """Raise `UsageError` if the adapters in the checkpoint `path` were trained next to a base quantised otherwise."""
+    """Raise `UsageError` if the adapters in the checkpoint `path` were trained on a base that was not quantised as `quantize`,
+    this run's `model.quantize`, says."""
     before = _extra(path)["config"].get("model.quantize", "none")
     if before != quantize:
         raise UsageError(

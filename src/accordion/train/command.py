@@ -131,8 +131,8 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: launch.Forwarding, began_s: float) -> int:
-    """Prepare the run, start its ranks and return the exit code. Raises `NothingStartedError` if a signal arrives while no
-    rank can handle it."""
+    """Prepare the run, start its ranks and return the exit code. `named`: keys that the user set. Raises `NothingStartedError` if
+    a signal arrives while no rank can handle it."""
     device, world = launch.choose(config.launch, None, devices_here())
     config = translated(config, named, world)
     place = launch.RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="accordion train")
@@ -143,8 +143,8 @@ def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: la
 def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
-    """Train as a rank that torchrun or srun started, and return the exit code. A signal during the preparation ends the run
-    after its first step."""
+    """Train as the rank `place` that torchrun or srun started, and return the exit code. `named`: keys that the user set. A
+    signal during the preparation ends the run after its first step."""
     launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, _ = launch.choose(config.launch, place, devices_here())

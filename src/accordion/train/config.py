@@ -204,7 +204,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """Keys of every run, on a task or on text. `parts`: "task" or "optimizer" -> its class path and options, if it has one."""
+    """Keys of every run, on a task or on text. `parts`: "task" and "optimizer", if the user names them -> class path, options."""
 
     parts: Mapping[str, PartConfig] = unread(dict)
     shard: ShardConfig = field(default_factory=ShardConfig)
@@ -316,8 +316,8 @@ def _check_text(config: Config) -> None:
 
 
 def fine_tuning(config: Job, named: Collection[str]) -> Job:
-    """Return `config`, with the lower default learning rate of fine-tuning if it starts from pretrained weights. If the user set
-    a rate or an optimizer, return `config` as it is. `named`: keys that the user set."""
+    """Return `config`, with the lower default learning rate of fine-tuning if the run starts from pretrained weights. Returns
+    `config` itself if the user set a learning rate or an optimizer. `named`: keys that the user set."""
     if not isinstance(config, Config) or config.model.init != "pretrained":
         return config
     if "train.lr" in named or "optimizer" in config.parts:

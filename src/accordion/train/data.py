@@ -99,7 +99,7 @@ class GlobalOrder(Sampler[list[int]]):
         return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
 
     def continues(self, state: dict[str, int]) -> bool:
-        """Return True if `state` is a position in this order: as many samples, shuffled by the same seed."""
+        """Return True if `state` is a position in this order: number of samples and seed of the shuffle are equal."""
         return (state["count"], state["seed"]) == (self.count, self.seed)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -131,7 +131,7 @@ def validation_batches(
     rows: Any, order: Sequence[int], share: Share, collate: Callable[[list[Any]], Any]
 ) -> Iterator[tuple[Any, int]]:
     """Yield (batch, number of its rows that count) for this rank's share of the validation `rows` with indices in `order`.
-    Every rank must call the model equally often, so a rank that has no rows left gets a row that does not count."""
+    Every rank must call the model equally often. So a rank that has no rows left gets a batch of one row, with number 0."""
     each = share.world * share.micro_batch
     for start in range(0, len(order), each):
         own = order[start + share.rank : start + each : share.world]

@@ -20,9 +20,9 @@ SLOW_DISK = 100e6  # bytes/s; assumed speed of a rank's writes until a save was 
 class Signals(AbstractContextManager["Signals"]):
     """Records SIGTERM and SIGUSR1 in `came` instead of ending the process, so that the current step or save can finish.
 
-    The handlers are set when it is created. As a context manager, it restores the previous handlers at the end, and raises the
-    recorded signals again, unless `SystemExit` ends the program. Outside of the main thread Python sets no handlers, and
-    nothing is recorded.
+    The constructor sets the signal handlers. As a context manager, it restores the previous handlers at the end. It then
+    raises the recorded signals again, unless its body ended with `SystemExit`. Outside of the main thread Python sets no
+    handlers, and nothing is recorded.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,8 @@ class Ending:
     """
 
     def __init__(self, signals: Signals, *, hours: float, began_s: float, state_bytes: int) -> None:
-        """`hours`: time limit, counted from `began_s` (`time.time`); 0: none. `state_bytes`: of a checkpoint, on this rank."""
+        """`hours`: time limit, counted from `began_s` (`time.time`); 0: no limit. `state_bytes`: bytes that this rank writes into
+        a checkpoint, from which the time of the first save is estimated."""
         self._signals, self._limit_s, self._began_s = signals, 3600 * hours, began_s
         self._longest_s = {"step": 0.0, "validation": 0.0, "save": 0.0}
         self._first_save_s = state_bytes / SLOW_DISK
@@ -73,7 +74,7 @@ class Ending:
         return TIME_IS_OVER if time.time() + needed_s > self._began_s + self._limit_s else GOES_ON
 
     def decide(self, most: int) -> None:
-        """Record the largest wish of all ranks, `most`, in `decided`; a smaller one than before changes nothing."""
+        """Record the largest wish of all ranks, `most`, in `decided`. Does nothing if `decided` is already larger."""
         self.decided = max(self.decided, most)
 
 
@@ -84,7 +85,8 @@ class Best:
     """
 
     def __init__(self, patience: int, min_delta: float) -> None:
-        """`patience`: validations in a row without an improvement by more than `min_delta` that end the run; 0: any number."""
+        """`patience`: number of validations in a row without an improvement by more than `min_delta` after which `is_over` is
+        True; 0: `is_over` is always False."""
         self._patience, self._min_delta = patience, min_delta
         self.loss: float | None = None
         self.step, self.waited = 0, 0
@@ -92,7 +94,8 @@ class Best:
         self._mark = math.inf  # the loss to improve on, for patience
 
     def observe(self, step: int, loss: float) -> bool:
-        """Record the validation at `step` and return True if its `loss`, equal on all ranks, is the lowest so far."""
+        """Record the validation `loss` at `step`, and return True if it is the lowest so far. Updates `loss`, `step` and
+        `waited`. All ranks must pass the same `loss`."""
         is_lower = loss < self._mark - self._min_delta
         self._mark, self.waited = (loss, 0) if is_lower else (self._mark, self.waited + 1)
         if not loss < (math.inf if self.loss is None else self.loss):

@@ -46,7 +46,8 @@ class Encoder:
         self._special = special_ids(tokenizer)
 
     def example(self, row: DataRow) -> Example:
-        """Return the tokens of `row`. Raises `UsageError` if `row` is invalid, or if there is nothing to learn from it."""
+        """Return the tokens of `row`. In a chat whose answers all have weight 0, no token counts in the loss. Raises `UsageError`
+        if `row` is invalid, or if no token is left of the answers that count."""
         if self._kind == "prompt":
             prompt, completion = (checked_text(row.values[key], f"{row.where}: field {key!r}") for key in row.values)
             example, learnt = self._of_prompt(prompt, completion, row.where), [True]
@@ -77,8 +78,8 @@ class Encoder:
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id and text else ids
 
     def _of_messages(self, messages: list[Message], learnt: list[bool], tools: Tools, where: str) -> Example:
-        """Return the tokens of a chat. Raises `UsageError` if its answers cannot be located. `learnt`: for each message of the
-        assistant, True if it counts in the loss."""
+        """Return the tokens of a chat. `learnt`: for each message of the assistant, True if it counts in the loss. `where`: name
+        of the row in errors. Raises `UsageError` if the template fails, or if the answers cannot be located in its output."""
         marked = MARKS.search(self._template) is not None
         text, spans = self._rendered(messages, tools, where) if marked else (self._render(messages, tools, where), [])
         if not marked:
@@ -115,8 +116,8 @@ class Encoder:
         return mask
 
     def _rendered(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return (rendered conversation, spans in it that the template marks as answers). Raises `UsageError` if the template
-        fails or marks no answer."""
+        """Return (rendered conversation, spans in it that the template marks as answers). `where`: name of the row in errors.
+        Raises `UsageError` if the template fails or marks no answer."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -142,7 +143,8 @@ class Encoder:
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _before_first(self, until: str, content: str, tools: Tools, where: str) -> str:
-        """Return the part of `until`, the rendered conversation of one answer alone, that comes before `content`, its text."""
+        """Return the beginning of `until` up to the answer `content`. `until`: rendered conversation that consists of this answer
+        alone."""
         # transformers renders no prompt without messages, so the end of another prompt shows where the answer begins.
         question = [{"role": "user", "content": "?"}]
         prompt = self._render(question, tools, where, prompt=True)
@@ -155,8 +157,8 @@ class Encoder:
         """Return the span of each answer in `text`, the rendered conversation: it begins after the prompt that ends with the
         message before the answer. Raises `UsageError` if an answer cannot be located.
 
-        Some templates render an answer differently if messages follow, for example without its thoughts. It is then located
-        by its content and the text after that.
+        Some templates render an answer differently if messages follow, for example without its thoughts. Such an answer is
+        located by its content, and by the text that closes it.
         """
         spans = []
         for i, message in enumerate(messages):
@@ -189,7 +191,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def _tools_of(row: DataRow) -> Tools:
-    """Return the tools of a row, given as a list or as JSON text; None if it has none. Raises `UsageError` for other values."""
+    """Return the tools of a row, which the field `tools` gives as a list or as JSON text; None if the row has none. Raises
+    `UsageError` if the field is anything else than a list of objects."""
     tools = row.values.get("tools")
     try:
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
@@ -251,9 +254,10 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 
 def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
-    """Return the run's tokenizer, a fast one of transformers: of `data.tokenizer`, of the model's folder, or else one with up
-    to `model_vocab` tokens that is trained on `source` and stored in `cache`. Raises `UsageError` if it cannot be read or is not
-    fast, and for chats, if it has no chat template."""
+    """Return the run's tokenizer, a fast one of transformers. It is read from `data.tokenizer`, or else from the model's folder.
+    If neither has one, it is trained on `source` with up to `model_vocab` tokens, stored in `cache`, and reported to `say`.
+    Raises `UsageError` if it cannot be read, is not fast, is missing next to pretrained weights, or lacks the chat template that
+    chats need."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(

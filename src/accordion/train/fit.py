@@ -17,11 +17,11 @@ def fit(task: object, config: str | os.PathLike[str] | None = None, options: Map
     process group and destroys it at the end. `task`: object with `model`, `dataset` and `loss`, see docs/tasks.md. `config`:
     a run file. `options`: keys of run files, such as `{"train.steps": 50}`, which override the file.
 
-    Raises `UsageError` for mistakes in the arguments, before the first step; `CheckpointError`, `NonFiniteError` and
-    `DivergenceError` as the command does; exceptions of the task's own code. If a signal (SIGTERM, SIGUSR1) ends the run, it
-    saves and raises `SystemExit(75)`: a launcher starts the program again, and the same call resumes. By then the program's
-    own signal handlers are back; they get a signal that arrived too late for the run. Needs `pip install
-    'accordion-fsdp[train]'`.
+    Raises `UsageError` for mistakes in the arguments, before the first step, and if there is a process group already. Raises
+    `CheckpointError`, `NonFiniteError` and `DivergenceError` as the command does, and exceptions of the task's own code. If a
+    signal (SIGTERM, SIGUSR1) ends the run, it saves and raises `SystemExit(75)`: a launcher then starts the program again, and
+    the same call resumes. The program's own signal handlers are replaced during the run, and restored before this returns or
+    raises. Needs `pip install 'accordion-fsdp[train]'`.
     """
     from accordion.train.fitting import fitted
 

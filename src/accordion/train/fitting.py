@@ -45,7 +45,8 @@ class Fit:
 
 def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
     """Train `task` in the calling processes and return the result. `config`: a run file. `options`: keys that override it.
-    Raises `UsageError` for mistakes in these, and `SystemExit(PREEMPTED)`, after saving, if a signal ends the run."""
+    Creates the process group, and destroys it at the end. Raises `UsageError` for mistakes in the arguments, or if there is a
+    process group already. If a signal ends the run, saves and raises `SystemExit(PREEMPTED)`."""
     began_s, cache = time.time(), cache_folder(os.environ)
     if dist.is_initialized():
         raise UsageError("fit creates the process group itself, but there is one; call it without init_process_group.")

@@ -52,8 +52,8 @@ ROWS_OF_TEST = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageWork:
-    """Training of a language model on text or on examples with answers. `generation`, `spec`: content of generation_config.json
-    and tokenizer.json."""
+    """Training of a language model on text or on examples with answers. `generation`: content of generation_config.json. `spec`:
+    content of tokenizer.json. `counted`: unit of the reported speed."""
 
     config: Config
     files: TokenFiles
@@ -159,9 +159,9 @@ class LanguageWork:
         return None
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Fill the sharded `model` with random or pretrained weights, and initialise adapters as PEFT does. If adapters have
-        dropout, ranks draw different random numbers afterwards. Raises `UsageError` if packed examples attend to each other.
-        Collective."""
+        """Fill the sharded `model` with random or pretrained weights, and initialise adapters as PEFT does. Seeds torch's
+        generators: equally on all ranks, but with dropout in adapters differently. Raises `UsageError` if examples that are
+        packed into one row attend to each other. Collective."""
         fill(model, self.config.model, seed)
         if not self.is_text and self.config.data.packing == "documents":
             check_apart(model)
@@ -233,7 +233,7 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 def label_losses(model: nn.Module, batch: Batch, *, kind: str = "plain") -> tuple[Tensor, Tensor]:
     """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32.
 
-    `kind`: `model.loss`. If it is not "plain", the head computes the loss; see `check_loss_of_head`.
+    `kind`: value of `model.loss`. If it is not "plain", the head computes the loss itself, without the logits of all tokens.
     """
     shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     labels: Tensor = batch["labels"]
@@ -294,7 +294,8 @@ def check_apart(model: nn.Module) -> None:
 
 
 def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
-    """Return the generation settings of the model that the run starts from, with the end tokens `ends` added."""
+    """Return the generation settings (name -> value) of the model that the run starts from. `eos_token_id` is the list of its end
+    tokens and `ends`."""
     base = configuration(config.model, config.data)
     settings = {key: getattr(base, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if config.model.path is not None:
@@ -304,8 +305,8 @@ def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
 
 
 def trained_model(config: Config) -> nn.Module:
-    """Return the model of `config` on the meta device. If `config` names adapters, freeze the other parameters, and quantise them
-    if it says so."""
+    """Return the model of `config` on the meta device. With `model.quantize`, its linear layers except the head are replaced by
+    frozen ones of four bits. With adapters, it is a PEFT model in which only the adapters are trained."""
     model = causal_model(config.model, config.data)
     if config.model.quantize != "none":
         quantize(model, config.model.quantize)

@@ -135,7 +135,8 @@ def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`."""
+    """Return the first host of a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`. Raises `ValueError` if there is
+    none."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     if match is None:
         raise ValueError(f"node list {nodes!r}")
@@ -143,8 +144,8 @@ def first_host(nodes: str) -> str:
 
 
 def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[str, int]:
-    """Return (device type, number of ranks in the job). `place`: None if this process starts the ranks. Raises `UsageError` if
-    `present`, the machine's devices, are too few, or if `launch.nproc` contradicts the launcher."""
+    """Return (device type, number of ranks in the job). `place`: this rank, or None if this process starts the ranks. `present`:
+    devices of this machine. Raises `UsageError` if these are too few, or if `launch.nproc` contradicts the launcher."""
     devices = devices_named(choice.device, "launch.device", present)
     world = choice.nproc or devices.count or CPU_RANKS
     needed = world
@@ -164,9 +165,9 @@ def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[s
 def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
     """Run `entry(place, store, *args)` in `nproc` ranks on this machine and return the exit code.
 
-    The first rank that fails reports the reason, and the others are ended. SIGTERM ends all ranks. With `signals`, SIGTERM and
-    SIGUSR1 are forwarded to them instead, so `entry` can save first and return `PREEMPTED`; `NothingStartedError` is raised
-    if no rank can handle the signal.
+    The first rank that fails reports the reason, and all other ranks are ended. Without `signals`, SIGTERM ends all ranks. With
+    `signals`, SIGTERM and SIGUSR1 are forwarded to the ranks, so that `entry` can save and return `PREEMPTED`. Then
+    `NothingStartedError` is raised if a signal arrives while no rank can handle it. Silences torch's loggers of the launcher.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
@@ -210,8 +211,8 @@ class NothingStartedError(BaseException):
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
-    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts; while there are none, the signals
-    raise `NothingStartedError`. SIGHUP, which a closed terminal sends, is ignored."""
+    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts, and ignores SIGHUP, which a closed
+    terminal sends. While no rank runs, a signal raises `NothingStartedError`. Outside of the main thread it does nothing."""
 
     def __init__(self) -> None:
         self.came = False
@@ -246,8 +247,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
 
 def _failed(error: ChildFailedError, *, asked: bool) -> int:
-    """Report ranks that ended by a signal, and return the exit code of the job. `asked`: signals were forwarded to ranks.
-    Raises `NothingStartedError` if these signals ended the ranks before they could save."""
+    """Print which ranks a signal ended, and return the exit code of the job. `asked`: this process forwarded signals to ranks.
+    Raises `NothingStartedError` if the forwarded signals ended the ranks before they could save."""
     by_signal = {PREEMPTED, *(-number for number in SIGNALS)}
     if error.get_first_failure()[1].exitcode == PREEMPTED:
         return PREEMPTED
@@ -264,8 +265,9 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
 
 
 def guarded(entry: Entry, *args: Any) -> None:
-    """Run `entry(place, store, *args)` as one rank, and end the process at once if it fails or returns another code than 0. The
-    rank that fails first prints its error. Ranks that fail because of it print nothing and have its exit code."""
+    """Run `entry(place, store, *args)` as one rank. If it fails or returns another code than 0, end the process at once with that
+    code. The rank that fails first prints its error. Ranks that fail because of it print nothing and have its exit code.
+    Also sets up the process: faulthandler, garbage collection, number of torch's threads, and its end if its agent is killed."""
     with lasting_output():
         if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
             # Kill a rank if its agent is killed. Otherwise ranks of `start` get SIGINT, as for Ctrl-C, and ranks of torchrun
@@ -298,18 +300,20 @@ def guarded(entry: Entry, *args: Any) -> None:
 def joined(place: RankPlace) -> Store:
     """Connect to the job's store, and return it with a prefix of keys that no earlier start used. Collective. If that takes
     long, rank 0 prints how many ranks have started, and how to train without the others. Raises `AccordionError` if the store
-    cannot be reached."""
+    cannot be reached, and on rank 0 `DistStoreError` if not all ranks start within `START_S`."""
     return of_this_start(_connected(place), place)
 
 
 def _report_to_hubs(error: BaseException) -> None:
-    """Report `error` to the ranks that shard a model with this one. Needed because `os._exit` skips Python's exit handlers."""
+    """Report `error` to the ranks that shard a model together with this rank. Needed because `os._exit` skips Python's exit
+    handlers."""
     for hub in hubs_of_job():
         hub.say_ended(wording.failure(error, hub.position.phase), echo=is_echo(error))
 
 
 def _connected(place: RankPlace) -> Store:
-    """Return the job's store. Raises `AccordionError` if it cannot be reached."""
+    """Connect to the job's store at `place.address`, and return it. Rank 0 opens the store unless torchrun has. Raises
+    `AccordionError` if it cannot be opened or reached."""
     keeps = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # "True": torchrun serves it
     host, _, port = place.address.rpartition(":")
     try:
@@ -331,7 +335,8 @@ def of_this_start(store: Store, place: RankPlace) -> Store:
 
     Needed because torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of an ended rank
     cannot connect. Machines count restarts separately, so a count does not identify a start. Instead each rank writes a random
-    word, and rank 0 answers each word with the prefix until all ranks have read it. Raises `DistStoreError` after `START_S`.
+    word, and rank 0 answers each word with the prefix until all ranks have read it. Rank 0 raises
+    `DistStoreError` if a rank is missing after `START_S`.
     """
     token, words = secrets.token_hex(8), set[str]()
     if place.rank != 0:
@@ -382,7 +387,8 @@ def give_up_store(store: Store, timeout_s: float) -> None:
 
 
 def _report(error: Exception, rank: int, store: Store) -> int:
-    """Print `error` if this rank is the first that failed. Returns the exit code of the first rank that failed."""
+    """Print `error` if this rank is the first that failed. Returns the exit code of the first rank that failed. Waits a second
+    first if another rank may have caused `error`. If the job's store is gone, prints that, and returns this rank's own code."""
     code = 2 if isinstance(error, UsageError) else DIVERGED if isinstance(error, DivergenceError) else 1
     if isinstance(error, RuntimeError) or is_echo(error):
         code = 1 if is_echo(error) else code
@@ -408,8 +414,8 @@ def _report(error: Exception, rank: int, store: Store) -> int:
 
 
 def once_per_host(place: RankPlace, store: Store, do: Callable[[], T]) -> T:
-    """Call `do` on the first rank of each host, then on the others, and return this rank's result. `do` must not return None.
-    If it fails on the first rank, the other ranks of the host raise `UsageError`."""
+    """Call `do` on the first rank of each host, then on the host's other ranks, and return the result of this rank's own call.
+    `do` must not return None. If it fails on the first rank, the other ranks of the host raise `UsageError`."""
     result = first_does(place.local_rank == 0, store, f"accordion/host/{socket.gethostname()}", do)
     return do() if result is None else result
 
@@ -432,7 +438,8 @@ def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T
 
 
 def join_group(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:
-    """Set this rank's device of type `kind`, initialise the process group of all ranks, and return the device."""
+    """Set this rank's device, of type `kind`, initialise the process group of all ranks, and return the device. Collective.
+    `timeout_s`: timeout of collectives."""
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
     if kind != "cpu":
         torch.accelerator.set_device_index(place.local_rank)

@@ -73,7 +73,7 @@ class MetricsLog:
         trackers: Mapping[str, RunTracker] | None = None,
     ) -> None:
         """Open the file to continue after `first_step` steps, and remove the lines of later steps. Raises `OSError` if this
-        fails. `say`: shows a line. `trackers`: name -> open tracker; the exit closes it."""
+        fails. `say`: shows a line. `trackers`: name -> open tracker. Leaving the context closes the trackers."""
         self._trackers = dict(trackers or {})
         path, self._say = run_dir / METRICS, say
         self._path: Path | None = path
@@ -102,7 +102,8 @@ class MetricsLog:
         self._each(lambda tracker: tracker.log(figures, metrics.step))
 
     def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
-        """Pass a validation to the trackers. It is not written to `metrics.jsonl`, which has steps only."""
+        """Pass the loss and metrics of a validation to the trackers, with names that begin with `validation_`. They are not
+        written to `metrics.jsonl`, which has steps only."""
         figures = {f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}
         self._each(lambda tracker: tracker.log(figures, step))
 

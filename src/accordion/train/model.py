@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 def check_folder(path: str) -> dict[str, Any]:
-    """Return the content of config.json in the folder `path`. Raises `UsageError` if it has no model, or a quantised one."""
+    """Return the content of config.json in the folder `path`. Raises `UsageError` if the folder or the file cannot be read, if
+    the file names no model_type, or if the weights are quantised."""
     folder = Path(path)
     if not folder.is_dir():
         raise UsageError(f"model.path {path!r} is no folder; give one with config.json, or take a model.preset.")
@@ -41,8 +42,8 @@ def check_folder(path: str) -> dict[str, Any]:
 
 
 def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
-    """Return the transformers configuration of `model`, with dropout 0. Raises `UsageError` if transformers rejects it, or if
-    the model has fewer positions than `data.seq_len`."""
+    """Return the transformers configuration of `model`, a preset or a folder, with all dropout rates set to 0. Raises
+    `UsageError` if transformers rejects the folder, or if its model has fewer positions than `data.seq_len`."""
     from transformers import AutoConfig
 
     if model.path is None:
@@ -63,7 +64,8 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
 
 
 def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
-    """Build the model that `model` describes, on the meta device. Raises `UsageError` if it is no causal language model."""
+    """Build the model that `model` describes, on the meta device. Raises `UsageError` if transformers cannot build
+    the model, or if it is no causal language model."""
     described = configuration(model, data)
     attention = None if model.attention == "auto" else model.attention
     built = language_model(described, model.path or model.preset, attention)
@@ -76,10 +78,10 @@ def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
 
 
 def check_loss_of_head(model: nn.Module, loss: str, units: UnitChoice) -> None:
-    """Raise `UsageError` if the head of `model`, on the meta device, cannot compute its loss as `loss` says.
+    """Raise `UsageError` if the head of `model`, on the meta device, cannot compute the loss. `loss`: "chunked" or "head_rows".
 
-    The logits must be the unchanged output of a linear head. For "head_rows" it must also be a unit, of those that `units`
-    chooses, that shares no weight.
+    The logits must be the unchanged output of a linear head. For "head_rows" the head must also be one of the units that
+    `units` chooses, and must not share its weight with another layer.
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     outputs, logits = list[Any](), None
@@ -102,8 +104,8 @@ def check_loss_of_head(model: nn.Module, loss: str, units: UnitChoice) -> None:
 
 
 def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
-    """Fill the shards of `model`, which was built on the meta device: with random weights, or with those in `choice.path`. The
-    weights do not depend on the number of ranks. Seeds torch's generators with `seed`."""
+    """Fill the shards of `model`, which was built on the meta device, with random weights or with the weights in `choice.path`.
+    The weights do not depend on the number of ranks. Seeds torch's generators with `seed` first. All ranks call it together."""
     torch.manual_seed(seed)
     if choice.init == "scratch":
         initialise(model)
@@ -114,8 +116,9 @@ def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
 
 @contextmanager
 def documents_in_rows(*, several: bool) -> Iterator[None]:
-    """Context manager that replaces the function by which transformers finds documents in a row, if it has one. `several`: rows
-    have several documents, and one starts at each jump of the position ids; otherwise a row is one document."""
+    """Context manager that replaces the function with which transformers finds the documents in a row. Does nothing if this
+    version of transformers has no such function. `several`: a row has several documents, and a new one starts wherever the
+    position ids do not go up by one; if False, a row is one document."""
     # transformers' function reads the position ids in each forward, so the host waits for the device. No argument of a forward
     # avoids that alone: a mask is read too or disables flash attention, and a cache keeps all keys.
     from transformers import masking_utils

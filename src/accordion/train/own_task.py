@@ -49,7 +49,8 @@ from accordion.weights.initialise import initialise
 class OwnTask:
     """Interface of the training loop to a user's task: the object `task`, or if that is None, the class named in `parts`.
 
-    `size`: number of training samples; None if unknown. `counted`: what the speed counts. A pickled copy loads the task again.
+    `size`: number of training samples; None if unknown. `counted`: unit of the reported speed. `loaded` and `validation` are
+    not pickled: a copy computes them again.
     """
 
     parts: Mapping[str, PartConfig]
@@ -75,8 +76,9 @@ class OwnTask:
         return self.loaded.units
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Fill the sharded `model` by the task's `init`; without one, by `initialise` if it was built on the meta device
-        (`on_meta`). Seeds the generators, at the end differently on each rank, for dropout."""
+        """Fill the weights of the sharded `model` with the task's `init`. If the task has none, call `initialise` if the model
+        was built on the meta device (`on_meta`), and otherwise keep its weights. Seeds the random generators equally on all
+        ranks before, and differently on each rank afterwards, for dropout."""
         seed_all(seed)
         if self.loaded.init is not None:
             self.loaded.init(model)
@@ -126,8 +128,8 @@ class OwnTask:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation | None:
-        """Return the mean loss and metrics over the validation samples of all ranks; None without data. Collective. A mean that
-        the task returns for a batch is weighted by the number of samples in the batch."""
+        """Return the mean loss and metrics over the validation samples of all ranks; None if there are no samples. Collective.
+        If the task returns a mean for a batch, that is weighted by the number of samples in the batch."""
         if self.validation is None:
             return None
 
@@ -158,8 +160,8 @@ OF_SCHEDULER = ("train.schedule", "train.warmup", "train.deepspeed")
 
 
 def check_own_keys(optimizer: object | None, scheduler: object | None, config: JobConfig) -> None:
-    """Raise `UsageError` if `config` sets a key of `train` that has no effect with the user's optimizer or scheduler.
-    `optimizer`, `scheduler`: None if the user gives none."""
+    """Raise `UsageError` if a key of `train` that has no effect with the user's optimizer or scheduler differs from its default
+    in `config`. `optimizer`, `scheduler`: None if the user gives none."""
     unused = dict.fromkeys(OF_SCHEDULER, "scheduler") if scheduler is not None else {}
     if optimizer is not None:
         unused |= dict.fromkeys(OF_OPTIMIZER, "optimizer")
@@ -173,8 +175,9 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
 
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
-    """Call `make` on a matrix and a vector, to try it. Raises `UsageError` if it rejects its options, returns no optimizer, or
-    returns one whose step needs a closure. Exceptions of the user's own code pass unchanged. Does nothing if `make` is None."""
+    """Try to make an optimizer: call `make` with a matrix and a vector. Does nothing if `make` is None. Raises `UsageError` if
+    `make` rejects its options, returns no optimizer, or returns one whose step needs a closure. Exceptions of the user's own
+    code pass unchanged."""
     if make is None:
         return
     params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))
@@ -194,8 +197,9 @@ def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
 
 
 def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
-    """Call `dataset` of the task for both splits and return the number of training samples, None if unknown. Raises
-    `UsageError` for data that cannot be used, and `TaskError` if the user's code fails."""
+    """Call `dataset` of the task for both splits, and return the number of training samples; None if unknown. Raises
+    `UsageError` if there is no training data, if data has a wrong type or is too little for a step, or if `options` need
+    validation data and there is none. Raises `TaskError` if the user's code fails."""
     with of_the_task("dataset('train')"):
         data = data_of(work.loaded, "train", share.rank, share.world)
         if data is None:
@@ -222,8 +226,9 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
-    """Try a task: read a training batch, and if the model is small and on the CPU, compute its loss. Random generators are as
-    before afterwards. Raises `TaskError` if the user's code fails, and `UsageError` if the loss depends on no parameter."""
+    """Try a task: read a training batch, and if the model is small and on the CPU, compute the loss of that batch. Restores the
+    random generators afterwards. Raises `TaskError` if the user's code fails, and `UsageError` if the loss depends on no
+    parameter."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))

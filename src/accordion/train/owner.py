@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
-    """Return the launcher's name for this job; None if it has none. It does not change when the job restarts."""
+    """Return the name that the launcher, torchrun or srun, gave this job; None if it gave none. A restart keeps the name."""
     torchrun = environ.get("TORCHELASTIC_RUN_ID", "none")
     if torchrun != "none":
         return f"torchrun {torchrun}"
@@ -29,7 +29,7 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 def check_free(folders: Mapping[str, Path], job: str | None) -> None:
     """Raise `UsageError` if another job owns one of `folders` (setting -> folder) and does not exit within `EXIT_S`. `job`: the
-    launcher's name for this job; an earlier start of it may be the owner."""
+    launcher's name for this job. A folder that an earlier start of this job owns counts as free."""
     for setting, folder in folders.items():
         until = time.monotonic() + EXIT_S
         while (owner := holder_of(folder)) is not None and (job is None or not owner.endswith(f" of {job}")):
@@ -39,7 +39,7 @@ def check_free(folders: Mapping[str, Path], job: str | None) -> None:
 
 
 def holder_of(folder: Path) -> str | None:
-    """Return text that names the process that owns `folder`; None if there is none, or if this cannot be determined."""
+    """Return a text that names the process that owns `folder`; None if no process owns it, or if its lock cannot be opened."""
     if not (folder / FILE).exists():
         return None
     try:
@@ -55,8 +55,9 @@ class Claim:
     """Ownership of folders until `release`, or until this process ends."""
 
     def __init__(self, folders: Mapping[str, Path], job: str | None, wait_s: float, say: Say) -> None:
-        """Take `folders` (setting -> existing folder). If another job owns one, wait `EXIT_S` for it to exit, or `wait_s` for an
-        earlier start of this job; then raise `UsageError`. `job`: the launcher's name for this job. `say`: shows a line."""
+        """Take `folders` (setting -> existing folder). If another job owns one, wait up to `EXIT_S` for it to exit; if an earlier
+        start of this job does, wait up to `wait_s` seconds. Raises `UsageError` if a folder does not become free or its lock
+        file cannot be opened; then no folder is taken. `job`: the launcher's name for this job. `say`: shows a line."""
         self._job, self._wait_s, self._say = job, wait_s, say
         self._locks: dict[Path, FileLock] = {}
         try:

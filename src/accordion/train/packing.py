@@ -47,9 +47,9 @@ def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 
 class ExampleRows(Dataset[Row]):
-    """Dataset of rows of examples. Each example is truncated to `seq_len` labels, and left out if no answer remains.
+    """Dataset of rows of examples. An example with more than `seq_len` labels is truncated, and left out if no answer remains.
 
-    `packing`: "documents" (several examples in a row) or "none" (one).
+    `packing`: "documents" (several examples in a row) or "none" (one). There are no rows if no token of all examples counts.
     """
 
     def __init__(self, examples: Examples, seq_len: int, packing: str) -> None:
@@ -123,7 +123,8 @@ class Collate:
 
 
 def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple[str, bool]]]:
-    """Return the first examples, truncated to `seq_len` labels: each a list of (text, True if it counts in the loss)."""
+    """Return the first `SHOWN` examples, truncated to `seq_len` labels: each a list of (text, True if it counts in the loss). The
+    middle of long texts is left out."""
     shown = []
     for number in range(min(SHOWN, len(examples))):
         ids, learnt = (values[: seq_len + 1].copy() for values in examples[number])

@@ -44,8 +44,9 @@ Folders = dict[str, Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from, whose global batch `config`
-    has. `replicas`: copies of the sharded model. `began_s`: `time.time` of this machine when the command started."""
+    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from; the global batch in
+    `config` is that of its run. None: a fresh start. `replicas`: copies of the sharded model. `began_s`: `time.time` of this
+    machine when the command started."""
 
     config: JobConfig
     work: Work
@@ -115,8 +116,9 @@ def prepare(
 def _folders(
     config: Job, name: str, place: RankPlace, screen: Screen, named: Collection[str]
 ) -> tuple[Folders, Path | None, Job]:
-    """Return (the run's folders, the checkpoint to resume from, `config` with that checkpoint's batch). Creates no folders.
-    Raises `UsageError` if they cannot be used, or on rank 0 if another job uses them. `name`: name of the default folder."""
+    """Return (the run's folders, the checkpoint to resume from or None, `config` with that checkpoint's batch). Creates no
+    folders. `name`: name of the default run folder. `named`: keys that the user set. Raises `UsageError` if the folders or the
+    checkpoints in them cannot be used, and on rank 0 if another job uses the folders."""
     run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for path in (run_dir, folder):
@@ -138,7 +140,8 @@ def _make(folders: Folders) -> None:
 
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check a task: build its model, read a batch, compute its loss if the model is small and on the CPU. Creates folders."""
+    """Check a task and return the inputs of its run. Builds the model and reads a batch. Computes the loss if the model is small
+    and on the CPU. Creates the run's folders. Raises `UsageError` for wrong inputs, `TaskError` if the user's code fails."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
     folders, resume, config = _folders(config, task.name, place, screen, named)
@@ -157,8 +160,8 @@ def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen,
 
 
 def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check model and data, and write the tokens to `cache`. Creates the run's folders, and saves the tokenizer next to
-    the checkpoints for `accordion generate`."""
+    """Check model and data, and return the inputs of the run. Writes the tokens to `cache` and creates the run's folders. Rank 0
+    saves the tokenizer next to the checkpoints, for `accordion generate`. Raises `UsageError` for wrong inputs."""
     source, say, data = find(config.data), screen.note, config.data
     folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
     model_vocab = _vocab_of_model(config)
@@ -190,7 +193,7 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, 
 
 
 def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFiles, source: Source, say: Say) -> None:
-    """Show the sizes of the data, and the files, fields and tokens that are not used."""
+    """Show with `say` the sizes of the data, the files that are not read, and the examples that are cut or left out."""
     if source.unread:
         read, left = [key for key, _ in source.files], [f"{key} ({why})" for key, why in source.unread.items()]
         say(
@@ -249,7 +252,7 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> None:
 
 
 def _vocab_of_model(config: Config) -> int:
-    """Return the size of the model's vocabulary. Raises `UsageError` if its config.json has none."""
+    """Return the size of the model's vocabulary. Raises `UsageError` if the model's config.json cannot be used or has none."""
     if config.model.path is not None:
         check_folder(config.model.path)
     vocab = getattr(configuration(config.model, config.data), "vocab_size", None)

@@ -30,15 +30,15 @@ class LearningRates:
         ]
 
     def before(self, step: int) -> float:
-        """Set the rates of all groups for `step`, if `prescribed` is given; return the first group's rate. `step`: 1, 2, ...,
-        without skipped steps."""
+        """Set the rates of all groups for `step`, if `prescribed` is given. Returns the rate of the first group, 0.0 if it has
+        none. `step`: number of the step, from 1 on, without counting skipped steps."""
         if self._prescribed is not None:
             for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
                 group["lr"] = self._prescribed(step, float(options["lr"]))
         return float(self._optimizer.param_groups[0].get("lr", 0.0))
 
     def after(self) -> None:
-        """Step the scheduler; call after each step that was not skipped."""
+        """Step the scheduler, if there is one. Call this after each step that was not skipped."""
         if self._scheduler is not None:
             self._scheduler.step()
 
@@ -47,8 +47,8 @@ class LearningRates:
         return {} if self._scheduler is None else {"scheduler": self._scheduler}
 
     def resume(self) -> None:
-        """Give an optimizer that was loaded from a checkpoint the options of this run, such as weight decay; with a scheduler,
-        which was loaded too, do nothing."""
+        """Set the options of the optimizer, such as weight decay, to those of this run again, after a checkpoint was loaded
+        into it. Does nothing with a scheduler, since the loaded rates belong to the scheduler's loaded state."""
         if self._scheduler is not None:
             return
         # Options are what a constructor takes. Groups may also have state, for example a count of steps.
@@ -61,8 +61,9 @@ class LearningRates:
 def rates_of(
     options: TrainConfig, optimizer: Optimizer, scheduler: Any, theirs: Settings | None, *, is_own: bool
 ) -> LearningRates:
-    """Return the learning rates by `scheduler`; without one, by the DeepSpeed settings `theirs` or by `train.schedule`. A
-    user's own optimizer (`is_own`) keeps its rate if there is no `scheduler` and `train.schedule` is "auto"."""
+    """Return the learning rates that `scheduler` sets. If it is None, they follow the scheduler of the DeepSpeed settings
+    `theirs`, or else `train.schedule`. Exception: the rate of a user's own optimizer (`is_own`) does not change if there is no
+    `scheduler` and `train.schedule` is "auto"."""
     if scheduler is not None or (is_own and options.schedule == "auto"):
         return LearningRates(optimizer, scheduler=scheduler)
     if theirs is not None and theirs.scheduler is not None:

@@ -78,7 +78,8 @@ def config_of_run(folder: Path) -> dict[str, Any]:
 
 
 def _check_keys(file: str, content: dict[str, Any], keys: Sequence[str]) -> None:
-    """Raise `UsageError` if a group or key in `content` does not exist. `keys`: those that exist, `group.key`."""
+    """Raise `UsageError` if a group or key in `content` does not exist, or if a group is no mapping. `keys`: all that exist, each
+    as `group.key`."""
     groups = sorted({key.partition(".")[0] for key in keys})
     for name, group in content.items():
         if "." in str(name) and str(name) in keys:

@@ -28,8 +28,9 @@ class RunSaves:
         self._under_way: tuple[Saving, float, int | None] | None = None
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
-        """Save a checkpoint after `step`, once the save before it has finished. `last`: not in the background. `name`: name of
-        the folder, if not that of the step. Raises `CheckpointError` if this save or the one before it fails."""
+        """Wait for the previous save, then save a checkpoint after `step`. Collective. `last`: do not save in the background.
+        `name`: name of the folder, if not that of the step. Raises `CheckpointError` if the previous save failed, or if this
+        one fails in the foreground; the failure of a background save is raised by the next call."""
         run = self._run
         saver_of(run.model).wait()
         self.poll()
@@ -49,7 +50,8 @@ class RunSaves:
             self.poll()
 
     def poll(self) -> None:
-        """If the save under way has finished, record its time, and link it as `best` if its validation is the best."""
+        """If the background save has finished, record how long it took. With `train.keep_best`, also link its checkpoint as
+        `best` if its validation is the best. Does nothing while the save is still running."""
         if self._under_way is None or not self._under_way[0].is_done:
             return
         (_, began_s, step), self._under_way = self._under_way, None
@@ -95,7 +97,8 @@ class RunSaves:
         return done
 
     def _find_best(self, path: Path, done: int) -> None:
-        """Link the best checkpoint if that was not done when the run saved `path` after `done` steps, and read its loss."""
+        """Link the checkpoint after `done` steps as `best`, if it is the best and the run was killed before that. With
+        `train.keep_best`, then read loss and step of the best checkpoint. `path`: checkpoint that was loaded. Collective."""
         run = self._run
         if path.resolve() == checkpoints.path_of(self.folder, done).resolve():
             self._link_best(done)  # in case the run was killed between save and link
@@ -104,7 +107,7 @@ class RunSaves:
             run.best.loss, run.best.step = of_first(run.place, lambda: checkpoints.best_in(self.folder)) or (None, 0)
 
     def _compare(self, before: Mapping[str, Any]) -> None:
-        """Report the settings that differ from `before`, those of the checkpoint."""
+        """Show the settings of this run that differ from `before`, the settings in the checkpoint."""
         current = self._settings()
         changed = [f"{key} {before[key]} -> {current[key]}" for key in checkpoints.differing(before, current)]
         if changed:
@@ -136,6 +139,6 @@ class RunSaves:
         return {**random, **average, **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
 
     def _link_best(self, step: int) -> None:
-        """On rank 0, link the checkpoint after `step` as the best if its validation is the best."""
+        """On rank 0, with `train.keep_best`: link the checkpoint after `step` as `best` if its validation is the best."""
         if self._run.config.train.keep_best and self._run.place.rank == 0:
             checkpoints.keep_as_best(self.folder, step)

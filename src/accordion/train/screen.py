@@ -68,7 +68,7 @@ class Screen:
         self._console.print(units_table(report))
 
     def start(self, done: int, total: int) -> None:
-        """Start the progress bar, if the output is a terminal, at `done` of `total` steps."""
+        """Record the number of steps, `total`. If the output is a terminal, start the progress bar at `done` of `total` steps."""
         self._total = total
         if not self._live:
             return
@@ -148,8 +148,8 @@ def units_table(report: Report) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
 
     def add(name: str, num_params: int, several: Sequence[tuple[int, ...]], style: str | None = None) -> None:
-        """Add a row for `several` units, each given as (bytes stored of each kind..., bytes gathered). The row has the sums of
-        stored bytes, and the largest of the gathered ones."""
+        """Add one row to `table`, with the name `name`, for `several` units. Each unit is a tuple of bytes: those stored, one
+        number for each column, and last those gathered. The row has the sums of stored bytes, and the largest gathered ones."""
         *stored, _ = map(sum, zip(*several, strict=True))
         gathered = max(row[-1] for row in several)
         cells = [*(human(n) for n in [*stored[: 3 + with_copies], sum(stored)]), human(gathered) if gathered else ""]

@@ -60,8 +60,8 @@ class Fields:
         return (*self.needed, *self.optional)
 
     def row(self, where: str, values: Mapping[str, Any], split: Split, what: str = "field") -> DataRow:
-        """Return a row with those fields of `values` (name -> value) that are in `names`. Raises `UsageError` if a needed field
-        is missing. `what`: the word for a field in this error."""
+        """Return a row with the fields of `values` (name -> value) that are in `names`. `where`: file and line or row. `what`:
+        word for a field, "field" or "column", in the error. Raises `UsageError` if a needed field is missing."""
         for name in self.needed:
             if name not in values:
                 near = nearest(name, list(values)[:20]) if values else "it is empty."
@@ -97,15 +97,15 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a file or of a saved datasets folder, with the fields named in `fields`. Raises `UsageError` for a row
-    that cannot be read or lacks a needed field; the error names its line or number. `key`: name of the file in the source. `key`
-    and the number of a row decide the row's split."""
+    """Yield the rows of a file or of a saved datasets folder, with the fields named in `fields`. `key`: name of the file in the
+    source. A hash of `key` and the row's number decides the row's split, unless a saved folder names splits. Raises `UsageError`
+    for a row that cannot be read or lacks a needed field; the error names its line or number."""
     rows = _saved if path.is_dir() else _table if suffix_of(path) in TABLES else _json
     yield from rows(path, key, fields)
 
 
 def _json(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of JSON Lines, or of one array in a `.json` file.
+    """Yield the rows of JSON Lines, or of one array in a `.json` file. Raises `UsageError` if one is no JSON object.
 
     `datasets` is not used, because it gives all rows the fields and types of the first 10 MB: a later field is an error,
     missing fields are null, and text that looks like a date becomes a time.
@@ -141,7 +141,8 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
 
 
 def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a CSV, parquet or Arrow file."""
+    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if the file cannot be read, has two columns of one
+    name, or lacks a needed column."""
     what, number = f"data file {str(path)!r}", 0
     try:
         names, tables = _tables(path, fields)
@@ -187,8 +188,9 @@ def _tables(path: Path, fields: Fields) -> tuple[list[str], Iterator[Any]]:
 
 
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a folder saved by `datasets`. If it has a training split and one for validation, other splits are left
-    out."""
+    """Yield the rows of a folder saved by `datasets`. If the folder has a training split and one for validation, these are the
+    splits of the rows, and other splits are left out. Otherwise each row's split is chosen by a hash. Raises `UsageError` if
+    the folder cannot be read, or if a needed field is missing."""
     import datasets
 
     try:
@@ -232,8 +234,8 @@ def checked_text(value: object, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a document, or a part of it. `key`: name of the document. `ends`: this is its last part. `split`: None if the
-    data names no split."""
+    """Text of a document, or a part of that text. `key`: name of the document. `ends`: the document ends with this text. `split`:
+    split that the data names for the document; None if it names none."""
 
     key: str
     text: str
@@ -277,7 +279,7 @@ class Source:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Context manager that turns errors in reading `path` into a `UsageError` that names it."""
+    """Context manager that turns errors in reading or decoding `path` into a `UsageError` that names `path`."""
     try:
         yield
     except (OSError, EOFError) as error:
@@ -295,7 +297,8 @@ def _has_rows(path: Path) -> bool:
 
 
 def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
-    """Yield the text of each row as a document. In tables, rows without text are left out."""
+    """Yield the text of each row as a document. `fields`: names the field with the text. In tables, rows without text are left
+    out. Raises `UsageError` if a row cannot be read or has something else than text."""
     (field,) = fields.needed
     is_json = not path.is_dir() and suffix_of(path) not in TABLES
     for row in read_rows(path, key, fields):
@@ -309,8 +312,8 @@ def split_of(piece: Piece) -> Split:
 
 
 def find(config: DataConfig) -> Source:
-    """Return the source that `data.path` names; without a path, the source files of Python's standard library. Raises
-    `UsageError` if there is no data that can be read."""
+    """Return the source that `data.path` names; without a path, the source files of Python's standard library. Files of a folder
+    that cannot be read are listed in `unread` of the source. Raises `UsageError` if nothing can be read."""
     fields = FIELDS.get(config.format) or Fields((config.text_field,), key="data.text_field")
     if config.path is None:
         if config.format != "text":
@@ -343,7 +346,8 @@ def find(config: DataConfig) -> Source:
 
 
 def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | None:
-    """Return the reason why a file cannot be read as data; None if it can. Reads its first bytes; of JSON and CSV a row too."""
+    """Return the reason why a file cannot be read as data; None if it can. Reads the file's first bytes, and the first row of a
+    JSON or CSV file. Parquet and Arrow files are not read."""
     if not path.is_file():
         return "a link to nothing" if path.is_symlink() and not path.exists() else f"is {NOT_REGULAR}"
     has_rows, suffix = _has_rows(path), suffix_of(path)

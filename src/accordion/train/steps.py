@@ -29,7 +29,7 @@ from accordion.train.saves import RunSaves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A step whose metrics the host has not read yet, and the inputs that are needed to repeat it."""
+    """A step whose metrics the host has not read yet, with its inputs, so that it can be repeated."""
 
     step: int
     lr: float
@@ -40,7 +40,7 @@ class Taken:
 
 
 class Steps:
-    """Runs steps and records their metrics. Call `settle` before a save, a validation or the end of the run.
+    """Runs training steps and records their metrics. Call `settle` before a save, a validation or the end of the run.
 
     If `run.decides_on_device`, the host reads the metrics of a step after the backward of the next step, so that the device
     always has work. A nonfinite step is then repeated one step later, to find the source of NaN or inf; the weights have not
@@ -55,7 +55,7 @@ class Steps:
 
     def take(self, step: int) -> None:
         """Run step number `step`: forward and backward of each micro-batch, and an optimizer step unless loss or gradients are
-        NaN or inf. Raises `NonFiniteError` if the run has to end."""
+        NaN or inf. Collective. May record the metrics only in the next call. Raises `NonFiniteError` if the run has to end."""
         run, began_s = self._run, time.perf_counter()
         seen = [on_device(next(run.batches), run.device) for _ in range(run.share.accumulate)]
         drawn = RandomState().state_dict()  # reading the data draws random numbers too
@@ -81,8 +81,10 @@ class Steps:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and record the metrics of the last step, and take its optimizer step unless the device has. Returns True if they
-        are finite, or were recorded before. Raises `NonFiniteError` if they are not finite and the run has to end."""
+        """Read and record the metrics of the last step, and take its optimizer step unless the device has. Then update learning
+        rates and averaged weights. Returns True if loss and gradients are finite, or if there is nothing left to record. For a
+        nonfinite step, repeats the step to find the cause, zeroes the gradients and returns False. Raises `NonFiniteError` if
+        the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True
@@ -122,7 +124,7 @@ class Steps:
         )
 
     def _optimize(self, step: Callable[[], object] | None) -> None:
-        """Run an optimizer step (None if it is skipped), then update the scaler and zero the gradients."""
+        """Call the optimizer step `step`, if it is not None. Then update the gradient scaler and zero the gradients."""
         if step is not None:
             step()
         self._run.scaler.update()
@@ -211,7 +213,8 @@ class Counted:
         return total / self._first
 
     def left(self) -> Tensor | None:
-        """Return the factor for gradients and losses after the last micro-batch, 0-d; None if it is 1. Collective."""
+        """Return the factor, 0-d, by which gradients and losses have to be multiplied after the last micro-batch; None if the
+        factor is 1. Collective if a micro-batch had a (sum, count) loss and there are several micro-batches."""
         if self._own is None or self._first is None or self._share.accumulate == 1:
             return None
         dist.all_reduce(self._own)

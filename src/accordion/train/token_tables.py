@@ -29,8 +29,8 @@ ROWS_AT_ONCE = 64  # rows of a table written at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
-    """Arrow files with the tokens of the data. `num_train`, `num_validation`: number of tokens if the data is text, of examples
-    otherwise. `digest`: hash of the contents, equal on ranks that read equal data."""
+    """Arrow files with the tokens of the data. `num_train`, `num_validation`: number of tokens if the data is text, else of
+    examples. `digest`: hash of the tokens, equal on ranks that read equal data. `tokenizer_digest`: hash of the tokenizer."""
 
     files: tuple[str, ...]
     num_train: int
@@ -52,8 +52,8 @@ class TokenFiles:
 
 
 def cached_tokens(source: Source, vocabulary: Vocabulary, cache: Path, say: Say) -> TokenFiles:
-    """Return the files with the tokens of the text in `source`; if they are not in `cache`, tokenize the text and write them,
-    and report that to `say`. Raises `UsageError` if there is no text."""
+    """Return the files with the tokens of the text in `source`. If the folder `cache` does not have them, tokenizes the text,
+    writes the files, and reports that to `say`. Raises `UsageError` if there is no text, or if the cache is damaged."""
     kind = _dtype(vocabulary.size)
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -92,8 +92,8 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[Any]) -> Iterator[dict[str, Any]]:
-    """Yield table rows: `held_out`, True for validation; `ids`, about `BLOCK_TOKENS` tokens of a split; `documents`, how many
-    end in these. `encoded`: (split, tokens, True if a document ends)."""
+    """Yield table rows with the keys `held_out` (True for validation), `ids` (about `BLOCK_TOKENS` tokens of one split) and
+    `documents` (number of documents that end in `ids`). `encoded`: (split, tokens, True if a document ends)."""
     ids, documents = {split: list[int]() for split in SPLITS}, dict.fromkeys(SPLITS, 0)
 
     def row(split: Split) -> dict[str, Any]:
@@ -152,8 +152,9 @@ class Examples:
 def cached_examples(
     source: Source, encoder: Encoder, tokenizer_digest: str, size: int, cache: Path, say: Say
 ) -> TokenFiles:
-    """Return the files with the examples of `source`; if they are not in `cache`, tokenize and write them, and report that to
-    `say`. `size`: of the vocabulary. Raises `UsageError` for a row that is no example, and for fewer than two examples."""
+    """Return the files with the examples of `source`. If the folder `cache` does not have them, tokenizes the examples, writes
+    the files, and reports that to `say`. `size`: number of tokens in the vocabulary. Raises `UsageError` if a row is no valid
+    example, if there are fewer than two examples, or if the cache is damaged."""
     kind = _dtype(size)
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -204,7 +205,8 @@ def _cached(
     splits_of: Callable[[Any], Mapping[Split, Any]],
 ) -> TokenFiles:
     """Return the files in the folder `cache` with the tokens of `source`; if they do not exist, write them from `rows()` first.
-    `columns`: name -> dtype, or [dtype] for lists. `splits_of`: table -> split -> its part, for the sizes."""
+    `columns`: name -> dtype, or [dtype] for lists. `splits_of(table)`: returns split -> its tokens or examples, which are
+    counted. Raises `UsageError` if the cache is damaged."""
     import datasets
     import pyarrow as pa
     from datasets.exceptions import DatasetGenerationError

@@ -49,7 +49,8 @@ class Vocabulary:
         return tokenizer
 
     def around(self) -> tuple[list[int], list[int]]:
-        """Return (special tokens before each document, after it): those that tokenizer.json adds, and the end-of-text token."""
+        """Return (special tokens before each document, special tokens after it). They are the tokens that tokenizer.json adds;
+        the second list also has the end-of-text token."""
         whole = self.tokenizer().encode("a")
         added = "".join(map(str, whole.special_tokens_mask))  # as in "1100001"
         first = len(added) - len(added.lstrip("1"))
@@ -58,7 +59,8 @@ class Vocabulary:
 
 
 def train_vocabulary(pieces: Iterable[Piece], size: int) -> Vocabulary:
-    """Train a byte-level BPE tokenizer with up to `size` tokens on the training split of `pieces`, and return it."""
+    """Train a byte-level BPE tokenizer with up to `size` tokens on the training split of `pieces`, and return the tokenizer. At
+    most about `TRAINING_CHARS` characters are used. If the training split is empty, the validation split is used."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,7 +75,8 @@ def train_vocabulary(pieces: Iterable[Piece], size: int) -> Vocabulary:
 
 
 def _training_text(pieces: Iterable[Piece]) -> Iterator[str]:
-    """Yield the text of the training split, up to `TRAINING_CHARS` characters; if it is empty, of the validation split."""
+    """Yield the text of the training split, up to about `TRAINING_CHARS` characters. If that split is empty, yield all text of
+    the validation split."""
     chars, spare = 0, []
     for piece in pieces:
         if split_of(piece) == "train":
@@ -88,8 +91,9 @@ def _training_text(pieces: Iterable[Piece]) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield `text` in parts, split only inside runs of one kind of character that are longer than `LONGEST_WORD`. The trainer
-    takes a run of letters as one word, and its time is quadratic in the longest word. Ordinary text has no such runs."""
+    """Yield `text` in parts. It is split only inside a run of letters, signs or blanks that is longer than `LONGEST_WORD`;
+    ordinary text has no such runs. Needed because the trainer takes a run as one word, and its time is quadratic in the longest
+    word."""
     start, half = 0, LONGEST_WORD // 2
     for at in range(LONGEST_WORD, len(text) - half, LONGEST_WORD):
         if ONE_KIND.fullmatch(text, at - half, at + half + 1):
@@ -99,8 +103,8 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache: Path, say: Say) -> Vocabulary:
-    """Return the tokenizer for `source` from `cache`; if it is not there, train one with up to `size` tokens on `pieces`, the
-    text of `source`, store it, and report that to `say`."""
+    """Return the tokenizer for `source` from the folder `cache`. If the folder has none that can be read, trains one with up to
+    `size` tokens on `pieces`, the text of `source`, stores it, and reports that to `say`."""
     path = cache / "tokenizers" / f"{key_of(source.stamp, str(size))}.json"
     try:
         vocabulary = Vocabulary(**json.loads(path.read_text(encoding="utf-8")))

@@ -43,8 +43,8 @@ def check_trackers(log: LogConfig) -> None:
 
 
 def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
-    """Open the trackers that `config.log` names, and store their ids in `run_dir`. Returns name -> tracker; one that fails is
-    reported to `say` and left out. `first_step`: number of steps done before; after 0, new runs are started."""
+    """Open the trackers that `config.log` names, and store the ids of their runs in `run_dir`. Returns name -> tracker; a tracker
+    that fails is reported to `say` and left out. `first_step`: number of steps done before; if it is 0, new runs are started."""
     named: dict[str, tuple[bool, RunTracker]] = {
         "tensorboard": (config.log.tensorboard, _TensorBoard()),
         "wandb": (config.log.wandb is not None, _Wandb()),

@@ -30,7 +30,8 @@ LATEST = "latest"  # the file with the tag of the newest checkpoint in a folder
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
-    """Create the process group if there is none. Uses `timeout`, `rank` and `world_size`, and ignores all other `options`."""
+    """Create the process group; do nothing if there is one. Of `options`, `timeout`, `rank` and `world_size` are used, and all
+    others are ignored."""
     if dist.is_initialized():
         return
     used = {key: options[key] for key in ("timeout", "rank", "world_size") if options.get(key) not in (None, -1)}
@@ -63,7 +64,8 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Optimizer, DataLoader[Any] | None, LRScheduler | None]:
     """Shard `model` in place, create optimizer, scheduler and data loader, and return (engine, optimizer, loader, scheduler).
 
-    Creates the process group if there is none. All ranks get the first rank's weights. `distributed_port` is not used.
+    Collective. Creates the process group if there is none. All ranks get the first rank's weights. `distributed_port` and
+    `dist_init_required` have no effect.
 
     Args:
         config: the path of a ds_config.json, or its content; by default `config_params`, then `args.deepspeed_config`.
@@ -73,7 +75,8 @@ def initialize(
         training_data: dataset of which the loader gives each rank its micro-batches; without one, the loader is None.
         mpu, mesh_param: refused, because there is no model parallelism.
 
-    Raises `UsageError` without a configuration, a model or an optimizer, and for an optimizer with state.
+    Raises `UsageError` without a configuration, a model or an optimizer, for a wrong key or value in the configuration, and for
+    an optimizer with state.
     """
     source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
     if source is None:
@@ -99,9 +102,10 @@ def initialize(
 
 
 def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings: Settings) -> Optimizer:
-    """Return an optimizer of sharded parameters: `choice`, with its parameters replaced, or a new one. A new one is created by
-    the function `choice`, or by the configuration if `choice` is None, over `groups` (None: all parameters that require
-    gradients). Raises `UsageError` if `choice` has state, or if nothing names an optimizer."""
+    """Return an optimizer of sharded parameters. If `choice` is an optimizer, replace the parameters in it, and return it.
+    Otherwise create an optimizer with the function `choice`, or as `settings` say if `choice` is None. `groups`: its parameters
+    or groups of them; None: all parameters that require gradients. Raises `UsageError` if `choice` has state, or if nothing names
+    an optimizer."""
     if isinstance(choice, Optimizer):
         if choice.state:
             raise UsageError("initialize() got an optimizer with state; pass a new one, or a function that makes it.")
@@ -152,13 +156,15 @@ class DeepSpeedEngine(nn.Module):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Run the backward of one micro-batch with `loss` divided by the accumulation steps; return `loss` undivided."""
+        """Run the backward of one micro-batch, with `loss` divided by the number of accumulation steps and scaled under fp16.
+        Returns `loss` unchanged."""
         self.scaler.scale(loss / self.sizes.accumulation).backward()
         return loss
 
     def step(self) -> None:
-        """Count a micro-batch; call it after each backward. After the last one of a step, clip gradients, step optimizer and
-        scheduler (under fp16 only if gradients are finite), and clear gradients."""
+        """Count a micro-batch; call this after each backward. After the last micro-batch of a step, also clip gradients, step
+        optimizer and scheduler, and clear gradients. Under fp16, a step with gradients that are not finite is skipped and
+        counted in `skipped_steps`, and a dynamic loss scale is lowered."""
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not boundary:
@@ -196,7 +202,8 @@ class DeepSpeedEngine(nn.Module):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the last step's norm of all gradients, before clipping; None before a step, or with clipping and fp16 off."""
+        """Return the norm of all gradients of the last step, before clipping. Returns None before the first step, and if neither
+        clipping nor fp16 is enabled. Waits for the device."""
         return None if self._norm is None else float(self._norm)
 
     @property
@@ -208,8 +215,9 @@ class DeepSpeedEngine(nn.Module):
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None, **_: Any
     ) -> bool:
-        """Write the checkpoint `save_dir/tag` in this library's format, and name it in the file `latest`. Returns True. Any
-        number of ranks can load it. `tag`: by default "global_step" and the number of steps. Collective."""
+        """Write the checkpoint `save_dir/tag` in this library's format, and name it in the file `latest`. Returns True.
+        Collective. Any number of ranks can load the checkpoint. `tag`: by default "global_step" and the number of steps.
+        `client_state`: data that `load_checkpoint` returns. Other arguments of DeepSpeed are ignored."""
         tag = tag or f"global_step{self.global_steps}"
         extra = {
             "client_state": dict(client_state or {}),
@@ -226,8 +234,9 @@ class DeepSpeedEngine(nn.Module):
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, **_: Any
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load `load_dir/tag`, by default the newest checkpoint, and return (its path, the `client_state` that was saved).
-        Returns (None, {}) if `tag` is None and the folder has no checkpoint. Collective."""
+        """Load model, optimizer, scheduler, scaler and step counts from `load_dir/tag`, by default from the newest checkpoint in
+        `load_dir`. Returns (path of the checkpoint, the `client_state` that was saved). Returns (None, {}) if `tag` is None and
+        `load_dir` has no checkpoint. Collective. Raises `CheckpointError` if the checkpoint cannot be loaded."""
         newest = Path(load_dir, LATEST)
         if tag is None and not newest.exists():
             return None, {}

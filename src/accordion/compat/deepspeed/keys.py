@@ -24,7 +24,8 @@ class Key:
         why: how the key is used, or why it is not.
         takes: values of a used key: a tuple of words, `bool`, `float` (at least 0), or an int, the least whole number.
         off: values of a refused key that are accepted, because they ask for nothing.
-        asked: the key of `accordion train` that replaces an `"auto"`; callers of `read` pass a value, unless `auto` is set.
+        asked: the key of `accordion train` whose value replaces an `"auto"`. Other callers of `read` have to pass a value,
+            unless `auto` is set.
         auto: the value of an `"auto"` if the caller passes none: the default of transformers' TrainingArguments.
         follows: the other keys that decide an `"auto"`, in words.
     """
@@ -47,8 +48,8 @@ class Key:
 
 
 def _rows(table: dict[str, Any]) -> dict[str, Key]:
-    """Return the rows of one table of keys.toml. A row's key is one dotted key, or several that share it, with spaces between.
-    The table's entry `prefix` is put before each dotted key, and removed from `table`."""
+    """Return dotted keys -> `Key` for one table of keys.toml. Several dotted keys that are treated alike are one entry, joined by
+    spaces. The table's entry `prefix` is put before each dotted key, and removed from `table`."""
     prefix = table.pop("prefix", "")
     return {" ".join(f"{prefix}{name}" for name in names.split()): Key.of(row) for names, row in table.items()}
 

@@ -43,8 +43,9 @@ class OptimizerChoice:
 
 
 def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
-    """Return the optimizer class and arguments for an `optimizer` section: `name` is its `type`. Changes the dict `params`.
-    Raises `UsageError` for an optimizer that torch.optim does not have, and for an argument that the class does not take."""
+    """Return the optimizer class and arguments for a section `optimizer`. `name`: its key `type`. `params`: its key `params`;
+    this dict is changed. Raises `UsageError` if torch.optim lacks the optimizer or steps it otherwise than DeepSpeed, or if the
+    class does not take an argument in `params`."""
     if not isinstance(name, str):
         raise UsageError(f"optimizer.type is {name!r}; it takes a name, AdamW for example.")
     ours = {key: params.pop(key) for key in OURS if key in params}

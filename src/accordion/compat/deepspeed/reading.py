@@ -73,14 +73,16 @@ class Settings:
     ignored: tuple[str, ...]
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh | None:
-        """Return the mesh to pass to `shard`: of two axes for a hybrid strategy, a collective; otherwise None (all ranks)."""
+        """Return the mesh to pass to `shard`. For a hybrid strategy, create a mesh of two axes, which is collective. Otherwise
+        return None, which means all ranks."""
         if self.group_ranks is None:
             return None
         replicas = self.replicas(dist.get_world_size())
         return init_device_mesh(device_type, (replicas, self.group_ranks), mesh_dim_names=("replicate", "shard"))
 
     def replicas(self, num_ranks: int) -> int:
-        """Return the number of sharded copies of the model on `num_ranks` ranks. Raises `UsageError` if these do not divide."""
+        """Return the number of sharded copies of the model on `num_ranks` ranks. Raises `UsageError` if `group_ranks` does not
+        divide `num_ranks`."""
         if self.group_ranks is None:
             return 1
         if num_ranks % self.group_ranks:
@@ -95,7 +97,8 @@ class Settings:
         return LossScaler(_below(self.said, "fp16."), device_type)
 
     def batch(self, num_ranks: int) -> BatchSizes:
-        """Return the three batch sizes, derived from those in the file. Raises `UsageError` if they do not fit `num_ranks`."""
+        """Return the three batch sizes, derived from those in the file. Raises `UsageError` if the file has neither a train nor a
+        micro-batch size, or if the sizes contradict each other on `num_ranks` ranks."""
         keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         train, micro, accumulation = (self.said.get(key) for key in keys)
         if train is None and micro is None:
@@ -116,10 +119,11 @@ class Settings:
 
 
 def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -> Settings:
-    """Read the `ds_config.json` at the path `source`, or a dict of its content, without DeepSpeed; return its `Settings`.
+    """Read the `ds_config.json` at the path `source`, or a dict of its content, and return its `Settings`. Needs no DeepSpeed.
 
-    `auto`: values for keys that are `"auto"`, by dotted key, as the Hugging Face Trainer fills them from its arguments.
-    docs/compat_deepspeed.md lists what each becomes without an entry. Raises `UsageError` for a wrong key or value.
+    `auto`: dotted key -> value for keys that are `"auto"`, which the Hugging Face Trainer would fill from its arguments.
+    docs/compat_deepspeed.md lists what each key becomes without an entry. Logs the keys that are not needed here. Raises
+    `UsageError` if the file cannot be read, or if a key or value is wrong or not supported.
     """
     values = dict(_flat(_content(source)))
     keys = {name: _key(name, value) for name, value in {**dict.fromkeys(auto or {}), **values}.items()}
@@ -189,7 +193,7 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _row(name: str) -> str | None:
-    """Return the key in `KEYS` for the dotted key `name`: `name`, or the section around it if that takes any key, or None."""
+    """Return the key in `KEYS` for the dotted key `name`: `name`, or a section that contains it and takes any key, or None."""
     row = name
     while row and row not in KEYS:
         row = row.rpartition(".")[0]
@@ -233,7 +237,8 @@ def _resolved(name: str, value: Any, key: Key, auto: Mapping[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, key: Key) -> Any:
-    """Return `value`, as an int if `key` takes whole numbers. Raises `UsageError` if `key` does not take this value."""
+    """Return the `value` of key `name`, as an int if `key` takes whole numbers. Raises `UsageError` if `key` does not take this
+    value."""
     takes = None if value == "auto" else key.takes  # some are resolved later, from other keys
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if takes is bool and not isinstance(value, bool):
@@ -250,12 +255,13 @@ def _checked(name: str, value: Any, key: Key) -> Any:
 
 
 def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the values whose keys begin with `prefix`, by keys without the prefix."""
+    """Return key -> value for the keys in `values` that begin with `prefix`. The prefix is removed from the returned keys."""
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def _strategy(values: Mapping[str, Any]) -> tuple[Strategy, int | None]:
-    """Return (strategy, number of ranks that share one sharded copy, or None if it is not hybrid)."""
+    """Return (strategy, number of ranks that share one sharded copy, or None if the strategy is not hybrid). Raises `UsageError`
+    if the stage does not exist, or if the keys for groups of ranks contradict it or each other."""
     stage = values.get("zero_optimization.stage", 0)
     if stage > 3:
         raise UsageError(f"zero_optimization.stage is {stage}; valid: 0, 1, 2, 3.")

@@ -25,7 +25,8 @@ class LossScaler(torch.amp.GradScaler):
         )
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update the scale; call after each step. Raises `AccordionError` on all ranks on an overflow at the least scale."""
+        """Update the scale; call this after each step. Raises `AccordionError` on all ranks if gradients overflow although the
+        scale is the least one."""
         before = self.get_scale()
         super().update(self._fixed if new_scale is None else new_scale)
         if not self.is_enabled() or new_scale is not None or self.get_scale() >= min(before, self._least):

@@ -23,7 +23,8 @@ TAKES: Mapping[str, tuple[str, ...]] = {
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A learning rate schedule of a `ds_config.json`. Call it with an optimizer to create a scheduler of torch. Rates are
-    DeepSpeed's, step for step: the first two steps both count as the beginning of the warmup."""
+    DeepSpeed's, step for step: the first two steps both count as the beginning of the warmup. The constructor raises `UsageError`
+    for a type or parameter that is not supported, and if `total_num_steps` is missing."""
 
     type: str
     params: Mapping[str, Any]
@@ -51,7 +52,7 @@ class Schedule:
         return max(2, int(self.params.get("warmup_num_steps", 1000)))
 
     def lr(self, done: int, first_rate: float) -> float:
-        """Return the learning rate after `done` steps for a parameter group with the optimizer's rate `first_rate`."""
+        """Return the learning rate after `done` steps for a parameter group whose rate in the optimizer was `first_rate`."""
         at = done - 1
         rise = self._rise(at) if at < self.warmup else 1.0
         if self.type == "WarmupCosineLR":

@@ -26,8 +26,9 @@ def build(wrappers: Sequence[tuple[str, nn.Module, Arguments]]) -> None:
     """Shard the outermost of nested `wrappers` in place, with one engine for all. Collective.
 
     `wrappers`: (name in the outermost wrapper, wrapper, its arguments), the outermost first. Initialises modules on the meta
-    device. If ranks built different values, the first rank's are used. Raises `UsageError` if one engine cannot serve all
-    arguments, `DivergenceError` if models differ in more than values.
+    device. If ranks built different values, the first rank's are used, and a warning is logged unless a wrapper asks for
+    `sync_module_states`. Raises `UsageError` if one engine cannot serve all arguments, and `DivergenceError` if the models of
+    the ranks differ in more than values.
     """
     (_, root, arguments), inner = wrappers[0], wrappers[1:]
     for name, _, theirs in inner:
@@ -81,8 +82,9 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
 
 
 def _master(root: nn.Module) -> torch.dtype:
-    """Return the narrowest dtype of trained parameters. As `Precision.master` it changes no parameter: wider ones keep theirs.
-    Returns float32 if none is trained. Raises `UsageError` for two narrowest dtypes, such as bfloat16 and float16."""
+    """Return the narrowest dtype of trained parameters. As `Precision.master` this dtype changes no parameter, because parameters
+    with a wider dtype keep theirs. Returns float32 if no parameter is trained. Raises `UsageError` for two narrowest dtypes, such
+    as bfloat16 and float16."""
     dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
     if not dtypes:
         return torch.float32
@@ -112,9 +114,9 @@ def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
 
 
 def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[tuple[nn.Module, Arguments]]) -> None:
-    """Initialise the modules of the sharded `root` whose ids are in `on_meta`. Each is initialised by the `param_init_fn` of its
-    nearest wrapper, or by its `reset_parameters`. Raises `UsageError` if it has neither. If all are on the meta device and no
-    wrapper has a `param_init_fn`, `initialise(root)` does all of them."""
+    """Initialise the modules of the sharded `root` whose ids are in `on_meta`. If all modules with parameters are on the meta
+    device and no wrapper has a `param_init_fn`, call `initialise(root)`. Otherwise call the `param_init_fn` of each module's
+    nearest wrapper, or else its `reset_parameters`. Raises `UsageError` if a module has neither."""
     # Inner wrappers come later in the list, so theirs replaces that of outer ones.
     functions = {id(module): options.param_init_fn for wrapper, options in wrappers for module in wrapper.modules()}
     owners = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]

@@ -33,8 +33,9 @@ class FullyShardedDataParallel(StateDicts):
     """Wrapper that shards a module's parameters, and gathers and frees them together. Takes the arguments of torch's class.
 
     One engine serves the outermost wrapper and all wrappers inside it. With an `auto_wrap_policy`, the constructor builds the
-    engine. Without one, an outer wrapper may follow, so the first use of parameters, state or forward builds it; until then
-    parameters are full. Then each is a DTensor under its own name. Raises `UsageError` for options that are not supported.
+    engine. Without a policy, an outer wrapper may follow. So the first use of parameters, state or forward builds the engine, and
+    until then parameters are full. Afterwards each parameter is a DTensor under its own name. Building the engine is collective.
+    The constructor raises `UsageError` for options that are not supported.
     """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -109,7 +110,8 @@ class FullyShardedDataParallel(StateDicts):
             yield clean(name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call `fn` with every module while all parameters are full, and return self. The shards keep what `fn` writes."""
+        """Call `fn` with every module while all parameters are full, and return self. The shards keep what `fn` writes.
+        Collective if the engine has been built."""
         if not self._built or state.sharded_engine(self, "apply").suspended:
             return super().apply(fn)
         with self.summon_full_params(self):
@@ -125,14 +127,16 @@ class FullyShardedDataParallel(StateDicts):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Context manager in which each rank sums full gradients; the next backward outside reduces the sums. Root only."""
+        """Context manager in which each rank sums full gradients; the next backward outside reduces the sums. Raises
+        `UsageError` on a wrapper inside another wrapper."""
         self._root_engine("no_sync()")
         with state.no_sync(self):
             yield
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients to a global norm of at most `max_norm`; return the norm before, 0-d float32. For the root only."""
+        """Scale gradients to a global norm of at most `max_norm`, and return the norm before, 0-d float32. Collective. Raises
+        `UsageError` on a wrapper inside another wrapper."""
         self._root_engine("clip_grad_norm_()")
         return clip_grad_norm_(self, float(max_norm), float(norm_type))
 
@@ -148,8 +152,9 @@ class FullyShardedDataParallel(StateDicts):
     ) -> Generator[None]:
         """Context manager in which the parameters of the whole model around `module` are full on every rank. Collective.
 
-        `recurse`, `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: changes of both are kept in
-        the shards. Raises `UsageError` for `rank0_only` with `writeback`, and for `offload_to_cpu` on an accelerator.
+        `recurse`, `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: changes of parameters and
+        gradients are written into the shards at the end; otherwise they are lost. Raises `UsageError` for `rank0_only` with
+        `writeback`, and for `offload_to_cpu` on an accelerator.
         """
         if rank0_only and writeback:
             raise UsageError("summon_full_params(rank0_only=True) cannot write back: pass writeback=False.")

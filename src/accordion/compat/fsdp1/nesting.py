@@ -49,7 +49,8 @@ class Wrapper(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo cannot trace collectives
     def _ready(self) -> None:
-        """Build one engine for the outermost wrapper and all wrappers inside it, a collective. Does nothing if it exists."""
+        """Build one engine for the outermost wrapper and all wrappers inside it. Collective. Does nothing if the engine
+        exists."""
         if self._built:
             return
         top = self._outermost()
@@ -117,7 +118,8 @@ def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
 
 
 def engines_of(model: nn.Module, what: str) -> list[Engine]:
-    """Return the engine of each outermost wrapper around or in `model`. Builds an engine that is missing, a collective."""
+    """Return the engine of each outermost wrapper that contains `model` or is in it. Builds missing engines, which is collective.
+    Raises `UsageError` if `model` contains no wrapper; `what` begins the message."""
     tops = {id(w): w for w in (m._outermost() for m in some_wrappers(model, what))}
     return [top._engine(what) for top in tops.values()]
 

@@ -17,7 +17,7 @@ Wrap = Callable[..., nn.Module]
 def auto_wrap(root: nn.Module, policy: Any, arguments: dict[str, Any], wrap: Wrap) -> None:
     """Replace the submodules of `root` that `policy` chooses by `wrap(submodule, **arguments)`, children before parents.
     `policy`: a function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. If `arguments` ask for mixed
-    precision, batch norms are wrapped too, without mixed precision, as in torch. Raises `UsageError` for another policy."""
+    precision, batch norms are wrapped too, without mixed precision, as in torch. Raises `UsageError` if `policy` is neither."""
     mixed = arguments.get("mixed_precision")
     exempt = () if mixed is None else tuple(_torch.classes_without_mixed_precision(mixed))
     if _torch.is_wrap_policy(policy):
@@ -48,7 +48,7 @@ def _by_function(
     targets: dict[nn.Module, dict[str, Any]] = {}
 
     def visit(module: nn.Module) -> int:
-        """Add the chosen modules in `module` to `targets`, children first. Return the number of their parameter elements."""
+        """Add the chosen modules in `module` to `targets`, children first. Return the number of parameter elements in them."""
         num_elements = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
         if not policy(module=module, recurse=True, nonwrapped_numel=num_elements):
             return 0

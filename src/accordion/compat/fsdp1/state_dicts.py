@@ -45,9 +45,9 @@ class StateDicts(Wrapper):
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the state dict with the unwrapped module's names. Tensors are full unless `state_dict_type` chose shards. Full
-        tensors make this a collective. With `keep_vars` it has the sharded parameters themselves. A `destination` gets the
-        entries and is returned."""
+        """Return the state dict with the names of the unwrapped module. Tensors are full, which makes this a collective, unless
+        `state_dict_type` chose shards. With `keep_vars`, the values are the sharded parameters themselves. If `destination` is
+        passed, the entries are added to it, and it is returned."""
         self._ready()
         raw = super().state_dict(prefix=prefix, keep_vars=True)
         tensors = OrderedDict((clean(name), value) for name, value in raw.items())
@@ -62,7 +62,8 @@ class StateDicts(Wrapper):
         return destination  # type: ignore[no-any-return]
 
     def _converted(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """Return `tensors` as full tensors or shards, as `set_state_dict_type` chose. The dict `tensors` is changed."""
+        """Return `tensors` as full tensors (a collective) or shards, as `set_state_dict_type` chose. Buffers get back the dtype
+        from before mixed precision. The dict `tensors` is changed. With `rank0_only`, other ranks get {}."""
         engine = self._engine("state_dict()")
         config = self._settings.state_dict_config
         for name, value in tensors.items():
@@ -88,7 +89,8 @@ class StateDicts(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set the type and configs (None: defaults) of later state dicts in `module`, and return the previous settings."""
+        """Set the type and configs (None: defaults) of later state dicts for all wrappers in `module`. Returns the previous
+        settings. Raises `UsageError` if there is no wrapper, or if type and configs do not fit."""
         settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
         wrappers = some_wrappers(module, "set_state_dict_type")
         before = wrappers[0]._settings
@@ -123,7 +125,7 @@ class StateDicts(Wrapper):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the state dict of `optim` by qualified names, full (a collective) or sharded as `state_dict_type` chose.
+        """Return the state dict of `optim` by qualified names. It is full (a collective) or sharded, as `state_dict_type` chose.
         `optim_state_dict`: the result of `optim.state_dict()`, if it was called already. `group` is ignored."""
         numbered = optim.state_dict() if optim_state_dict is None else optim_state_dict
         settings = StateDicts.get_state_dict_type(model)
@@ -173,8 +175,8 @@ class StateDicts(Wrapper):
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
     ) -> dict[str, Any]:
-        """Convert a full state dict by qualified names, equal on all ranks, to one for `optim.load_state_dict`. `optim` is
-        needed, and `optim_input` is ignored. Collective."""
+        """Convert a full state dict by qualified names, equal on all ranks, to one for `optim.load_state_dict`. Collective.
+        `optim_input` is ignored. Raises `UsageError` without `optim`, and `DivergenceError` if the ranks' dicts differ."""
         return state_by_id(model, _required(optim), full_optim_state_dict, full=True)
 
     @staticmethod
@@ -192,8 +194,8 @@ class StateDicts(Wrapper):
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Convert the first rank's full state dict by qualified names for `optim.load_state_dict` on every rank. `optim` is
-        needed; `optim_input` and `group` are ignored. Collective."""
+        """Convert the first rank's full state dict by qualified names to one for `optim.load_state_dict` on every rank.
+        Collective. `optim_input` and `group` are ignored. Raises `UsageError` without `optim`."""
         full = full_optim_state_dict or {}
         return state_by_id(model, _required(optim), full, full=True, from_first_rank=True)
 
@@ -214,8 +216,8 @@ def _required(optimizer: Optimizer | None) -> Optimizer:
 def settings_for(
     kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> StateDictSettings:
-    """Return torch's `StateDictSettings` of these configs; None becomes the default config of `kind`. Raises `UsageError` for
-    LOCAL_STATE_DICT, and for a config of another kind."""
+    """Return torch's `StateDictSettings` with `kind` and both configs. A config of None becomes the default one of `kind`. Raises
+    `UsageError` if `kind` is LOCAL_STATE_DICT, or if a config belongs to another kind."""
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise UsageError(
             "LOCAL_STATE_DICT is not supported: it has flat parameters, which do not exist here. Use SHARDED_STATE_DICT, which "
@@ -248,8 +250,8 @@ def own_dtensor(full: Tensor, param: Param) -> Any:
 
 
 def cut_like(value: Tensor, param: Param) -> Tensor:
-    """Return the optimizer state `value` as a DTensor sharded like `param` if its shape is that of `param`, else as a full
-    tensor. Collective if `value` is a DTensor with another mesh or placement than `param`."""
+    """Return the optimizer state `value` as a DTensor that is sharded like `param`. If `value` has another shape than `param`,
+    return it as a full tensor. Collective if `value` is a DTensor with another mesh or placement than `param`."""
     like = param.sharded
     if isinstance(value, DTensor):
         if value.placements == like.placements and value.device_mesh == like.device_mesh:  # type: ignore[attr-defined]
@@ -276,8 +278,8 @@ def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
 def named_state(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """Convert `state`, a result of `optim.state_dict()`, to one by qualified names: full (a collective) or sharded, as `settings`
-    say. If they say `rank0_only`, the result is {} on the other ranks."""
+    """Convert `state`, a result of `optim.state_dict()`, to a state dict by qualified names. It is full (a collective) or
+    sharded, as `settings` say. If `settings` are full and have `rank0_only`, ranks other than the first get {}."""
     engines = engines_of(model, OPTIM)
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     cpu = settings.optim_state_dict_config.offload_to_cpu
@@ -311,8 +313,8 @@ def state_by_id(
     """Convert a state dict by qualified names to one for `optim.load_state_dict`.
 
     `full`: `state` has full tensors, equal on all ranks; if they differ, every rank raises `DivergenceError`. `from_first_rank`:
-    send the first rank's `state` to all ranks, without a comparison. Each of the two makes this a collective. Raises `UsageError`
-    if `state` is empty, or if its parameter groups are not those of `optim`.
+    send the first rank's `state` to all ranks, without a comparison. Either of them makes this call collective. Raises
+    `UsageError` if `state` is empty, or if its parameter groups are not those of `optim`.
     """
     engines = engines_of(model, OPTIM)
     from_first = engines[0] if from_first_rank else None
@@ -368,7 +370,8 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:
-    """Return the `value` of the first rank of the engine `from_first`, a collective; this rank's `value` if that is None."""
+    """Return the `value` of the first rank of the engine `from_first`, which is collective. If `from_first` is None, return this
+    rank's `value`."""
     if from_first is None:
         return value
     values = [value]

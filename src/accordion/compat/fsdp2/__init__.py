@@ -102,8 +102,8 @@ fully_shard.state = part_of  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make `module.method_name(...)` gather full parameters as `forward` does; do nothing if `module` is no `FSDPModule`.
-    Raises `UsageError` if there is no such method."""
+    """Make `module.method_name(...)` gather full parameters and free them, as `forward` does. Replaces the method on this
+    instance. Does nothing if `module` is no `FSDPModule`. Raises `UsageError` if there is no such method."""
     if not isinstance(module, FSDPModule):
         return
     if not callable(getattr(module, method_name, None)):
@@ -121,7 +121,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Make root modules (pipeline stages) of one mesh share the first one's communicators. Call it before the first forward."""
+    """Make root modules, such as pipeline stages, share the streams and communicators of the first one. Call it before the first
+    forward. A module on another mesh than the first one's keeps its own. Engines of the later modules that exist are removed."""
     parts = [fsdp_part(m) for m in modules]
     for part in parts[1:]:
         part.dissolve()
@@ -137,7 +138,7 @@ class Installed(ExitStack):
 def install() -> Installed:
     """Replace `torch.distributed.fsdp.fully_shard` and its companions by those of this module, in the whole process. For programs
     that you do not want to edit; call it before models are sharded. Modules that have imported torch's names are changed too,
-    except torch's and Accordion's own. A second call changes nothing. Returns a handle that undoes this."""
+    except torch's and Accordion's own. A second call changes nothing. Returns a handle that restores torch's functions."""
     installed, homes = Installed(), _torch.homes_of_fully_shard()
 
     def put_back(module: ModuleType, name: str, theirs: Any) -> None:

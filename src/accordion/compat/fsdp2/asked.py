@@ -33,6 +33,7 @@ class Asked:
         sharding: strategy, precision, offload; `secondary` is the number of ranks to reshard over after the forward, or None.
         keep: keep full parameters from forward to backward; None: the engine decides.
         policy: the caller's `MixedPrecisionPolicy`, which is passed to tensor subclasses.
+        ignored: parameters that are not sharded.
     """
 
     mesh: DeviceMesh
@@ -49,7 +50,7 @@ class Asked:
 
 def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, ignored: Any) -> Asked:
     """Return the checked arguments of one `fully_shard` call. Creates the process group if there is none and `mesh` is None.
-    Raises `UsageError` for an argument of another type, or with a value that is not supported."""
+    Raises `UsageError` if an argument has a wrong type or a value that is not supported."""
     if dims is not None:
         raise UsageError(
             "dp_mesh_dims is not supported. Pass the data-parallel slice of the mesh, such as mesh=mesh['dp'], and let "
@@ -128,8 +129,9 @@ def _mesh_of(mesh: Any) -> DeviceMesh:
 
 def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
     """Return (keep, number of ranks) for `reshard`, the argument `reshard_after_forward`. keep: True to keep full parameters
-    until the backward; None: the engine decides. The number: over how many ranks to reshard after the forward; None: over all.
-    Raises `UsageError` unless `reshard` is None, a bool, or an int that divides the ranks."""
+    until the backward, False to free them after the forward, None if the engine decides. number of ranks: over how many ranks
+    parameters are resharded after the forward; None: over all. Raises `UsageError` unless `reshard` is None, a bool, or an int
+    that divides the ranks."""
     if reshard is None or isinstance(reshard, bool):
         return None if reshard is None else not reshard, None
     ranks = mesh.size(mesh.ndim - 1)
@@ -141,8 +143,8 @@ def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
 
 
 def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter) -> tuple[int | None, DeviceMesh]:
-    """Return (dim on which to shard `param`, data-parallel mesh): dim 0 and `mesh`, unless `rule` chooses others. The dim of a
-    0-d parameter is None. Raises `UsageError` if `rule` returns a dim or mesh that cannot be used."""
+    """Return (dim on which to shard `param`, data-parallel mesh). These are dim 0 and `mesh`, unless `rule` chooses a dim or
+    mesh. The dim of a 0-d parameter is None. Raises `UsageError` if `rule` returns a dim or mesh that cannot be used."""
     asked: Any = None if rule is None else rule(param)
     if _torch.is_shard_placement_result(asked):
         asked, info = asked.placement, asked.mesh_info

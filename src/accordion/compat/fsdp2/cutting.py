@@ -26,9 +26,10 @@ CutRule = Callable[[nn.Parameter], tuple[int | None, DeviceMesh]]
 
 
 def cut_parameters(part: Part, cut_dim: CutRule) -> None:
-    """Shard the parameters of one `fully_shard` call, `part`, and move its buffers to the device. Inner calls are left out.
-    `cut_dim` chooses the dim and mesh of a parameter. Parameters on the meta device stay there. If a parameter is refused, none
-    is sharded, and the modules lose their reference to `part`."""
+    """Shard the parameters of one `fully_shard` call, `part`, in place, and move its buffers to the device. Parameters and
+    buffers of inner calls are left out. `cut_dim` chooses the dim and mesh of a parameter. Parameters on the meta device stay
+    there. If a parameter cannot be sharded, raises `UsageError`; then none is sharded, and the modules lose their reference to
+    `part`."""
     modules = part.alive()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     others = [top for p in parts_below(modules) if p is not part for top in p.alive()]
@@ -70,8 +71,8 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
 
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
-    """Yield the parameters of `part`, a `fully_shard` call, that no call has sharded. `below`: ids of the modules of inner calls.
-    Raises `UsageError` if one is tied to a parameter of another call."""
+    """Yield the parameters of `part`, a `fully_shard` call, that no call has sharded, without ignored ones. `below`: ids of the
+    modules of inner calls. Raises `UsageError` if one of the parameters is tied to a parameter of another call."""
     for o in owned_parameters(root, {}):
         places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
         if not places or o.original in part.asked.ignored:

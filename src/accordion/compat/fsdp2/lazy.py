@@ -77,7 +77,7 @@ class Lease:
         self._hooks: list[Any] = []
 
     def begin(self) -> Unit:
-        """Begin to gather, and return the unit without waiting; `take` waits. Builds the engine if there is none."""
+        """Start the all-gather of the part's unit, and return the unit without waiting. Builds the engine if there is none."""
         part = self._part()
         assert part is not None, "a part owns its lease"
         unit = part.ensure()
@@ -91,7 +91,8 @@ class Lease:
         return unit
 
     def take(self) -> None:
-        """Gather parameters, and register them in the modules as plain leaf tensors. Does nothing if they are registered."""
+        """Gather parameters, wait for them, and register them in the modules as plain leaf tensors. Does nothing if they are
+        registered already."""
         part, unit = self._part(), self.begin()
         if part is None or self.shown is not None:
             return
@@ -114,6 +115,7 @@ class Lease:
         self._hooks = [m.register_forward_hook(ended, always_call=True) for m in part.alive()]
 
     def end(self) -> None:
+        """Register the shards in the modules again, and free the full parameters. Does nothing if `take` has not run before."""
         part, shown = self._part(), self.shown
         if shown is None or part is None or part.unit is None:
             return
@@ -139,7 +141,8 @@ class Lease:
 
 
 def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
-    """Hook of `leaf`, the unsharded parameter `i`: move a gradient from outside any forward to the engine, which reduces it."""
+    """Hook of `leaf`, the unsharded parameter number `i` of the unit `of`. Moves a gradient that did not come from a forward of
+    the unit from `leaf.grad` to the engine `by`, which reduces it. Drops the gradient if the engine is deleted."""
     engine, unit, grad = by(), of(), leaf.grad
     leaf.grad = None
     if engine is not None and unit is not None and grad is not None:
@@ -182,7 +185,7 @@ class Part:
         self.arm()
 
     def withdraw(self) -> None:
-        """Remove this part and its hooks from the modules, after the call of `fully_shard` was refused."""
+        """Remove this part and its hooks from the modules. Called if `fully_shard` raises an error."""
         self.disarm()
         for module in self.alive():
             del module.__dict__[PART]
@@ -202,15 +205,16 @@ class Part:
         return self.tree.engine
 
     def ensure(self) -> Unit:
-        """Return the unit of this part. If needed, build the engine of the outermost part and all inside it, a collective."""
+        """Return the unit of this part. If there is no engine, build one for the outermost part and all parts inside it, which is
+        collective."""
         if self.unit is None:
             Tree(self.outermost())
         assert self.unit is not None, "a part belongs to the tree of its outermost part"
         return self.unit
 
     def wired(self) -> ShardingContext:
-        """Return the context (streams, communicators) for engines of this part: its own, or that of the part in `shares` if both
-        have the same mesh. Collective the first time, because communicators are created."""
+        """Return the context (streams, communicators) for engines of this part. If `shares` is set and that part has the same
+        mesh, it is that part's context. Collective the first time, because communicators are created."""
         source = None if self.shares is None else self.shares()
         mesh, strategy = self.asked.mesh, self.asked.sharding.strategy
         if source is not None and source.asked.mesh == mesh:
@@ -240,7 +244,7 @@ class Part:
             self.tree.dissolve()
 
     def push(self) -> None:
-        """Apply the settings, and the choice of modules to prefetch, to the unit. Does nothing if there is no unit yet."""
+        """Apply `settings` and the chosen modules to prefetch, `ahead`, to the unit. Does nothing if there is no unit yet."""
         if self.unit is None:
             return
         settings = self.settings
@@ -269,7 +273,7 @@ class Part:
         return hooks
 
     def reshard(self) -> None:
-        """Free full parameters that no call in progress needs; a backward gathers them again."""
+        """Free the full parameters, unless a call in progress needs them. A backward that needs them gathers them again."""
         self.lease.end()
         if self.unit is not None and self.tree is not None:
             unit = self.unit
@@ -304,7 +308,8 @@ class Tree:
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def dissolve(self) -> None:
-        """Remove the engine; shards stay. Raises `UsageError` in a forward or backward, or if there are unreduced gradients."""
+        """Wait for work in progress and remove the engine; parameters stay sharded. The next forward builds another one. Raises
+        `UsageError` in a forward or backward, or if there are unreduced gradients."""
         engine = self.engine
         if engine.depth or _torch.is_in_backward():
             raise UsageError(
@@ -433,8 +438,8 @@ def _planned(
     context: ShardingContext,
     contexts: Mapping[DeviceMesh, ShardingContext],
 ) -> list[GroupPlan]:
-    """Return the groups of one unit's parameters, by dtype and mesh. `contexts`: of meshes other than the model's. Collective
-    if `reshard_after_forward` is an int."""
+    """Return the groups of one unit's parameters: one for each dtype and mesh. `contexts`: mesh -> context, for meshes other than
+    the model's. Collective if `reshard_after_forward` is an int."""
     by_context: dict[ShardingContext | None, list[tuple[Owned, Cut]]] = {}
     precision = part.asked.precision
     for o, layout in parameters:

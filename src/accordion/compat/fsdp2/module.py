@@ -61,7 +61,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
     also on the FSDP modules inside."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a module of the original class, because `nn.Sequential` calls its own class for a slice."""
+        """Return a new, unsharded module of the original class. Needed because `nn.Sequential` calls its own class for a
+        slice."""
         original: Any = next(kind for kind in cls.__mro__ if kind is not _Base and not issubclass(kind, FSDPModule))
         module = original.__new__(original)
         module.__init__(*args, **kwargs)
@@ -83,9 +84,9 @@ class FSDPModule(_Base):  # type: ignore[misc]
     # -- full parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the full parameters of this module, but not those of FSDP modules inside it. They are plain tensors in
-        `parameters()` until `reshard`, a forward that reshards, or the end of a backward. With `async_op`, return a handle at
-        once; its `wait` registers them."""
+        """Gather the full parameters of this module, but not those of FSDP modules inside it. Collective. The full ones are
+        plain tensors in `parameters()` until `reshard`, a forward that reshards, or the end of a backward. With `async_op`,
+        return a handle at once; its `wait` waits for the parameters and registers them. The first call builds the engine."""
         part = fsdp_part(self)
         if async_op:
             part.lease.begin()
@@ -98,7 +99,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         fsdp_part(self).reshard()
 
     def reset_iter_state(self) -> None:
-        """Clean up after an exception in a forward or backward; accumulated gradients are dropped. For the root only."""
+        """Clean up after an exception in a forward or backward; unreduced gradients are dropped. Raises `RuntimeError` on a
+        module that is not the root."""
         part = _root_part(self, "reset_iter_state")
         if part.unit is not None:
             part.engine().reset()
@@ -106,7 +108,9 @@ class FSDPModule(_Base):  # type: ignore[misc]
                 unit.local_sums.drop()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose if full parameters are freed after the forward (True) or kept for the backward (False)."""
+        """Choose if full parameters are freed after the forward (True) or kept for the backward (False). An earlier int for
+        `reshard_after_forward` no longer applies: parameters are resharded over all ranks. Raises `UsageError` unless a bool is
+        passed."""
         if not isinstance(reshard_after_forward, bool):
             raise UsageError(f"reshard_after_forward is {reshard_after_forward!r}; pass True or False.")
         for part in _parts(self, recurse):
@@ -120,7 +124,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
             part.push()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Choose if full parameters are freed after a backward (True), or kept for the next forward until shards change."""
+        """Choose if full parameters are freed after a backward (True), or kept until the shards change (False)."""
         for part in _parts(self, recurse):
             part.unit_policy.keep_on = not reshard_after_backward
 
@@ -142,14 +146,14 @@ class FSDPModule(_Base):  # type: ignore[misc]
     # -- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose if backwards reduce gradients (True), or only add up full ones on each rank for a later reduce (False)."""
+        """Choose if backwards reduce gradients (True), or only sum full gradients on each rank for a later reduce (False)."""
         for part in _parts(self, recurse):
             part.settings.sync = part.settings.all_reduce = requires_gradient_sync
             _settle_sync(part)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Choose if backwards on a 2-D mesh reduce gradients (True), or only add up full ones on each rank for a later reduce
-        (False). Without effect on a 1-D mesh."""
+        """Choose if backwards on a 2-D mesh reduce gradients (True), or only sum full gradients on each rank for a later reduce
+        (False). Without effect on a 1-D mesh, and while `set_requires_gradient_sync(False)` applies."""
         for part in _parts(self, recurse):
             part.settings.all_reduce = requires_all_reduce
             _settle_sync(part)
@@ -160,9 +164,9 @@ class FSDPModule(_Base):  # type: ignore[misc]
     set_reduce_scatter_unused_params = no_effect("missing gradients are always reduced as zeros")
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce gradients that were only summed on each rank; free full parameters unless `set_reshard_after_backward(False)`.
-        Collective. With `async_op`, return a handle, although the reduce has ended. Raises `RuntimeError` in a forward or
-        backward, and on a module that is not the root."""
+        """Reduce gradients that were only summed on each rank. Then free full parameters, unless `set_reshard_after_backward`
+        keeps them. Does nothing before the first forward. Collective. With `async_op`, return a handle, although the reduce has
+        ended. Raises `RuntimeError` in a forward or backward, and on a module that is not the root."""
         part = _root_part(self, "finalize_backward")
         if part.unit is not None:
             engine = part.engine()
@@ -177,7 +181,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         return GradientReductionHandle() if async_op else None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this module's own gradients by `factor` (above 0) instead of the number of ranks."""
+        """Divide the sum of this module's own gradients by `factor` instead of the number of ranks. Modules inside are not
+        changed. Raises `UsageError` unless `factor` is above 0."""
         if not factor > 0:
             raise UsageError(f"the gradient divide factor is {factor!r}; pass a positive number.")
         part = fsdp_part(self)
@@ -221,7 +226,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         )
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Make this module's next forward wait for `event`, such as the end of a step on another stream. No effect on CPU."""
+        """Make the current stream wait for `event`, such as the end of an optimizer step on another stream, in this module's next
+        forward. No effect on CPU."""
         part = fsdp_part(self)
         if part.asked.mesh.device_type == "cpu":
             return
@@ -269,7 +275,7 @@ def _settle_sync(part: Part) -> None:
 
 
 def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Forward pre-hook that moves the inputs of the outermost module to its device."""
+    """Forward pre-hook that moves the inputs of the outermost module to its device. On inner modules it changes nothing."""
     part = fsdp_part(module)
     if not part.is_outermost():
         return None
