@@ -86,7 +86,8 @@ def units_named(text: str, name: str = "units") -> UnitChoice:
 
 
 def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of every unit, the model itself first. Raises `UsageError` for a class that no module has."""
+    """Return (name, module) of every unit, the model itself first. Modules without parameters are left out. Raises `UsageError`
+    for a class that no module has."""
     if choice is None:
         blocks = _repeated_blocks(model)
         chosen = blocks | _large_layers(model, blocks)
@@ -106,7 +107,8 @@ def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Mod
 def by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:
     """Return for each unit in `chosen` (name, module) the last of `policy.overrides` that names it, or `policy` itself.
 
-    Raises `UsageError`, which calls the policy `kind`, if an override names no unit.
+    The keys of `overrides` are classes and shell patterns of names. Raises `UsageError`, which calls the policy `kind`, if an
+    override names no unit.
     """
     result: list[Policy] = []
     used = set()
@@ -156,7 +158,8 @@ def _repeated_blocks(model: nn.Module) -> set[int]:
 
 
 def _large_layers(model: nn.Module, blocks: set[int]) -> set[int]:
-    """Return ids of linear and embedding layers outside of `blocks` that are large, not tied, and used once in the model."""
+    """Return ids of linear and embedding layers outside of `blocks` with at least `LARGE_SHARE` of the largest block's
+    parameters. Layers that are tied, or occur twice in the model, are left out. Without blocks no layer is large."""
     # In the root's unit they would stay in memory for the whole step, and a head's gradient would wait for the embedding's. Not
     # layers that occur twice: two calls of a unit are two reduces, whose sum has another order.
     layers: set[int] = set()
@@ -297,7 +300,8 @@ def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned
 
 
 def storage_key(param: nn.Parameter) -> object:
-    """Return a key that is equal for parameters that are the same memory: one object, or two with equal address and shape."""
+    """Return a key that is equal for parameters that share their memory: one object, or two with equal address, shape, strides
+    and dtype. On the meta device, and for tensor subclasses and empty ones, only one object has equal keys."""
     if param.device.type == "meta" or param.numel() == 0 or type(param.data) is not torch.Tensor:
         return id(param)
     return param.data_ptr(), param.shape, param.stride(), param.dtype

@@ -93,9 +93,10 @@ def look_into(folder: Folder) -> Files:
 def steady(
     find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda result: False
 ) -> T:
-    """Return `act(find())`; call both again if that fails or `is_bad(result)`, and a save replaced the checkpoint meanwhile.
+    """Return `act(find())`. If that raises or `is_bad(result)`, and a save replaced the checkpoint meanwhile, call both again.
 
-    `find`: returns the checkpoint's folder. Raises `CheckpointError` if replacements go on for `TURNS` calls.
+    `find`: returns the checkpoint's folder. Without a replacement, a bad result is returned and the error of `act` is raised.
+    Raises `CheckpointError` if replacements go on for `TURNS` calls.
     """
     for _ in range(TURNS):
         before = place_of(find)
@@ -110,7 +111,8 @@ def steady(
 
 
 def place_of(find: Callable[[], Folder]) -> object:
-    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None without one."""
+    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None if there is no
+    checkpoint."""
     try:
         folder = find()
         mark = folder.mark()
@@ -212,7 +214,7 @@ class Files:
         return self._open[file]
 
     def damage(self, wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
-        """Read all tensors with a `wanted` name and return their faults, as texts that name file and tensor."""
+        """Read all tensors with a `wanted` name, compare checksums, and return the faults as texts that name file and tensor."""
         return self.faults(
             Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in self.manifest.chunks() if wanted(name)
         )

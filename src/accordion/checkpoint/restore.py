@@ -99,7 +99,8 @@ def restored(
     """Return (the state dict to load into `optimizer`, {saved name: tensor in it that is still to be filled}).
 
     A parameter keeps its current states if the saved optimizer lacks it, or if it was saved with another shape. Any other
-    parameter gets its saved states, or none if none were saved. If the saved optimizer is of another class, nothing changes.
+    parameter gets its saved states, or none if none were saved. If the saved optimizer does not fit, for example because it is of
+    another class, the state dict is the current one. Raises `CheckpointError` if a saved state is no dict.
     """
     tensors: dict[str, Tensor] = {}
     low_bit = [part.param_groups for part in parts_of(optimizer) if isinstance(part, LowBitStates)]

@@ -198,7 +198,8 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
 
 
 def _to_host(kind: str, offload: Offload) -> Offload:
-    """Return `offload` with its field `kind` ("params", "grads" or "optimizer") changed from disk to host; else unchanged."""
+    """Return `offload` with its field `kind` ("params", "grads" or "optimizer") changed from disk to host. Without state on
+    disk return `offload` itself."""
     is_on_disk = folder_of(getattr(offload, kind) or HOST) is not None
     return _without_budgets(offload, **{kind: HOST}) if is_on_disk else offload
 
@@ -210,8 +211,8 @@ def _without_budgets(offload: Offload, **places: str) -> Offload:
 def _promote(
     result: list[Offload], movable: Sequence[int], nearer: Sequence[Nearer], used: Callable[[], int], budget: int
 ) -> None:
-    """Apply each function of `nearer` to each entry of `result` with an index in `movable`, in place; undo it if `used()`, a
-    number of bytes, then exceeds `budget`."""
+    """Apply each function of `nearer` to each entry of `result` with an index in `movable`, in place. A change after which
+    `used()`, a number of bytes, exceeds `budget` is undone."""
     for step in nearer:
         for i in movable:
             before, result[i] = result[i], step(result[i])

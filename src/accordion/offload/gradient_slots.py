@@ -112,6 +112,6 @@ class Slot:
         self.file_range.file.write(self.file_range.offset, landing)
 
     def settle(self) -> None:
-        """If the slot is on disk, write changes that a caller made to the gradient to the file."""
+        """If the slot is on disk, write changes that a caller made to the gradient to the file. Otherwise do nothing."""
         if self.file_range is not None and self._memory.numel():
             self.file_range.file.settle(self.file_range.offset, page_aligned(self._memory.nbytes))

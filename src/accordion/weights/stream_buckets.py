@@ -22,7 +22,7 @@ class Receivers(NamedTuple):
 
 
 class RowGather:
-    """The gather of one tensor over up to two mesh axes, with its cut dim first, so that nothing is unpacked."""
+    """The gather of one tensor over up to two mesh axes. The sharded dim is moved to the front, so that nothing is unpacked."""
 
     def __init__(self, part: ItemPart, to: Receivers) -> None:
         self._part, self._to = part, to

@@ -38,7 +38,8 @@ class ItemPart:
 
     @classmethod
     def of_param(cls, param: Param, dtype: torch.dtype | None = None) -> ItemPart:
-        """Raises `UsageError` for a tensor subclass that has an all-gather of its own."""
+        """Return the part that sends `param`, in `dtype`; None: in the dtype of its shards. Raises `UsageError` for a tensor
+        subclass that has an all-gather of its own."""
         refuse_own_gather(param)
         return cls(param.sharded, dtype or param.dtype, param.cut, param.context, param.around)
 
