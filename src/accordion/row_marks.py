@@ -27,8 +27,7 @@ MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Raise `UsageError` on every rank if any rank's `state_dict` of `optimizer` has another rank's rows. Collective.
 
-    Plain states are accepted, because helpers of torch and other libraries shard them correctly. Does nothing before
-    `init_process_group`.
+    Accepts plain states, since helpers of torch and other libraries shard them correctly. Does nothing without process groups.
     """
     if dist.is_initialized():
         sharded = ((value, p) for value, p in _states(optimizer, state_dict) if isinstance(value, DTensor))

@@ -56,7 +56,7 @@ class TensorSource:
 
 
 def write_safetensors(path: Path, sources: Sequence[TensorSource], about: Mapping[str, str] = PLAIN) -> None:
-    """Write `sources` to a safetensors file at `path`, with the texts `about` as the metadata in its header."""
+    """Write `sources`, largest elements first, to a safetensors file at `path`. `about`: texts for the metadata in its header."""
     ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)  # aligns each tensor to its elements' size
     head = header([(s.name, code_of(s.name, s.dtype), s.shape) for s in ordered], about)
     with path.open("wb") as file:
