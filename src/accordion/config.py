@@ -68,8 +68,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def strategy_named(name: str | Strategy) -> Strategy:
-    """Return the strategy called `name`, such as "full_shard". Returns a `Strategy` as it is. Raises `UsageError` for other
-    names."""
+    """Return the strategy called `name`, such as "full_shard". Returns a `Strategy` as it is. Raises `UsageError` for others."""
     if not isinstance(name, str):
         return name
     if name not in STRATEGIES:
@@ -79,8 +78,7 @@ def strategy_named(name: str | Strategy) -> Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """The dtypes of computation, reduction, outputs, sharded parameters and buffers. Raises `UsageError` for dtypes without
-    floats.
+    """The dtypes of computation, reduction, outputs, shards and buffers. Raises `UsageError` for dtypes that are not floating.
 
     Args:
         params: dtype in which parameters are gathered and used; None: their own. Batch norms keep theirs unless `buffers` is set
@@ -109,8 +107,8 @@ class Precision:
                 )
 
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter of dtype `own` is gathered: `params`, or `own` if that is None or `own` no
-        float."""
+        """Return the dtype in which a parameter of dtype `own` is gathered: `params`. Returns `own` if `params` is None or
+        `own` is not floating."""
         return self.params if self.params is not None and own.is_floating_point else own
 
     def master_dtype(self, own: torch.dtype, requires_grad: bool) -> torch.dtype:
@@ -138,8 +136,8 @@ def wider(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
-    """How many units (modules gathered together) are gathered ahead of use: as many as fit into `budget_bytes`; None: one
-    unit."""
+    """How many units (modules whose parameters are gathered together) are gathered ahead of use: as many as fit into
+    `budget_bytes`; None: one unit of any size."""
 
     budget_bytes: int | None = None
 
@@ -259,7 +257,7 @@ def folder_of(place: str) -> Path | None:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
     """The choice of units that recompute their activations in the backward. `every`: each `every`-th unit of those with more than
-    one layer; 0: no unit. `selective`: these keep results of attention without dropout and of every second matrix product."""
+    one layer; 0: none. `selective`: these units keep results of attention without dropout and of every second matrix product."""
 
     every: int = 0
     selective: bool = False

@@ -117,7 +117,8 @@ class EMA:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates and, under each decay as text, {name of a parameter: its average}, without copies."""
+        """Return {"updates": number of updates, decay as text: {name of a parameter: its average as a DTensor}}, without copies.
+        If there was no update yet, the averages are first set to the weights."""
         engine, params = self._current("state_dict")
         self._begin(params)
         engine.context.gather_stream.settle()  # averages on the host may still be written
@@ -194,8 +195,7 @@ def _allocated(
 
 
 def _taker(place: str, num_bytes: int, device: torch.device) -> Callable[..., Values]:
-    """Return a function (numel, dtype) that returns new elements in `place`. On the host or disk, allocate `num_bytes` for
-    them."""
+    """Return a function (numel, dtype) that returns new elements in `place`. On host or disk, `num_bytes` are allocated now."""
     if place == DEVICE:
         return partial(torch.empty, device=device)
     folder = folder_of(place)

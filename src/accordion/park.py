@@ -76,8 +76,7 @@ class ParkedModel(Observer):
         raise parked_error()
 
     def leave(self, take: Allocate) -> None:
-        """Copy all tensors into memory that `take` allocates, and free them on the device. Sets `.grad` of the parameters to
-        None."""
+        """Copy all tensors into memory that `take` allocates, and free them on the device. `.grad` of parameters becomes None."""
         self._hosts = [_copied(tensor, take) for tensor in self.tensors]
         hosts = {id(tensor): host for tensor, host in zip(self.tensors, self._hosts, strict=True)}
         self._replace(lambda tensor: hosts.get(id(tensor), tensor))
@@ -119,8 +118,7 @@ class ParkedModel(Observer):
         self._engine.context.gather_stream.settle()
 
     def _replace(self, by: Callable[[Tensor], Tensor]) -> None:
-        """Replace each gradient, optimizer state and buffer by what `by` returns for it. Of a DTensor the local tensor is
-        replaced."""
+        """Replace each gradient, optimizer state and buffer, or the local tensor of a DTensor, by what `by` returns for it."""
 
         def swap(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):

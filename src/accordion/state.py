@@ -25,8 +25,7 @@ from accordion.safety.same_on_ranks import same_given
 
 
 def sharded_engine(model: nn.Module, what: str) -> Engine:
-    """Return the engine of a sharded model. Raises `UsageError` if `model` is not sharded. `what`: the caller, for the
-    message."""
+    """Return the engine of a sharded model. Raises `UsageError`, which names the caller `what`, if `model` is not sharded."""
     engine = engine_of(model) if isinstance(model, nn.Module) else None
     if engine is None:
         raise UsageError(f"{what} takes a model that shard() returned; this {type(model).__name__} is not sharded.")
@@ -117,7 +116,7 @@ def _full_parameter(param: Param) -> nn.Parameter:
 
 
 def full_of(param: Param) -> Tensor:
-    """Return the full parameter from the shards of all ranks; with tensor parallelism, this rank's part of it. Collective.
+    """Return the full parameter from the shards of all ranks; with tensor parallelism, this rank's shard of it. Collective.
 
     Raises `UsageError` for a tensor subclass that has an all-gather of its own.
     """

@@ -19,7 +19,8 @@ from accordion.errors import UsageError, nearest
 
 @dataclass(frozen=True, slots=True)
 class MinParams:
-    """A choice of units by size: a module is one if `num_params` or more of its parameter elements are in no unit inside it."""
+    """A choice of units by size: a module is a unit if at least `num_params` of its parameter elements are in no unit inside
+    it."""
 
     num_params: int
 
@@ -107,8 +108,8 @@ def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Mod
 def by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:
     """Return for each unit in `chosen` (name, module) the last of `policy.overrides` that names it, or `policy` itself.
 
-    The keys of `overrides` are classes and shell patterns of names. Raises `UsageError`, which calls the policy `kind`, if an
-    override names no unit.
+    The keys of `overrides` are classes and shell patterns of names. Raises `UsageError` if a key names no unit. `kind`: name of
+    the policy, for the message.
     """
     result: list[Policy] = []
     used = set()

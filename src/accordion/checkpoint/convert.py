@@ -47,7 +47,7 @@ def export(
     `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file. `like`: for `hf`, folder whose
     configuration and tokenizer are copied; None takes the configuration that `accordion train` saved in the checkpoint.
     `dtype`: of floating-point tensors; None keeps theirs. `ema`: decay of the average to write in place of the weights.
-    `beside`: called for `hf`, to write more files into a folder and return their names.
+    `beside`: for `hf`, called with the new folder; writes more files there and returns their names.
     """
     if kind not in FORMATS:
         raise UsageError(f"format {kind!r} does not exist; valid: {', '.join(FORMATS)}.")

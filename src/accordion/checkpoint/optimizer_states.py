@@ -110,7 +110,8 @@ def _facts(contents: Contents) -> dict[str, str]:
 
 
 def _states(words: Json) -> Iterator[tuple[Place, Json]]:
-    """Iterate over (place, value) of all states of parameters in `words`, the optimizer as JSON."""
+    """Iterate over ((name of a parameter, key of its state), value) in `words`, the optimizer as JSON. If the keys of a state are
+    not strings, yield ((name, None), all its values)."""
     for param, entry in words["state"].items():
         if any(key.startswith("$") for key in entry):
             yield (param, None), entry

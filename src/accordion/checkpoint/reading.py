@@ -40,7 +40,8 @@ def read_manifest(folder: Folder) -> Manifest:
 def opened(folder: Folder, ema: str | None = None) -> Files:
     """Read the manifest in `folder`; return it with the files, none opened yet. Raises `CheckpointError` if it is unusable.
 
-    `ema`: decay of an `acc.EMA`, whose averages take the place of the model's tensors. Raises `UsageError` if there is none.
+    `ema`: decay of an `acc.EMA`, whose averages take the place of the model's tensors. Raises `UsageError` if none of that decay
+    was saved.
     """
     try:
         files = look_into(folder)
@@ -145,7 +146,8 @@ class Read:
         return rows[0].start * row_bytes, rows[0].stop * row_bytes
 
     def at_once(self) -> memoryview | None:
-        """Return the memory of `into` if the whole chunk may be read into it before checksums are compared, else None."""
+        """Return the memory of `into` if the whole chunk may be read into it before checksums are compared, else None. It may if
+        `into` is `fresh`, contiguous, on the CPU, of the saved dtype, and of the chunk's shape."""
         into = self.into
         if into is None or not self.fresh or self.box.shape != self.chunk.box.shape:
             return None

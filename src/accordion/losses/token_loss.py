@@ -66,8 +66,7 @@ class TokenLoss:
         return losses.where(counts, 0.0)
 
     def backward_(self, logits: Tensor, log_sum: Tensor, targets: Targets, weights: Tensor, num_words: int) -> Tensor:
-        """Overwrite `logits`, a result of `capped_`, with the gradient of the sum of losses times `weights` (tokens,); return
-        them.
+        """Overwrite `logits`, a result of `capped_`, with the gradient of the sum of losses times `weights` (tokens,).
 
         logits: (tokens, words), float32 or wider, of all or some of the `num_words` words; log_sum: as in `losses`.
         """

@@ -36,7 +36,7 @@ class StagingBuffer:
         return self.times
 
     def wait(self) -> None:
-        """Wait for the reads that fill the buffer and the copies that read it."""
+        """Wait for the reads that fill the buffer and the copies that read it. Raise the error of a failed read."""
         self.filled()
         for transfer in self.emptying.values():
             transfer.synchronize()

@@ -33,7 +33,7 @@ def _mincore() -> Any:
 
 
 class SwapFile:
-    """One file without a name: its space is freed when the process ends, however it ends, and no two jobs share it.
+    """One file without a name. Its space is freed with this object and its `mapped` tensors, or when the process ends.
 
     `read` and `write` may run on any thread. Their offsets and lengths are multiples of a page, and their memory begins at a
     page. `mapped` returns tensors over the file for access outside of a step; their pages are loaded when they are read. Raises
@@ -95,7 +95,7 @@ class SwapFile:
             self._map.flush(offset, num_bytes)
 
     def read(self, offset: int, into: Tensor) -> None:
-        """Fill `into`, 1-D uint8. Raise `OffloadError` if the disk fails."""
+        """Fill `into`, 1-D uint8, from byte `offset` of the file on. Raise `OffloadError` if the disk fails."""
         self._transfer(os.preadv, "read", offset, into)
 
     def write(self, offset: int, source: Tensor) -> None:

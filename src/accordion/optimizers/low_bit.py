@@ -32,7 +32,7 @@ BITSANDBYTES_BLOCK = 256  # elements of a block in all its 8-bit optimizers
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The parameter of which an optimizer steps rows. `id`: of the DTensor, by which bitsandbytes finds options for it."""
+    """A full parameter, of which an optimizer steps this rank's rows. `id`: id of its DTensor, a key of bitsandbytes' options."""
 
     id: int
     shape: torch.Size
@@ -151,8 +151,8 @@ class TorchaoStates(LowBitStates):
         return {key: self._parts(p, v, key) if isinstance(v, DTensor) else v for key, v in entry.items()}
 
     def _parts(self, p: DTensor, state: DTensor, key: str) -> Any:
-        """Return {name: DTensor of codes, scales or table; "signed": bool} of a low-bit `state` of `p`. Return any other `state`
-        itself."""
+        """Return {name: DTensor of codes, scales or table; "signed": bool} of a low-bit `state` of `p`. Another `state` is
+        returned as it is."""
         local: Any = _torch.local_of(state)
         if local.numel() and not hasattr(local, "__tensor_flatten__"):
             return state
@@ -299,7 +299,7 @@ def _is_quantised(new_buffer: Callable[[Tensor, bool], Tensor], shape: torch.Siz
 
 
 def _splits(p: DTensor) -> list[int] | None:
-    """Return the numbers of ranks by which the rows of dim 0 are divided one after the other; None if another dim is."""
+    """Return the numbers of ranks by which the rows of dim 0 are divided one after the other; None if another dim is sharded."""
     axes = [(how, num) for how, num in zip(p.placements, p.device_mesh.shape, strict=True) if num > 1]
     sharded: list[tuple[Any, int]] = [(how, num) for how, num in axes if not how.is_replicate()]
     if any(how.dim for how, _ in sharded):

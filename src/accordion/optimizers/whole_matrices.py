@@ -137,7 +137,8 @@ class Owners:
         return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
 
     def takes_part(self, index: int, rows: Tensor) -> bool:
-        """Return True if the parameter with this `index` and local tensor is exchanged in a step."""
+        """Return True if the parameter with this `index` and local tensor is exchanged in a step: it has or requires a
+        gradient."""
         # Also without a gradient: if another rank has one, it would wait for this rank's rows. `StepWatch` names such ranks.
         return rows.grad is not None or self.params[index].requires_grad
 

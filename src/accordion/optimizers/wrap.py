@@ -129,7 +129,7 @@ class LocalStep(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this rank's rows. Collective: raises `UsageError` on all ranks if one got other rows."""
+        """Load a state dict of this rank's rows. Collective: raises `UsageError` on all ranks if one got another's rows."""
         refuse_other_rows(self, state_dict)
         self._wait()
         super().load_state_dict(state_dict)
@@ -142,7 +142,7 @@ class LocalStep(Optimizer):
 
 
 class StepHooks:
-    """Hooks that torch calls before and after each step of any optimizer; they check those of sharded parameters."""
+    """Hooks that torch calls before and after each step of any optimizer. They check optimizers that step sharded parameters."""
 
     # One pair for all models, never removed: removing hooks would change torch's dict while a step may be iterating over it.
     def __init__(self) -> None:
@@ -386,7 +386,7 @@ def clip_norm_of(
 ) -> Tensor:
     """Clip the norm of the gradients of `parameters`, of several models, as `clip_grad_norm_` does for one; return the norm.
 
-    All ranks must pass the same parameters.
+    Collective. All ranks must pass the same parameters.
     """
     wanted = {id(param): param for param in parameters}
     for engine in engines:
@@ -417,7 +417,8 @@ def clip_norm_of(
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
-    """Multiply all gradients of a sharded model, also offloaded ones, in place by `factor` (0-d, equal on all ranks)."""
+    """Multiply all gradients of a sharded model, also offloaded ones, in place by `factor` (0-d, equal on all ranks). First
+    wait for optimizer steps in progress."""
     engine = engine_of(model)
     assert engine is not None, "a sharded model"
     engine.synchronize()

@@ -164,8 +164,8 @@ def num_weights(model: nn.Module) -> int:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
-    """Raise `UsageError` if the weight of one of `layers` (name in `model` -> layer) is sharded, tied, or no multiple of 64
-    long."""
+    """Raise `UsageError` if a weight of `layers` (name in `model` -> layer) is sharded, tied, or has no multiple of 64
+    elements."""
     if any(isinstance(m.weight, DTensor) for m in layers.values()):
         raise UsageError("quantize() was given a sharded model; quantize it before shard().")
     uneven = [f"{n} {tuple(m.weight.shape)}" for n, m in layers.items() if m.weight.numel() % BLOCK]

@@ -97,7 +97,7 @@ def in_buckets(items: Sequence[Item], num_receivers: int, most_bytes: int) -> li
 
 
 class Bucket:
-    """The items of a stream that are gathered together. `what`: what a rank does that waits for the gather, for messages."""
+    """The items of a stream that are gathered together. `what`: describes, in messages, a rank that waits for the gather."""
 
     def __init__(self, items: Sequence[Item], to: Receivers, stream: SideStream, what: str) -> None:
         self._items, self._to, self._stream, self._what = items, to, stream, what

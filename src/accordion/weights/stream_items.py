@@ -55,8 +55,8 @@ class ItemPart:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor of a stream, delivered in `dtype`. `merge`: makes it of the full tensors of all `parts`; None if there is one.
-    `split`: makes of {name: tensor} those under which transformers saves it; None if it saves it whole."""
+    """A tensor of a stream, delivered in `dtype`. `merge`: computes it from the full tensors of all `parts`; None if there is one
+    part. `split`: turns {name: tensor} into the named tensors that transformers saves for it; None if it saves it whole."""
 
     name: str
     parts: tuple[ItemPart, ...]

@@ -46,8 +46,8 @@ class Owner:
 
 
 def own_parameters(engine: Engine, unit: Unit) -> None:
-    """Register `unit` with the tiers of `engine`, and mark its parameters with an `Owner` if it has an Offload. Do nothing if
-    `engine` has no tiers."""
+    """Register `unit` with the tiers of `engine`. If anything of the unit is offloaded, set an `Owner` on its parameters. Do
+    nothing if `engine` has no tiers."""
     tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers):
         return
@@ -165,8 +165,8 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None
     """Allocate the states of parameters of `optimizer` that are stepped chunk by chunk, if they have none yet.
 
     Returns the `OptimizerCopy` that a small step was tried with, to find the states; None if no parameter is stepped chunk by
-    chunk. `kind`: the optimizer's class before wrapping.
-    Raises `OffloadError` or `UsageError` without room.
+    chunk. `kind`: the optimizer's class before wrapping. Raises `OffloadError` or `UsageError` if memory or disk space is
+    lacking.
     """
     owned, optimizer_copy = owned_by(optimizer), None
     for engine in engines_of(optimizer):

@@ -79,7 +79,8 @@ class OptimizerCopy:
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
         """Step the tensors of `todo` in place. Return tensor -> its new state.
 
-        Raises `UsageError` if a value differs from `after`, as then it depends on the choice of parameters that are stepped.
+        Raises `UsageError` if a value in `after` is another one after this step: it then depends on the choice of parameters that
+        are stepped.
         """
         if not todo:
             return {}
