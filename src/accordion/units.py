@@ -29,7 +29,8 @@ class MinParams:
 
 
 def min_params(num_params: int) -> MinParams:
-    """Return a value for `units=` that forms units of at least `num_params` parameter elements, from the leaves up."""
+    """Return a value for `units=` that forms units of at least `num_params` parameter elements, from the leaves up. Raises
+    `UsageError` unless `num_params` is a positive integer."""
     if isinstance(num_params, bool) or not isinstance(num_params, int) or num_params < 1:
         raise UsageError(f"min_params({num_params!r}) makes no sense; pass a positive whole number of parameters.")
     return MinParams(num_params)
@@ -197,6 +198,7 @@ def _called_below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _by_size(model: nn.Module, num_params: int) -> set[int]:
+    """Return ids of the modules with a forward that have `num_params` parameter elements or more in no chosen module inside."""
     chosen: set[int] = set()
 
     def search(module: nn.Module, taken: set[int]) -> None:
@@ -217,6 +219,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[nn.Module]) -> set[int]:
+    """Return ids of the modules of a class in `choice` or of a subclass. Raises `UsageError` for a class that no module has."""
     wanted = [choice] if isinstance(choice, (str, type)) else list(choice)
     chosen: set[int] = set()
     classes = sorted({type(m).__name__ for m in model.modules()})

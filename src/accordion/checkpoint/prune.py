@@ -113,7 +113,8 @@ def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -
 
 
 def _fault(folder: Folder) -> str | None:
-    """Return `fault_of(folder)`. If it finds a fault and another save replaced the checkpoint meanwhile, call it again."""
+    """Return `fault_of(folder)`, None without a fault. If it finds a fault and another save replaced the checkpoint meanwhile,
+    call it again."""
     return steady(partial(readable, folder), fault_of, lambda why: why is not None)
 
 

@@ -266,7 +266,8 @@ class Files:
         return list(faults)
 
     def _sum(self, reader: Reader, at: int, num_bytes: int, into: memoryview | None = None) -> str:
-        """Read `num_bytes` from byte `at` on into `into`, or else into a buffer that all calls share; return their checksum."""
+        """Read `num_bytes` from byte `at` on into `into`, or else into a buffer that all calls share; return their checksum.
+        Raises `OSError` if the file ends earlier."""
         if at + num_bytes > reader.num_bytes:
             raise OSError(f"it ends at byte {reader.num_bytes}")
         total = self._begin_sum()

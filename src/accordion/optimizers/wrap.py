@@ -45,6 +45,8 @@ class LocalStep(Optimizer):
     _kind: type[Optimizer]  # the optimizer's class before it was wrapped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, and return the loss of `closure`. Offloaded parameters may be stepped on a thread, after this has returned.
+        Raises `UsageError` for a parked model. Collective for Muon and with `whole_matrices`."""
         refuse_parked(self)
         loss = None
         if closure is not None:
@@ -386,7 +388,7 @@ def clip_norm_of(
 ) -> Tensor:
     """Clip the norm of the gradients of `parameters`, of several models, as `clip_grad_norm_` does for one; return the norm.
 
-    Collective. All ranks must pass the same parameters.
+    Collective. All ranks must pass the same parameters. Raises `NonFiniteError` for NaN or inf with `error_if_nonfinite`.
     """
     wanted = {id(param): param for param in parameters}
     for engine in engines:

@@ -183,7 +183,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
 
 
 def as_bitsandbytes(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the full state dict `state` of `model` with its four-bit layers in the format of bitsandbytes.
+    """Return a copy of the full state dict `state` of `model`, with its four-bit layers in the format of bitsandbytes.
 
     These are the names and layouts that transformers saves: `weight`, (bytes, 1), `weight.absmax`, `weight.quant_map`,
     `weight.quant_state.bitsandbytes__nf4`, and those of nested scales.

@@ -76,6 +76,8 @@ class Remote:
         return 0  # checkpoints on remote storage are never replaced
 
     def begin(self, save: str) -> Remote:
+        """Mark this folder as being saved by this job, remove files of a killed save, and return this folder. Raises
+        `CheckpointError` if it has a checkpoint or other files, or if another job that may still run is saving here."""
         try:
             sizes = self.sizes()
         except FileNotFoundError:
