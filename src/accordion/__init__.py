@@ -15,7 +15,10 @@ __version__ = VERSION
 
 
 class _Package(ModuleType):
-    """The class of this package's module object: it imports the public names, and with them torch, when one is first used."""
+    """The class of this package's module object. The first use of a public name imports all of them, and with them torch.
+
+    Setting an attribute named in `SHADOWED` to a module does nothing, so that the function of that name stays.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") and name != "__all__":

@@ -19,8 +19,10 @@ from accordion.output import lasting_output
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand, which calls `accordion.<module>.run(arguments)`, or `run(arguments, environ)` if `takes_environ`. `needs`:
-    packages that must be installed, as pip's extra `extra` does."""
+    """A subcommand. It calls `accordion.<module>.run(arguments)`, or `run(arguments, environ)` if `takes_environ`.
+
+    `about`: its line of help. `needs`: packages that it imports. `extra`: the extra with which pip installs them.
+    """
 
     about: str
     module: str
@@ -62,7 +64,8 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | None = None) -> int:
-    """Run the subcommand in `argv` (by default that of the process) and return its exit code; errors are printed.
+    """Run the subcommand in `argv` (by default that of the process) and return its exit code. Errors of this package are printed.
+    From then on `sys.stdout` escapes characters that its encoding lacks.
 
     0 for success, 1 if a rank failed, 2 for bad input, 3 if ranks diverged, 75 if a signal ended training after a save, 130
     after Ctrl-C, 128 + n if signal n ended a rank. `run`: replaces the subcommands, for tests.
@@ -102,7 +105,7 @@ def _reports(environ: Mapping[str, str]) -> bool:
 
 
 def one_line(text: str) -> str:
-    """Return `text` without line breaks, control characters and repeated blanks."""
+    """Return `text` with one blank for each run of blanks, line breaks and control characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 

@@ -25,9 +25,9 @@ class Place(Enum):
 class Strategy:
     """How parameters, gradients and optimizer state are placed over ranks.
 
-    `params`, `grads`, `optim`: placement over the ranks of the shard axis. If `params` is sharded, full parameters are in
-    memory during a unit's forward and its backward, with `keep_until_backward` also between them; if replicated, always.
-    `hybrid`: the mesh has two dims, ("replicate", "shard"); `optim_over_replicas` shards the optimizer over both. `reduce`: the
+    `params`, `grads`, `optim`: placement over the ranks of the shard axis. Sharded parameters are full in memory during the
+    forward and the backward of their unit; `keep_until_backward` keeps them full between the two. `hybrid`: the mesh has two
+    dims, ("replicate", "shard"). `optim_over_replicas`: the optimizer's states are sharded over both dims. `reduce`: the
     algorithm of gradient reduces; "exchange" is an all-to-all and a local sum, "auto" uses it inside a node for large messages.
 
     Raises `UsageError` if the optimizer state is replicated while parameters or gradients are sharded, and for
@@ -68,7 +68,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def strategy_named(name: str | Strategy) -> Strategy:
-    """Return the strategy called `name`, such as "full_shard"; a `Strategy` itself. Raises `UsageError` for unknown names."""
+    """Return the strategy called `name`, such as "full_shard". Returns a `Strategy` as it is. Raises `UsageError` for others."""
     if not isinstance(name, str):
         return name
     if name not in STRATEGIES:
@@ -78,10 +78,10 @@ def strategy_named(name: str | Strategy) -> Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """The dtypes of computation, reduction, outputs, sharded parameters and buffers.
+    """The dtypes of computation, reduction, outputs, shards and buffers. Raises `UsageError` for dtypes that are not floating.
 
     Args:
-        params: dtype in which parameters are gathered and used, those of batch norms only if `buffers` is set; None: their own
+        params: dtype in which parameters are gathered and used; None: their own. Batch norms keep theirs unless `buffers` is set
         reduce: dtype in which gradients are summed over ranks; None: that of the gradients
         output: dtype of floating outputs of the root, or of a unit in `overrides`; None: unchanged
         master: dtype of the sharded parameters; wider and frozen ones keep their own. None: all keep their own
@@ -107,16 +107,19 @@ class Precision:
                 )
 
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter of dtype `own` is gathered. Integer and complex dtypes stay as they are."""
+        """Return the dtype in which a parameter of dtype `own` is gathered: `params`. Returns `own` if `params` is None or
+        `own` is not floating."""
         return self.params if self.params is not None and own.is_floating_point else own
 
     def master_dtype(self, own: torch.dtype, requires_grad: bool) -> torch.dtype:
-        """Return the dtype of a parameter's shard: the wider of its dtype `own` and `master`, or `own` if it is frozen."""
+        """Return the dtype of a parameter's shard: the wider of its dtype `own` and `master`. Returns `own` if the parameter is
+        frozen or not floating, or if `master` is None."""
         is_stepped = requires_grad and own.is_floating_point
         return wider(own, self.master) if is_stepped and self.master is not None else own
 
     def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a parameter gathered in `compute` are summed; float64 stays float64."""
+        """Return the dtype in which gradients of a parameter gathered in `compute` are summed: `reduce`. Returns `compute` if
+        that is None, or if `compute` is float64 or not floating."""
         if self.reduce is None or not compute.is_floating_point or compute == torch.float64:
             return compute
         return self.reduce
@@ -133,7 +136,8 @@ def wider(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
-    """How many units (modules) are gathered ahead of use: those that fit into `budget_bytes`; None: one of any size."""
+    """How many units (modules whose parameters are gathered together) are gathered ahead of use: as many as fit into
+    `budget_bytes`; None: one unit of any size."""
 
     budget_bytes: int | None = None
 
@@ -146,7 +150,8 @@ class Offload:
     """The places in which training state is stored between uses, and in which the optimizer steps.
 
     A place is "device" (on which the model computes), "host" (memory of this machine) or "disk:/path" (an unnamed file in that
-    folder, gone with the process). Anything on disk and `step="device"` need `wrap_optimizer`.
+    folder, gone with the process). State on disk needs `wrap_optimizer`, and so does `step="device"`. Raises `UsageError` for an
+    unknown place, and for places that contradict each other.
 
     Args:
         params: place of each rank's shards in the dtype in which they are gathered; copied to the device for each use
@@ -251,15 +256,15 @@ def folder_of(place: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """The units that recompute activations in the backward: each `every`-th of those with more than one layer (0: none).
-    `selective`: keep the results of attention without dropout and of every second matrix product."""
+    """The choice of units that recompute their activations in the backward. `every`: each `every`-th unit of those with more than
+    one layer; 0: none. `selective`: these units keep results of attention without dropout and of every second matrix product."""
 
     every: int = 0
     selective: bool = False
 
 
 def checkpointing_named(text: str) -> ActivationCheckpointing:
-    """Return the `ActivationCheckpointing` for "none", "full", "selective" or "every:K". Raises `UsageError` for others."""
+    """Return the `ActivationCheckpointing` for "none", "full", "selective" or "every:K". Raises `UsageError` for other values."""
     if not isinstance(text, str):
         raise UsageError(
             f"checkpoint_activations is {text!r}, of type {type(text).__name__}; pass 'none', 'full', 'selective' or 'every:2'."
@@ -281,7 +286,7 @@ DEBUG_MODES = ("streams", "order", "finite")
 
 
 def debug_modes(asked: str | Iterable[str]) -> frozenset[str]:
-    """Return the modes in the argument `debug` of `shard`, a name or several. Raises `UsageError` for an unknown one."""
+    """Return the set of modes in `asked`, of `shard(debug=)`: one name or several. Raises `UsageError` for unknown names."""
     modes = tuple(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else (asked,)
     for mode in modes:
         if mode not in DEBUG_MODES:

@@ -16,7 +16,7 @@ class UnitReport:
 
     `kind`: class of the module. `num_params`: elements of all ranks. `optimizer_bytes`: of two states per trainable element, as
     Adam has. `full_bytes`: of full parameters, while the unit is gathered. `inner_shard_bytes`: of the second shards that
-    `hybrid_shard_optim` always keeps. `secondary_bytes`: of this rank's part of the copy with `secondary=`.
+    `hybrid_shard_optim` always keeps. `secondary_bytes`: of this rank's shard of the copy that `secondary=` keeps.
     """
 
     name: str
@@ -32,7 +32,8 @@ class UnitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Sizes of a sharded model. `world`: number of ranks. `unsharded_bytes`: of all parameters, gradients and two states."""
+    """Sizes of a sharded model. `world`: number of ranks. `unsharded_bytes`: bytes of all parameters and, for trained ones, of
+    gradients and two optimizer states."""
 
     strategy: str
     world: int

@@ -34,15 +34,16 @@ class EMA:
     Call `update` after each optimizer step. The first call copies the weights; later ones compute decay x average +
     (1 - decay) x weights, bit for bit as torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`. Evaluate and export the
     average inside `applied`. Pass the object to `save` and `load` in `state=`; any number of ranks may load it. Parameters that
-    are frozen when it is made are not averaged, and buffers are the model's.
+    are frozen when the object is made, and buffers, are not averaged. All methods raise `UsageError` inside `applied` or
+    `full_params`, and after the model was deleted or sharded anew.
 
     Args:
         decay: one number from 0 to 1, or several, for an average each.
         place: "device", "host" (pinned memory if there is an accelerator), or "disk:/path" for an unnamed file in that folder.
         warmup: lower the decay to (1 + n) / (10 + n) while that is less, n being the number of updates before.
 
-    The constructor is collective. Raises `UsageError` on every rank if the model is not sharded, nothing in it is trained, a
-    parameter is a tensor subclass, or memory for the averages is lacking.
+    The constructor is collective. Raises `UsageError` on every rank if an argument is wrong, the model is not sharded, nothing in
+    it is trained, a trained parameter is a tensor subclass, or memory for the averages is lacking.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class EMA:
         return sum(average.nbytes for averages in self._averages.values() for average in averages)
 
     def update(self) -> None:
-        """Move the averages towards the weights. Ranks do not communicate, and the host does not wait for the device, except
-        for averages on disk. With offloaded parameters the host waits for their optimizer step."""
+        """Move the averages towards the weights; the first call copies the weights. Ranks do not communicate. The host waits for
+        the device if averages are on disk, and for the optimizer step of offloaded parameters."""
         engine, params = self._current("update")
         engine.synchronize()
         shards = [local_data(param) for param in params]
@@ -95,7 +96,8 @@ class EMA:
 
         Evaluation, `full_state_dict`, `save_pretrained` and `save` work inside as outside. The shards and the averages exchange
         their elements, which needs memory for one shard, and get them back at the end, also after an exception, bit for bit. A
-        backward must be finished before. `decay` may be left out if there is one average. Collective.
+        backward must be finished before. Before the first `update` the averages are the weights. `decay` may be left out if there
+        is one average. Raises `UsageError` if there is none of that decay. Collective.
         """
         engine, params = self._current("applied")
         if (decay is None and len(self._averages) > 1) or decay not in (None, *self._averages):
@@ -115,7 +117,8 @@ class EMA:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates and, under each decay as text, {name of a parameter: its average}, without copies."""
+        """Return {"updates": number of updates, decay as text: {name of a parameter: its average as a DTensor}}, without copies.
+        If there was no update yet, the averages are first set to the weights."""
         engine, params = self._current("state_dict")
         self._begin(params)
         engine.context.gather_stream.settle()  # averages on the host may still be written
@@ -129,7 +132,7 @@ class EMA:
         return {"updates": self.updates, **shown}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Copy the averages in `state`, which has this rank's rows, and its number of updates."""
+        """Copy the averages and the number of updates from `state`, which `state_dict` made with this rank's rows."""
         self._current("load_state_dict")
         with torch.no_grad():
             for decay, averages in self._averages.items():
@@ -138,7 +141,8 @@ class EMA:
         self.updates = state["updates"]
 
     def _current(self, what: str) -> tuple[Engine, list[nn.Parameter]]:
-        """Return the engine of the model and the averaged parameters. Raises `UsageError` if the model was sharded anew."""
+        """Return the engine of the model and the averaged parameters. Raises `UsageError` if the model was deleted or sharded
+        anew, and inside `applied` or `full_params`. `what`: the calling method, for the message."""
         model = self._model()
         engine = None if model is None else engine_of(model)
         present = set() if engine is None else {id(param.sharded) for param in engine.params}
@@ -156,7 +160,7 @@ class EMA:
         return engine, params
 
     def _begin(self, params: Sequence[nn.Parameter]) -> None:
-        """Before the first update, set the averages to the weights."""
+        """Copy the weights into the averages if there was no update yet."""
         if not self.updates:
             for averages in self._averages.values():
                 _average(_copy, averages, [local_data(param) for param in params], self._device)
@@ -167,7 +171,7 @@ def _allocated(
 ) -> tuple[object, dict[float, list[Tensor]]]:
     """Return (owner of the memory, decay -> a new tensor in `place` for each of `params`, like its shard on this rank).
 
-    Raises `UsageError` if there is nothing to average or no room.
+    Raises `UsageError` if there is nothing to average, a parameter is a tensor subclass, or memory is lacking.
     """
     if not params:
         raise UsageError("EMA averages the parameters that require a gradient, and this model has none.")
@@ -191,7 +195,7 @@ def _allocated(
 
 
 def _taker(place: str, num_bytes: int, device: torch.device) -> Callable[..., Values]:
-    """Return a function (numel, dtype) that returns new elements in `place`, where `num_bytes` are allocated."""
+    """Return a function (numel, dtype) that returns new elements in `place`. On host or disk, `num_bytes` are allocated now."""
     if place == DEVICE:
         return partial(torch.empty, device=device)
     folder = folder_of(place)
@@ -207,7 +211,8 @@ def _copy(averages: list[Tensor], shards: list[Tensor], num_averaged: int) -> No
 def _average(
     update: Callable[[Any, Any, Any], None], averages: Sequence[Tensor], shards: Sequence[Tensor], device: torch.device
 ) -> None:
-    """Call `update(averages, shards, 0)` for all tensors of a dtype together, where they are, or else on `device` one by one."""
+    """Call `update(averages, shards, 0)`, which changes the averages in place: once for all pairs of a dtype that are on one
+    device. A pair whose tensors are on different devices is copied to `device` and updated there, one pair at a time."""
     together: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     with torch.no_grad():
         for average, shard in zip(averages, shards, strict=True):

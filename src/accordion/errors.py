@@ -37,7 +37,7 @@ class AssertedUsageError(UsageError, AssertionError):
 
 class NonFiniteError(AccordionError, ArithmeticError):
     """NaN or inf, raised on every rank: by `shard(debug="finite")`, which names the unit and phase of the first one, by
-    `clip_grad_norm_(error_if_nonfinite=True)` if the norm of the gradients is not finite, and by `accordion train`."""
+    `clip_grad_norm_(error_if_nonfinite=True)` for such a norm, and by `accordion train` for such a loss or norm."""
 
 
 MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error if a sharded parameter meets a plain tensor

@@ -45,7 +45,8 @@ def unread(make: Callable[[], Any]) -> Any:
 
 
 def at_least(least: float, default: Any, most: float = LARGEST, **needs: Any) -> Any:
-    """Return a dataclass field for a number from `least` to `most`, which `check_values` checks. `needs`: as in `needing`."""
+    """Return a dataclass field for a number from `least` to `most`, which `check_values` checks. `needs`: name of another field
+    -> the values of it with which this field may be set, or True for any value but an empty one."""
     return field(default=default, metadata={"limits": (least, most), "needs": needs})
 
 
@@ -88,7 +89,7 @@ def check_limits(options: Any) -> None:
 
 
 def one_of(choices: Sequence[str], default: str | None) -> Any:
-    """Return a dataclass field for one of `choices`, which are known only at run time; otherwise use `Literal`."""
+    """Return a dataclass field for one of `choices` that are known only at run time. Use `Literal` for fixed choices."""
     return field(default=default, metadata={"choices": tuple(choices)})
 
 
@@ -188,7 +189,7 @@ class Option:
         return isinstance(self.hint, UnionType)
 
     def converted(self, value: Any, name: str) -> Any:
-        """Return `value`, text or parsed YAML, as the field's type. Raises `UsageError` if it is none; `name` begins its text."""
+        """Return `value`, text or parsed YAML, as the field's type. Raises `UsageError`, with `name`, if it is none."""
         if value is None and self.default is not None:
             raise UsageError(f"{name} is null; leave it out for its default.")
         if value is None or (value == "null" and self.is_optional):
@@ -215,7 +216,7 @@ class Option:
 
 
 def _several(value: Any, count: int, name: str) -> tuple[float, ...]:
-    """Return the `count` numbers in a text ("0.9,0.95") or list. Raises `UsageError` for others; `name` begins its text."""
+    """Return the `count` numbers in a text ("0.9,0.95") or list. Raises `UsageError` for others; `name` begins the message."""
     parts = value.split(",") if isinstance(value, str) else value
     try:
         if not isinstance(parts, list | tuple) or len(parts) != count or any(isinstance(p, bool) for p in parts):
@@ -228,7 +229,8 @@ def _several(value: Any, count: int, name: str) -> tuple[float, ...]:
 
 
 def options_of(kind: type[Any]) -> list[Option]:
-    """Return an `Option` for each field of the dataclass `kind`, and for each field of fields that are dataclasses."""
+    """Return an `Option` for each field of the dataclass `kind`. A field that is a dataclass is replaced by its own fields,
+    unless `kind` has a parser for it. Fields made by `unread` are left out."""
     return list(_options_of(kind, "", ""))
 
 

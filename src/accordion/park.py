@@ -76,7 +76,7 @@ class ParkedModel(Observer):
         raise parked_error()
 
     def leave(self, take: Allocate) -> None:
-        """Copy all tensors into memory that `take` allocates, and free them on the device."""
+        """Copy all tensors into memory that `take` allocates, and free them on the device. `.grad` of parameters becomes None."""
         self._hosts = [_copied(tensor, take) for tensor in self.tensors]
         hosts = {id(tensor): host for tensor, host in zip(self.tensors, self._hosts, strict=True)}
         self._replace(lambda tensor: hosts.get(id(tensor), tensor))
@@ -96,7 +96,7 @@ class ParkedModel(Observer):
         self.tensors.clear()
 
     def come_back(self) -> None:
-        """Allocate everything on the device again, and copy it there."""
+        """Allocate everything on the device again, copy it there, and set `.grad` of the parameters again."""
         for storage, num_bytes in self._storages:
             storage.resize_(num_bytes)
         for flat, host in zip(self._flats, self._hosts, strict=False):
@@ -118,7 +118,7 @@ class ParkedModel(Observer):
         self._engine.context.gather_stream.settle()
 
     def _replace(self, by: Callable[[Tensor], Tensor]) -> None:
-        """Replace each gradient, optimizer state and buffer, or its local tensor, by what `by` returns for it."""
+        """Replace each gradient, optimizer state and buffer, or the local tensor of a DTensor, by what `by` returns for it."""
 
         def swap(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):
@@ -136,7 +136,8 @@ class ParkedModel(Observer):
 
 
 def _copied(tensor: Tensor, take: Allocate) -> Tensor:
-    """Return a copy of `tensor`, with its strides if it is dense, in memory of `take`; of a subclass, in other host memory."""
+    """Start to copy `tensor` into memory that `take` allocates, and return the copy. It has the strides of `tensor` if that is
+    dense. A tensor subclass is copied to other host memory."""
     if not _torch.is_plain(tensor):
         return tensor.to("cpu")
     strides = torch.empty_like(tensor, device="meta").stride()
@@ -149,7 +150,8 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
     Collective, between two steps. `to`: "host", in memory that is pinned for accelerators, or "disk:/folder". The device's memory
     is given back to the driver. Until `unpark` the model can be saved and streamed, and not called, stepped or loaded;
     tensors that share memory with its shards must not be used. Offloaded parameters stay where they are. Raises `UsageError`
-    on every rank, before anything is moved, if gradients of `no_sync` are not reduced, or a rank lacks memory.
+    on every rank, before anything is moved, if the model is parked already, inside `full_params`, if gradients of `no_sync` are
+    not reduced, or if a rank lacks memory.
     """
     start_s, engine, folder = time.monotonic(), sharded_engine(model, "park"), folder_of(to)
     if folder is None and to != HOST:
@@ -187,7 +189,8 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
 def unpark(model: nn.Module, optimizer: Optimizer | None = None) -> Move:
     """Move what `park` has moved back to the device, bit for bit; return the bytes and seconds. Collective.
 
-    `optimizer`: that of `park`. Raises `UsageError` on every rank if one lacks device memory; the model then stays off it.
+    `optimizer`: the one that was passed to `park`. Raises `UsageError` on every rank if the model is not parked, another
+    optimizer is passed, or a rank lacks device memory; the model then stays parked.
     """
     start_s, engine = time.monotonic(), sharded_engine(model, "unpark")
     parked = engine.observers.find(ParkedModel)

@@ -27,7 +27,7 @@ MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Raise `UsageError` on every rank if any rank's `state_dict` of `optimizer` has another rank's rows. Collective.
 
-    Plain states are accepted, because helpers of torch and other libraries shard them correctly.
+    Accepts plain states, since helpers of torch and other libraries shard them correctly. Does nothing without process groups.
     """
     if dist.is_initialized():
         sharded = ((value, p) for value, p in _states(optimizer, state_dict) if isinstance(value, DTensor))
@@ -57,7 +57,8 @@ def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> 
 
 
 def refuse_states_of_others(optimizer: Optimizer) -> None:
-    """Raise `UsageError` on every rank if any rank's `optimizer`, not wrapped, has loaded states of another rank's rows."""
+    """Raise `UsageError` on every rank if any rank's `optimizer` has loaded states of another rank's rows. Collective if any
+    state is a DTensor from a file. For optimizers without `wrap_optimizer`."""
     states = ((value, p) for p in _params(optimizer) for value in optimizer.state.get(p, {}).values())
     refuse_rows_of_others(states, "the optimizer's states")
 
@@ -69,12 +70,13 @@ def _is_copy(mesh: DeviceMesh) -> bool:
 
 
 def _is_cut_otherwise(loaded: DTensor, target: DTensor) -> bool:
-    """Return True if `loaded`, a state of the shape of the parameter `target`, is divided otherwise over the ranks."""
+    """Return True if `loaded`, an optimizer state, has the shape of its parameter `target` but other placements."""
     return loaded.shape == target.shape and loaded.placements != target.placements
 
 
 def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
-    """Return True if `loaded`, from a file, has other rows of `target` than this rank, by the meshes of both."""
+    """Return True if `loaded`, from a file, has other rows of `target` than this rank has. Compares this rank's coordinates in
+    both meshes. If the meshes differ, returns True if either tensor is sharded over several ranks."""
     mesh, target_mesh = loaded.device_mesh, target.device_mesh
     axes = [axis for axis, how in enumerate(loaded.placements) if not how.is_replicate() and mesh.size(axis) > 1]
     if mesh != target_mesh:
@@ -108,7 +110,8 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, DTensor]]:
-    """Yield (value, parameter) for each value in a `state_dict` of `optimizer` that belongs to a sharded parameter."""
+    """Yield (value, parameter) for each value in a `state_dict` of `optimizer` that belongs to a sharded parameter. Yields
+    nothing if `state_dict` is malformed."""
     try:
         indices = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         states = state_dict["state"]

@@ -25,7 +25,7 @@ from accordion.safety.same_on_ranks import same_given
 
 
 def sharded_engine(model: nn.Module, what: str) -> Engine:
-    """Return the engine of a sharded model. Raises `UsageError` if `model` is not sharded. `what`: the caller, in its text."""
+    """Return the engine of a sharded model. Raises `UsageError`, which names the caller `what`, if `model` is not sharded."""
     engine = engine_of(model) if isinstance(model, nn.Module) else None
     if engine is None:
         raise UsageError(f"{what} takes a model that shard() returned; this {type(model).__name__} is not sharded.")
@@ -35,8 +35,8 @@ def sharded_engine(model: nn.Module, what: str) -> Engine:
 def settle(engine: Engine, what: str) -> None:
     """Wait for all work of the engine, and check that all ranks do `what` next, such as "saves a checkpoint".
 
-    Collective; not during a forward or backward. Raises `DivergenceError` on every rank if `what` differs. Gradients of a
-    backward that raised are dropped.
+    Collective; not during a forward or backward. Raises `DivergenceError` on every rank if `what` differs. If this rank knows
+    that ranks have diverged before, nothing is checked. Gradients of a backward that raised are dropped.
     """
     for notify in engine.observers.settles:
         notify()
@@ -67,9 +67,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     """Context manager in which modules have full parameters, as before `shard`, for evaluation, EMA, generation, export.
 
-    The parameters have the dtype of the shards, and the model runs as before. They are copies: changes are lost,
-    unless `write=True`, with which each rank copies its rows into its shards at the end; all ranks must write equal values.
-    Takes memory for the whole model. Collective. Raises `UsageError` if nested.
+    The parameters have the dtype of the shards, and the model runs as before. They are copies: changes are lost, unless
+    `write=True`, with which each rank copies its rows into its shards at the end; all ranks must write equal values. Takes memory
+    for the whole model. Collective. Raises `UsageError` if nested, and for a parameter that is a tensor subclass with an
+    all-gather of its own.
     """
     engine = sharded_engine(model, "full_params")
     if engine.suspended:
@@ -90,7 +91,8 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
 
 @contextmanager
 def shown(engine: Engine, fulls: Mapping[int, nn.Parameter]) -> Iterator[None]:
-    """Context manager in which modules have the full parameters `fulls`, by id of the `Param`, and hooks do nothing."""
+    """Context manager in which modules have the full parameters `fulls` (id of a `Param` -> tensor), and the engine's hooks do
+    nothing. At the end modules have their sharded parameters again."""
     units = [unit for unit in engine.units if any(id(param) in fulls for param in unit.params)]
     by_unit = [(unit, [fulls.get(id(param), param.sharded) for param in unit.params]) for unit in units]
     for unit, tensors in by_unit:
@@ -114,7 +116,7 @@ def _full_parameter(param: Param) -> nn.Parameter:
 
 
 def full_of(param: Param) -> Tensor:
-    """Return the full parameter from the shards of all ranks; with tensor parallelism, this rank's part of it. Collective.
+    """Return the full parameter from the shards of all ranks; with tensor parallelism, this rank's shard of it. Collective.
 
     Raises `UsageError` for a tensor subclass that has an all-gather of its own.
     """
@@ -137,7 +139,8 @@ Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | No
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if it chooses none, unless ()."""
+    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if `only` is of another type, or
+    chooses none and is not ()."""
     if only is None:
         return dict(values)
     if only == ():
@@ -164,7 +167,8 @@ def full_state_dict(
 
     Collective: call it on every rank. Tied parameters are one tensor under each of their names. `cpu`: copy them to the host.
     `only`: the tensors to gather: "trained", the parameters that require a gradient; a shell pattern of names ("*.lora_*"); or
-    a function (name, tensor) -> bool, the same on all ranks. Raises `UsageError` if it chooses none.
+    a function (name, tensor) -> bool, the same on all ranks. Raises `UsageError` if `only` chooses none, and for a parameter
+    that is a tensor subclass with an all-gather of its own.
     """
     engine = sharded_engine(model, "full_state_dict")
     values = chosen(model.state_dict(keep_vars=True), only)

@@ -19,7 +19,8 @@ from accordion.errors import UsageError, nearest
 
 @dataclass(frozen=True, slots=True)
 class MinParams:
-    """A choice of units by size: a module is one if `num_params` or more of its parameter elements are in no unit inside it."""
+    """A choice of units by size: a module is a unit if at least `num_params` of its parameter elements are in no unit inside
+    it."""
 
     num_params: int
 
@@ -28,7 +29,8 @@ class MinParams:
 
 
 def min_params(num_params: int) -> MinParams:
-    """Return a value for `units=` that forms units of at least `num_params` parameter elements, from the leaves up."""
+    """Return a value for `units=` that forms units of at least `num_params` parameter elements, from the leaves up. Raises
+    `UsageError` unless `num_params` is a positive integer."""
     if isinstance(num_params, bool) or not isinstance(num_params, int) or num_params < 1:
         raise UsageError(f"min_params({num_params!r}) makes no sense; pass a positive whole number of parameters.")
     return MinParams(num_params)
@@ -86,7 +88,8 @@ def units_named(text: str, name: str = "units") -> UnitChoice:
 
 
 def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of every unit, the model itself first. Raises `UsageError` for a class that no module has."""
+    """Return (name, module) of every unit, the model itself first. Modules without parameters are left out. Raises `UsageError`
+    for a class that no module has."""
     if choice is None:
         blocks = _repeated_blocks(model)
         chosen = blocks | _large_layers(model, blocks)
@@ -106,7 +109,8 @@ def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Mod
 def by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:
     """Return for each unit in `chosen` (name, module) the last of `policy.overrides` that names it, or `policy` itself.
 
-    Raises `UsageError`, which calls the policy `kind`, if an override names no unit.
+    The keys of `overrides` are classes and shell patterns of names. Raises `UsageError` if a key names no unit. `kind`: name of
+    the policy, for the message.
     """
     result: list[Policy] = []
     used = set()
@@ -156,7 +160,8 @@ def _repeated_blocks(model: nn.Module) -> set[int]:
 
 
 def _large_layers(model: nn.Module, blocks: set[int]) -> set[int]:
-    """Return ids of linear and embedding layers outside of `blocks` that are large, not tied, and used once in the model."""
+    """Return ids of linear and embedding layers outside of `blocks` with at least `LARGE_SHARE` of the largest block's
+    parameters. Layers that are tied, or occur twice in the model, are left out. Without blocks no layer is large."""
     # In the root's unit they would stay in memory for the whole step, and a head's gradient would wait for the embedding's. Not
     # layers that occur twice: two calls of a unit are two reduces, whose sum has another order.
     layers: set[int] = set()
@@ -193,6 +198,7 @@ def _called_below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _by_size(model: nn.Module, num_params: int) -> set[int]:
+    """Return ids of the modules with a forward that have `num_params` parameter elements or more in no chosen module inside."""
     chosen: set[int] = set()
 
     def search(module: nn.Module, taken: set[int]) -> None:
@@ -213,6 +219,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[nn.Module]) -> set[int]:
+    """Return ids of the modules of a class in `choice` or of a subclass. Raises `UsageError` for a class that no module has."""
     wanted = [choice] if isinstance(choice, (str, type)) else list(choice)
     chosen: set[int] = set()
     classes = sorted({type(m).__name__ for m in model.modules()})
@@ -297,7 +304,8 @@ def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned
 
 
 def storage_key(param: nn.Parameter) -> object:
-    """Return a key that is equal for parameters that are the same memory: one object, or two with equal address and shape."""
+    """Return a key that is equal for parameters that share their memory: one object, or two with equal address, shape, strides
+    and dtype. On the meta device, and for tensor subclasses and empty ones, only one object has equal keys."""
     if param.device.type == "meta" or param.numel() == 0 or type(param.data) is not torch.Tensor:
         return id(param)
     return param.data_ptr(), param.shape, param.stride(), param.dtype

@@ -95,7 +95,8 @@ class Saver:
     ) -> Saving:
         """Copy the parts of `plan` to host memory `host`, then call `run(agree, host)` in a thread; return the save's handle.
 
-        Collective. If the save fails, the next step of any of `optimizers` raises its error.
+        Collective. If the save fails, the next step of any of `optimizers` raises its error: a step hook is registered on each.
+        At the program's end Python waits for the thread.
         """
         host = team.agree(lambda: self._buffer.copy(plan))
         agree.meet()
@@ -159,7 +160,8 @@ class ThreadAgreement:
         self.program_ends = threading.Event()  # set by `Saver.end`
 
     def meet(self) -> None:
-        """Choose or create the `Hub`, which connects all ranks of the team and detects ranks that exit. Collective."""
+        """Choose or create the `Hub`, which connects all ranks of the team and detects ranks that exit. Collective. Does nothing
+        for a team of one rank."""
         if len(self._team.ranks) < 2:
             return
         # A hub that contains all of these ranks exists on each of them, so the smallest one is the same on all.

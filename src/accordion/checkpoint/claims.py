@@ -167,7 +167,8 @@ def _locks(handle: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Rename a folder to a hidden name and delete it, so that it is never read half deleted. Raises `OSError` if this fails."""
+    """Rename a folder to `.NAME.HEX.tmp`, unless that is its name, and delete it, so that it is never read half deleted. Raises
+    `OSError` if this fails."""
     match = HIDDEN.fullmatch(path.name)
     if match is None or match[2] == "old":
         name = path.with_name(match[1]) if match else path

@@ -77,7 +77,8 @@ class Team:
         return agreed(action, self.shared)
 
     def shared(self, text: str, most: int | None = MESSAGE_BYTES) -> list[str]:
-        """All-gather `text`: return those of all `ranks`, in order, each cut to `most` bytes (None: whole). Collective."""
+        """All-gather `text`: return the texts of all `ranks`, in order, each cut to `most` bytes (None: whole). Collective.
+        Raises `CheckpointError` if a rank cannot be reached."""
         data = text.encode(errors="backslashreplace")[:most]
         longest = max(self.gathered(len(data)))
         if not longest:
@@ -134,8 +135,8 @@ def message_of(error: Exception) -> str:
 
 
 def joined(texts: list[str]) -> str:
-    """Return one message from the `texts` of all ranks: their common text, or each text with the ranks that sent it. Empty
-    texts are left out."""
+    """Return one message from the `texts` of all ranks: the text itself if all are equal, else each text with the ranks that sent
+    it. Empty texts are left out."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:

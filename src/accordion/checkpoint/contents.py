@@ -49,7 +49,7 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: On
     """Return the tensors and values that a save writes or a load fills, without copies.
 
     `only` selects tensors of the model; the states of all parameters of the optimizer are included in any case. Raises
-    `CheckpointError` for values that a checkpoint cannot hold.
+    `CheckpointError` for values that a checkpoint cannot hold, `UsageError` if `only` selects none and is not ().
     """
     tensors, aliases = model_tensors(model)
     params = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
@@ -65,7 +65,8 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: On
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ({name: parameter or persistent buffer}, {other name of a tied one: first name}). Names begin with "model/"."""
+    """Return ({name: parameter or persistent buffer}, {other name of a tied one: first name}). Names begin with "model/". Raises
+    `CheckpointError` if the state dict has other values than tensors."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -240,7 +241,8 @@ def state_name(rank: int) -> str:
 
 
 def object_states(state: Mapping[str, Stateful], team: Team) -> tuple[dict[str, DTensor], dict[str, Tensor]]:
-    """Return the states of the objects in `state=` by name: ({sharded tensor}, {plain tensor, and JSON, of this rank}).
+    """Return two dicts, name in the checkpoint -> tensor, of the objects in `state=`: their sharded tensors, and their plain
+    tensors on this rank, with one tensor of JSON that refers to all. Both are {} without objects.
 
     Raises `CheckpointError` for values that a checkpoint cannot hold, and for tensors that are sharded over other ranks.
     """

@@ -41,12 +41,13 @@ def export(
     """Write the model in the checkpoint `source` to `target` in another format; return the paths of the files.
 
     All checksums of the model are compared first. Host memory is needed for one tensor. `source` may be a URL. Raises
-    `CheckpointError` if it is damaged, `UsageError` if `target` exists or an argument is wrong.
+    `CheckpointError` if `source` is damaged, `UsageError` if `target` exists or an argument is wrong; `target` is then not
+    created.
 
     `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file. `like`: for `hf`, folder whose
     configuration and tokenizer are copied; None takes the configuration that `accordion train` saved in the checkpoint.
     `dtype`: of floating-point tensors; None keeps theirs. `ema`: decay of the average to write in place of the weights.
-    `beside`: called for `hf`, to write more files into a folder and return their names.
+    `beside`: for `hf`, called with the new folder; writes more files there and returns their names.
     """
     if kind not in FORMATS:
         raise UsageError(f"format {kind!r} does not exist; valid: {', '.join(FORMATS)}.")
@@ -69,7 +70,8 @@ def export(
 
 
 def _export_hf(files: Files, folder: Path, like: str | os.PathLike[str] | None, dtype: torch.dtype | None) -> list[str]:
-    """Write the model's weights and configuration to `folder` as transformers does; return the names of the files."""
+    """Write the model's weights and configuration to `folder` as transformers does; return the names of the files. With `like`
+    the names of tensors lose the prefixes of wrappers."""
     sources = sources_of(files, dtype)
     if like is not None:
         plain = plain_names(source.name for source in sources)
@@ -100,7 +102,8 @@ def ties_of(files: Files) -> dict[str, str]:
 def _configuration(
     files: Files, folder: Path, like: str | os.PathLike[str] | None, dtype: torch.dtype | None
 ) -> list[str]:
-    """Write the configuration of `like`, or else of the checkpoint, to `folder`; return the file names, [] if there is none."""
+    """Write the configuration of `like`, or else of the checkpoint, to `folder`; return the file names, [] if there is none.
+    Raises `UsageError` if `like` has no config.json or is quantised."""
     if like is not None:
         if not (Path(like) / CONFIG).is_file():
             raise UsageError(f"like {str(like)!r} has no {CONFIG}; give a folder of transformers.")
@@ -130,7 +133,8 @@ def write_config(
     dtype: torch.dtype | None,
     generation: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """Write `config` (with `dtype` in it unless None) to config.json, `generation` to generation_config.json; return names."""
+    """Write `config` to config.json and `generation`, unless None, to generation_config.json; return the file names. The entry
+    "dtype" of `config` is replaced by `dtype`, unless that is None."""
     others = {key: value for key, value in config.items() if dtype is None or key not in ("dtype", "torch_dtype")}
     more = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
     (folder / CONFIG).write_text(json.dumps({**others, **more}, indent=2), encoding="utf-8")

@@ -151,7 +151,7 @@ def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], about: Mapping[s
 
 
 def dump(manifest: Manifest) -> bytes:
-    """Return the bytes of `manifest.json`: one line of JSON. "crc32", its last entry, is computed of all bytes before that."""
+    """Return the bytes of `manifest.json`: one line of JSON. Its last entry, "crc32", is a checksum of all bytes before it."""
     chunks = {
         name: [
             {"file": c.file, "offset": c.box.offset, "shape": c.box.shape, "at": c.at, "sums": c.sums}
@@ -226,7 +226,8 @@ def without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _check_values(optimizer: Json, saved_by: Json) -> None:
-    """Raise an error, which `parse` makes a `CheckpointError`, unless these two values are structured as a load needs."""
+    """Raise an error unless the entries "optimizer" and "saved_by" of a manifest have the structure that a load needs. `parse`
+    makes it a `CheckpointError`."""
     if not isinstance(saved_by, dict):
         raise CheckpointError("its saved_by is no object.")
     if optimizer is None:

@@ -53,7 +53,7 @@ def load(
 ) -> Json:
     """Fill `model` and `optimizer` from the checkpoint at `path`, saved by any number of ranks; return the saved `extra`.
 
-    Collective. Each rank reads its shards into the tensors that exist.
+    Collective. Each rank reads its shards into the tensors that exist. First waits for a background save of this model.
 
     Args:
         optimizer: one, or a list as it was saved. Missing states are created. A parameter group takes the saved options of the
@@ -231,7 +231,8 @@ def _state_to_load(manifest: Manifest, team: Team) -> str:
 
 
 def _sharded_states(manifest: Manifest, request: _Request) -> dict[str, DTensor]:
-    """Return by name the sharded tensors of the objects in `state=`. Raises `CheckpointError` if others were saved."""
+    """Return the sharded tensors of the objects in `state=` by their names in a checkpoint. Objects that saved none are left out.
+    Raises `CheckpointError` if names, shapes or kinds differ from the saved ones."""
     of_state = {name: entry for name, entry in manifest.tensors.items() if name.startswith(OF_STATE)}
     # Only of objects that have some in the checkpoint: a data loader's `state_dict` may begin an iteration.
     prefixes = {key: f"{OF_STATE}{key}/" for key in request.state}

@@ -12,7 +12,8 @@ from accordion.optimizers.wrap import inner_of
 
 
 class OptimizerList(torch.optim.Optimizer):
-    """Optimizers whose param groups and states are numbered through, as those of one optimizer. It cannot step."""
+    """Several optimizers as one, for `state_dict` alone: their parameters are numbered through from the first optimizer to the
+    last. `step` does not work."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         # Without torch's constructor, which would copy the param groups.
@@ -20,7 +21,8 @@ class OptimizerList(torch.optim.Optimizer):
         self.param_groups = [group for part in parts for group in part.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict of all parts: indices of parameters go on from part to part; other keys begin with "PART/"."""
+        """Return the state dict of all parts. Indices of parameters go on from part to part. Keys of states that are strings
+        begin with the part's number and "/"."""
         state: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
         for i, (part, first) in enumerate(self._firsts()):
@@ -68,9 +70,9 @@ def parts_of(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimi
 def as_one(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
 ) -> torch.optim.Optimizer | None:
-    """Return the optimizer that steps, the inner one if `optimizer` wraps one, or an `OptimizerList` of several.
+    """Return the optimizer that steps, which is the inner one if `optimizer` wraps one. Return an `OptimizerList` for several.
 
-    Raises `UsageError` if something else was passed, or if two optimizers have the same parameter.
+    Returns None for None. Raises `UsageError` if something else was passed, the list is empty, or a parameter is in two of them.
     """
     if optimizer is None:
         return None

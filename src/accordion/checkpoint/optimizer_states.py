@@ -56,7 +56,8 @@ def same_kind_on_all(contents: Contents, team: Team) -> None:
 
 
 def _differing(team: Team, facts: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return {name: values of all ranks} for those `facts` (name -> value) that differ; "" on ranks without it. Collective."""
+    """Return {name: values of all ranks} for the `facts` (name -> value) that differ between ranks. A rank that lacks a fact has
+    the value "". Collective."""
     if len(set(team.shared(_digest(json.dumps(facts, sort_keys=True).encode())))) == 1:
         return {}
     of_ranks = [json.loads(text) for text in team.shared(json.dumps(facts), most=None)]
@@ -109,7 +110,8 @@ def _facts(contents: Contents) -> dict[str, str]:
 
 
 def _states(words: Json) -> Iterator[tuple[Place, Json]]:
-    """Iterate over (place, value) of all states of parameters in `words`, the optimizer as JSON."""
+    """Iterate over ((name of a parameter, key of its state), value) in `words`, the optimizer as JSON. If the keys of a state are
+    not strings, yield ((name, None), all its values)."""
     for param, entry in words["state"].items():
         if any(key.startswith("$") for key in entry):
             yield (param, None), entry
@@ -152,7 +154,7 @@ def _named(places: Sequence[Place]) -> str:
 
 
 def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) -> list[Place]:
-    """Return the places of states that describe this rank's shard of a parameter, even if they are equal on all ranks.
+    """Return (parameter, key) of the optimizer states that describe this rank's shard, even if they are equal on all ranks.
 
     Loaded on another number of ranks they would be wrong. These are the plain tensors, except 0-d ones and "step", that an
     optimizer of `wrap_optimizer` has for sharded parameters.

@@ -94,7 +94,8 @@ def _split(folder: Folder) -> tuple[Folder, str]:
 
 
 def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -> list[Folder]:
-    """Return the folders in `folder` with a `wanted` name, oldest first: by the number at its end, then by time of writing."""
+    """Return the folders in `folder` with a `wanted` name, oldest first: by the number at its end, then by time of writing.
+    Raises `CheckpointError` if `folder` is a file or cannot be read."""
     try:
         names = [name for name in folder.folders() if name not in NO_CHECKPOINTS and wanted(name)]
     except NotADirectoryError:
@@ -112,7 +113,8 @@ def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -
 
 
 def _fault(folder: Folder) -> str | None:
-    """Return `fault_of(folder)`; if another save replaces the checkpoint meanwhile, call it again."""
+    """Return `fault_of(folder)`, None without a fault. If it finds a fault and another save replaced the checkpoint meanwhile,
+    call it again."""
     return steady(partial(readable, folder), fault_of, lambda why: why is not None)
 
 
@@ -146,8 +148,9 @@ def check_keep(keep: int) -> None:
 def prune_before(saved: Folder, keep: int) -> None:
     """Remove old checkpoints next to `saved` whose names differ from its name only in the number at the end.
 
-    The `keep` newest complete ones stay, and `saved`, and all newer ones. Leftovers of killed saves are removed too. Raises
-    `CheckpointError` if a checkpoint cannot be removed completely; a later call tries again and does not raise for it.
+    The `keep` newest complete ones stay, and `saved`, and all newer ones. Damaged ones, and those with other programs' files,
+    stay and do not count. Leftovers of killed saves are removed too. Raises `CheckpointError` if a checkpoint cannot be removed
+    completely; a later call tries again and does not raise for it.
     """
     try:
         at, last = _split(saved)

@@ -40,7 +40,8 @@ def read_manifest(folder: Folder) -> Manifest:
 def opened(folder: Folder, ema: str | None = None) -> Files:
     """Read the manifest in `folder`; return it with the files, none opened yet. Raises `CheckpointError` if it is unusable.
 
-    `ema`: decay of an `acc.EMA`, whose averages take the place of the model's tensors. Raises `UsageError` if there is none.
+    `ema`: decay of an `acc.EMA`, whose averages take the place of the model's tensors. Raises `UsageError` if none of that decay
+    was saved.
     """
     try:
         files = look_into(folder)
@@ -93,9 +94,10 @@ def look_into(folder: Folder) -> Files:
 def steady(
     find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda result: False
 ) -> T:
-    """Return `act(find())`; call both again if that fails or `is_bad(result)`, and a save replaced the checkpoint meanwhile.
+    """Return `act(find())`. If that raises or `is_bad(result)`, and a save replaced the checkpoint meanwhile, call both again.
 
-    `find`: returns the checkpoint's folder. Raises `CheckpointError` if replacements go on for `TURNS` calls.
+    `find`: returns the checkpoint's folder. Without a replacement, a bad result is returned and the error of `act` is raised.
+    Raises `CheckpointError` if replacements go on for `TURNS` calls.
     """
     for _ in range(TURNS):
         before = place_of(find)
@@ -110,7 +112,8 @@ def steady(
 
 
 def place_of(find: Callable[[], Folder]) -> object:
-    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None without one."""
+    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None if there is no
+    checkpoint."""
     try:
         folder = find()
         mark = folder.mark()
@@ -143,7 +146,8 @@ class Read:
         return rows[0].start * row_bytes, rows[0].stop * row_bytes
 
     def at_once(self) -> memoryview | None:
-        """Return the memory of `into` if the whole chunk may be read into it before checksums are compared, else None."""
+        """Return the memory of `into` if the whole chunk may be read into it before checksums are compared, else None. It may if
+        `into` is `fresh`, contiguous, on the CPU, of the saved dtype, and of the chunk's shape."""
         into = self.into
         if into is None or not self.fresh or self.box.shape != self.chunk.box.shape:
             return None
@@ -212,7 +216,7 @@ class Files:
         return self._open[file]
 
     def damage(self, wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
-        """Read all tensors with a `wanted` name and return their faults, as texts that name file and tensor."""
+        """Read all tensors with a `wanted` name, compare checksums, and return the faults as texts that name file and tensor."""
         return self.faults(
             Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in self.manifest.chunks() if wanted(name)
         )
@@ -262,7 +266,8 @@ class Files:
         return list(faults)
 
     def _sum(self, reader: Reader, at: int, num_bytes: int, into: memoryview | None = None) -> str:
-        """Read `num_bytes` from byte `at` on into `into`, or else into a buffer that all calls share; return their checksum."""
+        """Read `num_bytes` from byte `at` on into `into`, or else into a buffer that all calls share; return their checksum.
+        Raises `OSError` if the file ends earlier."""
         if at + num_bytes > reader.num_bytes:
             raise OSError(f"it ends at byte {reader.num_bytes}")
         total = self._begin_sum()

@@ -99,7 +99,8 @@ def restored(
     """Return (the state dict to load into `optimizer`, {saved name: tensor in it that is still to be filled}).
 
     A parameter keeps its current states if the saved optimizer lacks it, or if it was saved with another shape. Any other
-    parameter gets its saved states, or none if none were saved. If the saved optimizer is of another class, nothing changes.
+    parameter gets its saved states, or none if none were saved. If the saved optimizer does not fit, for example because it is of
+    another class, the state dict is the current one. Raises `CheckpointError` if a saved state is no dict.
     """
     tensors: dict[str, Tensor] = {}
     low_bit = [part.param_groups for part in parts_of(optimizer) if isinstance(part, LowBitStates)]
@@ -136,9 +137,10 @@ def restored(
 def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tensor | None, has_blocks: bool) -> Tensor:
     """Return the tensor to fill from `entry`: the optimizer's `present` one if its shape and dtype fit, else a new one.
 
-    A new one is sharded like `param` if it has the shape of `param`, and on dim 0 over the same ranks if it was saved in rows or,
-    with `has_blocks` (the states of `param` are low-bit), has one element for each block of `param`. Any other new one is whole
-    on each rank.
+    A new one with the shape of `param` is sharded like `param`. Another one is plain, on the CPU, if it was saved as a plain
+    tensor or `param` is plain, and so is a step count. Otherwise it is a DTensor on the mesh of `param`. That is sharded on dim 0
+    if it was saved sharded, or if it has one element for each block of `param` and `has_blocks` (the states of `param` are
+    low-bit). Else it is replicated.
     """
     # torch keeps the step count as a plain tensor. Its shape does not show that, since a parameter may be 0-d too.
     dtype, step = DTYPES[entry.dtype], name.endswith("/step")

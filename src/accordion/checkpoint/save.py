@@ -55,7 +55,8 @@ def save(
     """Write a checkpoint of `model` and `optimizer` that any number of ranks can load; return a handle with `wait()`.
 
     Collective. The checkpoint appears complete or not at all. Raises `CheckpointError` on every rank if one of them failed, and,
-    before anything is written, if models, optimizers, options or states that must be equal differ between ranks.
+    before anything is written, if models, optimizers, options or states that must be equal differ between ranks. A save in the
+    background that still runs is waited for, and its error is raised.
 
     Args:
         path: folder to create, on storage that all ranks share; replaces an older checkpoint of that name. Or a URL for fsspec,
@@ -95,9 +96,9 @@ def finish_work(
 ) -> tuple[Team, torch.optim.Optimizer | None]:
     """Wait for all work in progress of `model`, also a background save; return its ranks, and the optimizer that steps.
 
-    Collective. The optimizer is the inner one if `optimizer` wraps another, and stands for all of a list. `call`: "save" or
-    "load", for messages. Raises the error of the background save, and `UsageError` inside `full_params` or if `optimizer` is
-    no optimizer.
+    Collective. The optimizer is the inner one if `optimizer` wraps another, an `OptimizerList` for a list, None for None. `call`:
+    "save" or "load". Raises the error of a failed background save. Raises `UsageError` inside `full_params`, for a load into a
+    parked model, and if `optimizer` is no optimizer.
     """
     engine = engine_of(model)
     if engine is not None:
@@ -147,7 +148,8 @@ class SaveJob:
         agree(lambda: prune_before(self.target, self.keep) if leads and self.keep else None)
 
     def _write_file(self, begun: Folder, host: memoryview | None) -> None:
-        """Write this rank's file into `begun`. Raises `CheckpointError` if rank 0 saves to another path."""
+        """Write this rank's file into `begun`. Raises `CheckpointError` if `begun` is missing because rank 0 saves to another
+        path."""
         if isinstance(begun, Local) and not begun.path.is_dir() and str(self.target) != self.place:
             raise CheckpointError(
                 f"this rank saves to {self.target} and rank 0 to {self.place}; pass the same path on all ranks, on storage "

@@ -56,7 +56,7 @@ class TensorSource:
 
 
 def write_safetensors(path: Path, sources: Sequence[TensorSource], about: Mapping[str, str] = PLAIN) -> None:
-    """Write `sources` to a safetensors file at `path`, with the texts `about` as the metadata in its header."""
+    """Write `sources`, largest elements first, to a safetensors file at `path`. `about`: texts for the metadata in its header."""
     ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)  # aligns each tensor to its elements' size
     head = header([(s.name, code_of(s.name, s.dtype), s.shape) for s in ordered], about)
     with path.open("wb") as file:
@@ -66,7 +66,8 @@ def write_safetensors(path: Path, sources: Sequence[TensorSource], about: Mappin
 
 
 def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int) -> list[str]:
-    """Write `sources` to `folder` as one safetensors file, or as files of up to `shard_bytes` and an index; return names."""
+    """Write `sources` to `folder` as one safetensors file if they fit into `shard_bytes`, else as several and an index.
+    A tensor larger than that has a file of its own. Return the file names."""
     shards: list[list[TensorSource]] = [[]]
     for source in sources:
         if shards[-1] and sum(s.num_bytes for s in shards[-1]) + source.num_bytes > shard_bytes:
@@ -87,7 +88,8 @@ def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int
 
 @contextmanager
 def draft_of(at: Path) -> Iterator[Path]:
-    """Context manager for a new hidden folder next to `at`, which the body fills and renames; else it is removed at the end.
+    """Context manager that yields a new hidden folder next to `at`. The body fills it and renames it, or what is in it, to `at`;
+    what is left is removed at the end.
 
     Raises `UsageError` if `at` exists, or nothing can be created next to it.
     """

@@ -142,7 +142,8 @@ class HostBuffer:
         self._arena: Arena | None = None  # torch's pinned allocator would take up to twice as much memory
 
     def copy(self, plan: FileLayout) -> memoryview:
-        """Copy all parts of `plan` to host memory, one after the other; return the bytes, which the next call overwrites."""
+        """Copy all parts of `plan` to host memory, one after the other; return the bytes, which the next call overwrites. The
+        memory is kept. Raises `UsageError` if it cannot be allocated."""
         device = next((part.data.device for part in plan.parts if part.data.device.type != "cpu"), None)
         if self._arena is None or self._arena.num_bytes < plan.num_bytes:
             self._arena = None  # frees the old arena before the new one is allocated

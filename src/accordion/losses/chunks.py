@@ -57,8 +57,8 @@ def linear_cross_entropy(
             memory. The head must be a unit of its own.
 
     Raises:
-        UsageError: if `head` is no linear layer, or with `head_rows` no unit of its own, if shapes do not match, or if labels
-            on the host are outside of the vocabulary.
+        UsageError: if `head` is no linear layer, or with `head_rows` no unit of its own, if `reduction` is unknown, if shapes do
+            not match, or if labels on the host are outside of the vocabulary. Also if the backward of "mean" or "sum" runs twice.
     """
     loss = TokenLoss(ignore_index, label_smoothing, z_loss, soft_cap, chunk_tokens)
     if shift:

@@ -35,7 +35,8 @@ class TokenLoss:
     chunk_tokens: int | None
 
     def num_rows(self, num_words: int) -> int:
-        """Return the number of tokens of a chunk."""
+        """Return the number of tokens of a chunk: `chunk_tokens`, or as many as have `CHUNK_BYTES` of logits of `num_words`
+        words."""
         return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
 
     @property
@@ -65,7 +66,7 @@ class TokenLoss:
         return losses.where(counts, 0.0)
 
     def backward_(self, logits: Tensor, log_sum: Tensor, targets: Targets, weights: Tensor, num_words: int) -> Tensor:
-        """Overwrite `logits`, as `capped_` left them, with the gradient of the sum of losses times `weights` (tokens,).
+        """Overwrite `logits`, a result of `capped_`, with the gradient of the sum of losses times `weights` (tokens,).
 
         logits: (tokens, words), float32 or wider, of all or some of the `num_words` words; log_sum: as in `losses`.
         """

@@ -25,10 +25,11 @@ def page_aligned(num_bytes: int) -> int:
 
 
 class Arena:
-    """One allocation of host memory that `take` divides into tensors, freed with the last one. Raises `UsageError` without
-    room.
+    """One allocation of host memory that `take` divides into tensors, freed with the last one. Raises `UsageError` if it cannot
+    be allocated or pinned.
 
-    For an accelerator the memory is pinned by the driver, since torch's pinned allocator rounds up to powers of two.
+    For an accelerator the memory is pinned by the driver, since torch's pinned allocator rounds up to powers of two. It stays
+    pinned until the arena itself is freed.
     """
 
     def __init__(

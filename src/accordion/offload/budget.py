@@ -22,7 +22,8 @@ NUM_STAGING_BUFFERS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one group's shards on one rank; equal on all ranks, because shards are counted with their padding."""
+    """The sizes of one group's shards on one rank; equal on all ranks, because shards are counted with their padding. A group:
+    the parameters of a unit that are gathered in one dtype."""
 
     msg: Message  # layout of the shards
     dtypes: Sequence[torch.dtype]  # of each shard, as the optimizer steps it
@@ -154,8 +155,8 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
 
     `offloads`: the tiers of each unit; those that are not `policy` itself stay as they are. The others start from the tiers
     that `policy` names and move nearer to the device while the budget allows: first parameters, which are used at each gather,
-    then gradients and states, which are used once a step. Each moves from the first unit on, because offloaded units are
-    stepped in the next forward, which needs the first unit first. If `policy` has neither disk nor `device_bytes`, units that
+    then gradients and states, which are used once a step. The first units move first, because offloaded units are stepped in the
+    next forward, which needs these first. If `policy` has neither disk nor `device_bytes`, units that
     do not fit on the host stay on the device. Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
     """
     result = list(offloads)
@@ -198,7 +199,8 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
 
 
 def _to_host(kind: str, offload: Offload) -> Offload:
-    """Return `offload` with its field `kind` ("params", "grads" or "optimizer") changed from disk to host; else unchanged."""
+    """Return `offload` with its field `kind` ("params", "grads" or "optimizer") changed from disk to host. Without state on
+    disk return `offload` itself."""
     is_on_disk = folder_of(getattr(offload, kind) or HOST) is not None
     return _without_budgets(offload, **{kind: HOST}) if is_on_disk else offload
 
@@ -210,8 +212,8 @@ def _without_budgets(offload: Offload, **places: str) -> Offload:
 def _promote(
     result: list[Offload], movable: Sequence[int], nearer: Sequence[Nearer], used: Callable[[], int], budget: int
 ) -> None:
-    """Apply each function of `nearer` to each entry of `result` with an index in `movable`, in place; undo it if `used()`, a
-    number of bytes, then exceeds `budget`."""
+    """Apply each function of `nearer` to each entry of `result` with an index in `movable`, in place. A change after which
+    `used()`, a number of bytes, exceeds `budget` is undone."""
     for step in nearer:
         for i in movable:
             before, result[i] = result[i], step(result[i])

@@ -36,7 +36,7 @@ class StagingBuffer:
         return self.times
 
     def wait(self) -> None:
-        """Wait for the reads that fill the buffer and the copies that read it."""
+        """Wait for the reads that fill the buffer and the copies that read it. Raise the error of a failed read."""
         self.filled()
         for transfer in self.emptying.values():
             transfer.synchronize()
@@ -123,7 +123,7 @@ class DiskShards(OffDeviceShards):
 
     def begin_read(self, version: int) -> None:
         """Bring the rows in the file up to date with `version` of the shards, and start reading them into the staging buffer on
-        threads. Reads nothing if that version was read already."""
+        threads. Waits for other uses of the buffer first. Reads nothing if the buffer has that version already."""
         self.settle(version)
         times = self._staging_buffer.claim(self._unit)
         if self._staged == (times, version):

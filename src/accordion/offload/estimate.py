@@ -78,7 +78,8 @@ def shapes_of(owned: Sequence[Owned], precision: Precision, num_ranks: int) -> l
 
 
 def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM_STATES) -> MemoryEstimate:
-    """Return the estimate for units with these shapes and tiers. Pages and chunks are rounded up: no rank takes more."""
+    """Return the `MemoryEstimate` for units with these `shapes` (by unit and group) and tiers `offloads`. Pages and chunks are
+    rounded up: no rank takes more."""
     pairs = list(zip(offloads, shapes, strict=True))
     states = {DEVICE: 0, HOST: 0}
     files: dict[Path, int] = dict(on_disk(offloads, shapes))

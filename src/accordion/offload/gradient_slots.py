@@ -49,8 +49,8 @@ class Gradients:
         adding: Sequence[bool],
         after: Transfer | None,
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """Start copying `rows`, gradients of the parameters with the indices `chosen`, off the device. Return the tensors that
-        will have them, None for a row of None, and the copy or None.
+        """Start copying `rows`, gradients of the parameters with the indices `chosen`, off the device. Return (list
+        with the tensor that will hold each row, None for a row that is None; the transfer, or None if nothing is copied).
 
         `adding`: True for rows that the caller only adds to a gradient and then drops. `after`: the transfer that makes the
         rows; None if the compute stream has changed them since.
@@ -112,6 +112,6 @@ class Slot:
         self.file_range.file.write(self.file_range.offset, landing)
 
     def settle(self) -> None:
-        """If the slot is on disk, write changes that a caller made to the gradient to the file."""
+        """If the slot is on disk, write changes that a caller made to the gradient to the file. Otherwise do nothing."""
         if self.file_range is not None and self._memory.numel():
             self.file_range.file.settle(self.file_range.offset, page_aligned(self._memory.nbytes))

@@ -33,7 +33,7 @@ def _mincore() -> Any:
 
 
 class SwapFile:
-    """One file without a name: its space is freed when the process ends, however it ends, and no two jobs share it.
+    """One file without a name. Its space is freed with this object and its `mapped` tensors, or when the process ends.
 
     `read` and `write` may run on any thread. Their offsets and lengths are multiples of a page, and their memory begins at a
     page. `mapped` returns tensors over the file for access outside of a step; their pages are loaded when they are read. Raises
@@ -95,7 +95,7 @@ class SwapFile:
             self._map.flush(offset, num_bytes)
 
     def read(self, offset: int, into: Tensor) -> None:
-        """Fill `into`, 1-D uint8. Raise `OffloadError` if the disk fails."""
+        """Fill `into`, 1-D uint8, from byte `offset` of the file on. Raise `OffloadError` if the disk fails."""
         self._transfer(os.preadv, "read", offset, into)
 
     def write(self, offset: int, source: Tensor) -> None:
@@ -160,7 +160,8 @@ Values: TypeAlias = Tensor | FileRange
 
 
 class FileAllocator:
-    """Divides a new file of `num_bytes` bytes in `folder` into ranges, each of which begins at a page and is taken once."""
+    """Divides a new file of `num_bytes` bytes in `folder` into ranges, each of which begins at a page and is taken once. Raises
+    `OffloadError` if the file cannot be created."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.file, self._used = SwapFile(folder, num_bytes), 0
@@ -193,7 +194,7 @@ class DiskCalls:
         return [self._pool.submit(call) for call in calls]
 
     def wait(self, *_: Any) -> None:
-        """Wait for all calls, and raise the error of one that failed. Ignores arguments, which `Work.wait` of torch has."""
+        """Wait for all calls. Raises `OffloadError` if one failed. Ignores arguments, which `Work.wait` of torch has."""
         self.settle()
         try:
             for future in self._started.result():
@@ -244,7 +245,8 @@ class CopyToDisk:
             self._calls.wait()
 
     def cancel(self) -> list[DiskCalls]:
-        """Cancel the writes if they have not begun. Return those under way."""
+        """Cancel the writes if they have not begun. Return the ones under way, which the caller waits for; [] if there are
+        none."""
         self._writes = ()
         return [] if self._calls is None else [self._calls]
 

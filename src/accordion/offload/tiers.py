@@ -38,8 +38,8 @@ log = logging.getLogger("accordion")
 class Tiers:
     """The memory tiers of one model on one rank: call it to create the shard buffer of a group of parameters.
 
-    The constructor counts and allocates all host memory and file space that shards and gradients will ever need. `offloads`,
-    `shapes`: the tiers, with budgets applied, and the groups of each unit.
+    The constructor allocates all host memory and file space that shards and gradients will ever need. Raises `UsageError` or
+    `OffloadError` if that fails. `offloads`, `shapes`: the tiers, with budgets applied, and the groups of each unit.
     """
 
     def __init__(
@@ -135,8 +135,9 @@ class Tiers:
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
     ) -> ShardBuffer:
-        """Create the shard buffer of one group of the unit with index `unit`. `msg`: layout of its shards; `dtypes`: in which
-        each shard is stepped; `gathered`: in which all are gathered."""
+        """Create and return the shard buffer of one group of the unit with index `unit`, on the device if that unit is not
+        offloaded. `msg`: layout of its shards; `dtypes`: in which each shard is stepped; `gathered`: in which all are
+        gathered."""
         offload = self.offloads[unit]
         if not offload.offloads:
             return on_device(self._context.device)(unit, msg, rank, dtypes, gathered)

@@ -32,7 +32,7 @@ BITSANDBYTES_BLOCK = 256  # elements of a block in all its 8-bit optimizers
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The parameter of which an optimizer steps rows. `id`: of the DTensor, by which bitsandbytes finds options for it."""
+    """A full parameter, of which an optimizer steps this rank's rows. `id`: id of its DTensor, a key of bitsandbytes' options."""
 
     id: int
     shape: torch.Size
@@ -40,9 +40,10 @@ class Whole:
 
 
 class LowBitStates(Optimizer):
-    """Mixin below `LocalStep` that decides by full parameters which states are quantised, and makes their state dict reshard.
+    """Mixin, after `LocalStep` in the order of classes, that decides by the size of full parameters which states are quantised.
+    Its state dict can be loaded by another number of ranks.
 
-    Both libraries decide by the number of local elements, so the states would depend on the number of ranks.
+    Without it both libraries decide by the number of local elements, so the states would depend on the number of ranks.
     """
 
     REMEDY: str  # for blocks that no rank can hold whole, as the end of a sentence
@@ -98,7 +99,7 @@ class LowBitStates(Optimizer):
 
 
 class TorchaoStates(LowBitStates):
-    """The mixin for optimizers of torchao (read for 0.18), whose low-bit states are tensor subclasses."""
+    """The mixin for optimizers of torchao (written for 0.18), whose low-bit states are tensor subclasses."""
 
     REMEDY = "take a smaller block_size"
     block_size: int
@@ -150,7 +151,8 @@ class TorchaoStates(LowBitStates):
         return {key: self._parts(p, v, key) if isinstance(v, DTensor) else v for key, v in entry.items()}
 
     def _parts(self, p: DTensor, state: DTensor, key: str) -> Any:
-        """Return {name: DTensor of codes, scales or table; "signed": bool} of a low-bit `state` of `p`; others unchanged."""
+        """Return {name: DTensor of codes, scales or table; "signed": bool} of a low-bit `state` of `p`. Another `state` is
+        returned as it is."""
         local: Any = _torch.local_of(state)
         if local.numel() and not hasattr(local, "__tensor_flatten__"):
             return state
@@ -167,7 +169,8 @@ class TorchaoStates(LowBitStates):
         return {key: self._joined(p, v) if isinstance(v, dict) and "scale" in v else v for key, v in entry.items()}
 
     def _joined(self, p: DTensor, parts: Mapping[str, Any]) -> DTensor:
-        """Return the state of `p` of which `_parts` made `parts`; it shares their memory."""
+        """Return the state of `p` of which `_parts` made `parts`; it shares their memory. Raises `UsageError` if they have
+        another block size than this optimizer."""
         block, local = p.numel() // parts["scale"].numel(), _torch.local_of(p)
         if block != self.block_size:
             raise UsageError(
@@ -184,7 +187,7 @@ class TorchaoStates(LowBitStates):
 
 
 class BitsandbytesStates(LowBitStates):
-    """The mixin for 8-bit optimizers of bitsandbytes (read for 0.50), whose scales are states next to the codes."""
+    """The mixin for 8-bit optimizers of bitsandbytes (written for 0.50), whose scales are states next to the codes."""
 
     REMEDY = "let GlobalOptimManager keep its states in 32 bits"
 
@@ -242,7 +245,8 @@ def low_bit_kind(optimizer: Optimizer) -> type[LowBitStates] | None:
 
 
 def check_blocks(optimizer: Optimizer, mixin: type[LowBitStates]) -> None:
-    """Raise `UsageError` if a rank's rows end inside a block of low-bit states, or an Offload does not step them."""
+    """Raise `UsageError` if `optimizer`, with low-bit states, cannot step its sharded parameters: some rank's rows end inside a
+    block, a parameter is sharded on another dim than the first, or `mixin.unsupported` names a reason against its `Offload`."""
     kind = type(optimizer).__name__
     places = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
     for i, j, p in places:
@@ -267,7 +271,8 @@ def check_blocks(optimizer: Optimizer, mixin: type[LowBitStates]) -> None:
 def packed_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
     """Return the shape of a tensor with one element for each `block` elements of a tensor of `shape`.
 
-    Its rows of dim 0 are those of the least number of rows that hold whole blocks, so it is sharded like that tensor.
+    Each of its rows has the elements for the least number of rows of that tensor that hold whole blocks. So both tensors are
+    sharded on dim 0 over the same ranks.
     """
     if block == 1:
         return tuple(shape)
@@ -289,12 +294,12 @@ def _replicated(tensor: Tensor, p: DTensor) -> DTensor:
 
 
 def _is_quantised(new_buffer: Callable[[Tensor, bool], Tensor], shape: torch.Size) -> bool:
-    """Ask torchao's function whether it quantises the states of an unsharded parameter of `shape`."""
+    """Return True if torchao's function `new_buffer` quantises the states of an unsharded parameter of `shape`."""
     return hasattr(new_buffer(torch.empty(shape, device="meta"), True), "__tensor_flatten__")
 
 
 def _splits(p: DTensor) -> list[int] | None:
-    """Return the numbers of ranks by which the rows of dim 0 are divided one after the other; None if another dim is."""
+    """Return the numbers of ranks by which the rows of dim 0 are divided one after the other; None if another dim is sharded."""
     axes = [(how, num) for how, num in zip(p.placements, p.device_mesh.shape, strict=True) if num > 1]
     sharded: list[tuple[Any, int]] = [(how, num) for how, num in axes if not how.is_replicate()]
     if any(how.dim for how, _ in sharded):

@@ -40,7 +40,8 @@ Wait: TypeAlias = Callable[[], T]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Division:
-    """The ranks over which rows are divided. `splits`: numbers of ranks, one after the other; `order`: ranks by their rows."""
+    """The ranks over which the rows of a tensor are divided. `order`: these ranks in the order of their rows. `splits`: rows are
+    divided among `splits[0]` ranks, and each of these divisions among `splits[1]`, if there is one."""
 
     communicator: Communicator
     side_stream: SideStream  # on which rows are sent
@@ -62,9 +63,9 @@ class Matrix:
     """A tensor that one rank steps whole: a parameter, or a state of one.
 
     Attributes:
-        index: of the parameter in its optimizer; `group`: index of its param group.
-        division: None if every rank has the whole tensor, and steps it; `owner`: rank of the owner in it.
-        dim: that is divided, counted from the last one.
+        index: position of the parameter in its optimizer. `group`: index of its param group.
+        division: None if every rank has the whole tensor, and steps it. `owner`: rank, in the division, that steps it.
+        dim: the divided dim, counted from the last one (negative).
     """
 
     index: int
@@ -136,7 +137,8 @@ class Owners:
         return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
 
     def takes_part(self, index: int, rows: Tensor) -> bool:
-        """Return True if the parameter with this `index` and local tensor is exchanged in a step."""
+        """Return True if the parameter with this `index` and local tensor is exchanged in a step: it has or requires a
+        gradient."""
         # Also without a gradient: if another rank has one, it would wait for this rank's rows. `StepWatch` names such ranks.
         return rows.grad is not None or self.params[index].requires_grad
 
@@ -168,7 +170,8 @@ def _work(shape: Sequence[int]) -> int:
 
 
 def _division(param: Param, divisions: dict[int, Division | None]) -> Division | None:
-    """Return the division of `param`, None if one rank has it; kept in `divisions` by the id of its context. Collective."""
+    """Return the division of `param`; None if each rank has it whole. Collective. Adds the division to `divisions` (id of the
+    sharding context -> division), or takes it from there. Raises `UsageError` if tensor parallelism splits `param`."""
     context = param.context
     if param.around is not None:
         raise UsageError(
@@ -198,7 +201,8 @@ def _division(param: Param, divisions: dict[int, Division | None]) -> Division |
 
 
 def to_owners(bucket: Sequence[Matrix], rows: list[Tensor]) -> Wait[list[Tensor]]:
-    """Send `rows`, (..., *local shape) of each matrix, to its owner; return (..., *shape) of each that this rank owns."""
+    """Start to send `rows`, (..., *local shape) of each matrix in `bucket`, to the owners. Return a function that waits for them
+    and returns the whole tensors, (..., *shape), of the matrices that this rank owns. Collective."""
     division = bucket[0].division
     if division is None:
         return lambda: rows
@@ -217,9 +221,10 @@ def to_owners(bucket: Sequence[Matrix], rows: list[Tensor]) -> Wait[list[Tensor]
 
 
 def from_owners(bucket: Sequence[Matrix], wholes: list[Tensor], like: Tensor) -> Wait[list[Tensor]]:
-    """Send the rows of `wholes`, the matrices that this rank owns, to all ranks; return this rank's rows of each matrix.
+    """Start to send the rows of `wholes`, the matrices that this rank owns, to all ranks. Return a function that waits for them
+    and returns this rank's rows of each matrix in `bucket`.
 
-    `like`: a tensor with the dtype and device of the message.
+    Collective. `like`: a tensor with the dtype and device of the message.
     """
     division = bucket[0].division
     if division is None:
@@ -247,7 +252,8 @@ def _exchanged(
     shapes: Sequence[Sequence[tuple[int, ...]]],
     like: Tensor,
 ) -> Wait[list[list[Tensor]]]:
-    """Send the tensors `sent[r]` to rank r; return those that each rank r sent here, of the shapes `shapes[r]`."""
+    """Start to send the tensors `sent[r]` to each rank r. Return a function that waits, and returns for each rank r the tensors
+    that it sent here, of the shapes `shapes[r]`. Collective."""
     numels = [[prod(shape) for shape in of_rank] for of_rank in shapes]
     sizes = [sum(of_rank) for of_rank in numels], [sum(t.numel() for t in to_rank) for to_rank in sent]
     received = like.new_empty(sum(sizes[0]))  # allocated on the compute stream, which packs and unpacks
@@ -284,7 +290,8 @@ class WholeStep(Optimizer):
         self._current_owners()
 
     def _current_owners(self) -> Owners:
-        """Return the owners of the current parameters, which are DTensors, made once for each set of them."""
+        """Return the owners of the current parameters, which are DTensors. Collective if parameters have changed since the last
+        call, since owners are then chosen anew."""
         if self._owners is None or not self._owners.is_of(_params(self)):
             self._owners = Owners(self.param_groups)
         return self._owners
@@ -310,7 +317,7 @@ class WholeStep(Optimizer):
     @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient. Collective."""
+        """Step all parameters that have a gradient. Collective. Does not call `closure`."""
         params, owners = _params(self), self._owners
         assert owners is not None, "`check` was called before"
 

@@ -45,6 +45,8 @@ class LocalStep(Optimizer):
     _kind: type[Optimizer]  # the optimizer's class before it was wrapped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, and return the loss of `closure`. Offloaded parameters may be stepped on a thread, after this has returned.
+        Raises `UsageError` for a parked model. Collective for Muon and with `whole_matrices`."""
         refuse_parked(self)
         loss = None
         if closure is not None:
@@ -65,7 +67,8 @@ class LocalStep(Optimizer):
     _torch.counts_itself(step)
 
     def _step_here(self) -> None:
-        """Step with local tensors in place of DTensors in all attributes of the optimizer, then put the DTensors back."""
+        """Step with local tensors in place of DTensors in all attributes of the optimizer, then put the DTensors back. Raises
+        `UsageError` after the step if the optimizer holds parameters in an object, where they are not replaced."""
         params, outer_state = [p for group in self.param_groups for p in group["params"]], self.state
         pairs = [(p, _torch.local_of(p) if isinstance(p, DTensor) else p) for p in params]
         sharded: dict[int, Tensor] = {id(local): p for p, local in pairs}
@@ -128,7 +131,7 @@ class LocalStep(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this rank's rows. Collective: raises `UsageError` on all ranks if one got other rows."""
+        """Load a state dict of this rank's rows. Collective: raises `UsageError` on all ranks if one got another's rows."""
         refuse_other_rows(self, state_dict)
         self._wait()
         super().load_state_dict(state_dict)
@@ -141,7 +144,7 @@ class LocalStep(Optimizer):
 
 
 class StepHooks:
-    """Hooks that torch calls before and after each step of any optimizer; they check those of sharded parameters."""
+    """Hooks that torch calls before and after each step of any optimizer. They check optimizers that step sharded parameters."""
 
     # One pair for all models, never removed: removing hooks would change torch's dict while a step may be iterating over it.
     def __init__(self) -> None:
@@ -149,7 +152,9 @@ class StepHooks:
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Refuse an unwrapped optimizer that cannot step sharded parameters."""
+        """Notify watches. Then raise `UsageError` if `optimizer`, not wrapped, cannot step its sharded parameters: they are
+        parked or offloaded, it is an Adafactor or LBFGS, or it has loaded another rank's states. Registers a hook that checks
+        later loads."""
         self._notify("steps", optimizer)
         params = (p for group in optimizer.param_groups for p in group["params"])
         if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
@@ -189,7 +194,8 @@ def step_hooks() -> StepHooks:
 
 
 def mark_sharded(engine: Engine) -> None:
-    """Set an attribute on the sharded parameters of `engine`, so that `StepHooks` check the optimizers that step them."""
+    """Mark the sharded parameters of `engine`, so that hooks check the optimizers that step them. The first call registers these
+    hooks with torch for all optimizers of the process."""
     for param in engine.params:
         vars(param.sharded)[OURS] = param.name
     sharded_engines().add(engine)
@@ -282,7 +288,8 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices:
             each parameter whole and keeps its states; steps and `state_dict` are collective.
 
     Raises:
-        UsageError: for other optimizers, or if the optimizer was made before `shard`.
+        UsageError: for an optimizer that torch.optim lacks, without a promise, and for LBFGS and Adafactor; if it has no sharded
+            parameter or was made before `shard`; or if Muon or `whole_matrices` meets offloaded parameters.
     """
     target: object = optimizer
     if not isinstance(target, Optimizer):
@@ -360,7 +367,7 @@ def clip_grad_norm_(
 
     The norm is over all elements of all gradients, and the same on all ranks. Collective. Gradients of parameters that are not
     sharded must be equal on all ranks. With `error_if_nonfinite`, raises `NonFiniteError` on every rank, before any gradient
-    changes, if the norm is NaN or inf; this synchronizes with the device.
+    changes, if the norm is NaN or inf; this synchronizes with the device. Raises `UsageError` if `model` is not sharded.
     """
     target: object = model
     engine = engine_of(model) if isinstance(target, nn.Module) else None
@@ -381,7 +388,7 @@ def clip_norm_of(
 ) -> Tensor:
     """Clip the norm of the gradients of `parameters`, of several models, as `clip_grad_norm_` does for one; return the norm.
 
-    All ranks must pass the same parameters.
+    Collective. All ranks must pass the same parameters. Raises `NonFiniteError` for NaN or inf with `error_if_nonfinite`.
     """
     wanted = {id(param): param for param in parameters}
     for engine in engines:
@@ -412,7 +419,8 @@ def clip_norm_of(
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
-    """Multiply all gradients of a sharded model, also offloaded ones, in place by `factor` (0-d, equal on all ranks)."""
+    """Multiply all gradients of a sharded model, also offloaded ones, in place by `factor` (0-d, equal on all ranks). First
+    wait for optimizer steps in progress."""
     engine = engine_of(model)
     assert engine is not None, "a sharded model"
     engine.synchronize()

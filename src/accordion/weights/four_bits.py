@@ -131,7 +131,8 @@ def quantize(model: nn.Module, kind: FourBits = "nf4", *, skip: Iterable[str] = 
         skip: shell patterns of the names of layers that keep their weights.
 
     Raises:
-        UsageError: before anything is changed, if bitsandbytes is not installed, or layers cannot be quantised.
+        UsageError: before anything is changed, if bitsandbytes is not installed, `model` is sharded or has adapters, no layer is
+            left, or the weight of a layer is tied or has a number of elements that is no multiple of 64.
     """
     if kind not in get_args(FourBits):
         raise UsageError(f"quantize(kind={kind!r}) is unknown; {nearest(str(kind), list(get_args(FourBits)))}")
@@ -163,7 +164,8 @@ def num_weights(model: nn.Module) -> int:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
-    """Raise `UsageError` if one of the linear `layers` of `model`, by name, cannot be quantised."""
+    """Raise `UsageError` if a weight of `layers` (name in `model` -> layer) is sharded, tied, or has no multiple of 64
+    elements."""
     if any(isinstance(m.weight, DTensor) for m in layers.values()):
         raise UsageError("quantize() was given a sharded model; quantize it before shard().")
     uneven = [f"{n} {tuple(m.weight.shape)}" for n, m in layers.items() if m.weight.numel() % BLOCK]
@@ -181,7 +183,7 @@ def check_layers(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
 
 
 def as_bitsandbytes(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the full state dict `state` of `model` with its four-bit layers in the format of bitsandbytes.
+    """Return a copy of the full state dict `state` of `model`, with its four-bit layers in the format of bitsandbytes.
 
     These are the names and layouts that transformers saves: `weight`, (bytes, 1), `weight.absmax`, `weight.quant_map`,
     `weight.quant_state.bitsandbytes__nf4`, and those of nested scales.
@@ -199,7 +201,8 @@ def as_bitsandbytes(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Ten
 
 @contextmanager
 def quantisation_in_config(model: Any) -> Iterator[None]:
-    """Context manager in which `model.config` tells transformers how four-bit layers are quantised, if `model` has any."""
+    """Context manager in which `model.config` tells transformers how four-bit layers are quantised. Does nothing for a model
+    without such layers or with adapters."""
     layer = next((m for m in model.modules() if isinstance(m, FourBitLinear)), None)
     if layer is None or added_by_adapters(model):
         yield

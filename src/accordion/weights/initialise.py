@@ -32,12 +32,13 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
     `init` is called with every module. If it is None, models of transformers are initialised by their `init_weights` and every
     other module by `reset_parameters`; modules of other packages inside a model of transformers are reset after it. Adapters of
     PEFT are reset by their own methods, such as `reset_lora_parameters`, and DoRA's magnitudes are then computed. A tied
-    parameter is drawn once for each of its names and keeps the last draw; in models of transformers, which are tied after
-    their initialisation, that of the source. Parameters are drawn contiguous, in the dtype of their shards. Memory beyond the
-    shards is one full parameter and what `init` needs. Buffers on the meta device are computed by `init` or by their modules.
+    parameter is drawn once for each of its names and keeps the last draw. Models of transformers are tied after their
+    initialisation, so there it keeps the draw of its source. Parameters are drawn contiguous, in the dtype of their shards.
+    Memory beyond the shards is one full parameter and what `init` needs. Buffers on the meta device are computed by `init` or by
+    their modules. Collective.
 
-    Raises `UsageError`, which names every parameter and buffer that nothing initialises, and `DivergenceError` if the
-    ranks' random generators differ.
+    Raises `UsageError`, which names the buffers and, without `init`, the parameters that nothing initialises. Raises
+    `DivergenceError` on every rank if the ranks' random generators differ, before or after.
     """
     engine = sharded_engine(model, "initialise")
     if init is None:
@@ -87,7 +88,7 @@ class Buffer:
 
 
 class Buffers:
-    """Gives memory to the buffers of a model that are on the meta device, and keeps track of which have a value."""
+    """Registers a real tensor in place of each buffer of a model on the meta device, and keeps track of which have a value."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model, self._engine = model, engine
@@ -154,8 +155,8 @@ class Buffers:
 
 @contextmanager
 def materialised_buffers(model: nn.Module, engine: Engine) -> Iterator[Buffers]:
-    """Context manager that gives memory to meta buffers of `model`, yields them to be filled, and casts them; undone on an
-    error."""
+    """Context manager that registers real tensors in place of the meta buffers of `model`, and yields the `Buffers` to fill them.
+    At the end they are cast to `Precision.buffers`. After an error the meta buffers are registered again."""
     with torch.inference_mode(False), torch.no_grad():
         buffers = Buffers(model, engine)
         try:

@@ -54,7 +54,9 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
         folder: has `model.safetensors`, or `model.safetensors.index.json` and its files; or "owner/name", a model on the hub
         ignore: shell patterns of names that may be missing in the folder or in the model. Such parameters keep their values;
             those from the meta device without a value are initialised as by `initialise`, with the first rank's seed.
-    Raises `CheckpointError` on every rank, before any weight changes, that names all missing, extra and misshapen tensors.
+
+    Raises `CheckpointError` on every rank, before any weight changes, that names all missing, extra and misshapen tensors. Raises
+    `UsageError` inside `full_params`, and if a tensor on the meta device is in no file and no module computes it.
     """
     engine = sharded_engine(model, "load_pretrained")
     if engine.suspended:
@@ -146,8 +148,8 @@ def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return `folder` if it exists, else the folder of the downloaded hub model of that name. Raises `CheckpointError` if there
-    is neither."""
+    """Return `folder` if it exists. Otherwise download the model of that name, "owner/name", from the hub, and return its folder.
+    Raises `CheckpointError` if there is neither."""
     path = Path(folder)
     if path.is_dir():
         return path

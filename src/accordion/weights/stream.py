@@ -121,7 +121,9 @@ def stream_weights(
 
     Collective; all ranks iterate. They make the same gathers, also if a consumer breaks off or raises. The tensors are
     contiguous, on the device, and the consumer's own. The next bucket is gathered while the consumer has this one, so a rank
-    needs at most two buckets of memory besides the shards. Raises `UsageError` for arguments that do not fit.
+    needs at most two buckets of memory besides the shards. Raises `UsageError` inside `full_params`, and for arguments that do
+    not fit. The stream ends early, and its next tensor raises `UsageError`, if this rank uses the model or writes its weights
+    meanwhile.
 
     Args:
         bucket_bytes: memory of one bucket, with all that its gather needs; a larger tensor is a bucket of its own.

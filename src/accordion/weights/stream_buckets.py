@@ -22,7 +22,7 @@ class Receivers(NamedTuple):
 
 
 class RowGather:
-    """The gather of one tensor over up to two mesh axes, with its cut dim first, so that nothing is unpacked."""
+    """The gather of one tensor over up to two mesh axes. The sharded dim is moved to the front, so that nothing is unpacked."""
 
     def __init__(self, part: ItemPart, to: Receivers) -> None:
         self._part, self._to = part, to
@@ -97,7 +97,7 @@ def in_buckets(items: Sequence[Item], num_receivers: int, most_bytes: int) -> li
 
 
 class Bucket:
-    """The items of a stream that are gathered together. `what`: what a rank does that waits for the gather, for messages."""
+    """The items of a stream that are gathered together. `what`: describes, in messages, a rank that waits for the gather."""
 
     def __init__(self, items: Sequence[Item], to: Receivers, stream: SideStream, what: str) -> None:
         self._items, self._to, self._stream, self._what = items, to, stream, what
@@ -127,7 +127,8 @@ class Bucket:
 
 
 def _steps(gathers: list[RowGather]) -> Steps:
-    """Gather level by level, the inner ones first, with one call for each communicator and kind of message."""
+    """Yield the collectives of `gathers`, level by level, the inner ones first, with one call for each communicator and kind of
+    message. Empties `gathers` at the end."""
     for depth in range(max((len(gather.levels) for gather in gathers), default=0)):
         by_communicator: dict[int, tuple[Communicator, list[RowGather]]] = {}
         for gather in [gather for gather in gathers if depth < len(gather.levels)]:

@@ -38,7 +38,8 @@ class ItemPart:
 
     @classmethod
     def of_param(cls, param: Param, dtype: torch.dtype | None = None) -> ItemPart:
-        """Raises `UsageError` for a tensor subclass that has an all-gather of its own."""
+        """Return the part that sends `param`, in `dtype`; None: in the dtype of its shards. Raises `UsageError` for a tensor
+        subclass that has an all-gather of its own."""
         refuse_own_gather(param)
         return cls(param.sharded, dtype or param.dtype, param.cut, param.context, param.around)
 
@@ -54,8 +55,8 @@ class ItemPart:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor of a stream, delivered in `dtype`. `merge`: makes it of the full tensors of all `parts`; None if there is one.
-    `split`: makes of {name: tensor} those under which transformers saves it; None if it saves it whole."""
+    """A tensor of a stream, delivered in `dtype`. `merge`: computes it from the full tensors of all `parts`; None if there is one
+    part. `split`: turns {name: tensor} into the named tensors that transformers saves for it; None if it saves it whole."""
 
     name: str
     parts: tuple[ItemPart, ...]

@@ -52,7 +52,7 @@ class Full:
         self.storage.resize_(0)
 
     def take(self, value: Tensor) -> None:
-        """Write this rank's rows of `value`, a full tensor, to the shard. Do nothing if `writes_shard` is False."""
+        """Write this rank's rows of `value`, a full tensor, to the shard. Does nothing if `writes_shard` is False."""
         if self.writes_shard:
             _torch.local_of(self.param.sharded).copy_(own_part(value, self.param))
 
@@ -156,7 +156,8 @@ def init_mode(
 
     Every rank must write the same values. `only`: ids of the sharded parameters that are written; values for others are
     dropped. `drafts`: places (module, attribute) of tied parameters that get a separate full tensor, whose values are
-    dropped, as on one device if parameters are tied after an init.
+    dropped, as on one device if parameters are tied after an init. Raises `UsageError` inside `full_params` or another
+    `init_mode`, and at the end if a parameter was removed or replaced by one of another shape.
     """
     engine = sharded_engine(model, "init_mode")
     if engine.suspended:

@@ -18,7 +18,7 @@ Reader: TypeAlias = LocalReader | RemoteReader
 def folder_at(path: str | os.PathLike[str]) -> Folder:
     """Return the folder of a path, or of a URL such as `s3://bucket/run`, which needs the package fsspec.
 
-    Raises `UsageError` for anything else, also for an empty string.
+    Raises `UsageError` for anything else, such as None or an empty string, and for a URL that fsspec cannot open.
     """
     if path is None:
         raise UsageError("the path is None; if `latest` returned it, there is no checkpoint yet.")

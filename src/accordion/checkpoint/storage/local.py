@@ -38,7 +38,8 @@ class Local:
         return sizes
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in this one that are not hidden, and of checkpoints that a save is replacing."""
+        """Return the names of the folders in this one that are not hidden, and of checkpoints that a save is replacing. Returns
+        [] if this folder does not exist. Raises `NotADirectoryError` if it is a file."""
         names: dict[str, None] = {}
         with suppress(FileNotFoundError):
             for _ in range(2):  # a folder that is renamed meanwhile may be missing in one listing
@@ -78,7 +79,8 @@ class Local:
     def begin(self, save: str) -> Local:
         """Lock this name, remove leftovers of killed saves, and return an empty hidden folder for a new checkpoint.
 
-        Raises `CheckpointError` if the name is taken by something else or another job is saving under it.
+        Missing parent folders are created. An older checkpoint that a killed save has renamed gets its name back. Raises
+        `CheckpointError` if the name is taken by something else or another job is saving under it.
 
         Args:
             save: 8 hexadecimal digits, unique for each save, so that no two saves write into one folder.
@@ -106,7 +108,8 @@ class Local:
 
     @contextmanager
     def create(self, name: str) -> Iterator[LocalWriter]:
-        """Context manager that yields a new file with `write(memoryview)`; after its body the file is on the disk."""
+        """Context manager that yields a new file with `write(memoryview)`; after its body the file is on the disk. Raises
+        `CheckpointError` if this folder does not exist."""
         if not self.path.is_dir():
             raise CheckpointError(
                 f"{self.path}, which rank 0 created, does not exist on this rank; all ranks must share the storage, and no other "
@@ -229,7 +232,7 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _with_path(path: Path) -> Iterator[None]:
-    """Context manager that raises an `OSError` without a file name, as for a full disk, with the name `path`."""
+    """Context manager that adds the name `path` to an `OSError` that has none, such as that of a full disk, and raises it."""
     try:
         yield
     except OSError as error:

@@ -18,7 +18,10 @@ STALE_S = 900.0  # age of `SAVING` at which a job on another machine is consider
 
 
 class Remote:
-    """A folder of remote storage, with the methods of `Local`. Files appear when complete; the manifest makes a checkpoint."""
+    """A folder of remote storage, with the methods of `Local`. Files appear when complete; the manifest makes a checkpoint.
+
+    A checkpoint is never replaced: `begin` raises `CheckpointError` if there is one. A save writes into this folder itself.
+    """
 
     def __init__(self, storage: Any, path: str, protocol: str) -> None:
         self._storage, self._path, self._protocol = storage, path.rstrip("/"), protocol
@@ -73,6 +76,8 @@ class Remote:
         return 0  # checkpoints on remote storage are never replaced
 
     def begin(self, save: str) -> Remote:
+        """Mark this folder as being saved by this job, remove files of a killed save, and return this folder. Raises
+        `CheckpointError` if it has a checkpoint or other files, or if another job that may still run is saving here."""
         try:
             sizes = self.sizes()
         except FileNotFoundError:

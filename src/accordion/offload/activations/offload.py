@@ -40,7 +40,7 @@ class ActivationOffload:
 
     def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
         """Start copying `tensor`, the input of a unit, to `place`, "host" or "disk:FOLDER". Return a handle to read it back.
-        First calls `finish_store` for the previous input, so that the memory of that one can be freed."""
+        First calls `finish_store`, which may raise, for the previous input, so that the memory of that one can be freed."""
         self.finish_store()
         if place not in self._stores:
             folder = folder_of(place)
@@ -75,7 +75,7 @@ class ActivationOffload:
 
 class OffloadedInput:
     """An input of a recomputed unit that is stored in `slot`. `before`: the previous offloaded input of this forward, which the
-    backward needs next; None for the first one."""
+    backward needs next; None for the first one. The slot is freed when this object is deleted."""
 
     def __init__(
         self,

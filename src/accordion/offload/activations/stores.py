@@ -33,7 +33,8 @@ class HostActivationStore:
         self._free: list[Arena] = []
 
     def take(self, num_bytes: int) -> HostSlot:
-        """Return a slot of at least `num_bytes`: the smallest free buffer that fits, or else a new one."""
+        """Return a slot of at least `num_bytes`: the smallest free buffer that fits, or else a new one. A new buffer takes the
+        place of the largest free one, if there is any. Raises `UsageError` if memory is lacking."""
         fits = [buffer for buffer in self._free if buffer.num_bytes >= num_bytes]
         if fits:
             buffer = min(fits, key=lambda buffer: buffer.num_bytes)
@@ -101,8 +102,8 @@ class DiskActivationStore:
         return sum(stage.buffer.num_bytes for stage in self._stages if stage.buffer is not None)
 
     def take(self, num_bytes: int) -> DiskSlot:
-        """Return a slot of `num_bytes`: in the smallest free range that fits, or else at the end of the file, which grows.
-        Raises `OffloadError` if the disk has no room."""
+        """Return a slot of `num_bytes`: in the smallest free range that fits, or else at the end of the file, which grows. First
+        waits for reads and writes of ranges that were freed. Raises `OffloadError` if the disk has no room."""
         self._collect()
         fits = [(stop - start, start, stop) for start, stop in self._free if stop - start >= num_bytes]
         if fits:

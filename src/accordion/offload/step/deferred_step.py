@@ -46,8 +46,8 @@ class Owner:
 
 
 def own_parameters(engine: Engine, unit: Unit) -> None:
-    """Register `unit` with the tiers of `engine`, and mark its parameters with an `Owner` if it has an Offload. Do nothing if
-    `engine` has no tiers."""
+    """Register `unit` with the tiers of `engine`. If anything of the unit is offloaded, set an `Owner` on its parameters. Do
+    nothing if `engine` has no tiers."""
     tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers):
         return
@@ -115,7 +115,8 @@ class UnitStep:
         self._chunk_steps: list[Future[None]] = []
 
     def begin(self, tiers: Tiers) -> None:
-        """Start the step on a thread of `tiers`. With debug="streams", `wait` runs it, and parameters are NaN until then."""
+        """Start the step on a thread of `tiers`. With `shard(debug="streams")` start nothing: `wait` then runs the step, and
+        parameters are NaN until then."""
         if not tiers.late:
             self._running = tiers.stepper.submit(self.run)
             return
@@ -125,8 +126,8 @@ class UnitStep:
                 local.fill_(float("nan"))
 
     def wait(self, engine: Engine) -> None:
-        """Wait until all parameters are stepped and written, then write their new states into `optimizer.state`. Errors are
-        reported to the other ranks too. Adds to `Tiers.waited_s`."""
+        """Wait until all parameters are stepped and written, then write their new states into `optimizer.state`. An error is
+        reported to the other ranks and raised. Adds the time to `Tiers.waited_s`."""
         start = time.perf_counter()
         with reported(engine):
             if self._running is not None:
@@ -164,8 +165,8 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None
     """Allocate the states of parameters of `optimizer` that are stepped chunk by chunk, if they have none yet.
 
     Returns the `OptimizerCopy` that a small step was tried with, to find the states; None if no parameter is stepped chunk by
-    chunk. `kind`: the optimizer's class before wrapping.
-    Raises `OffloadError` or `UsageError` without room.
+    chunk. `kind`: the optimizer's class before wrapping. Raises `OffloadError` or `UsageError` if memory or disk space is
+    lacking.
     """
     owned, optimizer_copy = owned_by(optimizer), None
     for engine in engines_of(optimizer):
@@ -208,9 +209,12 @@ def expose(optimizer: Optimizer) -> None:
 
 
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Step every parameter of `optimizer` that has a gradient now. `kind`: the optimizer's class before wrapping. Steps on the
-    device end before this returns. Steps on the host run on a thread during the next forward, with the present gradients and
-    hyperparameters; the gather of a unit waits for the step of that unit. Runs the optimizer's step hooks."""
+    """Step every parameter of `optimizer` that has a gradient now, and run the optimizer's step hooks. First wait for earlier
+    steps.
+
+    Steps on the device end before this returns. Steps on the host run on a thread during the next forward, with the present
+    gradients and hyperparameters; the gather of a unit waits for the step of that unit. `kind`: the class before wrapping.
+    """
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, (), {})
     for engine in engines_of(optimizer):
@@ -245,8 +249,8 @@ def _entry(optimizer: Optimizer, group: int, p: Tensor, grad: Tensor) -> Entry:
 def _start(
     engine: Engine, units: list[tuple[Unit, list[Entry]]], optimizer_copy: OptimizerCopy, optimizer: Optimizer
 ) -> None:
-    """Step those `units` that are stepped on the device, and start the steps of the others on the thread, in the order in which
-    the next forward is expected to need them."""
+    """Step those `units` (unit, entries to step) that are stepped on the device, and start the steps of the others on the thread,
+    in the order in which the next forward is expected to need them."""
     tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
     states = tiers.states.get(optimizer)
     if states is not None and states.is_exposed:

@@ -79,7 +79,8 @@ class OptimizerCopy:
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
         """Step the tensors of `todo` in place. Return tensor -> its new state.
 
-        Raises `UsageError` if a value differs from `after`, as then it depends on the choice of parameters that are stepped.
+        Raises `UsageError` if a value in `after` is another one after this step: it then depends on the choice of parameters that
+        are stepped.
         """
         if not todo:
             return {}
@@ -123,7 +124,7 @@ class OptimizerCopy:
         return [*values, {k: v for k, v in attributes.items() if param_ids.isdisjoint(map(id, leaves(v)))}]
 
     def write_after(self, optimizer: Optimizer) -> None:
-        """Write the values of `after` into `optimizer`, as its own step would."""
+        """Write the values of `after` into `optimizer`, as its own step would. Does nothing if `after` is None."""
         targets: list[dict[Any, Any]] = [*optimizer.param_groups, optimizer.state, vars(optimizer)]
         for target, after in zip(targets, self.after, strict=True) if self.after is not None else ():
             for key, value in after.items():
@@ -151,7 +152,8 @@ class OptimizerCopy:
 
 
 def copied(tree: Any, memo: dict[int, Any]) -> Any:
-    """Copy nested lists, tuples, sets and dicts with their tensors, as `copy.deepcopy(tree, memo)`; share other objects."""
+    """Return a copy of nested lists, tuples, sets and dicts with their tensors, which shares all other objects. `memo`: id of an
+    object -> what takes its place in the copy; copies are added, as `copy.deepcopy` does."""
     if id(tree) in memo:
         return memo[id(tree)]
     result = tree
@@ -170,7 +172,8 @@ def copied(tree: Any, memo: dict[int, Any]) -> Any:
 
 
 def exchange(tree: Any, swap: Callable[[Tensor], Tensor]) -> Any:
-    """Replace each tensor in nested lists and dicts by `swap(tensor)`, in place. Return `tree` or its replacement."""
+    """Replace each tensor in nested lists, dicts, tuples and sets by `swap(tensor)`. Lists and dicts are changed in place. Return
+    `tree`, or what takes its place if it is a tensor, tuple or set."""
     if isinstance(tree, Tensor):
         return swap(tree)
     if isinstance(tree, list):
@@ -249,7 +252,8 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def flat_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of `tensor`, (numel,), in the memory order of `like`, which is dense; a view if strides agree."""
+    """Return the elements of `tensor`, (numel,), in the memory order of `like`, which is dense: a view if both have the same
+    strides, else a copy."""
     if tensor.stride() != like.stride():
         tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -94,7 +94,8 @@ class DevicePipeline:
         ]
 
     def run(self, step: Callable[[Chunk, list[Tensor]], None]) -> None:
-        """Call `step(chunk, views)` for each chunk, and wait until all chunks are copied back and written."""
+        """Call `step(chunk, views)` for each chunk, and wait until all chunks are copied back and written. Can be called once.
+        `views`: a tensor on the device for each span of the chunk."""
         try:
             for which in range(len(self._chunks)):
                 self._fetch(which)
@@ -200,7 +201,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def whole_pages(view: Tensor, span: Span) -> Tensor:
-    """Return the memory of `view`, 1-D uint8, extended to the end of its last page; it must be part of a buffer."""
+    """Return the memory of `view`, a part of a buffer, up to the end of its last page, as a 1-D uint8 tensor."""
     storage: Any = view.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
         storage, view.storage_offset() * view.itemsize, (span.num_bytes,), (1,)

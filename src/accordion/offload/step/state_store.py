@@ -89,7 +89,8 @@ class States:
         )  # fmt: skip
 
     def _allocator(self, place: str, num_bytes: int) -> Callable[[int, torch.dtype], Values]:
-        """Allocate `num_bytes` in the tier `place`; return a function (numel, dtype) that returns new elements of them."""
+        """Return a function (numel, dtype) that returns new elements in the tier `place`. On the host or disk, allocate
+        `num_bytes` for them."""
         folder = folder_of(place)
         if folder is not None:
             allocator = FileAllocator(folder, num_bytes)
@@ -140,7 +141,8 @@ class States:
             ]
 
     def adopt(self, state: Any) -> None:
-        """Copy states that a load has put into `state` (`optimizer.state`) to this store; replace them by views of the store."""
+        """Copy states that a load has put into `state` (`optimizer.state`) to this store, and replace them by views of the store.
+        If there were any, set `is_exposed`, so that the next step flushes them to their files."""
         for place in self._places.values():
             p = place.param
             for key in place.shown if p in state else ():
@@ -151,7 +153,7 @@ class States:
                     self.is_exposed = True
 
     def flush(self) -> None:
-        """Write changes that a caller made to the states to their files."""
+        """Write changes that a caller made to the states to their files, and set `is_exposed` to False."""
         for file in self.files:
             file.flush()
         self.is_exposed = False
