@@ -356,7 +356,7 @@ def _refuse_offload(optimizer: Optimizer) -> None:
     for _, _, _, unit in owned_by(optimizer):
         raise UsageError(
             f"{type(optimizer).__name__} steps whole matrices on the device, and the Offload of unit {unit.name or 'root'!r} "
-            "steps its parameters elsewhere or in the backward; leave out that Offload, or take AdamW for this unit."
+            "steps its parameters elsewhere; leave out that Offload, or take AdamW for this unit."
         )
 
 
