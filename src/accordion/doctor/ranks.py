@@ -38,12 +38,12 @@ Answer = Mapping[str, Any]
 
 
 def start(seat: Seat) -> RankExam:
-    """Create the `RankExam` in a rank that `WorkerTeam` started."""
+    """Return the `RankExam` of this process, the rank `seat` that a `WorkerTeam` started."""
     return RankExam(seat.rank, seat.num_ranks, seat.device)
 
 
 class RankExam:
-    """Runs one rank's side of the checks that all ranks run together."""
+    """Runs one rank's side of the all-gather that all ranks test and time together. Needs a process group."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
@@ -69,7 +69,7 @@ class RankExam:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
     def _fastest(self, call: Callable[[], object]) -> float:
-        """Return the seconds of the fastest of several runs of `call`. Collective: all ranks start each run together."""
+        """Run `call` several times and return the seconds of the fastest run. Collective: all ranks start each run together."""
         times_s = []
         for _ in range(WARMUPS + REPEATS):
             self._synchronize()
@@ -111,7 +111,8 @@ def no_group(error: str) -> Finding:
 
 
 def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
-    """Return the findings from `answers`, one for each rank in rank order: on the process group, the values and the rate."""
+    """Return the findings on process group, values and rate. `answers`: of all ranks, in rank order. If a rank failed, return
+    `no_group` alone. A single rank has no rate."""
     errors = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         return [no_group(f"{_ranks(errors)} failed: {answers[errors[0]]['error']}")]
