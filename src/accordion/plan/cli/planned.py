@@ -71,7 +71,7 @@ def workload_of(o: Options, task_words: list[str]) -> Workload:
 
 
 def _task(o: Options, task_words: list[str]) -> tuple[Any, Any, Any]:
-    """Return (model, loss function, example batch) of the task."""
+    """Return (model, loss function, example batch) of the task that `o` names. Prints the size of a micro-batch to stderr."""
     size = o.micro_batch or TASK_BATCH
     task = read_task(str(o.task), task_words, "accordion plan")
     with of_the_task("model()"):
@@ -95,7 +95,7 @@ def cluster_in(o: Options) -> Cluster:
 
 
 def sharding_of(o: Options) -> dict[str, Any]:
-    """Return name -> value of the fields of `Sharding` that the options fix. Raises `UsageError` for a wrong precision."""
+    """Return name -> value of the precision and of fields of `Sharding` that options fix. `UsageError` for a wrong precision."""
     fixed = {name: getattr(o, name) for name in FIXED if getattr(o, name) is not None}
     for word in [] if o.sharding is None else o.sharding.split(","):
         name, _, value = word.partition("=")
@@ -116,7 +116,8 @@ def search_of(o: Options) -> Search:
 
 
 def adapters_of(text: str) -> tuple[int, str]:
-    """Return (rank, comma-separated layers) from "16,targets=q_proj+v_proj". Raises `UsageError` for other text."""
+    """Return (rank, comma-separated layers) from "16,targets=q_proj+v_proj", or (rank, "all") from "16". Raises `UsageError` for
+    other text."""
     rank, *words = text.split(",")
     more = dict(word.partition("=")[::2] for word in words)
     targets = more.pop("targets", "all").replace("+", ",")

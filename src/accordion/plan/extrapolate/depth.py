@@ -15,7 +15,7 @@ PERIODS = 3  # periods in the middle: the second one is repeated if the first an
 
 
 def num_traced(num_blocks: int, period: int, later: int = 0) -> int:
-    """Return the number of blocks to trace, from which the log of a model with `num_blocks` equal blocks can be derived.
+    """Return how many of a model's `num_blocks` equal blocks to trace so that the log of all can be derived; all if they are few.
 
     Args:
         period: distance of blocks with equal events; 2 if every second block is recomputed.
@@ -69,8 +69,8 @@ class Shortened:
 
 
 def extend(log: Log, short: Shortened) -> Log:
-    """Return the log of a deep model, derived from `log`, that of the model with fewer equal blocks. `short`: how the deep model
-    was shortened. Raises `IrregularError` if the events of the blocks do not repeat."""
+    """Return the log of a deep model, derived from `log`, that of the model shortened as in `short`; `log` itself if it has all
+    blocks. Raises `IrregularError`, `KeyError` or `IndexError` if the events of the blocks do not repeat."""
     return log if short.traced == short.total else _Extension(log, short).log()
 
 

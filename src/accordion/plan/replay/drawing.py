@@ -20,7 +20,7 @@ KINDS = {StepPhase.STEP: "optimizer"}
 
 
 def drawn(log: Log, costs: Costs, strategy: str) -> RankTrace:
-    """Return the step of `log` as the trace of one rank. `strategy`: its name, for the page."""
+    """Simulate the step of `log` and return it as the trace of one rank, with 0 as `full_bytes` of units. `strategy`: a name."""
     clock = _DrawingClock(log, costs)
     clock.run(log)
     end_us = clock.step().seconds * 1e6
@@ -43,7 +43,7 @@ def drawn(log: Log, costs: Costs, strategy: str) -> RankTrace:
 
 
 def _thinned(points: list[MemoryPoint], end_us: float) -> list[MemoryPoint]:
-    """Return the point with most bytes of each of `NUM_POINTS` parts of the step."""
+    """Divide the step into `NUM_POINTS` equal intervals, and return the point with most bytes of each that has points."""
     highest: dict[int, MemoryPoint] = {}
     for point in points:
         part = int(point.time_us / max(end_us, 1.0) * NUM_POINTS)

@@ -52,8 +52,9 @@ class MemoryNeed:
 
 
 def log_of(subject: Subject, run: TrainingSetup) -> tuple[Log, str]:
-    """Trace a step with some of the equal blocks, and repeat their events; if these turn out not to repeat, trace all blocks.
-    Returns (log of the step, text on what was traced: "all blocks" or "6 of 32 equal blocks")."""
+    """Trace a step with some of the model's equal blocks, and repeat their events. Trace all blocks if the model has few or no
+    equal ones, if their events do not repeat, or for adamw_foreach. Returns (log of the step, text on what was traced: "all
+    blocks" or "6 of 32 equal blocks")."""
     model = subject.make()
     blocks = longest_run(model, run.units)
     if blocks is None or run.optimizer == "adamw_foreach":

@@ -96,7 +96,7 @@ class StreamClock:
             self._in_place[1] += seconds
 
     def seconds_of(self, event: Op | Collective) -> float:
-        """Return the seconds of `event`, whose work has run."""
+        """Return the seconds of `event`, which `work` has run before."""
         return self._known[id(event)][1]
 
     def work(self, event: Op | Collective) -> None:

@@ -181,7 +181,7 @@ def _host_stream(run: TrainingSetup) -> str:
 
 
 def watch(engine: Engine, tracker: Tracker) -> None:
-    """Make `engine` report to `tracker`: its units, its side streams and the mesh axes of its communicators."""
+    """Make `engine` report units, transfers and mesh axes to `tracker`: attach an observer, replace methods of side streams."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:

@@ -98,7 +98,7 @@ class Tracker(StorageWatch):
             self._paused -= 1
 
     def set_category(self, tensors: Any, category: Category) -> None:
-        """Set the category of the allocations of `tensors` (nested), also in events that are logged already."""
+        """Set the category of the live allocations of the nested `tensors`, also in events that are logged already."""
         for storage in storages_of(tensors):
             alloc = self.live.get(_torch.storage_key(storage))
             if alloc is not None:
