@@ -87,7 +87,7 @@ class MemoryOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run `accordion bench` (alone: compare contenders). Returns the exit code, 0. Raises `UsageError` for wrong `words`."""
+    """Run the subcommand named in `words`, or the comparison. Returns the exit code, 0. Raises `UsageError` for wrong words."""
     name = words[0] if words and not words[0].startswith("-") else ""
     if name:
         check_subcommand(name, SUBCOMMANDS, "accordion bench")

@@ -71,7 +71,8 @@ def compare(
     """Train under each contender in `names`, compare their losses, then measure each in `rounds` turns of `STEPS` steps.
 
     Starts processes and prints progress. A contender that does not start is left out. `make`: creates the trainer of one rank.
-    Raises `BenchError` if losses differ, if a contender fails after its start, or if this engine does not start.
+    Raises `BenchError` if this engine does not start, if losses differ (before times are measured), or if any contender fails
+    after its start.
     """
     with ExitStack() as stack:
         teams, left_out = [], {}

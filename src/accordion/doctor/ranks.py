@@ -49,8 +49,9 @@ class RankExam:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
 
     def gathers(self) -> Answer:
-        """Test and time an all-gather. Collective. Returns a dict with host, torch (its version), right (True if all values were
-        right), num_bytes (received) and gather_s; or, after an exception, a dict with error alone."""
+        """Test and time an all-gather. Collective. Returns a dict with the keys "host", "torch": its version, "right": True if
+        the first and last values of all shards were right, "num_bytes": received bytes, and "gather_s": seconds of the fastest
+        run. Catches any exception, and then returns a dict with the key "error" alone."""
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks

@@ -19,7 +19,7 @@ REGATHERS = ("full_shard", "hybrid_shard", "hybrid_shard_optim")  # strategies t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitTimes:
     """Microseconds per step of one unit on one rank: its forward and backward without waits, its transfers, and the waits for
-    them. `gathers`, `hits`: number of gathers per step, and of those that were prefetched in time."""
+    them. `gathers`: gathers per step. `hits`: those of them for which the compute stream waited less than 10 % of their time."""
 
     unit: int
     forward_us: float
@@ -133,8 +133,7 @@ def _earlier(rank: RankTrace) -> dict[int, float]:
 
 
 def _keep(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
-    """Yield the time that the backward waits for gathers, as a finding, if all ranks' strategies gather again for the
-    backward."""
+    """If all ranks' strategies gather again for the backward, yield one finding: the time that the backward waits for gathers."""
     if any(rank.strategy not in REGATHERS for rank in ranks):
         return
     gain = min(_backward_waits_us(rank) for rank in ranks)

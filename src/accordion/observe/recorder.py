@@ -250,8 +250,7 @@ class Recorder(Observer):
             self._note_memory()
 
     def landed(self, lane: str, unit: int, before: Mark) -> None:
-        """Called when the compute stream has waited for a transfer of `unit` on the side stream `lane` since the mark
-        `before`."""
+        """Called when the compute stream has waited since the mark `before` for a transfer of `unit` on side stream `lane`."""
         if self.log is None:
             return
         self.log.spans.append((WAIT, lane, unit, before, self.clock.mark()))

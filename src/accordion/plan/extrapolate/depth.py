@@ -194,8 +194,9 @@ class _Extension:
     # -- events
 
     def _deep_events(self, event: Event, at: int, segment: _Segment, block: int | None) -> Iterator[Event]:
-        """Yield the deep model's events in place of `event`, number `at` of `segment`: one event, or for a free or a wait, one
-        for each block to which it refers. `block`: index in the deep model of this copy of `segment`; None outside of blocks."""
+        """Yield the events that stand for `event`, number `at` of `segment`, in the deep model's log. There is one, or for
+        `Free`, `Land` and `Wait`, one for each of the allocations or transfers to which it refers there (`_references`).
+        `block`: index in the deep model of this copy of `segment`; None outside of blocks."""
         if isinstance(event, Alloc):
             number = self._number(segment.origin(at, block))
             yield Alloc(number, event.num_bytes, event.category, event.stream, event.operator)

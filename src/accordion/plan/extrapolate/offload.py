@@ -173,7 +173,7 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
 
 
 def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
-    """Return the bytes that all ranks of one machine store on disk: optimizer states, and inputs of recomputed units."""
+    """Return the bytes on one machine's disk, of all its ranks: optimizer states and recomputed units' inputs, if kept there."""
     states = sum(s.state_bytes for s in state_by_unit(log).values()) if folder_of(choice.offload.optimizer) else 0
     inputs = sum(inputs_of(log)) if folder_of(choice.offload.activations) else 0
     return (states + inputs) * min(choice.gpus, cluster.node)

@@ -94,7 +94,7 @@ class _DrawingClock(StreamClock):
             self._add(WAIT, LANES.get(cause, cause), self._busy[COMPUTE] - seconds, self._busy[COMPUTE])
 
     def _add(self, lane: str, kind: str, start_s: float, end_s: float) -> None:
-        """Add a span of the unit under way. If it continues the last span of its lane, that one becomes longer."""
+        """Add a span of the current unit; extend the last span of `lane` instead if kind and unit are equal and the gap short."""
         spans = self.spans[lane]
         # A transfer starts during the unit before the one that it is for, which a log does not name.
         unit = self._place.unit if lane in (COMPUTE, WAIT) else NO_UNIT

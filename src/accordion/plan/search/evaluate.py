@@ -84,7 +84,7 @@ class Evaluator:
 
     def _offloads(self, choice: Choice) -> Iterator[Candidate]:
         """Yield candidates with one offload after the other until one fits. Yield the first alone if `_bound_of` rules it out,
-        and only the first and the last if the last cannot fit."""
+        and only the first and the last, which needs least GPU memory, if the last cannot fit."""
         choices = [_with_states(choice, offload) for offload in self._space.offloads_of(choice)]
         first = self.candidate(choices[0])
         yield first
@@ -162,7 +162,7 @@ class Evaluator:
 
     def _floor(self, choice: Choice) -> Floor | None:
         """Return lower bounds of a choice's memory and time, from the FULL_SHARD choice that bounds it. If that was not
-        evaluated, derive them from the FULL_SHARD choice without recomputation. None if that was not evaluated either."""
+        evaluated, derive them from its counterpart without recomputation. None if neither was evaluated."""
         full = as_full_shard(choice)
         how = choice.sharding.checkpointing
         if full in self._floors or not how.every:
@@ -250,7 +250,7 @@ class Evaluator:
         return best
 
     def fastest(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the candidate that fits and needs least memory among those about as fast as the fastest; None if none fits."""
+        """Return the candidate with least memory of those that fit and are within `AS_FAST` of the fastest; None if none fits."""
         fitting = [c for c in candidates if c.fits]
         if not fitting:
             return None

@@ -52,7 +52,8 @@ class Traces:
         return any(log is other for other in self.traced.values())
 
     def _family(self, choice: Choice) -> Family | None:
-        """Return the `Family` from which the log of `choice` can be extrapolated; None if the choice has to be traced."""
+        """Return the `Family` from which the log of `choice` can be extrapolated; None if the choice has to be traced. Traces the
+        two smallest micro-batches unless that was done before."""
         key, batches = replace(choice, micro_batch=0), sorted(self._space.search.micro_batches)
         if len(batches) < 2:
             return None

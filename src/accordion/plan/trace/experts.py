@@ -32,7 +32,7 @@ EVENLY = (
 
 def experts_in(model: nn.Module) -> Mapping[str, nn.Module]:
     """Return name -> module for the modules of `model` that hold experts. Such a module has `num_experts` of at least 2, and no
-    parameters in submodules. Dim 0 of each parameter is the expert, and a parameter has 3 dims or more. Its forward takes
+    parameters in submodules. Dim 0 of each parameter is the expert, and at least one has 3 dims or more. Its forward takes
     `ROUTED` arguments or more."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 

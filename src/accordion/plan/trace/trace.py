@@ -32,7 +32,7 @@ CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, forward and
 def trace(subject: Subject, run: TrainingSetup) -> Log:
     """Run two training steps on fake tensors, and return the log of the second, which has optimizer states from its start.
 
-    Has a fake process group meanwhile. Raises `UsageError` if this process has a process group already, if the model needs the
+    A fake process group exists meanwhile. Raises `UsageError` if this process has a process group already, if the model needs the
     values of a tensor, or if the loss is not one number that requires a gradient.
     """
     if dist.is_initialized():

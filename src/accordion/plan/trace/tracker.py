@@ -90,7 +90,7 @@ class Tracker(StorageWatch):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager in which operators and resized storages are not logged."""
+        """Context manager in which operators and resized storages are not logged; freed storages still are."""
         self._paused += 1
         try:
             yield
