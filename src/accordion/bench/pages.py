@@ -1,4 +1,4 @@
-"""The tables and notes of each subcommand."""
+"""The result pages of `accordion bench` and its subcommands: tables and notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks in time: of the host on CPU, and of a device stream on an accelerator, where they are read after the recorded steps."""
+"""Marks in time: of the host's clock on CPU, and on an accelerator device events, whose times are read after the last step."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PLACE = "/*TRACE*/"  # in the template
 
 def as_html(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> str:
     """Return the HTML page of a trace. `planned`: a planned step, whose memory is drawn over the recorded one. If the page would
-    be larger than 2 MB, it leaves out the last steps and ranks, and says so."""
+    be larger than 2 MB, it leaves out the last steps and ranks, all but the first if needed, and says so."""
     template = resources.files("accordion.observe").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(page_data(ranks, planned), separators=(",", ":")).replace("</", "<\\/")
     return template.replace(PLACE, data)

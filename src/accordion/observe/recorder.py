@@ -107,6 +107,7 @@ class Recorder(Observer):
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
+        """Start recording: attach this observer to the engine and to optimizers, and replace `makes` of the side streams."""
         engine, context = self._engine, self._engine.context
         streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, "fetch": context.fetch_stream}
         if context.replicate_stream is not context.reduce_stream:
@@ -120,7 +121,7 @@ class Recorder(Observer):
         step_hooks().add(self)
 
     def detach(self) -> None:
-        """Stop recording. A step under way is kept if its optimizer has stepped, otherwise dropped."""
+        """Stop recording, and restore the side streams. Keep a step under way if its optimizer has stepped, otherwise drop it."""
         self._finish_step()
         self._num_steps = 0
         while self._undo:

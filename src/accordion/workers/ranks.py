@@ -48,6 +48,7 @@ class World:
     timeout_s: float = 1800.0
 
     def seats(self, port: int) -> list[Seat]:
+        """Return a `Seat` for each process to start, in rank order: one alone unless `group` is "real"."""
         count = self.num_ranks if self.group == "real" else 1
         devices = Devices(self.device_type, 0 if self.device_type == "cpu" else torch.accelerator.device_count())
         return [Seat(rank=rank, device=devices.at(rank), world=self, port=port) for rank in range(count)]
@@ -135,6 +136,7 @@ class WorkerTeam:
         return [results[rank] for rank in range(len(self._ends))]
 
     def close(self) -> None:
+        """Kill all rank processes, and wait until they have ended. May be called again."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

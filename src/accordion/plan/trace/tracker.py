@@ -73,6 +73,7 @@ class Tracker(StorageWatch):
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
+        """Context manager in which all work is logged on `stream`."""
         before, self.stream = self.stream, stream
         try:
             yield
