@@ -47,7 +47,7 @@ class MemoryNeed:
         return self.possible_bytes < cluster.card_bytes
 
     def is_open(self, cluster: Cluster) -> bool:
-        """Return True if the unknown workspace of an operator decides if the step fits."""
+        """Return True if the step fits or not depending on the unknown workspace of an operator."""
         return self.needed_bytes < cluster.card_bytes <= self.possible_bytes
 
 

@@ -208,8 +208,8 @@ class Evaluator:
     # -- figures
 
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
-        """Set a candidate's figures, and return the candidate. `log`: of its step without offloaded states. `traced`: of its step
-        with offload, to compute the memory; None: that is derived from `log`. Stores its bounds for later choices too."""
+        """Set a candidate's figures, store its bounds for later choices, and return it. `log`: log of its step without offloaded
+        states. `traced`: log of its step with offload, to compute the memory; None: that log is derived from `log`."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         candidate.is_traced = self.traces.is_own(log) and (traced is not None or not choice.offload.is_any)
         candidate.memory = memory_of(traced or self._offloaded(choice, log), self._most)

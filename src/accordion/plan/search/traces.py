@@ -24,7 +24,7 @@ class Traces:
         self._last: tuple[Choice, Log] | None = None
 
     def of(self, choice: Choice) -> Log:
-        """Return the log of a step of `choice` without offloaded states, traced or extrapolated."""
+        """Return the log of a step of `choice` with parameters and states on the device. Traces it unless it can be derived."""
         choice = traced_as(choice)
         if choice in self.traced:
             return self.traced[choice]

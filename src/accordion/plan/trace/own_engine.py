@@ -272,7 +272,7 @@ def _launched(
 
 
 def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return storage key -> index of the unit, for the storages of all units and optimizer states that exist between steps."""
+    """Return storage key -> index of the unit, for the storages of units and optimizer states between steps; 0 without a unit."""
     owners: dict[int, int] = {}
     units: dict[int, int] = {}
     for unit in engine.units:
