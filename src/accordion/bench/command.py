@@ -87,7 +87,7 @@ class MemoryOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run `accordion bench` with the arguments `words`; without a subcommand, compare contenders. Returns the exit code."""
+    """Run the subcommand named in `words`, or the comparison. Returns the exit code, 0. Raises `UsageError` for wrong words."""
     name = words[0] if words and not words[0].startswith("-") else ""
     if name:
         check_subcommand(name, SUBCOMMANDS, "accordion bench")
@@ -100,7 +100,8 @@ def run(words: list[str]) -> int:
 
 
 def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
-    """Check the options, run `job(chosen_options)`, show the page that it returns, and write it into `FOLDER`. Returns 0."""
+    """Run `job(chosen_options)`, print the page that it returns, and write it into `FOLDER`. Returns 0. Raises `UsageError`
+    before the run if an option is out of its limits, or if nothing can be written to `FOLDER`."""
     check_limits(chosen_options)
     check_folder(FOLDER)
     page = job(chosen_options)
@@ -115,8 +116,8 @@ def device_of(asked: str) -> str:
 
 
 def world_of(nproc: int, device: str) -> World:
-    """Return a world of `nproc` ranks; 0: one per accelerator, or 2 without. CPU ranks share the cores. Raises `UsageError` for
-    more ranks than accelerators."""
+    """Return the settings of `nproc` ranks on `device`. If `nproc` is 0, there is one rank per accelerator, or 2 on CPU. The
+    ranks divide the cores among them. Raises `UsageError` if there are more ranks than accelerators."""
     devices = devices_named(device, "device", devices_here())
     num_ranks = nproc or devices.count or 2
     if devices.count and num_ranks > devices.count:
@@ -140,7 +141,7 @@ def _compare(o: CompareOptions) -> Page:
 
 
 def _all_of(against: str) -> list[str]:
-    """Return the contenders that `against` names, and Accordion. Raises `UsageError` if one of them cannot run here."""
+    """Return "accordion" and the contenders that `against` names. Raises `UsageError` if one is unknown or not installed."""
     names, left_out = chosen(against)
     if left_out:
         raise UsageError(f"{'; '.join(left_out.values())}. Install it, or leave it out of --against.")

@@ -23,11 +23,12 @@ PARTS = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContenderResult:
-    """The figures of one contender. Seconds are means over ranks; bytes are those of the rank with the most.
+    """The figures of one contender. Seconds are means over ranks. Each memory figure is that of the rank with the most.
 
-    `times`: seconds of "forward", "backward", "optimizer", "step" and "cpu" over all measured steps. `steps`, `cpu`: wall and
-    CPU seconds of each step, by round. `rest_bytes`: memory between steps; `allocated_bytes`
-    and `reserved_bytes` are peaks. `sent_bytes`, `launches`: bytes and collectives of a step, by kind of collective.
+    `times`: name -> spread of seconds over all measured steps; names are "forward", "backward", "optimizer", "step" and "cpu".
+    `steps`, `cpu`: [round][step] -> wall and CPU seconds. `rest_bytes`: memory between steps. `allocated_bytes`,
+    `reserved_bytes`: peaks. `sent_bytes`, `launches`: kind of collective -> bytes sent and number of collectives in a step, of
+    the rank that sends most.
     """
 
     times: dict[str, Spread]
@@ -45,8 +46,8 @@ class ContenderResult:
 class Comparison:
     """All figures of `accordion bench`.
 
-    `ratios`, `cpu_ratios`: (strategy of this engine, other contender) -> ratio of the wall or CPU times of a step.
-    `left_out`: contender that did not start -> reason.
+    `ratios`, `cpu_ratios`: (this engine under one strategy, other contender) -> the former's wall or CPU time of a step divided
+    by the latter's, as a spread over rounds. `left_out`: contender that did not start -> reason.
     """
 
     machine: dict[str, Any]
@@ -69,8 +70,9 @@ def compare(
 ) -> Comparison:
     """Train under each contender in `names`, compare their losses, then measure each in `rounds` turns of `STEPS` steps.
 
-    Other contenders than this engine are left out if they do not start. `make`: creates the trainer of one rank. Prints
-    progress. Raises `BenchError` if a contender fails later, or if losses differ, before anything is measured.
+    Starts processes and prints progress. A contender that does not start is left out. `make`: creates the trainer of one rank.
+    Raises `BenchError` if this engine does not start, if losses differ (before times are measured), or if any contender fails
+    after its start.
     """
     with ExitStack() as stack:
         teams, left_out = [], {}
@@ -108,7 +110,8 @@ def compare(
 
 
 def same_losses(teams: Sequence[WorkerTeam], setting: Setting) -> Verdict:
-    """Train each contender for `LOSS_STEPS` steps and compare losses, means over ranks. Raises `BenchError` if they differ."""
+    """Train each contender for `LOSS_STEPS` steps, and compare the means of losses over ranks; of "plain" only the first one.
+    Raises `BenchError` if they differ by more than the tolerance."""
     losses = {}
     for team in teams:
         by_rank = team.ask("losses", LOSS_STEPS)

@@ -43,7 +43,7 @@ class Loop:
     """One contender's training loop on one rank: forward, backward, and a step that also clears the gradients."""
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
-        """`cast`: use autocast, for a contender without a mixed-precision policy of its own."""
+        """`cast`: run forwards under bf16 autocast, for a contender without a mixed-precision policy of its own."""
         self._model, self._optimizer = model, optimizer
         self._autocast = (
             partial(torch.autocast, device, dtype=torch.bfloat16, cache_enabled=True)
@@ -156,10 +156,9 @@ def is_ours(name: str) -> bool:
 
 
 def chosen(against: str) -> tuple[list[str], dict[str, str]]:
-    """Return (names of this engine and of the installed contenders in `against`, {name that is not installed: reason}).
-
-    `against`: names, separated by commas. Raises `UsageError` for an unknown name.
-    """
+    """Return (names of contenders, {name that is left out: reason}). The names are "accordion" and those in `against`, separated
+    by commas there, without duplicates. A contender is left out if its package is not installed. Raises `UsageError` for an
+    unknown name."""
     names = list(dict.fromkeys([OURS, *(name.strip() for name in against.split(",") if name.strip())]))
     for name in names:
         if name not in NAMES:
@@ -173,7 +172,7 @@ def chosen(against: str) -> tuple[list[str], dict[str, str]]:
 
 
 def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
-    """Return the loop that trains `model` under the contender `name`. `model` is on its device, equal on all ranks."""
+    """Shard or replicate `model`, already on its device, as contender `name` does, and return its training loop. Collective."""
     if name == "deepspeed":
         return deepspeed(model, setting, {})
     wrapped = WRAPPERS[name](model, seat, setting.bf16)
@@ -184,8 +183,8 @@ def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
 
 
 def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, offloads: bool = False) -> Loop:
-    """Return the `Loop` of DeepSpeed's ZeRO-3 with torch's fused AdamW. Turns off log warnings. `zero`: further settings of ZeRO.
-    `offloads`: True if `zero` keeps the optimizer on the host, which needs one more setting."""
+    """Shard `model` with DeepSpeed's ZeRO-3 and return its `Loop`, with torch's fused AdamW. Turns off all logging of this
+    process up to warnings. `zero`: more settings of ZeRO. `offloads`: True if these keep the optimizer on the host."""
     logging.disable(logging.WARNING)
     import deepspeed as package  # type: ignore[import-not-found]
 

@@ -25,7 +25,8 @@ PEERS = ("fsdp2", "fsdp1")
 
 
 class HostLoop:
-    """One simulated rank that trains `blocks` tiny units, of parameters with `rows` rows, under one contender."""
+    """Runs forward and backward of `blocks` tiny units on one simulated rank under one contender; the constructor runs `WARM`
+    steps too. `rows`: rows of each parameter."""
 
     def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
         torch.manual_seed(0)
@@ -46,7 +47,7 @@ class HostLoop:
             p.grad = None
 
     def turn(self, count: int) -> list[float]:
-        """Run a step, then `count` measured ones (forward and backward). Returns the CPU seconds per unit of each."""
+        """Run a step, then `count` measured ones. Returns the CPU seconds per unit of each measured step."""
         self._step()
         times = []
         for _ in range(count):
@@ -67,7 +68,7 @@ class HostTime:
 
 
 def check(contenders: Sequence[str]) -> None:
-    """Raise `UsageError` for a contender that does not shard."""
+    """Raise `UsageError` if one of `contenders` does not shard, or cannot be simulated (deepspeed)."""
     for name in contenders:
         if name in ("plain", "ddp", "deepspeed"):
             raise UsageError(
@@ -76,8 +77,8 @@ def check(contenders: Sequence[str]) -> None:
 
 
 def measure(contenders: Sequence[str], num_ranks: int, rounds: int, *, blocks: int = 32) -> dict[str, HostTime]:
-    """Measure "plain" and `contenders` on the first of `num_ranks` simulated ranks, with models of `blocks` units. Returns
-    contender -> time."""
+    """Measure the host time of "plain" and of `contenders`, each as rank 0 of `num_ranks` simulated ranks in a new process, with
+    a model of `blocks` units. Returns contender -> time. Raises `BenchError` if a process fails."""
     names, args = ["plain", *contenders], (max(64, num_ranks), blocks)
     world = World(num_ranks=num_ranks, group="still")
     with ExitStack() as stack:

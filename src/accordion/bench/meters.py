@@ -1,4 +1,4 @@
-"""Meters of memory and of bytes sent, from the storages and collectives that torch's dispatcher sees."""
+"""A meter of bytes sent, from the collectives that torch's dispatcher sees."""
 
 from __future__ import annotations
 

@@ -97,8 +97,8 @@ GPTS = {
 
 
 def shape_of(name: str) -> BenchModel:
-    """Return the model `name` with its default batch: one of `GPTS`, a preset of `accordion train`, or a transformers folder,
-    of which only the configuration is used. Raises `UsageError` for any other name."""
+    """Return the model `name` with its default batch: one of `GPTS`, a preset of `accordion train`, or a folder with a
+    transformers config.json, whose weights are not read. Raises `UsageError` if `name` is none of them, or no language model."""
     if name in GPTS:
         return GPTS[name]
     if name not in TRAINED and not Path(name).is_dir():

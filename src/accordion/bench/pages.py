@@ -1,4 +1,4 @@
-"""The tables and notes of each subcommand."""
+"""The result pages of `accordion bench` and its subcommands: tables and notes."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ def _sizes(c: Comparison) -> Table:
 
 
 def _ratios(c: Comparison) -> list[Table]:
-    """Return tables of step times and of CPU times: this engine's strategies (rows) / other contenders (columns). Returns an
-    empty list if there are no other contenders."""
+    """Return tables with ratios of step times and CPU times: this engine's strategies / other contenders; [] without others."""
     ours, theirs = (list(dict.fromkeys(names)) for names in zip(*c.ratios, strict=True)) if c.ratios else ([], [])
     kinds = {"step time, row / column": c.ratios, "CPU time of a step, row / column": c.cpu_ratios}
     return [

@@ -38,9 +38,9 @@ class Clock:
             self._events.append(event)
 
     def times(self) -> Times:
-        """Return the seconds of a step with four marks; an accelerator must be synchronised before. "forward", "backward",
-        "optimizer" and their sum "step": device time, on a CPU wall time. "host": wall time of the step on the host. "cpu": CPU
-        time of all threads."""
+        """Return the seconds of the step between the first and the last of four marks. Synchronise an accelerator before the
+        call. "forward", "backward", "optimizer" and their sum "step": device time, on a CPU wall time. "host": wall time of the
+        step on the host. "cpu": CPU time of all threads of this process."""
         marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
         parts = [b - a for a, b in pairwise(marks)]
         return {
@@ -52,10 +52,11 @@ class Clock:
 
 
 class Trainer:
-    """Trains one rank under one contender, and measures losses, times, memory and bytes sent."""
+    """Trains one rank under one contender, and measures losses, times, memory and bytes sent. After each measurement the device
+    is idle and its cached memory is freed, for the next contender."""
 
     def __init__(self, seat: Seat, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]]) -> None:
-        """`build` returns the loop to measure. `batches` yields the arguments of each forward, to be moved to the device."""
+        """`build`: called here once, returns the loop to measure. `batches`: yields the arguments of each forward, on the CPU."""
         self._device, self._batches = seat.device, batches
         self._num_steps = 0
         # Created before the model, since it does not count storages that exist already.
@@ -106,8 +107,8 @@ class Trainer:
     def memory(self) -> dict[str, int]:
         """Run a step. Returns the bytes of tensors between steps ("rest") and the peaks "allocated" and "reserved".
 
-        On CPU, "allocated" counts storages that operators made, without temporaries inside operators and the backend, and
-        "reserved" is the resident set.
+        On CPU, "rest" and "allocated" count storages that operators made, without temporaries inside operators and the backend,
+        and "reserved" is the highest resident set of the process.
         """
         if self._allocations is None:
             self._synchronise()
@@ -151,7 +152,7 @@ class Trainer:
 
 
 def start(seat: Seat, contender: str, setting: Setting) -> Trainer:
-    """Return the trainer of one rank under `contender`, with the model and seed of `setting`."""
+    """Build the model of `setting`, from its seed, and return the trainer of one rank under `contender`. Collective."""
     shape = shape_of(setting.model)
 
     def build() -> Loop:

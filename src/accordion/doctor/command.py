@@ -50,8 +50,10 @@ class DoctorOptions:
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run `accordion doctor` with the arguments `words`, and print findings. Returns the exit code: 1 if there is a problem. In
-    a rank of torchrun or srun (by `environ`), returns 0; rank 0 raises `SystemExit(1)` if there is a problem."""
+    """Run `accordion doctor` with the arguments `words`: examine this machine and new ranks on it, and print findings. Returns
+    the exit code: 1 if there is a problem, otherwise 0. If `environ` shows that torchrun or srun started this process, examine
+    the ranks of that job instead; then return 0, but rank 0 raises `SystemExit(1)` if there is a problem. Raises `UsageError`
+    for wrong arguments, or if there are more ranks than devices."""
     options = flags.read(DoctorOptions, words, PROG, (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
@@ -84,7 +86,8 @@ def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[F
 
 
 def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions) -> None:
-    """Run the checks on one rank of torchrun or srun: the first rank of a machine examines it, rank 0 prints the report."""
+    """Run the checks on one rank of torchrun or srun. Collective. The first rank of each machine examines the machine, and rank 0
+    prints the report. Rank 0 raises `SystemExit(1)` if there is a problem."""
     answers = PrefixStore("accordion/doctor", store)
     findings = _machine(devices, place.local_world, options) if place.local_rank == 0 else []
     entries = [asdict(replace(finding, where=socket.gethostname())) for finding in findings]

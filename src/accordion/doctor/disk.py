@@ -17,7 +17,7 @@ LITTLE_BYTES, LEAST_BYTES = 20 * 2**30, 2**30
 
 
 def disk(folder: Path) -> list[Finding]:
-    """Return the findings about the disk of `folder`, which must exist; the written file is removed."""
+    """Return the findings about the existing `folder`: free space on its disk, and speed or failure of writing a file there."""
     try:
         return [space(folder), _speed(write_rate(folder))]
     except OSError as error:

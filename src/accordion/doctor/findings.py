@@ -23,8 +23,8 @@ class Finding:
     """The result of one check.
 
     `check`: its name, such as `disk.space`. `severity`: `problem` if a training fails or is wrong, `warning` if it is slow or
-    may fail later, `note` if it concerns only some users. `found`: text on the result; `data` has its figures as numbers.
-    `means`: the effect on a training. `do`: the remedy, which only `ok` lacks. `where`: the host, or "" for this one.
+    may fail later, `note` if it concerns only some users. `found`: text on the result. `data`: the figures of that text.
+    `means`: the effect on a training. `do`: the remedy; empty if all is well. `where`: name of the host; empty for this one.
     """
 
     check: str

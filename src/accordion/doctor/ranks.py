@@ -38,19 +38,20 @@ Answer = Mapping[str, Any]
 
 
 def start(seat: Seat) -> RankExam:
-    """Create the `RankExam` in a rank that `WorkerTeam` started."""
+    """Return the `RankExam` of this process, the rank `seat` that a `WorkerTeam` started."""
     return RankExam(seat.rank, seat.num_ranks, seat.device)
 
 
 class RankExam:
-    """Runs one rank's side of the checks that all ranks run together."""
+    """Runs one rank's side of the all-gather that all ranks test and time together. Needs a process group."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
 
     def gathers(self) -> Answer:
-        """Test and time an all-gather. Collective. Returns a dict with host, torch (its version), right (True if all values were
-        right), num_bytes (received) and gather_s; or, after an exception, a dict with error alone."""
+        """Test and time an all-gather. Collective. Returns a dict with the keys "host", "torch": its version, "right": True if
+        the first and last values of all shards were right, "num_bytes": received bytes, and "gather_s": seconds of the fastest
+        run. Catches any exception, and then returns a dict with the key "error" alone."""
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks
@@ -69,7 +70,7 @@ class RankExam:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
     def _fastest(self, call: Callable[[], object]) -> float:
-        """Return the seconds of the fastest of several runs of `call`. Collective: all ranks start each run together."""
+        """Run `call` several times and return the seconds of the fastest run. Collective: all ranks start each run together."""
         times_s = []
         for _ in range(WARMUPS + REPEATS):
             self._synchronize()
@@ -111,7 +112,8 @@ def no_group(error: str) -> Finding:
 
 
 def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
-    """Return the findings from `answers`, one for each rank in rank order: on the process group, the values and the rate."""
+    """Return the findings on process group, values and rate. `answers`: of all ranks, in rank order. If a rank failed, return
+    `no_group` alone. A single rank has no rate."""
     errors = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         return [no_group(f"{_ranks(errors)} failed: {answers[errors[0]]['error']}")]

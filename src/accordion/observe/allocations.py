@@ -14,7 +14,8 @@ from accordion.observe.storage_watch import StorageWatch
 
 
 class Allocations(StorageWatch):
-    """Context manager that counts live bytes: storages that operators make inside it, at their size, until they are freed.
+    """Context manager that counts live bytes: storages that operators make inside it, at their size, until they are freed. It may
+    be entered again. Attribute `live_bytes`: their sum at present.
 
     Memory of the backend itself is not seen: gloo copies each message once more, NCCL does not. The profiler's memory events
     are no alternative, since they miss what gloo's threads free.
@@ -29,12 +30,12 @@ class Allocations(StorageWatch):
         self._starts: dict[int, int] = {}  # storage's key -> address of its memory
 
     def mark(self, name: str) -> None:
-        """Give the present moment a name, for `live` and `peak`."""
+        """Give the present moment a new name, for `live` and `peak`."""
         assert name not in self._marks, name
         self._marks[name] = len(self._history) - 1
 
     def live(self, mark: str) -> int:
-        """Return the bytes that were live when `mark` was given that name."""
+        """Return the bytes that were live at the mark with this name."""
         return self._history[self._marks[mark]]
 
     def peak(self, start: str, end: str) -> int:

@@ -1,4 +1,4 @@
-"""Marks in time: of the host on CPU, and of a device stream on an accelerator, where they are read after the recorded steps."""
+"""Marks in time: of the host's clock on CPU, and on an accelerator device events, whose times are read after the last step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TraceClock(Protocol):
         """Return a mark of the present moment, on `stream` or on the current stream."""
 
     def settle(self) -> None:
-        """Let the host wait for all marks; `us` may be called afterwards."""
+        """Wait on the host until the device has reached all marks. Call it before `us`."""
 
     def us(self, mark: Mark) -> float:
         """Return the microseconds from the creation of the clock to `mark`."""
@@ -41,7 +41,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """A clock of events on device streams; a mark does not let the host wait."""
+    """A clock of events on device streams. The constructor waits for the device; `mark` does not."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)

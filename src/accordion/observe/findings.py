@@ -19,7 +19,7 @@ REGATHERS = ("full_shard", "hybrid_shard", "hybrid_shard_optim")  # strategies t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitTimes:
     """Microseconds per step of one unit on one rank: its forward and backward without waits, its transfers, and the waits for
-    them. `gathers`, `hits`: number of gathers per step, and of those that were prefetched in time."""
+    them. `gathers`: gathers per step. `hits`: those of them for which the compute stream waited less than 10 % of their time."""
 
     unit: int
     forward_us: float
@@ -34,14 +34,14 @@ class UnitTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFinding:
-    """A change, or a rank that others wait for, with the time per step that it would gain at most."""
+    """A suggested change, `text`, and the most microseconds per step that it would save, `gain_us`."""
 
     gain_us: float
     text: str
 
 
 def unit_times(rank: RankTrace) -> list[UnitTimes]:
-    """Return the mean times of each unit over the recorded steps of `rank`."""
+    """Return the mean times of each unit over the recorded steps of `rank`, in the order of `rank.units`."""
     num_steps = max(len(rank.steps), 1)
     total: dict[tuple[int, str, str], float] = defaultdict(float)
     waits = [span for span in rank.spans if span.lane == WAIT]
@@ -72,9 +72,9 @@ def unit_times(rank: RankTrace) -> list[UnitTimes]:
 
 
 def findings(ranks: Sequence[RankTrace]) -> list[StepFinding]:
-    """Return what would gain more than 1 % of a step, the largest gain first.
+    """Return the changes that would save 1 % of a step or more, the largest saving first. At least one step must be recorded.
 
-    Gains of prefetching and of kept parameters are those of the rank that waits least, since all ranks do them together.
+    Earlier gathers, or keeping full parameters, save the time of the rank that waits least, since all ranks change together.
     """
     step_us = median([end - start for rank in ranks for start, end in rank.steps])
     possible = [*_stragglers(ranks), *_prefetch(ranks), *_keep(ranks)]
@@ -83,7 +83,7 @@ def findings(ranks: Sequence[RankTrace]) -> list[StepFinding]:
 
 
 def _stragglers(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
-    """Yield a finding for each rank that computes longer than the median rank; the others wait for it in a collective."""
+    """Yield a finding for each rank that computes 5 % longer than the median rank; the others wait for it in a collective."""
     times = [unit_times(rank) for rank in ranks]
     totals = [sum(unit.forward_us + unit.backward_us for unit in units) for units in times]
     # The lower median: of two ranks the faster one.
@@ -100,7 +100,7 @@ def _stragglers(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
 
 
 def _prefetch(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
-    """Yield a finding if gathers could begin earlier: the compute stream waits for them, and no gather runs before them."""
+    """Yield one finding if gathers could begin earlier: the compute stream waits for them while no other gather runs."""
     gains = [_earlier(rank) for rank in ranks]
     gain = min((sum(by_unit.values()) for by_unit in gains), default=0.0)
     if not gain:
@@ -118,7 +118,8 @@ def _prefetch(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
 
 
 def _earlier(rank: RankTrace) -> dict[int, float]:
-    """Return unit -> microseconds per step by which waits would shrink if its gathers began right after the gather before."""
+    """Return index of a unit -> microseconds per step that its gathers' waits would shrink if each gather began as soon as the
+    previous one ended. The first gather of a step does not count."""
     waits = [span for span in rank.spans if span.lane == WAIT]
     by_unit: dict[int, float] = defaultdict(float)
     for start_us, end_us in rank.steps:
@@ -132,7 +133,7 @@ def _earlier(rank: RankTrace) -> dict[int, float]:
 
 
 def _keep(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
-    """Yield a finding if the backward waits for gathers that a strategy which keeps full parameters does not make."""
+    """If all ranks' strategies gather again for the backward, yield one finding: the time that the backward waits for gathers."""
     if any(rank.strategy not in REGATHERS for rank in ranks):
         return
     gain = min(_backward_waits_us(rank) for rank in ranks)
@@ -152,7 +153,7 @@ def _backward_waits_us(rank: RankTrace) -> float:
 
 
 def _overlaps(spans: Sequence[TraceSpan], others: Sequence[TraceSpan]) -> Iterator[tuple[TraceSpan, TraceSpan]]:
-    """Yield the pairs of spans that overlap. Within each list spans do not."""
+    """Yield the pairs (one of `spans`, one of `others`) that overlap in time. Spans of one list must not overlap each other."""
     a, b = sorted(spans, key=lambda span: span.start_us), sorted(others, key=lambda span: span.start_us)
     i = j = 0
     while i < len(a) and j < len(b):
@@ -167,7 +168,7 @@ def _overlaps(spans: Sequence[TraceSpan], others: Sequence[TraceSpan]) -> Iterat
 def _waits_of(
     transfers: Sequence[TraceSpan], waits: Sequence[TraceSpan]
 ) -> Iterator[tuple[TraceSpan, TraceSpan | None]]:
-    """Yield each transfer with the wait for it: the first one of its unit and lane that ends after the transfer began."""
+    """Yield (transfer, wait for it): the first unused wait of its unit and lane that ends after the transfer began, else None."""
     by_place: dict[tuple[int, str], list[TraceSpan]] = defaultdict(list)
     for wait in sorted(waits, key=lambda span: span.start_us, reverse=True):
         by_place[wait.unit, wait.kind].append(wait)

@@ -17,15 +17,16 @@ PLACE = "/*TRACE*/"  # in the template
 
 
 def as_html(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> str:
-    """Return the page of a trace, with the curve of the memory of `planned`. If it would be larger than 2 MB, it has fewer steps
-    and ranks, and says so."""
+    """Return the HTML page of a trace. `planned`: a planned step, whose memory is drawn over the recorded one. If the page would
+    be larger than 2 MB, it leaves out the last steps and ranks, all but the first if needed, and says so."""
     template = resources.files("accordion.observe").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(page_data(ranks, planned), separators=(",", ":")).replace("</", "<\\/")
     return template.replace(PLACE, data)
 
 
 def page_data(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> dict[str, Any]:
-    """Return what the page draws: lanes, units, findings, and for each rank its spans and memory in compact lists."""
+    """Return the data of the page: lanes, findings, and for each rank its units, spans and memory in compact lists. Steps and
+    ranks that would exceed `MOST_BYTES` are left out."""
     drawn: list[dict[str, Any]] = []
     left = MOST_BYTES
     num_steps = len(ranks[0].steps)
@@ -48,7 +49,7 @@ def page_data(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> d
 
 
 def _curve(planned: RankTrace) -> list[tuple[float, int]]:
-    """Return (part of the step, allocated bytes) along a planned step."""
+    """Return (fraction of the step's time, allocated bytes) for each point of a planned step."""
     (start_us, end_us), between = planned.steps[0], planned.shard_bytes + planned.state_bytes
     return [(round((p.time_us - start_us) / (end_us - start_us), 4), between + p.total) for p in planned.memory]
 

@@ -40,15 +40,15 @@ OTHER = ("other", NO_UNIT)
 
 @contextmanager
 def observe(model: nn.Module, *, steps: int = 3) -> Iterator[Trace]:
-    """Context manager that records the next `steps` training steps of a sharded model, and returns their `Trace`.
+    """Context manager that records the next `steps` training steps of a sharded model, and yields their `Trace`.
 
     A step is everything from the first forward of the model to the end of `optimizer.step()`, so all its micro-batches belong to
-    it. The trace is filled when the block ends, on every rank with the steps of all ranks; this is collective. If the block ends
-    with an error, the trace has this rank alone. On CPU one more step is recorded before the others, to count allocations, which
-    takes time; on an accelerator the allocator's figures are read. Nothing is recorded outside of the block. Begin it after a few
-    steps of training, because in the first ones the host waits for other ranks.
+    it. The trace is empty until the block ends. Its end is collective: on every rank, the trace gets the steps of all ranks. If
+    the block ends with an error, the end is not collective, and the trace has this rank alone. On CPU one more step is recorded
+    before the others, to count allocations, which takes time; on an accelerator the allocator's figures are read. Begin the block
+    after a few steps of training, because in the first ones the host waits for other ranks.
 
-    Raises `UsageError` if the model is not sharded or is observed already.
+    Raises `UsageError` if the model is not sharded or is observed already, or if `steps` is less than 1.
     """
     engine = sharded_engine(model, "observe")
     if steps < 1:
@@ -107,6 +107,7 @@ class Recorder(Observer):
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
+        """Start recording: attach this observer to the engine and to optimizers, and replace `makes` of the side streams."""
         engine, context = self._engine, self._engine.context
         streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, "fetch": context.fetch_stream}
         if context.replicate_stream is not context.reduce_stream:
@@ -120,7 +121,7 @@ class Recorder(Observer):
         step_hooks().add(self)
 
     def detach(self) -> None:
-        """End the step under way, which is dropped unless its optimizer has stepped, and stop recording."""
+        """Stop recording, and restore the side streams. Keep a step under way if its optimizer has stepped, otherwise drop it."""
         self._finish_step()
         self._num_steps = 0
         while self._undo:
@@ -161,12 +162,12 @@ class Recorder(Observer):
         self._counted = None if log.end is None else log
 
     def steps(self, optimizer: Optimizer) -> None:
-        """Called before a step of any optimizer."""
+        """Called before a step of any optimizer; ignores those without a parameter of this model."""
         if self.log is not None and self._is_ours(optimizer):
             self._push("optimizer", NO_UNIT)
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Called after a step of any optimizer."""
+        """Called after a step of any optimizer; ignores those without a parameter of this model."""
         if self.log is not None and self._is_ours(optimizer):
             self._pop("optimizer", NO_UNIT)
             self.log.end = self.clock.mark()
@@ -214,7 +215,7 @@ class Recorder(Observer):
             self._switch()
 
     def _pop(self, kind: str, unit: int) -> None:
-        """Remove the newest such entry of the stack, if there is one: a call that failed has none."""
+        """Remove the newest entry (`kind`, `unit`) of the stack. Do nothing without one, or if no step is being recorded."""
         if self.log is not None and (kind, unit) in self._stack:
             index = len(self._stack) - 1 - self._stack[::-1].index((kind, unit))
             del self._stack[index]
@@ -223,7 +224,7 @@ class Recorder(Observer):
             self._switch()
 
     def _end_ranges(self, is_last: Callable[[tuple[str, int]], bool]) -> None:
-        """End the newest ranges for torch.profiler, up to and including the first that `is_last`."""
+        """End ranges for torch.profiler, newest first, until one has ended for whose work `is_last` returns True."""
         while self._ranges:
             work, named = self._ranges.pop()
             named.__exit__(None, None, None)
@@ -250,7 +251,7 @@ class Recorder(Observer):
             self._note_memory()
 
     def landed(self, lane: str, unit: int, before: Mark) -> None:
-        """Called when the compute stream has waited for a transfer of `unit` since the mark `before`."""
+        """Called when the compute stream has waited since the mark `before` for a transfer of `unit` on side stream `lane`."""
         if self.log is None:
             return
         self.log.spans.append((WAIT, lane, unit, before, self.clock.mark()))
@@ -332,7 +333,7 @@ def _grad_bytes(unit: Unit) -> int:
 
 
 def _device_bytes(tensor: Tensor, device: torch.device) -> int:
-    """Return the bytes of this rank's part of `tensor` if it is on a device of that type, else 0."""
+    """Return the bytes of `tensor`, of a DTensor those of its local tensor; 0 if it is on another type of device."""
     local = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
     return local.nbytes if local.device.type == device.type else 0
 

@@ -14,7 +14,8 @@ _Mode: Any = _torch.EagerMode
 
 
 class StorageWatch(_Mode):  # type: ignore[misc]
-    """A dispatch mode that reports when a watched storage is resized or freed. A subclass chooses the storages with `watch`.
+    """A dispatch mode that reports when a watched storage is resized or freed. A subclass implements `runs`, `resized` and
+    `died`, and chooses the storages with `watch`.
 
     Operators on DTensors are seen as operators on their local tensors. Memory that a kernel allocates inside is not seen. While
     the mode is active, `torch.UntypedStorage.resize_` is replaced.

@@ -21,7 +21,8 @@ NOTHING = "nothing in these steps would gain more than 1 % of their time"
 
 @dataclass(slots=True)
 class Trace:
-    """The recorded steps of all ranks. `observe` fills `ranks` when its block ends."""
+    """The recorded steps of all ranks. `observe` fills `ranks` when its block ends. Methods that read the steps raise
+    `UsageError` if no step was recorded, and those that write a file, if it cannot be written."""
 
     ranks: list[RankTrace] = field(default_factory=list)
 
@@ -34,8 +35,8 @@ class Trace:
         return self.ranks
 
     def lines(self) -> list[str]:
-        """Return a line with the time of a step, and at most three with changes that would gain more than 1 % of it, the largest
-        gain first."""
+        """Return a line with the median time of a step, then up to three lines with the changes that would save most, if they
+        save 1 % of a step or more; without any, a line that says so."""
         ranks = self.recorded()
         durations = [end - start for rank in ranks for start, end in rank.steps]
         title = f"{len(ranks[0].steps)} steps on {len(ranks)} ranks, {median(durations) / 1e3:.1f} ms each (median)"
@@ -46,7 +47,7 @@ class Trace:
         print("\n".join(self.lines()))
 
     def html(self, path: str | Path, plan: Trace | None = None) -> None:
-        """Write the trace as one self-contained HTML page. `plan`: `acc.plan(...).trace()`, whose memory is laid over it."""
+        """Write the trace as one self-contained HTML page. `plan`: `acc.plan(...).trace()`, whose memory it draws as well."""
         write_text(path, as_html(self.recorded(), None if plan is None else plan.recorded()[0]))
 
     def perfetto(self, path: str | Path) -> None:
@@ -60,7 +61,7 @@ class Trace:
 
     @classmethod
     def open(cls, path: str | Path) -> Trace:
-        """Read a trace that `save` wrote. Raises `UsageError` if the file is none."""
+        """Read a trace that `save` wrote. Raises `UsageError` if the file cannot be read or is no such trace."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             if values["accordion_trace"] != FORMAT:

@@ -13,7 +13,7 @@ COMPUTE, WAIT, UNITS = "compute", "wait", "units"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
-    """`full_bytes`: its full parameters. `shard_bytes`: this rank's rows of them, in the dtype in which they are stored."""
+    """A unit. `full_bytes`: of its full parameters. `shard_bytes`: of this rank's shard, in the dtype in which it is stored."""
 
     name: str
     full_bytes: int
@@ -50,7 +50,7 @@ class MemoryPoint:
 
     @property
     def total(self) -> int:
-        """Return the sum, without shards and optimizer states."""
+        """The sum of all kinds; shards and optimizer states are not among them."""
         return self.full + self.gradients + self.other
 
 

@@ -25,7 +25,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Tables, and notes below them. `name`: of a file, without suffix. `data`: numbers, for JSON."""
+    """Tables, and notes below them. `name`: of the JSON file, without suffix. `data`: the content of that file."""
 
     name: str
     notes: Sequence[str]
@@ -55,7 +55,7 @@ def check_folder(folder: Path) -> Path:
 
 
 def write(page: Page, folder: Path) -> Path:
-    """Write `page.data` to `<page.name>.json` in `folder`, and return the path of that file."""
+    """Write `page.data` as JSON to `<page.name>.json` in the existing `folder`, and return the path. Replaces an older file."""
     path = folder / f"{page.name}.json"
     path.write_text(json.dumps(plain_data(page.data), indent=1) + "\n", encoding="utf-8")
     return path

@@ -18,7 +18,7 @@ class Spread:
 
 
 def quartiles(values: Sequence[float]) -> Spread:
-    """Return the median of `values`, single measurements, with the first and third quartile, by the nearest-rank method."""
+    """Return the median of `values` with their first and third quartile as `low` and `high`, by the nearest-rank method."""
     ordered, last = sorted(values), len(values) - 1
     return Spread(
         median=median(ordered),
@@ -29,12 +29,13 @@ def quartiles(values: Sequence[float]) -> Spread:
 
 
 def extremes(values: Sequence[float]) -> Spread:
-    """Return the median of `values`, one per round, with the lowest and highest."""
+    """Return the median of `values` with the lowest and the highest value."""
     return Spread(median=median(values), low=min(values), high=max(values), count=len(values))
 
 
 def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Spread:
-    """Return the spread over rounds of median(ours) / median(theirs). `ours`, `theirs`: for each round its measurements."""
+    """Compute median(ours) / median(theirs) in each round, and return the spread of these ratios. `ours`, `theirs`: the
+    measurements of each round."""
     # By round, since measurements of a round are close in time, and a slow phase of the machine affects both.
     return extremes([median(a) / median(b) for a, b in zip(ours, theirs, strict=True)])
 
@@ -56,9 +57,9 @@ class Verdict:
 def compare_losses(losses: dict[str, list[float]], tolerance: float) -> Verdict:
     """Compare each contender's losses with the median over contenders, step by step.
 
-    A contender is wrong if a loss is not finite or differs by more than `tolerance`, relative to the median, or if it has no
-    losses. It is left out of the medians of later steps. If two contenders disagree, both are wrong. `losses`: contender ->
-    losses from the first step on; lists may differ in length.
+    A contender is wrong if it has no losses, if a loss is not finite, or if a loss differs from the median by more than
+    `tolerance` times the median. From then on it does not count in medians. If two contenders disagree, both are wrong.
+    `losses`: contender -> losses from the first step on; lists may differ in length.
     """
     wrong = {name for name, values in losses.items() if not values}
     for step in range(max(map(len, losses.values()))):

@@ -29,7 +29,7 @@ class AdaptedLinear(nn.Module):
 
 
 class PlannedFourBitLinear(FourBitLinear):
-    """Stand-in for a `FourBitLinear` whose weights torch's own operators widen in forward and backward. Its values are wrong."""
+    """Stand-in for a `FourBitLinear` that widens its weights with torch's operators, so a trace sees it. Its values are wrong."""
 
     def forward(self, input: Tensor) -> Tensor:
         out: Tensor = _FourBit.apply(input, self.weight.view(self.out_features, -1))  # type: ignore[no-untyped-call]

@@ -48,7 +48,7 @@ def plan(
         say: called with a line of text before each trace.
 
     Raises `UsageError` if arguments contradict each other, if this process has a process group, or if the model needs the values
-    of a tensor; the message names the line that does.
+    of a tensor; the message then names the line of the model.
     """
     workload = Workload(subject) if isinstance(subject, str) else subject
     cluster = cluster_of(cluster) if isinstance(cluster, str) else cluster
@@ -76,7 +76,7 @@ def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Col
 
 def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: Workload) -> Search:
     """Return a copy of `search` that tries fewer values: of each field named in `fixed` only the value in `base`, and no values
-    that the workload does not support."""
+    that the workload or its engine does not support. Raises `UsageError` if values contradict each other, or none is left."""
     search = search.narrowed(base, fixed)
     if not isinstance(workload.model, str):
         search = replace(search, micro_batches=[1])

@@ -163,7 +163,7 @@ def moved_as(choice: Choice) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """The values that a plan tries. If the caller fixes a field of the sharding, only that value is tried.
+    """The values that a plan tries for fields that the caller does not fix. Raises `UsageError` for wrong values.
 
     Args:
         strategies: strategies, or their names.
@@ -214,8 +214,9 @@ class Search:
             check_offload(offload)
 
     def narrowed(self, sharding: Sharding, fixed: Collection[str]) -> Search:
-        """Return a copy that tries, of each field named in `fixed`, only the value in `sharding`. With `no_sync` it tries no
-        offload. Raises `UsageError` if values contradict each other."""
+        """Return a copy that tries, of each field named in `fixed`, only the value in `sharding`. It tries no offload with
+        `no_sync`, and no `copies` if the strategy or `secondary` is fixed or experts are shared. Raises `UsageError` if values
+        contradict each other."""
         narrow: dict[str, Any] = {}
         if "strategy" in fixed:
             narrow |= {"strategies": [sharding.strategy], "copies": False}

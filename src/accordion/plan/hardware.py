@@ -105,7 +105,7 @@ def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
 
     Args:
         peaks: values of the fields in `PEAKS`, in this order.
-        like: kind of GPU whose shares of the peaks are used, a key of `BY_KIND`.
+        like: kind of GPU whose shares of the peaks are used, a key of `BY_KIND`; "": they are guessed.
         more: values of other fields of `Gpu`, by name.
     """
     kind = BY_KIND.get(like, GUESSED)
@@ -116,7 +116,7 @@ def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
 
 
 def with_attention(gpu: Gpu, kernel: str) -> Gpu:
-    """Return a copy of `gpu` whose `attention`, the share of peak flops, is that of `kernel`, a key of `Efficiency.attention`."""
+    """Return a copy of `gpu` whose `attention` is scaled from `ATTENTION` to `kernel`, both keys of `Efficiency.attention`."""
     known = BY_KIND.get(gpu.kind, GUESSED).attention
     return replace(gpu, attention=gpu.attention * known[kernel] / known[ATTENTION])
 
@@ -211,7 +211,7 @@ MANY_RANKS, DRAG = 128, 0.03  # beyond so many ranks each doubling costs this sh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal machines with equal GPUs.
+    """Equal machines with equal GPUs. Raises `UsageError` for an unknown GPU or a value out of range.
 
     Args:
         gpu: a `Gpu`, or the name of one in the table.

@@ -50,7 +50,7 @@ class _Fused(torch.autograd.Function):
 
 
 def check_head(model: nn.Module, label: str, loss: str) -> None:
-    """Raise `UsageError` if `loss` computes with the head of `model`, which is no `nn.Linear`. `label`: its name in errors."""
+    """Raise `UsageError` if `loss` is in `OF_HEAD` and the model's head is no `nn.Linear`. `label`: name of `model` in errors."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if loss in OF_HEAD and not isinstance(head, nn.Linear):
         raise UsageError(f"the head of {label} is no nn.Linear; take --loss fused or plain.")

@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest candidate that fits; if none fits, the one that needs least memory."""
+        """The fastest candidate that fits on all GPUs asked for; if none fits, the one on them that needs least memory."""
         if self.found.best is not None:
             return self.found.best
         return closest(self.found.candidates, self.space)
@@ -120,7 +120,7 @@ class Plan:
         return c.steps[rate].flops / c.steps[rate].seconds / (self.cluster.gpu.tflops * 1e12)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the data that `--json` prints: figures of the chosen configuration, and the other ones under `candidates`."""
+        """Return the data that `--json` prints: figures of the chosen configuration, and the others' under `candidates`."""
         chosen = self.chosen
         others = [{**self._entry(c), "why": c.why} for c in self.found.candidates if c is not chosen]
         fewest = None if self.found.fewest is None else self._config(self.found.fewest)
@@ -188,8 +188,8 @@ class Plan:
 
     @property
     def free_bytes(self) -> dict[str, int]:
-        """Bytes of a GPU that are free while an inference engine generates beside the parked model, or beside the model, and in
-        a training step; {} if the memory of the chosen configuration is not known. What is reserved does not count as free."""
+        """Bytes of a GPU that are free: "parked" and "not parked", while an inference engine generates and the trained model is
+        parked or not, and "step", in a training step. Reserved memory is not free. {} if the chosen one's memory is not known."""
         memory, card = self.chosen.memory, self.cluster.card_bytes
         if memory is None:
             return {}

@@ -28,8 +28,8 @@ from accordion.weights.four_bits import FourBits
 
 
 def configuration(model: str, seq: int) -> Any:
-    """Return the transformers configuration of `model`: a preset, a folder with a config.json, or that file. Raises
-    `UsageError` if it cannot be read or planned, or if it has fewer than `seq` positions."""
+    """Return the transformers configuration of `model`: a preset, a folder with a config.json, or that file. Raises `UsageError`
+    if transformers is not installed, or if the file cannot be read or planned, or has fewer than `seq` positions."""
     if find_spec("transformers") is None:
         raise UsageError("a model by name or configuration needs transformers; pip install 'accordion-fsdp[plan]'.")
     if model in PUBLISHED:
@@ -108,7 +108,7 @@ def remarks_on(config: Any, model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """How a language model computes loss and attention, which of its parameters are trained, and how they are stored."""
+    """How a language model computes loss and attention, and trains and stores parameters. Raises `UsageError` for wrong ones."""
 
     loss: str = "plain"  # a key of `LOSSES`
     attention: str = "auto"  # a key of `ATTENTIONS`
@@ -130,8 +130,8 @@ class Kernels:
 
 
 def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
-    """Return the language model of `config` on the meta device, with dtype, adapters and head as `kernels` say. `label`: its
-    name in errors. Raises `UsageError` if it cannot be built."""
+    """Return the language model of `config` on the meta device, with dtype and adapters as in `kernels`. `label`: its name in
+    errors. Raises `UsageError` if it cannot be built, or if adapters, four bits or the loss do not suit it."""
     attention = "eager" if kernels.attention == "eager" else None
     model = (masked_model if is_encoder(config) else language_model)(config, label, attention)
     if kernels.pure:

@@ -35,7 +35,7 @@ LARGEST_TOKENS = 1 << 24  # of a micro-batch: torch counts the elements of a ten
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The model that is trained, its loss and its batches.
+    """The model that is trained, its loss and its batches. Raises `UsageError` for values that cannot be planned.
 
     Args:
         model: any module; or a language model: the name of a preset, a folder with a config.json, or that file.

@@ -35,8 +35,9 @@ class World:
     Args:
         group: "real": `num_ranks` processes. Otherwise one process, rank 0 of `num_ranks`, in torch's group "fake", or in the
             group "still" of `null_group`.
-        backend: of a real group; "" is the default of the device type.
-        timeout_s: a team that does not answer within it is killed; the default is the timeout of gloo.
+        backend: torch.distributed's backend of a real group; "" is the default of the device type.
+        threads: number of torch's threads in each process.
+        timeout_s: a team that does not answer within this time is killed; the default is the timeout of gloo.
     """
 
     num_ranks: int
@@ -47,6 +48,7 @@ class World:
     timeout_s: float = 1800.0
 
     def seats(self, port: int) -> list[Seat]:
+        """Return a `Seat` for each process to start, in rank order: one alone unless `group` is "real"."""
         count = self.num_ranks if self.group == "real" else 1
         devices = Devices(self.device_type, 0 if self.device_type == "cpu" else torch.accelerator.device_count())
         return [Seat(rank=rank, device=devices.at(rank), world=self, port=port) for rank in range(count)]
@@ -54,7 +56,7 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Rank, device and settings of one rank process. `port`: on 127.0.0.1, of the store that the parent process serves."""
+    """Rank, device and settings of one rank process. `port`: port on 127.0.0.1 of the store that the parent process serves."""
 
     rank: int
     device: torch.device
@@ -68,7 +70,7 @@ class Seat:
 
 class WorkerTeam:
     """Context manager for the rank processes of one contender, a program to compare with others. The constructor starts them, as
-    `world` describes, and raises `BenchError` if one fails. The exit of the context kills them.
+    `world` describes, waits for them, and raises `BenchError` if one fails. The exit of the context, or `close`, kills them.
 
     `make(seat, *args)` is called in each process and returns the object whose methods `ask` calls; it must be a function of a
     module, since it is pickled by name. `environ`: environment variables, set before `make` is called.
@@ -134,6 +136,7 @@ class WorkerTeam:
         return [results[rank] for rank in range(len(self._ends))]
 
     def close(self) -> None:
+        """Kill all rank processes, and wait until they have ended. May be called again."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -160,7 +163,7 @@ def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: An
 def _serve(
     conn: Connection, seat: Seat, make: Callable[..., Any], args: Sequence[Any], environ: dict[str, str]
 ) -> None:
-    """Run a rank process: join the group, call `make`, then run the requested methods until the parent closes `conn`."""
+    """Run a rank process: join the group, call `make`, then run the requested methods. Ends the process when `conn` is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills the ranks
     as_torchrun = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.num_ranks}
     os.environ.update({key: str(value) for key, value in as_torchrun.items()} | environ)  # DeepSpeed needs them

@@ -34,8 +34,9 @@ def cache_folder() -> Path:
 
 
 def place_of(o: Options) -> Path | None:
-    """Return the path of the cache file for the options `o`. None for a task or a page, or if `o.model` is neither a
-    preset, nor a JSON file, nor a folder with a config.json."""
+    """Return the path of the cache file for the options `o`. It changes with the options, the model's configuration, and versions
+    or sources of packages. None for a task or with `--html`, or if `o.model` is neither a preset, nor a JSON file, nor a folder
+    with a config.json."""
     folder = Path(o.model)
     config = _text(folder / "config.json" if folder.is_dir() else folder)
     if o.task is not None or o.html is not None or (o.model not in PUBLISHED and not config.lstrip().startswith("{")):

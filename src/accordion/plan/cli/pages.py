@@ -18,7 +18,7 @@ NOTHING_FITS = (
 
 
 def of_plan(plan: Plan, shows_free: bool = False) -> Page:
-    """Return a plan's page. `shows_free`: with a table of `Plan.free_bytes`."""
+    """Return a plan as a page of tables. `shows_free`: add a table of `Plan.free_bytes`, unless these are unknown."""
     tables = [_verdict(plan)]
     if shows_free and plan.free_bytes:
         rows = [[phase, gib(num_bytes)] for phase, num_bytes in plan.free_bytes.items()]

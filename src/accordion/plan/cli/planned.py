@@ -71,7 +71,7 @@ def workload_of(o: Options, task_words: list[str]) -> Workload:
 
 
 def _task(o: Options, task_words: list[str]) -> tuple[Any, Any, Any]:
-    """Return (model, loss function, example batch) of the task."""
+    """Return (model, loss function, example batch) of the task that `o` names. Prints the size of a micro-batch to stderr."""
     size = o.micro_batch or TASK_BATCH
     task = read_task(str(o.task), task_words, "accordion plan")
     with of_the_task("model()"):
@@ -83,8 +83,7 @@ def _task(o: Options, task_words: list[str]) -> tuple[Any, Any, Any]:
 
 
 def cluster_in(o: Options) -> Cluster:
-    """Return the GPUs that `--gpu` and `--gpus` describe, without the memory of `--reserve-gb`. Raises `UsageError` if one of
-    them is wrong."""
+    """Return the GPUs of `--gpu` and `--gpus`, without the memory of `--reserve-gb`. Raises `UsageError` for a wrong value."""
     gpus, node = counts_of(o.gpus)
     cluster = cluster_of(o.gpu, gpus=gpus, node=node)
     if not 0 <= o.reserve_gb < cluster.gpu.memory_gib:
@@ -95,7 +94,7 @@ def cluster_in(o: Options) -> Cluster:
 
 
 def sharding_of(o: Options) -> dict[str, Any]:
-    """Return name -> value of the fields of `Sharding` that the options fix. Raises `UsageError` for a wrong precision."""
+    """Return name -> value of the precision and of fields of `Sharding` that options fix. `UsageError` for a wrong precision."""
     fixed = {name: getattr(o, name) for name in FIXED if getattr(o, name) is not None}
     for word in [] if o.sharding is None else o.sharding.split(","):
         name, _, value = word.partition("=")
@@ -116,7 +115,7 @@ def search_of(o: Options) -> Search:
 
 
 def adapters_of(text: str) -> tuple[int, str]:
-    """Return (rank, comma-separated layers) from "16,targets=q_proj+v_proj". Raises `UsageError` for other text."""
+    """Return (16, "q_proj,v_proj") from "16,targets=q_proj+v_proj", (16, "all") from "16". Raises `UsageError` for other text."""
     rank, *words = text.split(",")
     more = dict(word.partition("=")[::2] for word in words)
     targets = more.pop("targets", "all").replace("+", ",")
@@ -128,8 +127,7 @@ def adapters_of(text: str) -> tuple[int, str]:
 
 
 def precision_of(text: str) -> Precision:
-    """Return the precision that `--precision` describes; bf16-pure keeps no float32 masters. Raises `UsageError` for other
-    text."""
+    """Return the precision that `--precision` describes; bf16-pure has no float32 masters. Raises `UsageError` for other text."""
     name, _, more = text.partition(",")
     key, _, dtype = more.partition("=")
     known = (*COMPUTE_DTYPES, PURE)
@@ -142,8 +140,8 @@ def precision_of(text: str) -> Precision:
 
 
 def counts_of(text: str | None) -> tuple[list[int], int]:
-    """Return (numbers of GPUs to try, GPUs per node) from "16", "2x8" or "8,16". Without "x", a node has at most eight. Raises
-    `UsageError` for other text."""
+    """Return (numbers of GPUs to try, GPUs per node): ([16], 8) from "2x8", ([8, 16], 8) from "8,16". Without "x", a node has the
+    largest number, but at most eight. Raises `UsageError` for other text."""
     nodes, _, each = (text or str(NODE)).rpartition("x")
     words = each.split(",") if not nodes else [nodes, each]
     if not all(word.isdecimal() and 0 < int(word[:9]) <= LARGEST_GPUS and len(word) < 9 for word in words):

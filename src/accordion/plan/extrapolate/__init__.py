@@ -1,1 +1,1 @@
-"""Extrapolate logs of small models, batches and worlds to larger ones."""
+"""Derive logs of deeper models, of other micro-batches and of steps with offload from traced logs."""

@@ -15,7 +15,7 @@ PERIODS = 3  # periods in the middle: the second one is repeated if the first an
 
 
 def num_traced(num_blocks: int, period: int, later: int = 0) -> int:
-    """Return the number of blocks to trace, from which the log of a model with `num_blocks` equal blocks can be derived.
+    """Return how many of a model's `num_blocks` equal blocks to trace so that the log of all can be derived; all if they are few.
 
     Args:
         period: distance of blocks with equal events; 2 if every second block is recomputed.
@@ -69,8 +69,8 @@ class Shortened:
 
 
 def extend(log: Log, short: Shortened) -> Log:
-    """Return the log of a deep model, derived from `log`, that of the model with fewer equal blocks. `short`: how the deep model
-    was shortened. Raises `IrregularError` if the events of the blocks do not repeat."""
+    """Return the log of a deep model, derived from `log`, that of the model shortened as in `short`; `log` itself if it has all
+    blocks. Raises `IrregularError`, `KeyError` or `IndexError` if the events of the blocks do not repeat."""
     return log if short.traced == short.total else _Extension(log, short).log()
 
 
@@ -194,8 +194,9 @@ class _Extension:
     # -- events
 
     def _deep_events(self, event: Event, at: int, segment: _Segment, block: int | None) -> Iterator[Event]:
-        """Yield the deep model's events in place of `event`, number `at` of `segment`: one event, or for a free or a wait, one
-        for each block to which it refers. `block`: index in the deep model of this copy of `segment`; None outside of blocks."""
+        """Yield the events that stand for `event`, number `at` of `segment`, in the deep model's log. There is one, or for
+        `Free`, `Land` and `Wait`, one for each of the allocations or transfers to which it refers there (`_references`).
+        `block`: index in the deep model of this copy of `segment`; None outside of blocks."""
         if isinstance(event, Alloc):
             number = self._number(segment.origin(at, block))
             yield Alloc(number, event.num_bytes, event.category, event.stream, event.operator)

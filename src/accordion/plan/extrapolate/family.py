@@ -23,6 +23,7 @@ class Family:
             raise UnlikeError
 
     def at(self, micro_batch: int) -> Log:
+        """Return the log of a step with this micro-batch; bytes and flops follow the line through those of the two logs."""
         (batch, log), (larger, more) = self._base, self._more
         along = (micro_batch - batch) / (larger - batch)
         # A deep model's log has the same kernel object many times: it is computed once, and is one object in this log too.

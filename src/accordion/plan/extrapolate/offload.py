@@ -36,8 +36,9 @@ COPIED = 2  # a copy reads and writes
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
     """Return the log of a step with offloaded parameters and states, derived from `log`, in which they are on the device.
 
-    The result has the memory and work of the device only; `replay.host_work` adds the time of copies, host and disk. Offload of
-    activations must be in `log` already. Do not use this for a single rank, whose offload has to be traced.
+    Returns `log` itself if `offload` leaves them there. Otherwise the result has the memory and work of the device only;
+    `replay.host_work` adds the time of copies, host and disk. Offload of activations must be in `log` already. Do not call this
+    for a single rank, whose offload has to be traced.
     `compute_bytes`: bytes per element of the compute dtype.
     """
     return _without_states(log, offload.params == HOST, compute_bytes) if offload.is_any else log
@@ -60,7 +61,8 @@ def _without_states(log: Log, has_params_on_host: bool, compute_bytes: int) -> L
 
 def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
     """Yield the events of `log` without operators of the optimizer's step, and without frees of the allocations numbered in
-    `moved`. Gradients are freed when the next reduce ends, because the engine waits for their copy to the host then."""
+    `moved`. Sharded gradients are freed earlier than in `log`: when the next reduce or the backward ends, as the engine waits
+    for their copy to the host then."""
     gradients = offloaded_gradients(log)
     launches = [event for event in log.events if isinstance(event, Launch)]
     last = REPLICATE if any(event.stream == REPLICATE for event in launches) else "reduce"
@@ -140,7 +142,7 @@ def offloaded_gradients(log: Log) -> Mapping[int, int]:
 
 
 def inputs_of(log: Log) -> list[int]:
-    """Return the bytes, in whole pages, of each offloaded input of the micro-batch that offloads most."""
+    """Return the bytes, in whole pages, of each offloaded input of the micro-batch that offloads most; [] if none offloads."""
     batches: list[list[int]] = [[]]
     for event in log.events:
         if isinstance(event, Enter) and begins(event.place):
@@ -171,7 +173,7 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
 
 
 def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
-    """Return the bytes that all ranks of one machine store on disk: optimizer states, and inputs of recomputed units."""
+    """Return the bytes on one machine's disk, of all its ranks: optimizer states and recomputed units' inputs, if kept there."""
     states = sum(s.state_bytes for s in state_by_unit(log).values()) if folder_of(choice.offload.optimizer) else 0
     inputs = sum(inputs_of(log)) if folder_of(choice.offload.activations) else 0
     return (states + inputs) * min(choice.gpus, cluster.node)

@@ -20,7 +20,7 @@ KINDS = {StepPhase.STEP: "optimizer"}
 
 
 def drawn(log: Log, costs: Costs, strategy: str) -> RankTrace:
-    """Return the step of `log` as the trace of one rank. `strategy`: its name, for the page."""
+    """Simulate the step of `log` and return it as the trace of one rank, with 0 as `full_bytes` of units. `strategy`: a name."""
     clock = _DrawingClock(log, costs)
     clock.run(log)
     end_us = clock.step().seconds * 1e6
@@ -43,7 +43,7 @@ def drawn(log: Log, costs: Costs, strategy: str) -> RankTrace:
 
 
 def _thinned(points: list[MemoryPoint], end_us: float) -> list[MemoryPoint]:
-    """Return the point with most bytes of each of `NUM_POINTS` parts of the step."""
+    """Divide the step into `NUM_POINTS` equal intervals, and return the point with most bytes of each that has points."""
     highest: dict[int, MemoryPoint] = {}
     for point in points:
         part = int(point.time_us / max(end_us, 1.0) * NUM_POINTS)
@@ -94,7 +94,7 @@ class _DrawingClock(StreamClock):
             self._add(WAIT, LANES.get(cause, cause), self._busy[COMPUTE] - seconds, self._busy[COMPUTE])
 
     def _add(self, lane: str, kind: str, start_s: float, end_s: float) -> None:
-        """Add a span of the unit under way. If it continues the last span of its lane, that one becomes longer."""
+        """Add a span of the current unit; extend the last span of `lane` instead if kind and unit are equal and the gap short."""
         spans = self.spans[lane]
         # A transfer starts during the unit before the one that it is for, which a log does not name.
         unit = self._place.unit if lane in (COMPUTE, WAIT) else NO_UNIT

@@ -95,7 +95,7 @@ def _gathered_units(log: Log) -> list[int]:
 
 
 def with_host_work(step: Step, work: Mapping[str, float], choice: Choice, num_units: int, costs: Costs) -> Step:
-    """Return a copy of `step`, the time of the device alone, with its waits for `work` (stream -> bytes) of offload added.
+    """Return `step`, the time of the device alone, with the waits for offload's `work` (stream -> bytes) added, if there are any.
 
     The previous step's optimizer runs during the forward, unit by unit. Nothing hides the steps of the first two units, the
     first copy to the device in a backward, the last two copies to the host, and the caller's own work on gradients. All other

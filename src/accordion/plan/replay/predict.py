@@ -47,13 +47,14 @@ class MemoryNeed:
         return self.possible_bytes < cluster.card_bytes
 
     def is_open(self, cluster: Cluster) -> bool:
-        """Return True if the unknown workspace of an operator decides if the step fits."""
+        """Return True if the step fits or not depending on the unknown workspace of an operator."""
         return self.needed_bytes < cluster.card_bytes <= self.possible_bytes
 
 
 def log_of(subject: Subject, run: TrainingSetup) -> tuple[Log, str]:
-    """Trace a step with some of the equal blocks, and repeat their events; if these turn out not to repeat, trace all blocks.
-    Returns (log of the step, text on what was traced: "all blocks" or "6 of 32 equal blocks")."""
+    """Trace a step with some of the model's equal blocks, and repeat their events. Trace all blocks if the model has few or no
+    equal ones, if their events do not repeat, or for adamw_foreach. Returns (log of the step, text on what was traced: "all
+    blocks" or "6 of 32 equal blocks")."""
     model = subject.make()
     blocks = longest_run(model, run.units)
     if blocks is None or run.optimizer == "adamw_foreach":

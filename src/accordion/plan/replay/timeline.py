@@ -96,7 +96,7 @@ class StreamClock:
             self._in_place[1] += seconds
 
     def seconds_of(self, event: Op | Collective) -> float:
-        """Return the seconds of `event`, whose work has run."""
+        """Return the seconds of `event`, which `work` has run before."""
         return self._known[id(event)][1]
 
     def work(self, event: Op | Collective) -> None:
@@ -226,7 +226,7 @@ def by_kind(step: Step) -> list[TimePart]:
 
 
 def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
-    """Return the compute stream's time by phase and unit, in the order of a step; numbered blocks are summed."""
+    """Return the compute stream's time by phase and unit, in the order of a step. Units that differ in a number are one entry."""
     totals: dict[str, list[float]] = {}
     counts: dict[str, set[str]] = {}
     for place, (seconds, waited) in step.by_place.items():

@@ -84,7 +84,7 @@ class Evaluator:
 
     def _offloads(self, choice: Choice) -> Iterator[Candidate]:
         """Yield candidates with one offload after the other until one fits. Yield the first alone if `_bound_of` rules it out,
-        and only the first and the last if the last cannot fit."""
+        and only the first and the last, which needs least GPU memory, if the last cannot fit."""
         choices = [_with_states(choice, offload) for offload in self._space.offloads_of(choice)]
         first = self.candidate(choices[0])
         yield first
@@ -104,7 +104,7 @@ class Evaluator:
                 return
 
     def candidate(self, choice: Choice) -> Candidate:
-        """Return `choice` with its memory and time, or without them if a bound rules it out."""
+        """Return `choice` with memory and time, or without if a bound rules it out. May trace it; stores bounds for others."""
         candidate = Candidate(choice=choice, fits=False, least_bytes=least_bytes(choice, self._space))
         if candidate.least_bytes > self._most:
             return candidate
@@ -130,8 +130,8 @@ class Evaluator:
         return sorted((c for c in on_all if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))
 
     def with_copies(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return new candidates: the fastest of `candidates`, changed so that each node keeps a copy of a unit from its forward
-        to its backward. Choices for which this saves no messages are left out. [] if the search tries no copies."""
+        """Return new candidates: up to `NUM_VARIED` of the fastest `candidates`, changed so that each node keeps a copy of a
+        unit from its forward to its backward, if this saves messages. [] if the search tries no copies."""
         if not self._space.search.copies:
             return []
         fastest = [c.choice for c in self._fastest_first(candidates)]
@@ -139,8 +139,8 @@ class Evaluator:
         return [self.candidate(choice) for choice in more[:NUM_VARIED]]
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return new candidates if nothing fits, else []: those of `candidates` that need least memory, changed to offload the
-        inputs of recomputed units."""
+        """Return new candidates if none fits on all GPUs, else []: up to `NUM_VARIED` of `candidates` that need least memory,
+        changed to offload the inputs of recomputed units, to one place after the other until one fits."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
         if any(c.fits for c in on_all):
             return []
@@ -162,7 +162,7 @@ class Evaluator:
 
     def _floor(self, choice: Choice) -> Floor | None:
         """Return lower bounds of a choice's memory and time, from the FULL_SHARD choice that bounds it. If that was not
-        evaluated, derive them from the FULL_SHARD choice without recomputation. None if that was not evaluated either."""
+        evaluated, derive them from its counterpart without recomputation. None if neither was evaluated."""
         full = as_full_shard(choice)
         how = choice.sharding.checkpointing
         if full in self._floors or not how.every:
@@ -176,7 +176,8 @@ class Evaluator:
         return 0.0 if floor is None else max(floor.seconds, messages_s(choice, floor, self._space))
 
     def _bound_of(self, choice: Choice) -> str:
-        """Return the reason why a choice cannot be the best: it needs too much memory or time. Empty if it may be the best."""
+        """Return the reason why a choice is too large or too slow to be the best. Empty if it may be the best, if no bound is
+        known, or if it offloads states."""
         floor = self._floor(choice)
         if choice.offload.is_any or floor is None:
             return ""
@@ -207,8 +208,8 @@ class Evaluator:
     # -- figures
 
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
-        """Set a candidate's figures, and return the candidate. `log`: of its step without offloaded states. `traced`: of its step
-        with offload, to compute the memory; None: that is derived from `log`. Stores its bounds for later choices too."""
+        """Set a candidate's figures, store its bounds for later choices, and return it. `log`: log of its step without offloaded
+        states. `traced`: log of its step with offload, to compute the memory; None: that log is derived from `log`."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         candidate.is_traced = self.traces.is_own(log) and (traced is not None or not choice.offload.is_any)
         candidate.memory = memory_of(traced or self._offloaded(choice, log), self._most)
@@ -249,7 +250,7 @@ class Evaluator:
         return best
 
     def fastest(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the candidate that fits and needs least memory among those about as fast as the fastest; None if none fits."""
+        """Return the candidate with least memory of those that fit and are within `AS_FAST` of the fastest; None if none fits."""
         fitting = [c for c in candidates if c.fits]
         if not fitting:
             return None

@@ -112,7 +112,8 @@ class Space:
                 yield choice.keeping(self.sharding.kept_over)
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
-        """Return numbers of replicas to try: by default those that shard over one, two and four nodes. [1] unless `hybrid`."""
+        """Return the numbers of replicas to try: that of the search, else those that shard over 1, 2 and 4 nodes; [] if none
+        divides `gpus`. [1] unless `hybrid`."""
         asked, node = self.search.replicas, self.cluster.node
         if not hybrid:
             return [1]
@@ -121,7 +122,7 @@ class Space:
         return [gpus // size for size in (node, 2 * node, 4 * node) if size < gpus and gpus % size == 0]
 
     def _accumulate(self, micro_batch: int, ranks: int) -> int:
-        """Return the number of micro-batches per step; 0 if the global batch is no multiple of `ranks * micro_batch`."""
+        """Return the micro-batches per step; 0 if there is a global batch and it is no multiple of `ranks * micro_batch`."""
         batch = self.search.global_batch
         if batch is None:
             return self.search.accumulate

@@ -24,7 +24,7 @@ class Traces:
         self._last: tuple[Choice, Log] | None = None
 
     def of(self, choice: Choice) -> Log:
-        """Return the log of a step of `choice` without offloaded states, traced or extrapolated."""
+        """Return the log of a step of `choice` with parameters and states on the device. Traces it unless it can be derived."""
         choice = traced_as(choice)
         if choice in self.traced:
             return self.traced[choice]
@@ -52,7 +52,8 @@ class Traces:
         return any(log is other for other in self.traced.values())
 
     def _family(self, choice: Choice) -> Family | None:
-        """Return the `Family` from which the log of `choice` can be extrapolated; None if the choice has to be traced."""
+        """Return the `Family` from which the log of `choice` can be extrapolated; None if the choice has to be traced. Traces the
+        two smallest micro-batches unless that was done before."""
         key, batches = replace(choice, micro_batch=0), sorted(self._space.search.micro_batches)
         if len(batches) < 2:
             return None

@@ -32,7 +32,7 @@ EVENLY = (
 
 def experts_in(model: nn.Module) -> Mapping[str, nn.Module]:
     """Return name -> module for the modules of `model` that hold experts. Such a module has `num_experts` of at least 2, and no
-    parameters in submodules. Dim 0 of each parameter is the expert, and a parameter has 3 dims or more. Its forward takes
+    parameters in submodules. Dim 0 of each parameter is the expert, and at least one has 3 dims or more. Its forward takes
     `ROUTED` arguments or more."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
@@ -65,8 +65,7 @@ def check_experts(model: nn.Module, name: str, ranks: int) -> None:
 def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> MeshChoice:
     """Shard the experts of `model` in place over the axis "ep" of the 2-D `mesh`, and replace their forward by one that sends
     tokens to the ranks of their experts with `exchange`. Returns the argument `meshes` of `accordion.shard`: name of each
-    module with experts -> mesh of the ranks that have the same experts.
-    """
+    module with experts -> mesh of the ranks that have the same experts."""
     modules, axis = experts_in(model), mesh[EXPERTS_AXIS]
     for module in modules.values():
         for name, p in list(module.named_parameters(recurse=False)):
@@ -89,8 +88,7 @@ def silent_exchange(tracker: Tracker) -> Exchange:
 
 def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Forward of a module with experts: send tokens to the `ranks` ranks of their experts, compute, and return weighted sums
-    (n, width). `hidden`: (n, width). `chosen`: indices of k experts for each token, (n, k); `weights`: theirs, (n, k).
-    """
+    (n, width). `hidden`: tokens, (n, width). `chosen`: indices of each token's k experts, (n, k). `weights`: of these, (n, k)."""
     num, k = module.num_experts // ranks, chosen.shape[-1]
     by_expert = torch.argsort(chosen.flatten())
     rows, each = hidden[by_expert // k], weights.flatten()[by_expert].unsqueeze(-1)  # (n * k, width), (n * k, 1)

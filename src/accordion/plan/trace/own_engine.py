@@ -181,7 +181,7 @@ def _host_stream(run: TrainingSetup) -> str:
 
 
 def watch(engine: Engine, tracker: Tracker) -> None:
-    """Make `engine` report to `tracker`: its units, its side streams and the mesh axes of its communicators."""
+    """Make `engine` report units, transfers and mesh axes to `tracker`: attach an observer, replace methods of side streams."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
@@ -272,7 +272,7 @@ def _launched(
 
 
 def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return storage key -> index of the unit, for the storages of all units and optimizer states that exist between steps."""
+    """Return storage key -> index of the unit, for the storages of units and optimizer states between steps; 0 without a unit."""
     owners: dict[int, int] = {}
     units: dict[int, int] = {}
     for unit in engine.units:

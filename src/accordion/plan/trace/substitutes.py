@@ -1,4 +1,4 @@
-"""Replace, in a trace, the CPU operators that save other tensors for the backward than CUDA's operators do."""
+"""Replace CPU operators by CUDA's in a trace, if these save different tensors for the backward."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, forward and
 def trace(subject: Subject, run: TrainingSetup) -> Log:
     """Run two training steps on fake tensors, and return the log of the second, which has optimizer states from its start.
 
-    Raises:
-        UsageError: this process has a process group already, or the model needs the values of a tensor.
+    A fake process group exists meanwhile. Raises `UsageError` if this process has a process group already, if the model needs the
+    values of a tensor, or if the loss is not one number that requires a gradient.
     """
     if dist.is_initialized():
         raise UsageError("a plan needs a process without a process group; plan before init_process_group.")

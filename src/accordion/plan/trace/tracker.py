@@ -73,6 +73,7 @@ class Tracker(StorageWatch):
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
+        """Context manager in which all work is logged on `stream`."""
         before, self.stream = self.stream, stream
         try:
             yield
@@ -90,7 +91,7 @@ class Tracker(StorageWatch):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager in which operators and resized storages are not logged."""
+        """Context manager in which operators and resized storages are not logged; freed storages still are."""
         self._paused += 1
         try:
             yield
@@ -98,7 +99,7 @@ class Tracker(StorageWatch):
             self._paused -= 1
 
     def set_category(self, tensors: Any, category: Category) -> None:
-        """Set the category of the allocations of `tensors` (nested), also in events that are logged already."""
+        """Set the category of the live allocations of the nested `tensors`, also in events that are logged already."""
         for storage in storages_of(tensors):
             alloc = self.live.get(_torch.storage_key(storage))
             if alloc is not None:
