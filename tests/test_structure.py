@@ -266,7 +266,7 @@ BUDGETS = {
     "bench": 1130,
     "checkpoint": 4030,
     "compat": 3480,
-    "doctor": 550,
+    "doctor": 560,
     "engine": 4510,
     "export": 560,
     "generate": 580,

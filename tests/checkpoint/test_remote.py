@@ -17,6 +17,7 @@ from accordion.checkpoint.storage import remote
 from accordion.checkpoint.storage.folders import folder_at
 from accordion.errors import CheckpointError, UsageError
 from tests import pool
+from tests.devices import device
 from tests.support.checkpoints import assert_same_tensors, differing, small, stepped
 
 fsspec = pytest.importorskip("fsspec")
@@ -177,7 +178,7 @@ def saved_by_ranks(mesh, environ, root):
     os.environ |= environ
     model, optimizer = sharded(mesh, 1)
     for step in (1, 2):
-        model(torch.ones(2, 6)).sum().backward()
+        model(torch.ones(2, 6).to(device())).sum().backward()
         optimizer.step()
         state = {"random": RandomState()}
         save(f"{root}/step-{step}", model, optimizer, extra=step, state=state, background=step == 2).wait()

@@ -125,7 +125,7 @@ def test_a_rank_holds_its_share_and_nothing_else(measure, strategy):
         assert found["sharded"] == share(params + inner_shards)
         assert found["end 1"] == share(params + 2 * state + full)
         assert found["stepped 1"] - found["end 1"] == share(grads)
-        assert found["end 2"] == found["end 1"], "a step leaves something behind"
+        assert found["end 2"] <= found["end 1"], "a step leaves something behind"
         assert found["inferred"] == found["end 2"], "inference leaves something behind"
         assert found["gone"] < 0.01 * total, "something keeps the model alive"
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import accordion as acc
+from tests.devices import device, here
 from tests.support import models
 from tests.support.checks import assert_equal, one_loss
 from tests.support.ranked import on_world
@@ -172,9 +173,9 @@ def test_a_list_of_optimizers_that_overlap_or_are_none_is_refused(mesh, tmp_path
 @on_world(2)
 def test_gradients_of_float64_are_clipped(mesh):
     torch.manual_seed(0)
-    whole = torch.nn.Sequential(torch.nn.Linear(16, 12), torch.nn.Linear(12, 5)).double()
+    whole = here(torch.nn.Sequential(torch.nn.Linear(16, 12), torch.nn.Linear(12, 5)).double())
     model = acc.shard(copy.deepcopy(whole), mesh)
-    x = torch.randn(4, 16, dtype=torch.float64)
+    x = torch.randn(4, 16, dtype=torch.float64).to(device())
     for one in (whole, model):
         one(x).pow(2).sum().backward()
     expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
