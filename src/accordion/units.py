@@ -71,8 +71,8 @@ class Owned:
 
 
 def units_named(text: str, name: str = "units") -> UnitChoice:
-    """Return the value for `units=` that `text` names: "auto" (None), "blocks", "min_params:N" or class names with commas. Raises
-    `UsageError` for another text. `name`: of the option, for the message."""
+    """Return the value for `units=` of the text of an option: "auto" (returns None), "blocks", "min_params:N", or class names
+    separated by commas (returns a list). Raises `UsageError` for any other text. `name`: the option, named in the message."""
     head, colon, count = text.partition(":")
     names = [part.strip() for part in text.split(",")]
     if text == AUTO:

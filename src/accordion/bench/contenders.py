@@ -52,7 +52,7 @@ class Loop:
         )
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss."""
+        """Return the mean cross entropy in float32 of the model's output for `tokens`, without a backward."""
         with self._autocast():
             return loss_of(self._model(tokens), targets)
 

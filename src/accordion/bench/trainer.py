@@ -38,9 +38,9 @@ class Clock:
             self._events.append(event)
 
     def times(self) -> Times:
-        """Return the seconds of the step between the first and the last of four marks. Synchronise an accelerator before the
-        call. "forward", "backward", "optimizer" and their sum "step": device time, on a CPU wall time. "host": wall time of the
-        step on the host. "cpu": CPU time of all threads of this process."""
+        """Return a dict of seconds between the four marks of a step. "forward", "backward", "optimizer" and their sum "step"
+        are device time (on a CPU, wall time). "host" is the wall time of the step, and "cpu" its CPU time on all threads of
+        this process. Synchronise an accelerator before the call."""
         marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
         parts = [b - a for a, b in pairwise(marks)]
         return {

@@ -27,7 +27,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class PathOptions:
-    """Options of both subcommands.
+    """Options of `accordion checkpoint inspect` and `accordion checkpoint verify`.
 
     Args:
         path: the checkpoint

@@ -37,7 +37,7 @@ class StoredTensor:
 
 
 def opened(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises `CheckpointError` if it is a pipe or a device, or cannot be opened."""
+    """Open a regular file for reading. Raises `CheckpointError` if it is a pipe, device or folder, or cannot be opened."""
     try:
         return open_regular(path)
     except (OSError, ValueError) as error:

@@ -81,7 +81,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[Finding]:
-    """Return the findings about devices and disk of this machine, which will have `num_local` ranks."""
+    """Return the findings about torch, devices and the disk of `options.dir`. `num_local`: ranks to start on this machine."""
     return [torch_version(), *devices_findings(devices, num_local), *disk(Path(options.dir))]
 
 

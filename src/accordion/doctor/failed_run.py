@@ -17,7 +17,8 @@ ENDED_OTHERWISE = "the run goes on or ended well; or it was ended from outside: 
 
 
 def examined(run_dir: Path) -> list[Finding]:
-    """Return the findings about the run in `run_dir`. Raises `UsageError` if that is no run folder."""
+    """Return one finding: the ranks for which the others waited when the run in `run_dir` failed, or severity "ok" if no rank
+    has written a failure. Raises `UsageError` if `run_dir` is no run folder."""
     config_of_run(run_dir)
     failures = sorted(map(failure_in, run_dir.glob(FILES)), key=lambda failure: failure.rank)
     if not failures:

@@ -184,7 +184,8 @@ class Engine:
         return unit.acquire()
 
     def reshard_unused(self, waits: bool = True) -> None:
-        """Free full parameters without a lease. With `waits` False, skip units whose gather the host would have to wait for."""
+        """Free the full parameters of all units without a lease, except those that the strategy or a unit's policy keeps.
+        `waits`: False to skip units whose gather the host would have to wait for."""
         for unit in self.units:
             unit.reshard(waits)
 

@@ -22,10 +22,10 @@ class UndecidedGradients:
         return bool(self._entries)
 
     def note(self, param: Tensor, previous: Tensor | None, grad: Tensor, counted: tuple[Tensor, int] | None) -> None:
-        """Record that `grad` becomes `param.grad`, or is added to `previous`, the gradient so far.
+        """Record that `grad` becomes `param.grad`, or is added in place to `previous`, the gradient so far.
 
-        `counted`: (device tensor, index) of the number of ranks with a gradient in this reduce; None if this rank has one.
-        `param` keeps its gradient, without a record, if `counted` is None or `previous` is a gradient without a record.
+        `counted`: (counts, k): `counts[k]`, on the device, is the number of ranks with a gradient in this reduce. None deletes
+        the record of `param`, whose gradient then stays. No record is made if `previous` is not recorded.
         """
         entry = self._entries.get(id(param))
         if counted is None:

@@ -139,7 +139,8 @@ class PendingReduce:
         return group.shard_buffer.put(self._chosen, rows, adding, made_by)
 
     def counted(self) -> list[tuple[Tensor, int] | None]:
-        """Return, per parameter, None if this rank has a gradient or is alone; else (counts, k): counts[k] ranks have it."""
+        """Return for each parameter (counts, k) if this rank has no gradient: `counts[k]`, on the device, is the number of
+        ranks that have one. None if this rank has a gradient, or if there is no other rank."""
         if not self.absent or self._transfer is None:
             return [None] * len(self._chosen)
         sums, absent = self._last.flag_sums, set(self.absent)

@@ -161,7 +161,7 @@ class Printer:
             self._store.set(_key(answer.index), json.dumps(asdict(answer)))
 
     def show(self) -> None:
-        """On the rank that prints: print new answers in the store, in the order of prompts, up to the first missing one."""
+        """Print new answers in the store, in the order of prompts, up to the first missing one, if this rank prints."""
         while self._speaks and self._num_shown < len(self._prompts) and self._store.check([_key(self._num_shown)]):
             answer = WrittenText(**json.loads(self._store.get(_key(self._num_shown))))
             self._print(self._prompts[self._num_shown], answer)
@@ -169,7 +169,8 @@ class Printer:
             self._num_tokens += answer.num_tokens
 
     def end(self, how: str) -> None:
-        """On the rank that prints: wait for the remaining answers and print them; then speed and the text `how` to stderr."""
+        """Wait for the remaining answers and print them, then print the speed and `how` to stderr. If this rank does not print,
+        return at once."""
         if not self._speaks:
             return
         while self._num_shown < len(self._prompts):

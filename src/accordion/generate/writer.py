@@ -17,7 +17,7 @@ FIRST = 0  # padding token if neither tokenizer nor model names one: every model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenText:
-    """The generated text of one prompt."""
+    """A frozen record of the text generated for one prompt, which a rank sends as JSON to the rank that prints."""
 
     index: int  # of the prompt
     text: str

@@ -222,8 +222,8 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
 
     No rank ever has the whole model in memory. PEFT may add adapters before the model is sharded. `kind`: `AutoModelForCausalLM`
     or a model class. `folder`: path of a folder with the model's config and safetensors, or "owner/name" on the hub. `kwargs`:
-    values of the config, and `dtype`, by default that of the files. Raises `UsageError` for any other keyword, `CheckpointError`
-    for a wrong folder.
+    `config`, or values of the folder's config; and `dtype`, by default that of the config, or float32 if it has none.
+    Raises `UsageError` for any other keyword, and `CheckpointError` if there is no such folder, on disk or on the hub.
     """
     source = local_folder(folder)
     dtype = kwargs.pop("dtype", "auto")

@@ -116,7 +116,7 @@ class RowLosses(torch.autograd.Function):
 
 
 def chunks(loss: TokenLoss, labels: Tensor, weight: Tensor) -> list[slice]:
-    """Return the chunks of tokens whose logits of the words of `weight` are computed at once."""
+    """Return slices that split the tokens of `labels` into chunks, sized for logits of as many words as `weight` has rows."""
     step = loss.num_rows(max(1, weight.shape[0]))
     return [slice(start, start + step) for start in range(0, len(labels), step)]
 

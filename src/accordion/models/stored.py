@@ -130,8 +130,8 @@ def _of_checkpoint(path: str, like: str | None) -> StoredModel:
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], like: str | None) -> str | None:
-    """Return the path of a checkpoint's tokenizer; None if there is none. Looks in `path` and two folders above, in `like`, and
-    in the folder of the model that the run started from. `extra`: the checkpoint's `extra`."""
+    """Return the folder that has the tokenizer of the checkpoint at `path`; None if there is none. Looks in `path`, its two
+    parent folders, `like`, and the folder of the model that the run started from, which `extra` of the checkpoint names."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]

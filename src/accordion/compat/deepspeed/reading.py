@@ -237,8 +237,8 @@ def _resolved(name: str, value: Any, key: Key, auto: Mapping[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, key: Key) -> Any:
-    """Return the `value` of key `name`, as an int if `key` takes whole numbers. Raises `UsageError` if `key` does not take this
-    value."""
+    """Return the `value` of the DeepSpeed key `name`, as an int if `key` takes whole numbers. "auto" is returned unchecked.
+    Raises `UsageError` if `key` does not take `value`."""
     takes = None if value == "auto" else key.takes  # some are resolved later, from other keys
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if takes is bool and not isinstance(value, bool):

@@ -102,7 +102,7 @@ def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
 
 
 def _check_beside(name: str, param: DTensor, mesh: DeviceMesh) -> None:
-    """Raise `UsageError` unless the DTensor `param` is on named axes that `mesh` does not have."""
+    """Raise `UsageError` unless `mesh` and the mesh of the DTensor `param` both have named axes, and no name in common."""
     inner, names = param.device_mesh, param.device_mesh.mesh_dim_names
     outer = mesh.mesh_dim_names
     if inner == mesh or (names is not None and outer is not None and set(names) & set(outer)):

@@ -275,7 +275,8 @@ def _settle_sync(part: Part) -> None:
 
 
 def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Forward pre-hook that moves the inputs of the outermost module to its device. On inner modules it changes nothing."""
+    """Forward pre-hook: on the outermost module, return (args, kwargs) with their tensors on the device of its mesh. On inner
+    modules, return None, which leaves the inputs as they are."""
     part = fsdp_part(module)
     if not part.is_outermost():
         return None
