@@ -342,7 +342,7 @@ def _device_bytes(tensor: Tensor, device: torch.device) -> int:
 
 
 class _Recorded(Transfer):
-    """A transfer that reports its time on the side stream, and how long the compute stream waits for it."""
+    """A transfer that adds two spans to the step log: its time on the side stream, and the compute stream's wait for it."""
 
     __slots__ = ("_ends", "_lane", "_log", "_num_works", "_recorder", "_start", "_unit")
     _recorder: Recorder
@@ -386,7 +386,10 @@ def _recorded(
     label: str,
     after: Transfer | None = None,
 ) -> Transfer:
-    """Create a transfer of `stream`; during a recorded step one that reports to `recorder`."""
+    """Create and return a `Transfer` on `stream`; during a recorded step, a `_Recorded` that adds spans to the step log.
+
+    `lane`: name of `stream` in the trace. `label`: may contain "unit 3 ", which names the unit of the span.
+    """
     if recorder.log is None:
         return Transfer(stream, steps, buffers, label, after)
     number = re.search(r"\bunit (\d+) ", label)

@@ -26,7 +26,7 @@ class StorageWatch(_Mode):  # type: ignore[misc]
         self._deaths: dict[int, weakref.ref[Any]] = {}
 
     def runs(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator on local tensors and return its result."""
+        """Return `func(*args, **kwargs)`, an operator on local tensors. A subclass may `watch` storages before and after."""
         raise NotImplementedError
 
     def resized(self, key: int, storage: torch.UntypedStorage) -> None:

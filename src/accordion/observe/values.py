@@ -13,7 +13,7 @@ COMPUTE, WAIT, UNITS = "compute", "wait", "units"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFacts:
-    """A unit. `full_bytes`: of its full parameters. `shard_bytes`: of this rank's shard, in the dtype in which it is stored."""
+    """Name and sizes of a unit: bytes of its full parameters, and of this rank's shard in the dtype in which it is stored."""
 
     name: str
     full_bytes: int

@@ -108,7 +108,7 @@ class OffDeviceShards(ShardBuffer):
 
     @abstractmethod
     def write_rows(self) -> None:
-        """Copy `locals` into the rows that do not share their memory. No transfer may read the rows meanwhile."""
+        """Copy each shard in `locals` into its row, unless the shard is its own row. No transfer may read rows meanwhile."""
 
     @abstractmethod
     def row(self, i: int) -> Values | None:

@@ -174,7 +174,10 @@ class FileAllocator:
 
 
 def in_chunks(call: Callable[[int, Tensor], None], offset: int, memory: Tensor) -> list[Callable[[], None]]:
-    """Split `call(offset, memory)`, a read or write of whole pages, into calls of at most `CHUNK_BYTES` each."""
+    """Return calls that together do `call(offset, memory)`, each on at most `CHUNK_BYTES`. Runs none of them.
+
+    `call`: reads or writes whole pages from byte `offset` of a file on. `memory`: 1-D uint8.
+    """
     starts = range(0, memory.numel(), CHUNK_BYTES)
     return [partial(call, offset + at, memory[at : at + CHUNK_BYTES]) for at in starts]
 

@@ -169,8 +169,9 @@ class TorchaoStates(LowBitStates):
         return {key: self._joined(p, v) if isinstance(v, dict) and "scale" in v else v for key, v in entry.items()}
 
     def _joined(self, p: DTensor, parts: Mapping[str, Any]) -> DTensor:
-        """Return the state of `p` of which `_parts` made `parts`; it shares their memory. Raises `UsageError` if they have
-        another block size than this optimizer."""
+        """Return the low-bit state of `p` that `parts`, as returned by `_parts`, describe. The state shares their
+        memory if they are on the device of `p`. Raises `UsageError` if `parts` have another block size than
+        this optimizer."""
         block, local = p.numel() // parts["scale"].numel(), _torch.local_of(p)
         if block != self.block_size:
             raise UsageError(

@@ -60,7 +60,7 @@ class Division:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """A tensor that one rank steps whole: a parameter, or a state of one.
+    """A tensor that is stepped whole, by its owner or by every rank: a parameter, or a state of one.
 
     Attributes:
         index: position of the parameter in its optimizer. `group`: index of its param group.
@@ -143,9 +143,10 @@ class Owners:
         return rows.grad is not None or self.params[index].requires_grad
 
     def buckets(self, stepped: set[int]) -> list[list[Matrix]]:
-        """Return the matrices with the indices `stepped` in buckets over the same ranks; long work first.
+        """Return the matrices with the indices `stepped` in buckets, each of one division, dtype and device.
 
-        All ranks have about the same work in a bucket, as owners take turns. The buckets of the last call are kept.
+        Within a param group the matrices with the most work come first, so the work in a bucket is about equal for all
+        owners. A call with the same `stepped` as the last one returns the same list.
         """
         if stepped == self._stepped:
             return self._buckets

@@ -194,8 +194,8 @@ def step_hooks() -> StepHooks:
 
 
 def mark_sharded(engine: Engine) -> None:
-    """Mark the sharded parameters of `engine`, so that hooks check the optimizers that step them. The first call registers these
-    hooks with torch for all optimizers of the process."""
+    """Mark the sharded parameters of `engine` and add it to `sharded_engines()`, so that hooks check the optimizers that step
+    the parameters. The first call registers the hooks with torch for all optimizers of the process."""
     for param in engine.params:
         vars(param.sharded)[OURS] = param.name
     sharded_engines().add(engine)

@@ -76,7 +76,8 @@ def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Col
 
 def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: Workload) -> Search:
     """Return a copy of `search` that tries fewer values: of each field named in `fixed` only the value in `base`, and no values
-    that the workload or its engine does not support. Raises `UsageError` if values contradict each other, or none is left."""
+    that the workload, its engine, shared experts or offload in `base` do not support. Raises `UsageError` if fixed values
+    contradict each other, or if FSDP2 has none of the strategies. The copy may have no strategy left."""
     search = search.narrowed(base, fixed)
     if not isinstance(workload.model, str):
         search = replace(search, micro_batches=[1])

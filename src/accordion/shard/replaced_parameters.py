@@ -82,7 +82,8 @@ def follow_moved(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rows_of(value: Any, sharded: torch.Tensor) -> Any:
-    """Return the state `value` of a parameter; as a DTensor of this rank's rows if it has the parameter's shape."""
+    """Return the optimizer state `value` of the parameter `sharded`. A tensor of the parameter's shape, whole on every rank, is
+    returned as a DTensor with a copy of this rank's rows; any other value unchanged."""
     if not (isinstance(value, torch.Tensor) and value.dim() and value.shape == sharded.shape):
         return value
     assert isinstance(sharded, DTensor), "shard replaces parameters by DTensors"

@@ -36,9 +36,9 @@ class PartConfig:
 
 
 def target_of(key: str, class_path: str) -> Callable[..., Any]:
-    """Import and return the class or function at `class_path`. `key`: its configuration key; if that begins with "optimizer",
-    `class_path` may be a name in `OPTIMIZERS`. Raises `UsageError` if there is no such class or function,
-    and `TaskError` if the import fails."""
+    """Import and return the class or function at `class_path`: `file.py` (its `Task`), `file.py:Name`, `package.module.Name` or
+    `package.module:Name`. If `key`, its configuration key, begins with "optimizer", also a name in `OPTIMIZERS`. Raises
+    `UsageError` if there is no such class or function, and `TaskError` if the import fails."""
     module_path, colon, name = class_path.partition(":")
     if key.startswith("optimizer") and class_path.isidentifier():
         if class_path.lower() not in OPTIMIZERS:

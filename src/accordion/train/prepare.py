@@ -44,9 +44,9 @@ Folders = dict[str, Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from; the global batch in
-    `config` is that of its run. None: a fresh start. `replicas`: copies of the sharded model. `began_s`: `time.time` of this
-    machine when the command started."""
+    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from, or None for a fresh start;
+    `config` has the global batch of the checkpoint's run. `replicas`: copies of the sharded model. `began_s`: `time.time` of
+    this machine when the command started."""
 
     config: JobConfig
     work: Work

@@ -84,7 +84,8 @@ def _part_bytes(part: ItemPart, num_receivers: int) -> int:
 
 
 def in_buckets(items: Sequence[Item], num_receivers: int, most_bytes: int) -> list[list[Item]]:
-    """Return `items` in order, in lists that need at most `most_bytes` each; a larger item is alone."""
+    """Return `items` in order, in lists that need at most `most_bytes` of device memory each (`item_bytes`); a larger item is
+    alone in its list. `num_receivers`: number of ranks that the items are delivered to."""
     buckets, left = list[list[Item]](), -1
     for item in items:
         size = item_bytes(item, num_receivers)

@@ -31,7 +31,8 @@ _Group: Any = dist.ProcessGroup  # its signatures differ between versions
 
 
 class StillGroup(_Group):  # type: ignore[misc]
-    """A group without other ranks. While `moves` is True, gathers copy the shard into each chunk, which model setup needs."""
+    """A group that reports `num_ranks` ranks, of which only this one exists; collectives return at once and do nothing. While
+    `moves` is True, all-gathers copy the shard into each chunk of the output, which model setup needs."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)

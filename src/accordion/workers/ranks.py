@@ -70,7 +70,8 @@ class Seat:
 
 class WorkerTeam:
     """Context manager for the rank processes of one contender, a program to compare with others. The constructor starts them, as
-    `world` describes, waits for them, and raises `BenchError` if one fails. The exit of the context, or `close`, kills them.
+    `world` describes, waits until `make` has returned in each, and raises `BenchError` if one fails. The exit of the context,
+    or `close`, kills them.
 
     `make(seat, *args)` is called in each process and returns the object whose methods `ask` calls; it must be a function of a
     module, since it is pickled by name. `environ`: environment variables, set before `make` is called.

@@ -154,7 +154,7 @@ def inputs_of(log: Log) -> list[int]:
 
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
     """Return the bytes of host memory that offload takes on one machine, for all its ranks: float32 masters, shards in the
-    compute dtype if it differs, gradients, a buffer for gradients that arrive, optimizer states, and inputs of recomputed
+    compute dtype if it differs, gradients, a buffer for the gradients of one unit, optimizer states, and inputs of recomputed
     units. States or inputs on a disk take only staging buffers. `log`: of the step without offloaded states."""
     ranks, offload = min(choice.gpus, cluster.node), choice.offload
     inputs = inputs_of(log) if offload.activations != DEVICE else []

@@ -257,8 +257,8 @@ class Hub:
     # -- receiving
 
     def receive(self, message: HubMessage) -> None:
-        """Store the `message` of another rank. The first rank also forwards it to the other ranks, or acts on it if it is for the
-        first rank."""
+        """Store the `message` of another rank, unless it is for the first rank alone (`FOR_FIRST`). Before that, the first rank
+        forwards it, or acts on it if it is for the first rank."""
         with self._changed:
             if self._links.leads:  # forwards first, since the message may end its process
                 self._first.pass_on(message)
