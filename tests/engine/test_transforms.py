@@ -53,6 +53,12 @@ def batched(model: nn.Module) -> Tensor:
     return torch.autograd.grad(model(x).sum(0), x, torch.eye(5, device=device()), is_grads_batched=True)[0]
 
 
+def of_params(model: nn.Module) -> Any:
+    params = dict(model.named_parameters())
+    ones = {name: torch.ones_like(p) for name, p in params.items()}
+    return torch.func.jvp(lambda own: torch.func.functional_call(model, own, (numbers(1),)), (params,), (ones,))
+
+
 def with_plain_params(model: nn.Module) -> Any:
     params = {name: p.detach() for name, p in model.named_parameters()}
     return torch.func.functional_call(model, params, (numbers(1),))
@@ -68,6 +74,7 @@ REFUSED: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
     "linearize": ("inside a transform", lambda m: torch.func.linearize(m, numbers(1))),
     "hessian": ("inside a transform", lambda m: torch.func.hessian(squares(m))(numbers(1))),
     "hvp": ("double backward", lambda m: functional.hvp(squares(m), numbers(1), numbers(2))),
+    "tangents of parameters": ("sharded tensor got a tangent", of_params),
     "plain parameters": ("functional_call", with_plain_params),
 }
 

@@ -8,14 +8,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine.engine import Engine
 from accordion.engine.unit import Unit
-from tests.devices import device
+from tests.devices import device, here
 from tests.support import models
-from tests.support.checks import assert_at_rest, batch, mesh_of, one_loss, under
+from tests.support.checks import assert_at_rest, assert_close, batch, mesh_of, one_loss, under
 from tests.support.meters import Wire
 from tests.support.ranked import on_world
 from tests.support.reference import grads_of, local_of
@@ -150,6 +151,22 @@ def test_25_generate_is_slow_or_hangs(mesh) -> None:
     assert torch.equal(*found)
     one_loss(model).backward()
     assert_at_rest(model)
+
+
+@on_world(2)
+def test_flattening_uneven_rows_raises_with_advice(mesh) -> None:
+    model = acc.shard(here(nn.Linear(5, 3)), mesh=mesh)
+    for change in (Tensor.flatten, lambda t: t.reshape(15), lambda t: parameters_to_vector(model.parameters())):
+        with pytest.raises(
+            acc.UsageError, match=r"sharded tensor of shape \(3, 5\).*do not divide.*full_params\(model\)"
+        ):
+            change(model.weight)
+    with pytest.raises(RuntimeError, match="invalid for input of size 15"):
+        model.weight.view(7)
+    before = acc.full_state_dict(model, rank0_only=False)
+    with acc.full_params(model, write=True):
+        vector_to_parameters(parameters_to_vector(model.parameters()) / 2, model.parameters())
+    assert_close(acc.full_state_dict(model, rank0_only=False), {name: value / 2 for name, value in before.items()})
 
 
 @on_world(2)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accordion import _torch
 from accordion.engine.engine import Engine
@@ -31,6 +31,7 @@ WRITES = (
     *(aten.index_put_.default, aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor),
 )
 NUMBER, ANY_TRUE = aten._local_scalar_dense.default, aten._is_any_true.default
+VIEW, TANGENT = aten.view.default, aten._has_same_storage_numel.default
 # Attribute of a shard's storage that refers to the parameter; `p.data` and views of it have the same storage.
 OWNER = "_accordion_owner"
 INSTEAD = "write under full_params(model, write=True), where it is an ordinary tensor"
@@ -46,9 +47,11 @@ def answer_for_shards(engine: Engine) -> None:
         vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param)
         if isinstance(param.sharded, DTensor):
             _meshes.add(param.sharded.device_mesh)
-    answers = {NUMBER: _number, **dict.fromkeys((*DRAWS_INTO, *DRAWS_LIKE), _draw), **dict.fromkeys(WRITES, _write)}
-    if not _torch.has_rule(ANY_TRUE):  # torch 2.11 to 2.13 have none
-        answers[ANY_TRUE] = _any_true
+    answers = {NUMBER: _number, VIEW: _view}
+    answers |= dict.fromkeys((*DRAWS_INTO, *DRAWS_LIKE), _draw) | dict.fromkeys(WRITES, _write)
+    for operator, answer in ((ANY_TRUE, _any_true), (TANGENT, _refuse_tangent)):
+        if not _torch.has_rule(operator):  # torch 2.11 to 2.13 have none
+            answers[operator] = answer
     for operator, answer in answers.items():
         _torch.answer_operator(operator, answer)
 
@@ -129,6 +132,37 @@ def _begin_write(tensor: Tensor, param: Param) -> None:
     # Full parameters that stay in memory are out of date from now on.
     if param.sharded is not tensor:
         torch.autograd.graph.increment_version(param.sharded)
+
+
+# -- tangents and other shapes
+
+
+def _refuse_tangent(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not any(map(_is_ours, args)):
+        return _torch.unanswered(operator, args, kwargs)
+    raise UsageError(
+        "a sharded tensor got a tangent (by torch.func.jvp or forward_ad.make_dual), which DTensor does not support; use "
+        "tangents of the inputs only, or the unsharded model."
+    )
+
+
+def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a view of the tensor; raise `UsageError` for `weight.flatten()` if the rows do not divide by the ranks."""
+    try:
+        return _torch.unanswered(operator, args, kwargs)
+    except RuntimeError as error:
+        tensor: DTensor = args[0]
+        axes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        uneven = any(isinstance(p, (Shard, _torch.StridedShard)) and tensor.shape[p.dim] % n for p, n in axes)
+        if not uneven or not _is_ours(tensor):
+            raise
+        # Raises torch's own error if the shape does not fit.
+        operator(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs)
+        raise UsageError(
+            f"a sharded tensor of shape {tuple(tensor.shape)} at {tensor.placements} was asked for shape {tuple(args[1])}, as "
+            "flatten() and parameters_to_vector do, and its rows do not divide by the ranks; flatten its full_tensor(), or do "
+            "this under full_params(model), with write=True for vector_to_parameters."
+        ) from error
 
 
 # -- `.item()`, float(), bool(), int()
