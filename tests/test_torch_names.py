@@ -47,7 +47,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
         *("local_of", "set_local", "as_dtensor", "as_dtensors", "plain_attributes", "untracked_views"),
     ),
     "engine/test_precision.py": ("saving_hook",),
-    "engine/test_transforms.py": ("transforms_active",),
+    "engine/test_transforms.py": ("transforms_active", "is_batched"),
     "integrations/test_plain_loops.py": ("DDP_LEAVES_OUT",),
     "observe/test_debug.py": ("debug_frontend", "answer_debug_server"),
     "offload/test_programs.py": ("settle_before_unscale",),

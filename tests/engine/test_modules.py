@@ -309,6 +309,25 @@ def test_sparse_gradients_are_refused_by_name(mesh) -> None:
         with pytest.raises(acc.UsageError, match=r"'0'.*sparse=False"):
             acc.shard(nn.Sequential(module), mesh=mesh)
 
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 2))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return F.embedding(tokens, self.weight, sparse=self.sparsely)
+
+    model = Functional()
+    model.sparsely = False
+    model = acc.shard(model, mesh=mesh)
+    object.__setattr__(model, "sparsely", True)
+    loss = model(torch.tensor([1, 2], device=device())).sum()
+    with pytest.raises(acc.UsageError, match="sparse gradient"):
+        loss.backward()
+    model.sparsely = False
+    model(torch.tensor([1, 2], device=device())).sum().backward()
+    rest(model)
+
 
 # -- modules of torch
 

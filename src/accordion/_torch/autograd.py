@@ -75,6 +75,12 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active() or torch._C._get_dispatch_mode(proxies) is not None
 
 
+def is_batched(tensor: Tensor) -> bool:
+    """Return True for the wrapped tensors of torch.func transforms and of a backward with `is_grads_batched`."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(tensor) or functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Return `function.apply(*args)`, in 12 instead of 21 us; no transform of torch.func may be active.
 

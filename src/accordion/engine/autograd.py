@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.engine.calls import Call
+from accordion.engine.calls import Call, transform_error
 from accordion.engine.observer import GRADIENTS
 from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.unit import ReduceNode
@@ -128,7 +128,8 @@ class Gather(torch.autograd.Function):
     """Forward: return a dummy output and the trained full parameters, already gathered. Backward: let the full parameters be
     freed, and begin to reduce the gradients; under no_sync, add them to sums on this rank instead.
 
-    `call`: the unit's call. `edge`: AwaitReduce's output, or a leaf if nothing is reduced.
+    `call`: the unit's call. `edge`: AwaitReduce's output, or a leaf if nothing is reduced. The backward raises `UsageError` for
+    a sparse gradient.
     """
 
     @staticmethod
@@ -147,6 +148,10 @@ class Gather(torch.autograd.Function):
             call.waiting[task] = 0
         if call.waiting[task] == 0:
             call.end(task)
+        if [g for g in grads if g is not None and g.is_sparse]:
+            raise UsageError(
+                f"unit {unit.name!r} got a sparse gradient; use dense ones: nn.Embedding(..., sparse=False)."
+            )
         for notify in engine.observers.full_gradients:
             notify(unit, grads)
         if not call.trained.indices:
@@ -169,7 +174,7 @@ class OutputNode(torch.autograd.Function):
 
     `tensors`: `num_outputs` outputs, then one tensor per inner call; the backward gives each of the latter the gradient `zero`.
     `shared`: outputs that share memory with an input or another output. The backward raises `UsageError` if one of these was
-    modified in place, and for a gradient that is a DTensor.
+    modified in place, for a gradient that is a DTensor, and for batched gradients (`is_grads_batched`) of parameters.
     """
 
     # Gradients of the inner calls' tensors make the Gather of each call run, in one order on all ranks, also on a rank that
@@ -192,6 +197,16 @@ class OutputNode(torch.autograd.Function):
         return tuple([tensor.detach() for tensor in tensors[:num_outputs]])
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Return the outputs' tangents, passed through a second `OutputNode`. Raises `UsageError` for batched tangents."""
+        outputs = tangents[4 : len(tangents) - len(ctx.to_reach)]
+        having = [tangent for tangent in outputs if tangent is not None]
+        if any(map(_torch.is_batched, having)):
+            raise transform_error()
+        reaching: Any = iter(OutputNode.apply(ctx.begin, ctx.zero, len(having), (), *having, *ctx.to_reach))  # type: ignore[no-untyped-call]
+        return tuple([None if tangent is None else next(reaching) for tangent in outputs])
+
+    @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if any(tensor._version != version for tensor, version in ctx.shared):
             raise UsageError(
@@ -202,6 +217,12 @@ class OutputNode(torch.autograd.Function):
             raise UsageError(
                 "the gradient of an output of the sharded model is a DTensor: the loss has a term of sharded parameters; make it "
                 "a plain tensor, as in weight.pow(2).sum().full_tensor()."
+            )
+        is_batched = any(map(_torch.is_batched, filter(torch.is_tensor, grads)))
+        if is_batched and any(_torch.will_execute(_torch.node_of(tensor)) for tensor in ctx.to_reach):
+            raise UsageError(
+                "gradients of the parameters of a sharded model were asked for in one batched backward (is_grads_batched=True), "
+                "and a reduce takes one gradient at a time; call torch.autograd.grad once for each, or ask for those of inputs."
             )
         ctx.begin(None)
         return None, None, None, None, *grads, *[ctx.zero] * len(ctx.to_reach)

@@ -25,10 +25,10 @@ ENDS_WITH_THE_BACKWARD = -1  # value in `Call.waiting`: no node shows when the g
 
 
 def transform_error() -> UsageError:
-    """Return the error for a model that is called inside a transform of torch.func."""
+    """Return the error for a model that is called inside a transform of torch.func, or with batched forward-mode tangents."""
     return UsageError(
-        "a sharded model was called inside a transform of torch.func (jvp, vmap, grad, ...), which it does not support; call it "
-        "inside `accordion.full_params(model)`."
+        "a sharded model was called inside a transform of torch.func (jvp, vmap, grad, ...) or with batched tangents, and it "
+        "supports neither; call it inside `accordion.full_params(model)`, or use torch.autograd.forward_ad for one tangent."
     )
 
 

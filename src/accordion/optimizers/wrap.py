@@ -328,6 +328,10 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 def _check_wrappable(optimizer: Optimizer, elementwise: bool, whole_matrices: bool) -> None:
     """Raise `UsageError` if `wrap_optimizer` does not support this optimizer or it has no sharded parameters."""
     name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise UsageError(
+            "SparseAdam steps sparse gradients, and those of sharded parameters are dense; take Adam or AdamW."
+        )
     if isinstance(optimizer, torch.optim.Muon) and elementwise:
         raise UsageError(f"{name} steps whole matrices, and elementwise=True says the contrary; leave it out.")
     is_muon = type(optimizer) is torch.optim.Muon  # a subclass may step otherwise
