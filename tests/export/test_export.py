@@ -185,10 +185,13 @@ TIED = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", TIED)
-def test_an_adapter_of_a_tied_tensor_is_refused(kind, tmp_path, capsys):
-    adapted(language_folders.llama(tmp_path / "base", tied=True), tmp_path / "adapter", **TIED[kind])
-    refused(capsys, ["export", "adapter", "out"], "which is tied; merge it with PEFT")
-    assert not (tmp_path / "out").exists()
+def test_an_adapter_of_one_of_two_tied_tensors_unties_them(kind, tmp_path, capsys):
+    folder = language_folders.llama(tmp_path / "base", tied=True)
+    wanted = adapted(folder, tmp_path / "adapter", **TIED[kind])
+    assert exported("adapter", "out") == 0
+    assert torch.allclose(of_folder(tmp_path / "out"), wanted, atol=1e-4)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    refused(capsys, ["export", "adapter", "graph", "--format", "onnx"], "keeps tied")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -22,12 +22,15 @@ from accordion.weights.pretrained import copies_of_layers, four_bit_layers, name
 WRAPPED = re.compile(r"(^|\.)(base_layer|original_module|token_adapter)\.")
 
 
-def merged(stored: StoredModel, sources: Sequence[TensorSource], ties: Mapping[str, str]) -> list[TensorSource]:
-    """Return the tensors of the model with its adapter merged, not read yet. Each is merged when it is read.
+def merged(
+    stored: StoredModel, sources: Sequence[TensorSource], ties: Mapping[str, str]
+) -> tuple[list[TensorSource], dict[str, str]]:
+    """Return (sources, ties) of the model with its adapter. Each tensor is merged when it is read.
 
     If the base was quantised in training, its weights are quantised and dequantised again before the adapter is added.
-    `ties`: other name of a tied tensor -> its name in `sources`. A merge needs host memory for the adapter and three tensors of
-    one layer. Raises `UsageError` if the adapter cannot be merged, or changes a tied tensor.
+    `ties`: other name of a tied tensor -> its name in `sources`. Tied tensors of which the adapter changes one become separate
+    tensors, as in the adapted model. A merge needs host memory for the adapter and three tensors of one layer. Raises
+    `UsageError` if the adapter cannot be merged.
     """
     whole: Any = meta_model(stored)
     config = next(iter(whole.peft_config.values()))
@@ -45,24 +48,30 @@ def merged(stored: StoredModel, sources: Sequence[TensorSource], ties: Mapping[s
     layers = {WRAPPED.sub(r"\1", name): module for name, module in layers.items()}
     real = {name: t.detach() for name, t in names_of(model).items() if not t.is_meta}
     copies = {original: real[copy] for copy, original in copies_of_layers(model).items() if copy in real}
-    tied = sorted({*layers, *copies, *real} & {*ties, *ties.values()})
-    if tied:
-        raise UsageError(f"SOURCE {stored.adapter!r} changes {', '.join(tied)}, which is tied; merge it with PEFT.")
+    changed = {*layers, *copies, *real}
+    left = {name: first for name, first in ties.items() if name not in changed and first not in changed}
+    if left != dict(ties) and not getattr(model.config, "tie_word_embeddings", False):
+        raise UsageError(
+            f"SOURCE {stored.adapter!r} changes one of the tied tensors {', '.join(ties)}, and config.json has no "
+            "tie_word_embeddings to untie them with; merge it with PEFT."
+        )
     sources = _as_trained(sources, four_bit_layers(model))
-    lost = sorted({*layers, *copies} - {source.name for source in sources})
+    by_name = {source.name: source for source in sources}
+    lost = sorted({*layers, *copies} - set(by_name) - set(ties))
     if lost:
         raise UsageError(
             f"SOURCE {stored.adapter!r} changes {', '.join(lost[:3])}, which its base does not have; merge it with PEFT."
         )
+    untied = [replace(by_name[first], name=name) for name, first in ties.items() if name not in left]
     result = []
-    for source in sources:
+    for source in (*sources, *untied):
         trained = copies.get(source.name, real.get(source.name))  # a copy of a layer that was trained with the adapter
         if trained is not None:
             source = replace(source, read=trained.clone)
         elif source.name in layers:
             source = replace(source, read=partial(_merge, layers[source.name], source.read))
         result.append(source)
-    return result
+    return result, left
 
 
 def _as_trained(sources: Sequence[TensorSource], layers: Mapping[str, FourBitLinear]) -> list[TensorSource]:

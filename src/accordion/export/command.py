@@ -166,16 +166,16 @@ def _tokenizer(stored: StoredModel, folder: Path) -> list[str]:
 
 
 def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
+    config = stored.config
     if stored.adapter is None:
         files = write_shards(draft, folder_sources(Path(stored.path), dtype), convert.SHARD_BYTES)
     else:
         with tensors_of(stored, dtype) as tensors:
             files = write_shards(draft, tensors.sources, convert.SHARD_BYTES)
+            config = {**config, "tie_word_embeddings": False} if tensors.untied else config
     if stored.kind == "folder":
         files += [name for name in convert.copy_beside(Path(stored.path), draft) if name not in files]
-    files += [
-        name for name in convert.write_config(draft, stored.config, dtype, stored.generation) if name not in files
-    ]
+    files += [name for name in convert.write_config(draft, config, dtype, stored.generation) if name not in files]
     if stored.tokenizer not in (None, stored.path):
         files += [name for name in _tokenizer(stored, draft) if name not in files]
     return files
@@ -210,6 +210,10 @@ def _onnx(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[s
         raise UsageError(f"--dtype is {CODES[dtype]}, and --format onnx takes {', '.join(CODES[d] for d in OF_ONNX)}.")
     with tensors_of(stored, dtype) as tensors:
         base = replace(stored, adapter=None)  # the adapter is merged
+        if tensors.untied:
+            raise UsageError(
+                "the adapter changes one of two tied embeddings, which --format onnx keeps tied; take hf, and export that folder."
+            )
         files = write_onnx(draft / "model.onnx", tensors, meta_model(base, dtype))
     files += convert.write_config(draft, stored.config, dtype, stored.generation)
     return [*files, *_tokenizer(stored, draft)]

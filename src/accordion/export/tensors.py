@@ -27,6 +27,7 @@ class NamedTensors:
 
     sources: list[TensorSource]
     ties: Mapping[str, str]  # each other name of a tied tensor -> its name in `sources`
+    untied: bool = False  # True if tensors that config.json ties differ, because an adapter changed one of them
 
 
 @contextmanager
@@ -36,7 +37,8 @@ def tensors_of(stored: StoredModel, dtype: torch.dtype | None = None) -> Iterato
     damaged or of another model, and `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be merged."""
     with _as_stored(stored) as tensors:
         if stored.adapter is not None:
-            tensors = replace(tensors, sources=merged(stored, tensors.sources, tensors.ties))
+            sources, ties = merged(stored, tensors.sources, tensors.ties)
+            tensors = NamedTensors(sources, ties, untied=len(ties) < len(tensors.ties))
         yield replace(tensors, sources=[source.cast(dtype) for source in tensors.sources])
 
 

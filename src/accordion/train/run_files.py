@@ -12,6 +12,8 @@ from accordion.errors import UsageError, nearest
 from accordion.options import Option
 
 RUN_CONFIG = "config.yaml"  # in the run folder
+# Keys of earlier versions. They are ignored, so that commands and run files that set them go on working.
+IGNORED = frozenset({"run.report"})
 
 
 def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
@@ -32,11 +34,16 @@ def flattened(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into (files given by `--config`, all other words). Raises `UsageError` if `--config` has no file."""
+    """Split a command line into (files given by `--config`, all other words), without keys in `IGNORED`. Raises `UsageError` if
+    `--config` has no file."""
     files, flags = [], []
     rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
+        if name.removeprefix("--") in IGNORED:
+            if not equals:
+                next(rest, None)
+            continue
         if name != "--config":
             flags.append(word)
             continue
@@ -64,6 +71,11 @@ def content_of(file: str) -> dict[str, Any]:
         raise UsageError(f"run file {file!r} is no YAML: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"run file {file!r} holds no keys; `accordion train --print_config` prints a whole one.")
+    for key in IGNORED:
+        group, _, name = key.partition(".")
+        content.pop(key, None)
+        if isinstance(content.get(group), dict):
+            content[group].pop(name, None)
     return content
 
 
