@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,23 @@ def test_other_memory_is_parked_too(mesh: Any, case: str, tmp_path: Path) -> Non
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-@pytest.mark.parametrize("kind", ["8bit", "bitsandbytes", "Muon"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(
+            pytest.param(
+                kind, marks=pytest.mark.skipif(find_spec(library) is None, reason=f"{library} is not installed")
+            )
+            for kind, library in (("8bit", "torchao"), ("bitsandbytes", "bitsandbytes"))
+        ),
+        "Muon",
+    ],
+)
 @on_world(2)
 def test_states_of_other_optimizers_come_back_and_are_saved_meanwhile(mesh: Any, kind: str, tmp_path: Path) -> None:
     results = []
     for case in ("parked", "as ever", "loaded from the save while parked"):
-        model, optimizer = made_low_bit(mesh, kind) if kind != "Muon" else made_muon(mesh)
+        model, optimizer = low_bit.sharded(mesh, kind) if kind != "Muon" else made_muon(mesh)
         if case == "loaded from the save while parked":
             acc.load(tmp_path / "parked", model, optimizer)
         else:
@@ -135,11 +147,6 @@ def test_states_of_other_optimizers_come_back_and_are_saved_meanwhile(mesh: Any,
         low_bit.go_on(model, optimizer, [2])
         results.append(acc.full_state_dict(model, rank0_only=False))
     assert all(torch.equal(tensor, other[name]) for other in results[1:] for name, tensor in results[0].items())
-
-
-def made_low_bit(mesh: Any, kind: str) -> tuple[nn.Module, Any]:
-    pytest.importorskip(low_bit.KINDS[kind][0])
-    return low_bit.sharded(mesh, kind)
 
 
 def made_muon(mesh: Any) -> tuple[nn.Module, Any]:

@@ -250,10 +250,10 @@ def test_refusals_name_the_reason(mesh) -> None:
     cuda = DeviceMesh("cuda", [0, 1, 2, 3], _init_backend=False)
     refuses("one of 'cuda' devices, and this machine has (no accelerator|accelerators of type)", model, mesh=cuda)
     refuses("dp_mesh_dims is not supported", model, dp_mesh_dims=object())
-    newer = type(
-        "Newer", (ours.MixedPrecisionPolicy,), {"param_dtype_override_fn": len}
-    )  # an attribute since torch 2.15
-    refuses("param_dtype_override_fn=. is not supported", model, mp_policy=newer())
+    newer = type("Newer", (ours.MixedPrecisionPolicy,), {})
+    policy = newer()
+    object.__setattr__(policy, "param_dtype_override_fn", len)  # a field since torch 2.15, with a default
+    refuses("param_dtype_override_fn=. is not supported", model, mp_policy=policy)
     refuses("mp_policy is a dtype", model, mp_policy=torch.bfloat16)
     refuses("offload_policy is a bool", model, offload_policy=True)
     refuses("not an nn.Parameter", model, ignored_params={"head.weight"})

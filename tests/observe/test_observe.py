@@ -141,7 +141,7 @@ def test_torchs_profiler_names_the_units_of_observed_steps(mesh: Any) -> None:
     model = acc.shard(models.seeded(), mesh=mesh)
     trained(model, 1)
     with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile,
         acc.observe(model, steps=1),
     ):
         trained(model, 2, first=1)

@@ -201,7 +201,9 @@ def test_ignored_names_may_be_missing_on_either_side(mesh: Any, tmp_path: Path) 
     model = acc.shard(models.seeded(vocab=19), mesh)
     load_pretrained(model, of_rank(mesh, tmp_path, state), ignore=["head.*", "old.*", "norm.bias"])
     found = {name: tensor.cpu() for name, tensor in acc.full_state_dict(model, rank0_only=False).items()}
-    assert torch.equal(found["head.weight"], models.seeded(vocab=19).head.weight.cpu()), "what is ignored keeps its values"
+    assert torch.equal(found["head.weight"], models.seeded(vocab=19).head.weight.cpu()), (
+        "what is ignored keeps its values"
+    )
     assert torch.equal(found["norm.weight"], torch.full((32,), 2.0))
     assert torch.equal(found["norm.bias"], torch.zeros(32))
 

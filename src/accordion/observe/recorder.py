@@ -94,7 +94,6 @@ class Recorder(Observer):
         self._counter = Allocations() if self._device.type == "cpu" else None
         self._counted: StepLog | None = None
         self.clock: TraceClock = clock_of(self._device)
-        self._ids = {id(t) for param in engine.params for t in (param.sharded, _torch.local_of(param.sharded))}
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._logs: list[StepLog] = []
         self.log: StepLog | None = None  # of the step under way, if it is recorded
@@ -174,7 +173,9 @@ class Recorder(Observer):
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         if optimizer not in self._optimizers:
-            if not any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"]):
+            params = [param.sharded for param in self._engine.params]
+            ids = {id(tensor) for param in params for tensor in (param, _torch.local_of(param))}
+            if not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
                 return False
             self._optimizers.add(optimizer)
         return True

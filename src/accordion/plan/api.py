@@ -77,7 +77,7 @@ def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Col
 def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: Workload) -> Search:
     """Return a copy of `search` that tries fewer values: of each field named in `fixed` only the value in `base`, and no values
     that the workload, its engine, shared experts or offload in `base` do not support. Raises `UsageError` if fixed values
-    contradict each other, or if FSDP2 has none of the strategies. The copy may have no strategy left."""
+    contradict each other, or if no strategy is left."""
     search = search.narrowed(base, fixed)
     if not isinstance(workload.model, str):
         search = replace(search, micro_batches=[1])
@@ -90,6 +90,10 @@ def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: 
         search = replace(search, strategies=[s for s in search.strategies if not s.hybrid])
     if base.offload.is_any:
         search = replace(search, strategies=[s for s in search.strategies if s.grads is Place.SHARD])
+    if not search.strategies:
+        raise UsageError(
+            "none of the strategies to search works with these experts and this offload; add 'full_shard'."
+        )
     return search
 
 

@@ -46,9 +46,6 @@ class StepWatch(Observer):
         self._engine, self._monitor, self._model = engine, monitor, model
         self._params = [param.sharded for unit in engine.units for param in unit.params]
         self._is_offloaded = isinstance(engine.context.shard_buffers, Tiers)
-        self._ids = {id(p) for p in self._params}
-        if not self._is_offloaded:  # a wrapped optimizer steps local tensors; with offload, copies of it step them
-            self._ids |= {id(_torch.local_of(p)) for p in self._params}
         self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         marked = first_trained(engine)
         self._marks = (
@@ -74,7 +71,10 @@ class StepWatch(Observer):
 
     def steps_of(self, optimizer: Optimizer) -> bool:
         """Return True if `optimizer` has parameters of this model."""
-        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+        # A wrapped optimizer steps local tensors, which `park` may replace; with offload, copies of it step them.
+        locals_of = [] if self._is_offloaded else [_torch.local_of(p) for p in self._params]
+        ids = {id(tensor) for tensor in (*self._params, *locals_of)}
+        return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Record a step of `optimizer` if it has parameters of this model. Called after each step of any torch optimizer."""
