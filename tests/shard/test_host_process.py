@@ -17,7 +17,7 @@ from torch.optim import optimizer as optimizers
 
 import accordion as acc
 from accordion.optimizers.wrap import StepHooks
-from accordion.safety.dtensor_calls import ANY_TRUE, DRAWS_INTO, DRAWS_LIKE, NUMBER, WRITES
+from accordion.safety.dtensor_calls import ANY_TRUE, DRAWS_INTO, DRAWS_LIKE, NUMBER, TANGENT, VIEW, WRITES
 from tests.support.processes import run_python
 
 DOCUMENTED: set[str] = set()
@@ -163,7 +163,7 @@ def main(rank: int, store: str) -> None:
     answers = after.pop("answers of DTensor")
     theirs = registered.pop("answers of DTensor")
     assert {name: answers[name] for name in theirs} == theirs
-    assert set(answers) - set(theirs) <= {*DRAWS_INTO, *DRAWS_LIKE, *WRITES, NUMBER, ANY_TRUE}
+    assert set(answers) - set(theirs) <= {*DRAWS_INTO, *DRAWS_LIKE, *WRITES, NUMBER, TANGENT, ANY_TRUE, VIEW}
     assert after == registered
     for name, value in outcomes(mesh).items():
         assert equal(value, results[name]), (name, results[name], value)
