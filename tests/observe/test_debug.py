@@ -28,6 +28,7 @@ has_server = pytest.mark.skipif(_torch.debug_frontend() is None, reason="torch 2
 
 
 @has_server
+@pytest.mark.cpu("on a device the host goes on and waits elsewhere")
 @on_world(2)
 def test_a_rank_that_hangs_is_shown_with_its_place_and_the_others_with_their_unit(mesh: Any) -> None:
     import torch.distributed.debug as torch_debug

@@ -57,7 +57,8 @@ class SideStream:
     # allocated it has waited for all streams that used it.
 
     _event: Callable[[], Any] = staticmethod(lambda: None)  # returns an event to record; None: the device's default
-    makes: Callable[..., Transfer]  # the class that `start` instantiates; the planner's logs its transfers
+    # The class that `start` instantiates: the planner's and the recorder's log their transfers.
+    makes: Callable[[SideStream, Steps, list[Any], str], Transfer]
 
     def __init__(self, device: torch.device, waiter: Waiter, late: bool = False) -> None:
         self._device, self.waiter, self.late = device, waiter, late
@@ -132,7 +133,9 @@ class SideStream:
         `tensors`: kept alive until the transfer has landed. `what`: what this rank does, for messages. `after`: a transfer
         after which the steps run, instead of the work on the compute stream.
         """
-        return self.makes(self, steps, tensors, what, after)
+        transfer = self.makes(self, steps, tensors, what)
+        transfer.begin(after)
+        return transfer
 
 
 class Transfer:
@@ -144,15 +147,17 @@ class Transfer:
 
     __slots__ = ("_end", "_pending", "_side_stream", "_steps", "_tensors", "_what", "begun_on", "ended", "landed_on")
 
-    def __init__(
-        self, side_stream: SideStream, steps: Steps, tensors: list[Any], what: str, after: Transfer | None = None
-    ) -> None:
+    def __init__(self, side_stream: SideStream, steps: Steps, tensors: list[Any], what: str) -> None:
         self._side_stream, self._steps, self._tensors, self._what = side_stream, steps, tensors, what
         self._pending: Pending | None = None
         self.ended = False
         self._end: Any = None
         self.begun_on: Any = None
         self.landed_on: Any = None
+
+    def begin(self, after: Transfer | None = None) -> None:
+        """Start the steps; called once. `after`: as for `SideStream.start`."""
+        side_stream = self._side_stream
         if not side_stream.sleeps:
             if not side_stream.late:
                 self._run()

@@ -1,4 +1,4 @@
-"""What recorded steps show: times by unit, ranks that the others wait for, and the changes that would gain most."""
+"""Evaluate recorded steps: times by unit, ranks that the others wait for, and the changes that would gain most."""
 
 from __future__ import annotations
 

@@ -58,7 +58,6 @@ def _rank_data(rank: RankTrace, num_steps: int) -> dict[str, Any]:
     lanes = [*LANES, UNITS]
     end_us = rank.steps[:num_steps][-1][1] if rank.steps else 0.0
     kinds = sorted({span.kind for span in rank.spans})
-    peak = rank.peak()
     return {
         "rank": rank.rank,
         "device": rank.device,
@@ -73,7 +72,6 @@ def _rank_data(rank: RankTrace, num_steps: int) -> dict[str, Any]:
         ],
         "memory": [[round(p.time_us), p.full, p.gradients, p.other] for p in rank.memory],
         "memory_step": rank.memory_step if rank.memory_step < num_steps else -1,
-        "peak": None if peak is None else asdict(peak),
         "between": [rank.shard_bytes, rank.state_bytes],
         "times": [list(asdict(times).values()) for times in unit_times(rank)],
     }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +38,7 @@ from accordion.state import sharded_engine
 
 NO_UNIT = -1
 OTHER = ("other", NO_UNIT)
+HOST_STEP = "host step"  # lane of the threads that step offloaded parameters
 
 
 @contextmanager
@@ -72,7 +75,7 @@ def observe(model: nn.Module, *, steps: int = 3) -> Iterator[Trace]:
 
 @dataclass(slots=True)
 class StepLog:
-    """What was recorded in one step, with marks in place of times. `end`: after its last optimizer step so far, None before.
+    """The record of one step, with marks in place of times. `end`: after its last optimizer step so far, None before.
 
     `switches`: (mark, kind, unit) when other work began on the compute stream. `spans`: (lane, kind, unit, start, end) of all
     other lanes. `points`: (mark, bytes of full parameters, of gradients, of all allocations).
@@ -94,6 +97,8 @@ class Recorder(Observer):
         self._counter = Allocations() if self._device.type == "cpu" else None
         self._counted: StepLog | None = None
         self.clock: TraceClock = clock_of(self._device)
+        self._thread = threading.get_ident()  # other threads step offloaded parameters
+        self._host_starts: dict[int, int] = {}  # thread -> start of its optimizer step under way, of the host's clock
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._logs: list[StepLog] = []
         self.log: StepLog | None = None  # of the step under way, if it is recorded
@@ -115,9 +120,13 @@ class Recorder(Observer):
             streams["store"] = context.shard_buffers.store_stream
         for lane, stream in streams.items():
             self._undo.append(partial(setattr, stream, "makes", stream.makes))
-            stream.makes = partial(_recorded, self, lane)
+            stream.makes = partial(self._transfer, lane)
         engine.observers.attach(self, first=True)
         step_hooks().add(self)
+
+    def _transfer(self, lane: str, *args: Any) -> Transfer:
+        """Return a new transfer on the side stream called `lane`, which is recorded if a step is. `args`: of `Transfer`."""
+        return Transfer(*args) if self.log is None else _Recorded(self, self.log, lane, *args)
 
     def detach(self) -> None:
         """Stop recording, and restore the side streams. Keep a step under way if its optimizer has stepped, otherwise drop it."""
@@ -162,23 +171,29 @@ class Recorder(Observer):
 
     def steps(self, optimizer: Optimizer) -> None:
         """Called before a step of any optimizer; ignores those without a parameter of this model."""
-        if self.log is not None and self._is_ours(optimizer):
+        if self.log is None or not self._is_ours(optimizer):
+            return
+        if threading.get_ident() == self._thread:
+            self._optimizers.add(optimizer)
             self._push("optimizer", NO_UNIT)
+        else:
+            self._host_starts[threading.get_ident()] = time.perf_counter_ns()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Called after a step of any optimizer; ignores those without a parameter of this model."""
-        if self.log is not None and self._is_ours(optimizer):
+        if self.log is None or not self._is_ours(optimizer):
+            return
+        if threading.get_ident() == self._thread:
+            self._optimizers.add(optimizer)  # that of offloaded parameters has only this callback
             self._pop("optimizer", NO_UNIT)
             self.log.end = self.clock.mark()
+        elif (start := self._host_starts.pop(threading.get_ident(), None)) is not None:
+            self.log.spans.append((HOST_STEP, HOST_STEP, NO_UNIT, start, time.perf_counter_ns()))
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        if optimizer not in self._optimizers:
-            params = [param.sharded for param in self._engine.params]
-            ids = {id(tensor) for param in params for tensor in (param, _torch.local_of(param))}
-            if not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
-                return False
-            self._optimizers.add(optimizer)
-        return True
+        params = [param.sharded for param in self._engine.params]
+        ids = {id(tensor) for param in params for tensor in (param, _torch.local_of(param))}
+        return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
     # -- the compute stream
 
@@ -221,16 +236,11 @@ class Recorder(Observer):
             index = len(self._stack) - 1 - self._stack[::-1].index((kind, unit))
             del self._stack[index]
             if any(work == (kind, unit) for work, _ in self._ranges):
-                self._end_ranges(lambda work: work == (kind, unit))
+                ended = None
+                while ended != (kind, unit):  # ranges inside of it that an error left open end first
+                    ended, named = self._ranges.pop()
+                    named.__exit__(None, None, None)
             self._switch()
-
-    def _end_ranges(self, is_last: Callable[[tuple[str, int]], bool]) -> None:
-        """End ranges for torch.profiler, newest first, until one has ended for whose work `is_last` returns True."""
-        while self._ranges:
-            work, named = self._ranges.pop()
-            named.__exit__(None, None, None)
-            if is_last(work):
-                return
 
     def _switch(self) -> None:
         if self.log is not None:
@@ -290,7 +300,7 @@ class Recorder(Observer):
         state = [leaf for optimizer in self._optimizers for leaf in tree_leaves(dict(optimizer.state))]
         trace = RankTrace(
             rank=dist.get_rank() if dist.is_initialized() else 0,
-            device=str(self._device.type),
+            device=self._device.type,
             strategy=engine.strategy.name,
             units=units,
             steps=[(clock.us(log.start) - start_us, clock.us(log.end) - start_us) for log in self._logs],
@@ -306,12 +316,14 @@ class Recorder(Observer):
         log = self._counted if self._counter is not None else next(iter(self._logs[::-1]), None)
         if log is None:
             return []
-        start_us = self.clock.us(log.start)
+        start_us, end_us = self.clock.us(log.start), self.clock.us(log.end)
         # The counter of the CPU sees what was allocated since the step began; full parameters are in memory that is not new.
         grads_before = log.points[0][2]
         between = trace.shard_bytes + trace.state_bytes
         points = []
         for mark, full, gradients, total in log.points:
+            if self.clock.us(mark) > end_us:
+                break
             other = total - between - full - gradients if self._counter is None else total - (gradients - grads_before)
             points.append(
                 MemoryPoint(time_us=self.clock.us(mark) - start_us, full=full, gradients=gradients, other=max(other, 0))
@@ -320,11 +332,16 @@ class Recorder(Observer):
 
 
 def _spans_of(log: StepLog, clock: TraceClock, start_us: float) -> Iterator[TraceSpan]:
-    """Yield the spans of a step, with times in microseconds after `start_us`."""
+    """Yield the spans of a step, with times in microseconds after `start_us`. They end with it, but those of `HOST_STEP`, whose
+    threads go on after `optimizer.step()`."""
+    step_end_us = clock.us(log.end) - start_us
     ends = [mark for mark, _, _ in log.switches[1:]] + [log.end]
     works = [(COMPUTE, kind, unit, start, end) for (start, kind, unit), end in zip(log.switches, ends, strict=True)]
     for lane, kind, unit, start, end in [*works, *log.spans]:
+        # What follows the step, such as a validation, is recorded until the next one begins.
         first, last = clock.us(start) - start_us, clock.us(end) - start_us
+        if lane != HOST_STEP:
+            last = min(last, step_end_us)
         if last > first:
             yield TraceSpan(lane=lane, kind=kind, unit=unit, start_us=first, end_us=last)
 
@@ -343,16 +360,30 @@ def _device_bytes(tensor: Tensor, device: torch.device) -> int:
 
 
 class _Recorded(Transfer):
-    """A transfer that adds two spans to the step log: its time on the side stream, and the compute stream's wait for it."""
+    """A transfer that adds two spans to the step log: its time on the side stream `lane`, and the compute stream's wait for it.
+
+    `what`, the message, names the unit of the spans if it contains "unit 3 ".
+    """
 
     __slots__ = ("_ends", "_lane", "_log", "_num_works", "_recorder", "_start", "_unit")
-    _recorder: Recorder
-    _log: StepLog
-    _lane: str
-    _unit: int
-    _start: Mark
-    _ends: list[Mark]  # on CPU, of each work of the backend; the host may wait for it much later
-    _num_works: int
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        log: StepLog,
+        lane: str,
+        stream: SideStream,
+        steps: Steps,
+        tensors: list[Any],
+        what: str,
+    ) -> None:
+        super().__init__(stream, steps, tensors, what)
+        number = re.search(r"\bunit (\d+) ", what)
+        self._recorder, self._log, self._lane = recorder, log, lane
+        self._unit = NO_UNIT if number is None else int(number[1])
+        self._start: Mark = None
+        self._num_works = 0
+        self._ends: list[Mark] = []  # on CPU, of each work of the backend; the host may wait for it much later
 
     def _run(self) -> None:
         clock, stream = self._recorder.clock, self._side_stream.stream
@@ -376,28 +407,3 @@ class _Recorded(Transfer):
         before = self._recorder.clock.mark()
         super().land()
         self._recorder.landed(self._lane, self._unit, before)
-
-
-def _recorded(
-    recorder: Recorder,
-    lane: str,
-    stream: SideStream,
-    steps: Steps,
-    buffers: list[Any],
-    label: str,
-    after: Transfer | None = None,
-) -> Transfer:
-    """Create and return a `Transfer` on `stream`; during a recorded step, a `_Recorded` that adds spans to the step log.
-
-    `lane`: name of `stream` in the trace. `label`: may contain "unit 3 ", which names the unit of the span.
-    """
-    if recorder.log is None:
-        return Transfer(stream, steps, buffers, label, after)
-    number = re.search(r"\bunit (\d+) ", label)
-    # Before the constructor, which starts the work.
-    transfer = _Recorded.__new__(_Recorded)
-    transfer._recorder, transfer._log, transfer._lane = recorder, recorder.log, lane
-    transfer._unit = NO_UNIT if number is None else int(number[1])
-    transfer._start, transfer._ends, transfer._num_works = None, [], 0
-    transfer.__init__(stream, steps, buffers, label, after)  # type: ignore[misc]
-    return transfer

@@ -56,7 +56,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
-    """What one rank recorded. `steps`: (start, end) of each step in microseconds.
+    """The recorded steps of one rank. `steps`: (start, end) of each step in microseconds.
 
     `memory`: points of one step, with times after the start of that step. `memory_step`: its index in `steps`; -1 on CPU, where
     allocations are counted in a step before these, because counting takes time. `shard_bytes`, `state_bytes`: parameters and
@@ -88,7 +88,3 @@ class RankTrace:
                 "memory": [MemoryPoint(**point) for point in values["memory"]],
             }
         )
-
-    def peak(self) -> MemoryPoint | None:
-        """Return the point at which most bytes were allocated; None if no memory was recorded."""
-        return max(self.memory, key=lambda point: point.total, default=None)

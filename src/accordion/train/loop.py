@@ -108,15 +108,20 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int) -> tupl
 @contextmanager
 def _observed(run: Run) -> Iterator[None]:
     """Context manager that records the steps in its body, at most `OBSERVED`. At its end rank 0 writes them into the run folder
-    as HTML and JSON, and shows what would make them faster. Writes nothing if no step was recorded."""
+    as HTML and JSON, and shows what would make them faster. Writes nothing if no step was recorded, and reports a disk error."""
     first = run.config.train.observe
     with observe(run.model, steps=OBSERVED) as trace:
         yield
     if run.place.rank == 0 and trace.ranks[0].steps:
         path = run.prepared.run_dir / f"trace-{first}.html"
-        trace.html(path)
-        trace.save(path.with_suffix(".json"))
-        for line in [*trace.lines(), f"drawn: {path}"]:
+        lines = trace.lines()
+        try:
+            trace.html(path)
+            trace.save(path.with_suffix(".json"))
+            lines.append(f"drawn: {path}")
+        except UsageError as error:  # a full disk must not end the training
+            lines.append(str(error))
+        for line in lines:
             run.screen.note(line)
 
 

@@ -198,7 +198,7 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     if isinstance(context.shard_buffers, Tiers):
         streams[STORE] = context.shard_buffers.store_stream
     for name, stream in streams.items():
-        stream.makes = partial(_launched, name, tracker)
+        stream.makes = partial(_Traced, name, tracker)
     engine.observers.attach(StepTrace(tracker))
 
 
@@ -233,12 +233,20 @@ class StepTrace(Observer):
 
 
 class _Traced(Transfer):
-    """A transfer that logs its work on the side stream `name`, and each wait for its end. `number`: identifies it in events."""
+    """A transfer that logs its launch and its work on the side stream `name`, and each wait for its end."""
 
     __slots__ = ("name", "number", "tracker")
-    name: str
-    number: int
-    tracker: Tracker
+
+    def __init__(
+        self, name: str, tracker: Tracker, stream: SideStream, steps: Steps, buffers: list[Any], label: str
+    ) -> None:
+        super().__init__(stream, steps, buffers, label)
+        self.name, self.number, self.tracker = (
+            name,
+            tracker.next_transfer(),
+            tracker,
+        )  # `number`: identifies it in events
+        tracker.events.append(Launch(self.number, name))
 
     def _run(self) -> None:
         with self.tracker.on(self.name):
@@ -252,23 +260,6 @@ class _Traced(Transfer):
         if self.name == "reduce":
             self.tracker.events.append(Wait(self.number, REPLICATE))
         super().join(side_stream)
-
-
-def _launched(
-    name: str,
-    tracker: Tracker,
-    stream: SideStream,
-    steps: Steps,
-    buffers: list[Any],
-    label: str,
-    after: Transfer | None = None,
-) -> Transfer:
-    # In place of the class `Transfer`: logs the launch first, because creating the transfer starts its work.
-    transfer = _Traced.__new__(_Traced)
-    transfer.name, transfer.number, transfer.tracker = name, tracker.next_transfer(), tracker
-    tracker.events.append(Launch(transfer.number, name))
-    transfer.__init__(stream, steps, buffers, label, after)  # type: ignore[misc]
-    return transfer
 
 
 def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int]:
