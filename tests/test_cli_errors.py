@@ -13,6 +13,7 @@ from accordion.checkpoint.command import JOBS as LOOKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 NOWHERE = "nowhere/at/all"
+MORE = {"convert": ["written"]}
 MODELS = ("", "memory")  # subcommands of bench that take one
 INPUTS = [
     ["nonsense"],
@@ -49,8 +50,8 @@ INPUTS = [
     ["plan", "--gpus", "many"],
     ["plan", "--gpu", "nothing"],
     ["checkpoint", "nonsense"],
-    *(["checkpoint", name, NOWHERE] for name in LOOKS),
-    *(["checkpoint", name, NOWHERE, "--nonsense"] for name in LOOKS),
+    *(["checkpoint", name, NOWHERE, *MORE.get(name, [])] for name in LOOKS),
+    *(["checkpoint", name, NOWHERE, *MORE.get(name, []), "--nonsense"] for name in LOOKS),
     *(["checkpoint", name] for name in LOOKS),
     ["bench", "nonsense"],
     *(["bench", *name.split(), "--nonsense"] for name in BENCHES),

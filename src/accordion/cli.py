@@ -43,7 +43,7 @@ COMMANDS = {
         True,
     ),
     "export": Command("write a model for transformers, safetensors or ONNX", "export.command"),
-    "checkpoint": Command("inspect and verify checkpoints", "checkpoint.command"),
+    "checkpoint": Command("inspect, verify and convert checkpoints", "checkpoint.command"),
     "plan": Command(
         "predict before launch what fits, how fast it runs, and which configuration to choose",
         "plan.cli.command",

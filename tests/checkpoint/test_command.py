@@ -1,22 +1,25 @@
-"""The command `accordion checkpoint`, and export to other formats."""
+"""The command `accordion checkpoint`, and conversion from and to other formats."""
 
 import io
 import json
 import os
 import sys
+import zipfile
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accordion import cli
-from accordion.checkpoint import save
-from accordion.checkpoint.convert import export
-from accordion.errors import CheckpointError, UsageError
-from accordion.weights.lazy_tensors import rows_of_folder
+from accordion.checkpoint import load, save
+from accordion.checkpoint.convert import convert, export
+from accordion.errors import AccordionError, CheckpointError, UsageError
 from tests.checkpoint.test_one_process import Tied, trained
-from tests.support.checkpoints import small
+from tests.support.checkpoints import assert_same_tensors, small
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def answer_of(capsys, *words):
@@ -57,6 +60,7 @@ def test_inspect_and_verify(tmp_path, capsys):
         (["verifi", "x"], "invalid choice"),
         (["export", "x", "y", "--format", "tar"], "invalid choice"),
         (["export", "x", "y", "--dtype", "I8"], "no floating-point dtype"),
+        (["convert", "absent", "y"], "is neither a folder of safetensors"),
     ],
 )
 def test_bad_arguments_give_an_error_of_one_line(words, message, capsys):
@@ -76,33 +80,99 @@ def test_missing_checkpoint_gives_an_error_of_one_line(tmp_path, capsys):
 NO_CONFIG = "config.json: the checkpoint does not say of which model it is; give --like a folder that has it"
 
 
-def test_export_writes_one_file_or_several_with_an_index(tmp_path, monkeypatch, capsys):
-    model = small(1)
-    state = model.state_dict()
-    save(tmp_path / "c", model)
+def test_export_and_convert_print_json(tmp_path, capsys):
+    model, other = small(1), small(2)
+    torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "m.pt")
+    code, answer = answer_of(capsys, "convert", tmp_path / "m.pt", tmp_path / "c")
+    assert (code, answer["from"], answer["tensors"], answer["left_out"]) == (0, "torch.save", 4, ["epoch"])
+    assert answer["path"] == str(tmp_path / "c")
     assert cli.main(["checkpoint", "export", str(tmp_path / "c"), str(tmp_path / "hf"), "--dtype", "BF16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"written: {tmp_path / 'hf' / 'model.safetensors'}", f"left out: {NO_CONFIG}"]
     assert load_file(tmp_path / "hf" / "model.safetensors")["0.weight"].dtype == torch.bfloat16
-    export(tmp_path / "c", tmp_path / "one.safetensors", "safetensors")
-    one = load_file(tmp_path / "one.safetensors")
-    assert {name: tensor.tolist() for name, tensor in one.items()} == {n: t.tolist() for n, t in state.items()}
+    load(tmp_path / "c", other)
+    assert_same_tensors(model, other)
+    for job, source, target in (("export", "c", "hf"), ("convert", "m.pt", "m.pt")):
+        assert cli.main(["checkpoint", job, str(tmp_path / source), str(tmp_path / target)]) in (1, 2)
+        assert "exists" in capsys.readouterr().err
+
+
+def test_safetensors_are_exported_and_converted(tmp_path, monkeypatch):
+    model, other = small(1), small(2)
+    state = model.state_dict()
+    (tmp_path / "hf").mkdir()
+    parts = {"a.safetensors": ["0.weight", "1.bias"], "b.safetensors": ["0.bias", "1.weight"]}
+    for name, keys in parts.items():
+        save_file({key: state[key] for key in keys}, tmp_path / "hf" / name)
+    where = {key: name for name, keys in parts.items() for key in keys}
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    convert(tmp_path / "hf", tmp_path / "c")
+    load(tmp_path / "c", other)
+    assert_same_tensors(model, other)
+    export(tmp_path / "c", tmp_path / "one")
+    assert {k: v.tolist() for k, v in load_file(tmp_path / "one" / "model.safetensors").items()} == {
+        k: v.tolist() for k, v in state.items()
+    }
     monkeypatch.setattr("accordion.checkpoint.convert.SHARD_BYTES", 40)
-    assert len(export(tmp_path / "c", tmp_path / "many", dtype=torch.bfloat16)) == 3
-    many = {name: rows.whole() for name, rows in rows_of_folder(tmp_path / "many").items()}
-    assert all(torch.equal(many[name], tensor.bfloat16()) for name, tensor in state.items())
+    paths = export(tmp_path / "c", tmp_path / "many", dtype=torch.bfloat16)
+    assert len(paths) == 3
+    convert(tmp_path / "many", tmp_path / "again")
+    load(tmp_path / "again", other)
+    assert torch.equal(other[0].weight, model[0].weight.bfloat16().float())
     with pytest.raises(UsageError, match="exists"):
         export(tmp_path / "c", tmp_path / "many")
 
 
-def test_a_damaged_checkpoint_is_not_exported(tmp_path):
-    save(tmp_path / "c", Tied())
+def test_torch_and_dcp_are_exported(tmp_path):
+    model = Tied()
+    save(tmp_path / "c", model)
+    export(tmp_path / "c", tmp_path / "m.pt", "torch")
+    state = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert_same_tensors(model, type("", (), {"state_dict": lambda self: state})())
+    export(tmp_path / "c", tmp_path / "dcp", "dcp")
+    other = Tied()
+    into = {"model": other.state_dict()}
+    dcp.load(into, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert_same_tensors(model, other)
     with open(tmp_path / "c" / "rank-00000.safetensors", "r+b") as file:
         file.seek(-150, os.SEEK_END)
         file.write(b"\xff\x00\xff")
     with pytest.raises(CheckpointError, match="is damaged"):
         export(tmp_path / "c", tmp_path / "bad")
-    assert os.listdir(tmp_path) == ["c"]
+    assert sorted(os.listdir(tmp_path)) == ["c", "dcp", "m.pt"]
+
+
+class Payload:
+    """An object that writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_converting_pickles_executes_nothing(tmp_path):
+    torch.save({"weight": torch.ones(2), "x": Payload(tmp_path / "mark")}, tmp_path / "evil")
+    with pytest.raises(CheckpointError, match=r"not allowed|tensors alone"):
+        convert(tmp_path / "evil", tmp_path / "c")
+    assert os.listdir(tmp_path) == ["evil"]
+
+
+def test_broken_sources_are_named_in_errors(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as file:
+        file.writestr("x", "y")
+    torch.save([1], tmp_path / "b.pt")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".metadata").touch()
+    for name, why in (
+        ("a.pt", "is damaged"),
+        ("b.pt", "holds a list and no state dict"),
+        ("c", "is a folder of torch.distributed.checkpoint; read it .* with torch's `dcp.load` and `set_state_dict`"),
+    ):
+        with pytest.raises(AccordionError, match=why):
+            convert(tmp_path / name, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt", "c"]
 
 
 def test_characters_that_the_terminal_lacks_are_escaped(tmp_path, monkeypatch):

@@ -139,7 +139,7 @@ def test_file_names_outside_of_the_folder_are_refused(file):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema", 1, "schema 1 and this version reads 2; .* export it with the version of Accordion that wrote it"),
+        ("schema", 1, "schema 1 and this version reads 2; .* export it .* with the version of Accordion that wrote it"),
         ("checksum", "md5", "checksums are 'md5'"),
         ("checksum", "xxh3_64", "not of the kind xxh3_64"),
         ("piece_bytes", 0, "piece_bytes is 0"),
@@ -216,10 +216,14 @@ def test_missing_package_xxhash_is_named(tmp_path, monkeypatch):
 
 
 def test_save_and_load_use_no_pickle():
-    """No module of the folder uses a function that reads or writes a pickle."""
+    """The modules of `save` and `load` use no function that reads or writes a pickle."""
     words = re.compile(
         r"import pickle\b|\bmarshal\b|\bshelve\b|\bdill\b|torch\.save\(|torch\.load\(|\w+_object(?:_list)?\("
     )
     files = list(Path(accordion.checkpoint.__file__).parent.glob("*.py"))
     uses = {path.name: set(words.findall(path.read_text())) for path in files}
-    assert not {name: held for name, held in uses.items() if held}
+    assert {name: held for name, held in uses.items() if held} == {
+        "convert.py": {"torch.save("},
+        "foreign.py": {"torch.load("},
+        "untrusted_files.py": {"import pickle"},  # the class of torch.load's error
+    }

@@ -205,13 +205,17 @@ def test_lost_and_found_is_ignored(tmp_path, monkeypatch):
     assert latest(tmp_path) is None
 
 
-def test_load_of_other_formats_names_what_reads_them(tmp_path):
+def test_load_of_other_formats_names_the_convert_command(tmp_path):
     torch.save({"a": torch.ones(2)}, tmp_path / "file.pt")
-    with pytest.raises(CheckpointError, match=r"file\.pt is no checkpoint: it is a file"):
+    with pytest.raises(
+        CheckpointError, match=r"file\.pt is no checkpoint: it is a file.* `accordion checkpoint convert`"
+    ):
         load(tmp_path / "file.pt", filled(1))
     save(tmp_path / "c", filled(1))
     export(tmp_path / "c", tmp_path / "hf")
-    with pytest.raises(CheckpointError, match=r"no manifest\.json, but safetensors files; `load_pretrained` reads"):
+    with pytest.raises(
+        CheckpointError, match=r"no manifest\.json, but safetensors files; `accordion checkpoint convert`"
+    ):
         load(tmp_path / "hf", filled(1))
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(b"")

@@ -11,7 +11,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.checkpoint import RandomState, latest, load, save
-from accordion.checkpoint.convert import export
+from accordion.checkpoint.convert import convert, export
 from accordion.checkpoint.reading import verify
 from accordion.checkpoint.storage import remote
 from accordion.checkpoint.storage.folders import folder_at
@@ -77,11 +77,15 @@ def test_incomplete_and_damaged_checkpoints_in_memory(memory):
     torn(memory, fsspec.filesystem("memory"))
 
 
-def test_other_formats_are_written_on_this_machine_only(memory, tmp_path):
-    save(f"{memory}/c", small(1))
-    export(f"{memory}/c", tmp_path / "m.safetensors", "safetensors")
-    with pytest.raises(UsageError, match=r"memory://x is on remote storage, and other formats .* copy it there"):
-        export(f"{memory}/c", "memory://x")
+def test_other_formats_are_read_and_written_on_this_machine_only(memory, tmp_path):
+    model = small(1)
+    save(f"{memory}/c", model)
+    export(f"{memory}/c", tmp_path / "m.pt", "torch")
+    convert(tmp_path / "m.pt", f"{memory}/d")
+    assert differing(f"{memory}/c", f"{memory}/d") == set()
+    for act in (lambda: convert("memory://x", tmp_path / "d"), lambda: export(f"{memory}/c", "memory://x")):
+        with pytest.raises(UsageError, match=r"memory://x is on remote storage, and other formats .* copy it"):
+            act()
 
 
 class Counted(AbstractBufferedFile):

@@ -264,7 +264,8 @@ def test_quantised_weights_are_refused(by, tmp_path, capsys):
         weights["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     train = ["train", "--model.path", "llama", "--model.init", "pretrained", "--run.dir", "run"]
-    commands = [["export", "llama", "out"], train, ["generate", "llama", "--prompt", "a"]]
+    commands = [["export", "llama", "out"], ["checkpoint", "convert", "llama", "ck"]]
+    commands += [train, ["generate", "llama", "--prompt", "a"]]
     for words in commands:
         refused(capsys, words, "is quantised")
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
@@ -377,6 +378,7 @@ def test_nothing_is_half_written(tmp_path, monkeypatch, capsys):
 WRONG = {
     "llama llama": "exists; pass another path",
     "llama out --format tar": "invalid choice",
+    "llama out --format dcp": "takes a checkpoint, and SOURCE",
     "llama out --dtype I8": "no floating-point dtype",
     "llama out --dtype int4": "invalid choice",
     "llama out --like": "expected one argument",

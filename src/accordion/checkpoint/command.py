@@ -1,13 +1,15 @@
-"""The command `accordion checkpoint`: inspect and verify, for people and, with `--json`, for programs."""
+"""The command `accordion checkpoint`: inspect, verify and convert, for people and, with `--json`, for programs."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accordion.checkpoint.convert import convert
 from accordion.checkpoint.reading import read_manifest, steady, verify
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import CheckpointError
@@ -27,7 +29,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class PathOptions:
-    """Options of `accordion checkpoint inspect` and `accordion checkpoint verify`.
+    """Options of the subcommands that read one checkpoint, `inspect` and `verify`.
 
     Args:
         path: the checkpoint
@@ -38,27 +40,52 @@ class PathOptions:
     json: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Options of `convert`.
+
+    Args:
+        source: the path to read
+        target: the checkpoint to write
+        json: print JSON
+    """
+
+    source: str = place()
+    target: str = place()
+    json: bool = False
+
+
 def run(words: list[str]) -> int:
     """Run the subcommand that `words` name and print its result. Return the exit code: 0, or 1 if `verify` found damage.
     Raises `UsageError` for unknown words, `CheckpointError` if the checkpoint cannot be read."""
     if not words or words[0] in ("-h", "--help"):
-        subcommands = listed({name: about for name, (about, _) in JOBS.items()}, PROG)
+        subcommands = listed({name: about for name, (about, _, _) in JOBS.items()}, PROG)
         print(
             f"usage: {PROG} <subcommand> [options]\n\n{subcommands}\n\n{PROG} <subcommand> --help tells more; "
             "`accordion export` writes the model in other formats."
         )
         return 0
     check_subcommand(words[0], JOBS, PROG)
-    about, job = JOBS[words[0]]
-    options = read(PathOptions, words[1:], f"{PROG} {words[0]}", about)
+    about, kind, job = JOBS[words[0]]
+    options = read(kind, words[1:], f"{PROG} {words[0]}", about)
     if options is None:
         return 0
     try:
         answer = job(options)
     except OSError as error:
         raise CheckpointError(str(error)) from error
-    print(json.dumps(answer.data, indent=2) if options.json else "\n".join(answer.lines), flush=True)
-    return answer.code
+    print(json.dumps(_plain(answer.data), indent=2) if options.json else "\n".join(answer.lines), flush=True)
+    code: int = answer.code
+    return code
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as JSON that any program can read: NaN, infinities and keys as strings, tuples as lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -109,7 +136,16 @@ def _verify(options: PathOptions) -> Answer:
     return Answer(data=data, lines=faults or [f"{options.path} is as it was written, every byte"], code=bool(faults))
 
 
-JOBS: Mapping[str, tuple[str, Callable[[PathOptions], Answer]]] = {
-    "inspect": ("List what is in a checkpoint.", _inspect),
-    "verify": ("Read every byte of a checkpoint and compare it with its checksum.", _verify),
+def _convert(options: ConvertOptions) -> Answer:
+    source = convert(options.source, options.target)
+    num_tensors = len(source.tensors)
+    data = {"path": options.target, "from": source.kind, "tensors": num_tensors, "left_out": list(source.left)}
+    lines = [f"{options.target}: {num_tensors} tensors from {source.kind}"]
+    return Answer(data=data, lines=[*lines, *(f"left out: {name}" for name in source.left)])
+
+
+JOBS: Mapping[str, tuple[str, type[Any], Callable[[Any], Answer]]] = {
+    "inspect": ("List what is in a checkpoint.", PathOptions, _inspect),
+    "verify": ("Read every byte of a checkpoint and compare it with its checksum.", PathOptions, _verify),
+    "convert": ("Make a checkpoint of a folder of safetensors or a torch.save file.", ConvertOptions, _convert),
 }

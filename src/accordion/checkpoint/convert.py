@@ -1,31 +1,107 @@
-"""Write the model of a checkpoint in formats of other libraries."""
+"""Convert checkpoints to and from other formats."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from accordion.checkpoint.collective import Team
+from accordion.checkpoint.contents import Contents
+from accordion.checkpoint.foreign import Foreign, of_safetensors, of_torch_file
 from accordion.checkpoint.format import DTYPES
-from accordion.checkpoint.reading import Files, opened
+from accordion.checkpoint.reading import DCP_METADATA, FROM_DCP, Files, opened
+from accordion.checkpoint.save import SaveJob, form_of
 from accordion.checkpoint.storage.folders import checkpoint_at, folder_at
 from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
-from accordion.checkpoint.untrusted_files import HF_SINGLE, check_quantised, plain_names
-from accordion.errors import UsageError
+from accordion.checkpoint.untrusted_files import (
+    HF_INDEX,
+    HF_SINGLE,
+    check_quantised,
+    plain_names,
+    read_files,
+    read_folder,
+)
+from accordion.checkpoint.writing import layout_of
+from accordion.errors import CheckpointError, UsageError
+from accordion.files import read_text
 
-FORMATS = ("hf", "safetensors")
+FORMATS = ("hf", "safetensors", "dcp", "torch")
+FILES = ("safetensors", "torch")  # formats of one file; the others are folders
 CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL = "model/"  # prefix of the names of a model's tensors
 SHARD_BYTES = 4 * 2**30  # largest size of one exported safetensors file
 LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # files next to the weights in a folder of transformers
+
+
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Foreign:
+    """Write a checkpoint to `target` from a source of another format; return the source's kind, tensors and keys left out.
+
+    `source`: a folder or file of safetensors as transformers writes it, or a file of `torch.save` since torch 1.6. Files are
+    memory-mapped, and code that a pickle names is not run. Raises `CheckpointError` for a source that is damaged, lacks tensors
+    that it lists or has them twice, or is not safe to read; `UsageError` for an unknown format, quantised weights, and a source
+    on remote storage.
+    """
+    foreign = _open_source(local_path(source))
+    contents = Contents(tensors=foreign.tensors, aliases={}, params={})
+    team = Team.alone()
+    job = SaveJob(
+        target=folder_at(target),
+        name=secrets.token_hex(4),
+        place="",
+        form=form_of(contents, team, None),
+        plan=layout_of(contents, {}, team),
+        team=team,
+        keep=0,
+    )
+    job.run(team.agree)
+    return foreign
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return `path` as a path of this machine. Raises `UsageError` for a URL of remote storage."""
+    folder = folder_at(path)
+    if isinstance(folder, Local):
+        return folder.path
+    raise UsageError(
+        f"{folder} is on remote storage, and other formats are read and written on this machine only; copy it."
+    )
+
+
+def _open_source(path: Path) -> Foreign:
+    """Return the model in the file or folder `path` of another format.
+
+    Raises `UsageError` for an unknown format or quantised weights, `CheckpointError` if it is damaged or not safe to read.
+    """
+    if (path / DCP_METADATA).is_file():
+        raise UsageError(f"{path} is a folder of torch.distributed.checkpoint; {FROM_DCP}.")
+    if (path / HF_SINGLE).is_file() or (path / HF_INDEX).is_file():
+        source = of_safetensors(read_folder(path))
+    elif path.is_file() and path.suffix == ".safetensors":
+        source = of_safetensors(read_files(path.parent, [path.name]))
+    elif path.is_file():
+        source = of_torch_file(path)
+    else:
+        raise UsageError(f"{path} is neither a folder of safetensors ({HF_SINGLE} or {HF_INDEX}) nor a file.")
+    if not source.tensors:
+        raise CheckpointError(f"{path} holds no tensors of a model: nothing to convert.")
+    config: Any = {}
+    with suppress(OSError, ValueError):
+        config = json.loads(read_text(path / "config.json"))
+    check_quantised(config if isinstance(config, dict) else {}, os.fspath(path), source.tensors)
+    return source
 
 
 def export(
@@ -40,14 +116,15 @@ def export(
 ) -> list[str]:
     """Write the model in the checkpoint `source` to `target` in another format; return the paths of the files.
 
-    All checksums of the model are compared first. Host memory is needed for one tensor. `source` may be a URL. Raises
-    `CheckpointError` if `source` is damaged, `UsageError` if `target` exists or an argument is wrong; `target` is then not
-    created.
+    All checksums of the model are compared first. Host memory: one tensor for `hf` and `safetensors`, the model for the others.
+    `source` may be a URL. Raises `CheckpointError` if `source` is damaged, `UsageError` if `target` exists or an argument is
+    wrong; `target` is then not created.
 
-    `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file. `like`: for `hf`, folder whose
-    configuration and tokenizer are copied; None takes the configuration that `accordion train` saved in the checkpoint.
-    `dtype`: of floating-point tensors; None keeps theirs. `ema`: decay of the average to write in place of the weights.
-    `beside`: for `hf`, called with the new folder; writes more files there and returns their names.
+    `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file; `dcp`, a folder of
+    torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: for `hf`, folder whose configuration and tokenizer
+    are copied; None takes the configuration that `accordion train` saved in the checkpoint. `dtype`: of floating-point tensors;
+    None keeps theirs. `ema`: decay of the average to write in place of the weights. `beside`: for `hf`, called with the new
+    folder; writes more files there and returns their names.
     """
     if kind not in FORMATS:
         raise UsageError(f"format {kind!r} does not exist; valid: {', '.join(FORMATS)}.")
@@ -61,10 +138,23 @@ def export(
         check_model(files)
         if kind == "safetensors":  # tied names go into the header, as `safetensors.torch.save_model` writes them
             write_safetensors(begun / HF_SINGLE, sources_of(files, dtype), {**PLAIN, **ties_of(files)})
-            (begun / HF_SINGLE).rename(at)
+            names = [HF_SINGLE]
+        elif kind == "torch":
+            torch.save(_with_aliases(files, dtype), begun / "model.pt")
+            names = ["model.pt"]
+        elif kind == "dcp":
+            from torch.distributed.checkpoint.state_dict_saver import save
+
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # because of `no_dist`
+                save({"model": _with_aliases(files, dtype)}, checkpoint_id=begun, no_dist=True)
+            names = sorted(path.name for path in begun.iterdir())
+        else:
+            names = _export_hf(files, begun, like, dtype)
+            names += [name for name in beside(begun) if name not in names]
+        if kind in FILES:
+            (begun / names[0]).rename(at)
             return [str(at)]
-        names = _export_hf(files, begun, like, dtype)
-        names += [name for name in beside(begun) if name not in names]
         begun.rename(at)
     return [str(at / name) for name in names]
 
@@ -141,3 +231,10 @@ def write_config(
     if generation is not None:
         (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
     return [CONFIG] if generation is None else [CONFIG, GENERATION]
+
+
+def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Read and return the model's state dict, in `dtype` unless None; tied tensors are one tensor under each of their names."""
+    read = [(source, files.whole(MODEL + source.name)) for source in sources_of(files, dtype)]
+    tensors = {source.name: tensor.to(source.dtype) for source, tensor in read}
+    return tensors | {a: tensors[b] for a, b in ties_of(files).items() if b in tensors}

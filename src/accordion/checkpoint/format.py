@@ -191,8 +191,8 @@ def _parsed(text: bytes) -> Manifest:
     words = json.loads(text, object_pairs_hook=without_twins)
     if words["schema"] != SCHEMA:
         way = (
-            "if it is newer, update Accordion; else export it with the version of Accordion that wrote it "
-            "(`accordion export`) and read that folder with `load_pretrained`"
+            "if it is newer, update Accordion; else export it to safetensors with the version of Accordion that wrote it "
+            "(`accordion export --format safetensors`) and convert that (`accordion checkpoint convert`)"
         )
         raise CheckpointError(f"it has schema {repr(words['schema'])[:20]} and this version reads {SCHEMA}; {way}.")
     tail = TAIL.fullmatch(text[-TAIL_BYTES:])

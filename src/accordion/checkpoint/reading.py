@@ -29,6 +29,9 @@ T = TypeVar("T")
 DCP_METADATA = ".metadata"
 TURNS = 5  # largest number of reads of a checkpoint that is replaced meanwhile
 REPLACED = "replaced again and again while it was read, another job saves under this name; read it when that has ended."
+SHOWN = 3  # tensors of a file that a message names
+_CONVERT = "`accordion checkpoint convert` makes a checkpoint"
+FROM_DCP = "read it into the sharded model with torch's `dcp.load` and `set_state_dict`, and save that"
 STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
 
 
@@ -50,7 +53,7 @@ def opened(folder: Folder, ema: str | None = None) -> Files:
     except (FileNotFoundError, NotADirectoryError):
         why = "there is no such folder."
         if isinstance(folder, Local) and folder.path.is_file():
-            why = "it is a file, and a checkpoint is a folder."
+            why = f"it is a file, and a checkpoint is a folder; {_CONVERT} of a file of torch.save."
         raise CheckpointError(f"{folder} is no checkpoint: {why}") from None
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
@@ -72,12 +75,9 @@ def look_into(folder: Folder) -> Files:
     if MANIFEST not in sizes:
         instead = ""
         if DCP_METADATA in sizes:
-            instead = (
-                f", but the {DCP_METADATA} of torch.distributed.checkpoint; read it into the sharded model with torch's "
-                "`dcp.load` and `set_state_dict`, and save that"
-            )
+            instead = f", but the {DCP_METADATA} of torch.distributed.checkpoint; {FROM_DCP}"
         elif any(name.endswith(".safetensors") and not RANK_FILE.fullmatch(name) for name in sizes):
-            instead = ", but safetensors files; `load_pretrained` reads them"
+            instead = f", but safetensors files; {_CONVERT} of them, and `load_pretrained` reads them as they are"
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}{instead}.")
     text = folder.read(MANIFEST)
     try:

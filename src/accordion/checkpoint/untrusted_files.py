@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from accordion.errors import CheckpointError, UsageError, some_of
 from accordion.files import NOT_REGULAR, open_regular
 
 SHOWN = 8  # tensors that a message names
+FORBIDDEN = re.compile(r"GLOBAL (\S+) (?:was not|whose module)")  # how torch.load names a class that it refuses
 LENGTH_BYTES = 8  # of the header's length, at the beginning of a safetensors file
 HF_SINGLE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 QUANTISED = re.compile(r"(_scale_inv|_blocks|\.(weight_scale|qweight|qzeros|absmax|SCB|quant_map|quant_state\..*))$")
@@ -52,8 +54,14 @@ def named(what: str) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
-    except Exception as error:
-        raise CheckpointError(f"{what}: it is damaged: {type(error).__name__}: {str(error)[:300]}.") from None
+    except Exception as error:  # torch may raise anything for broken bytes
+        text = str(error).partition("\n")[0].partition("  (")[0]  # without torch's advice and stack
+        why = f"it is damaged: {type(error).__name__}: {text[:300]}"
+        if isinstance(error, pickle.UnpicklingError):  # torch's text advises to load the file unsafely
+            why = "its pickle is damaged, or holds more than tensors and plain values"
+        if forbidden := FORBIDDEN.search(str(error)):
+            why = f"its pickle names {forbidden[1][:200]}, which is not allowed"
+        raise CheckpointError(f"{what}: {why}.") from None
 
 
 def check_quantised(config: Mapping[str, Any], source: str, names: Iterable[str] = ()) -> None:
@@ -157,6 +165,16 @@ def read_index(folder: Path) -> dict[str, str]:
     with opened(path) as file, named(f"{path} is no index of safetensors"):
         places = json.loads(file.read().decode(), object_pairs_hook=without_twins)["weight_map"]
         bad = [name for name in places.values() if not is_plain(name)]
+        check_names(places)
     if bad:
         raise CheckpointError(f"{path} names {bad[0][:100]!r}, which is not the plain name of a safetensors file.")
     return dict(places)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise `CheckpointError` if a name cannot be encoded in UTF-8, for example if it has half of a surrogate pair."""
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise CheckpointError(f"the name {ascii(name)[:100]} is not valid Unicode.") from None

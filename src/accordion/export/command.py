@@ -36,6 +36,7 @@ from accordion.options import one_of, place
 PROG = "accordion export"
 NEEDS = ("onnx", "onnxscript", "onnx_ir")  # packages for --format onnx
 FORMATS = (*convert.FORMATS, "onnx", "peft")
+OF_CHECKPOINTS = ("dcp", "torch")  # formats only for SOURCEs that are checkpoints
 OF_ONNX = (torch.float32, torch.float16)  # values of --dtype
 
 
@@ -48,8 +49,9 @@ class ExportOptions:
             merged
         target: path to write, which must not exist
         format: `hf`: a folder for from_pretrained; `safetensors`: one file; `onnx`: a folder for onnxruntime; `peft`: a folder
-            with the adapter alone, for PeftModel.from_pretrained. The default is `safetensors` if the name of TARGET ends so,
-            else `hf`
+            with the adapter alone, for PeftModel.from_pretrained; for checkpoints only, `dcp`: a folder of
+            torch.distributed.checkpoint, and `torch`: one file of torch.save. The default is `safetensors` if the name of TARGET
+            ends so, else `hf`
         like: folder of transformers whose config.json and tokenizer are written with the weights of a checkpoint; or the base of
             an adapter
         dtype: cast floating-point tensors to this dtype, such as BF16
@@ -102,6 +104,11 @@ def export(options: ExportOptions) -> Exported:
         raise UsageError(f"--ema takes a checkpoint, which may hold averages, and SOURCE {options.source!r} is none.")
     if kind == "checkpoint" and form in convert.FORMATS and not isinstance(extra_of(path).get("adapter"), dict):
         return _of_checkpoint(path, options, form, dtype)
+    if form in OF_CHECKPOINTS:
+        raise UsageError(
+            f"--format {form} takes a checkpoint, and SOURCE {options.source!r} is a folder of transformers or PEFT; "
+            "`accordion checkpoint convert` makes a checkpoint of one."
+        )
     if "://" in options.target:
         raise UsageError(f"TARGET {options.target!r} is a URL; --format {form} is written to file systems alone.")
     stored = replace(find_model(options.source, like=options.like), ema=options.ema)
