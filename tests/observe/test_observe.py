@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
-from accordion.engine.streams import Transfer
+from accordion.engine.streams import Steps, Transfer
 from accordion.observe.findings import findings, unit_times
 from accordion.observe.page import page_data
 from accordion.observe.perfetto import as_perfetto
@@ -32,16 +33,47 @@ STEPS = 2
 
 
 class Sleep(nn.Module):
-    """An identity that takes `seconds` on rank 1."""
+    """An identity that takes `seconds` on the given ranks."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *ranks: int) -> None:
         super().__init__()
-        self.seconds = seconds
+        self.seconds, self.ranks = seconds, ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.distributed.get_rank() == 1:
+        if torch.distributed.get_rank() in self.ranks:
             time.sleep(self.seconds)
         return x
+
+
+class SlowWork:
+    """A work of a backend that ends after `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._future: torch.futures.Future[None] = torch.futures.Future()
+        threading.Timer(seconds, self._future.set_result, [None]).start()
+
+    def get_future(self) -> torch.futures.Future[None]:
+        return self._future
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def wait(self, timeout: object = None) -> None:
+        self._future.wait()
+
+
+def slow_link(model: nn.Module, seconds: float) -> None:
+    """Let each gather of `model` take `seconds` longer."""
+    engine = engine_of(model)
+    assert engine is not None
+    stream = engine.context.gather_stream
+    start = stream.start
+
+    def slow(steps: Steps) -> Steps:
+        for pending in steps:
+            yield pending._replace(works=[*pending.works, SlowWork(seconds)])
+
+    stream.start = lambda steps, *args: start(slow(steps), *args)
 
 
 def trained(model: nn.Module, num_steps: int, micro: int = 1, first: int = 0) -> list[torch.Tensor]:
@@ -123,7 +155,7 @@ def test_kinds_of_memory_sum_to_the_allocated_bytes(mesh: Any) -> None:
 @on_world(2)
 def test_a_rank_that_computes_longer_is_named_with_its_unit(mesh: Any) -> None:
     model = models.seeded()
-    model.blocks[1].up = nn.Sequential(model.blocks[1].up, Sleep(0.2))
+    model.blocks[1].up = nn.Sequential(model.blocks[1].up, Sleep(0.2, 1))
     acc.shard(model, mesh=mesh)
     trained(model, 3)  # in the first steps the host waits for other ranks
     with acc.observe(model, steps=1) as trace:
@@ -132,6 +164,30 @@ def test_a_rank_that_computes_longer_is_named_with_its_unit(mesh: Any) -> None:
     assert len(slow) == 1
     assert slow[0].startswith("rank 1 computes")
     assert "blocks.1" in slow[0]
+
+
+@on_world(2)
+@pytest.mark.cpu("the slow link is one of works that the host waits for")
+def test_a_missing_prefetch_is_named_and_the_named_budget_hides_the_gathers(mesh: Any) -> None:
+    def prefetch_finding(prefetch: acc.Prefetch) -> str | None:
+        model = models.seeded()
+        for block in model.blocks:
+            block.up = nn.Sequential(block.up, Sleep(0.06, 0, 1))
+        acc.shard(model, mesh=mesh, strategy="shard_grad_op", prefetch=prefetch)
+        slow_link(model, 0.04)
+        trained(model, 2)
+        with acc.observe(model, steps=1) as trace:
+            trained(model, 3, first=2)
+        texts = [finding.text for finding in findings(trace.ranks) if "Prefetch(" in finding.text]
+        assert len(texts) < 2
+        return next(iter(texts), None)
+
+    text = prefetch_finding(acc.Prefetch(budget_bytes=0))
+    assert text is not None
+    assert text.startswith("gathers of blocks.")
+    named = re.search(r"accordion\.Prefetch\(budget_bytes=(\d+)\)", text)
+    assert named is not None
+    assert prefetch_finding(acc.Prefetch(budget_bytes=int(named[1]))) is None
 
 
 @on_world(2)
