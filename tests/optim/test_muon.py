@@ -141,19 +141,25 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_each_matrix_is_orthogonalised_once_and_its_rows_travel_twice(world, num_ranks: int) -> None:
-    """All ranks do the same work, and send 2 (n - 1) / n of the elements of their rows, in bf16."""
+    """All ranks do the same work, and send 2 (n - 1) / n of the elements of their rows, in bf16.
+
+    Another optimizer of whole matrices also needs the parameter, so it sends 3 (n - 1) / n, in float32.
+    """
     numel, shapes = 6 * 12 * 8, [(12, 8), (8, 12)] * 3
     if num_ranks == 3:
         shapes = [(12, 8)] * 6
-    for products, num_bytes in world.run(num_ranks, _counted, shapes):
+    sent = (num_ranks - 1) / num_ranks * numel / num_ranks  # elements, one way
+    for products, num_bytes in world.run(num_ranks, _counted, shapes, torch.optim.Muon, False):
         assert products == 6 // num_ranks * 5 * 2  # five iterations of two products that add
-        assert num_bytes == 2 * (num_ranks - 1) / num_ranks * numel / num_ranks * 2
+        assert num_bytes == 2 * sent * 2
+    for _, num_bytes in world.run(num_ranks, _counted, shapes, Shampoo, True):
+        assert num_bytes == 3 * sent * 4
 
 
-def _counted(mesh: Any, shapes: list[tuple[int, int]]) -> tuple[int, int]:
+def _counted(mesh: Any, shapes: list[tuple[int, int]], kind: Any, whole_matrices: bool) -> tuple[int, int]:
     """Return (products of this rank in a step, bytes that it sends to others)."""
     model = acc.shard(Matrices(shapes), mesh=mesh)
-    optimizer = acc.wrap_optimizer(torch.optim.Muon(split(model)[0]))
+    optimizer = acc.wrap_optimizer(kind(split(model)[0]), whole_matrices=whole_matrices)
     model(inputs(0)).backward()
     num_bytes, exchange = 0, Communicator.exchange
 

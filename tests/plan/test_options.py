@@ -81,7 +81,7 @@ def test_gradients_reduced_in_bf16_halve_the_messages(folder):
 
 def test_optimizer_states_in_fewer_bits_take_fewer_bytes(folder, plain):
     own = plain.num_params / 2  # of two ranks
-    for optimizer, each in (("adamw", 8), ("adamw_8bit", 2 + 8 / 256), ("sgd", 4)):
+    for optimizer, each in (("adamw", 8), ("adamw_ema", 12), ("adamw_8bit", 2 + 8 / 256), ("sgd", 4)):
         plan = plain if optimizer == "adamw" else planned(folder, optimizer=optimizer)
         assert held(plan, "optimizer") == pytest.approx(own * each, rel=0.01), optimizer
 

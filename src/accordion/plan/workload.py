@@ -43,7 +43,7 @@ class Workload:
         batch: for a module: an example batch of one rank; its size is the micro-batch.
         seq: tokens per sample, if `model` is a name.
         kernels: loss, attention and adapters, if `model` is a name.
-        optimizer: adamw, adamw_foreach, sgd, adamw_bf16, adamw_8bit or adamw_4bit.
+        optimizer: adamw, adamw_ema, adamw_foreach, sgd, adamw_bf16, adamw_8bit or adamw_4bit.
         engine: "accordion", or "fsdp2" for PyTorch's own `fully_shard`.
         tokens: tokens of a whole run, to compute its hours and price.
     """

@@ -31,8 +31,8 @@ class Options:
         no_sync: reduce gradients in the last micro-batch of a step only; full gradients stay on each rank
         global_batch: sequences per step over all GPUs; sets --accumulate
         engine: accordion, or fsdp2 for PyTorch's own fully_shard
-        optimizer: adamw (fused), adamw_foreach, sgd (fused, with momentum), or AdamW with moments of fewer bits: adamw_bf16,
-            adamw_8bit, adamw_4bit
+        optimizer: adamw (fused), adamw_ema (with accordion.EMA on the device), adamw_foreach, sgd (fused, with momentum), or
+            AdamW with moments of fewer bits: adamw_bf16, adamw_8bit, adamw_4bit
         loss: plain (a float32 copy of the logits), fused (one kernel over them), chunked (head and loss together for some
             tokens at a time, no logits) or head_rows (also with a few rows of the head at a time)
         attention: auto (FlashAttention-2 if possible), eager (products and a softmax), fa1, fa2, fa3, cudnn or flex

@@ -1,4 +1,4 @@
-"""The optimizers that can be planned: torch's own, and AdamW with moments of 16, 8 or 4 bits."""
+"""The optimizers that can be planned: torch's own, and AdamW with an average of the weights or moments of 16, 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -54,8 +54,21 @@ class NarrowAdamW(torch.optim.Optimizer):
         }
 
 
+class AveragedAdamW(torch.optim.AdamW):
+    """Fused AdamW and an exponential moving average of the parameters on the device, as `accordion.EMA` computes it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(p, 1e-3)
+
+
 OPTIMIZERS: Mapping[str, OptimizerKind] = {
     "adamw": OptimizerKind(make=partial(torch.optim.AdamW, lr=1e-3, fused=True), state_bytes=8),
+    "adamw_ema": OptimizerKind(make=partial(AveragedAdamW, lr=1e-3, fused=True), state_bytes=12, elementwise=True),
     "adamw_foreach": OptimizerKind(make=partial(torch.optim.AdamW, lr=1e-3, foreach=True), state_bytes=8),
     "adamw_bf16": OptimizerKind(make=partial(NarrowAdamW, bits=16, block=0), state_bytes=4, elementwise=True),
     "adamw_8bit": OptimizerKind(make=partial(NarrowAdamW, bits=8, block=256), state_bytes=2, elementwise=True),
