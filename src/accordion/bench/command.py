@@ -87,7 +87,8 @@ class MemoryOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run the subcommand named in `words`, or the comparison. Returns the exit code, 0. Raises `UsageError` for wrong words."""
+    """Run `accordion bench` with the arguments `words`: the subcommand that they begin with, or else the comparison. Prints the
+    result, writes it into `FOLDER`, and returns the exit code, 0; `--help` only prints. Raises `UsageError` for wrong words."""
     name = words[0] if words and not words[0].startswith("-") else ""
     if name:
         check_subcommand(name, SUBCOMMANDS, "accordion bench")
@@ -111,13 +112,14 @@ def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
 
 
 def device_of(asked: str) -> str:
-    """Return the device type for `asked`, such as "auto" or "cpu". Raises `UsageError` if this machine does not have it."""
+    """Return the type of device for the option `asked`: "auto" is that of this machine's accelerators, or "cpu" if there are
+    none. Raises `UsageError` for a type that this machine does not have."""
     return devices_named(asked, "device", devices_here()).type
 
 
 def world_of(nproc: int, device: str) -> World:
-    """Return the settings of `nproc` ranks on `device`. If `nproc` is 0, there is one rank per accelerator, or 2 on CPU. The
-    ranks divide the cores among them. Raises `UsageError` if there are more ranks than accelerators."""
+    """Return the settings of `nproc` ranks on devices of type `device`; 0 is one rank per accelerator, or 2 on the CPU. Ranks
+    divide the cores among them. Raises `UsageError` if there are more ranks than accelerators."""
     devices = devices_named(device, "device", devices_here())
     num_ranks = nproc or devices.count or 2
     if devices.count and num_ranks > devices.count:
@@ -141,7 +143,7 @@ def _compare(o: CompareOptions) -> Page:
 
 
 def _all_of(against: str) -> list[str]:
-    """Return "accordion" and the contenders that `against` names. Raises `UsageError` if one is unknown or not installed."""
+    """Return "accordion" and the contenders in the list `against`. Raises `UsageError` if one is unknown or not installed."""
     names, left_out = chosen(against)
     if left_out:
         raise UsageError(f"{'; '.join(left_out.values())}. Install it, or leave it out of --against.")
