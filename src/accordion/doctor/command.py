@@ -51,9 +51,11 @@ class DoctorOptions:
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
     """Run `accordion doctor` with the arguments `words`: examine this machine and new ranks on it, and print findings. Returns
-    the exit code: 1 if there is a problem, otherwise 0. If `environ` shows that torchrun or srun started this process, examine
-    the ranks of that job instead; then return 0, but rank 0 raises `SystemExit(1)` if there is a problem. Raises `UsageError`
-    for wrong arguments, or if there are more ranks than devices."""
+    the exit code: 1 if there is a problem, otherwise 0. With `--run`, examines only the folder of a run.
+
+    If `environ` shows that torchrun or srun started this process, examines the ranks of that job; then returns 0, but rank 0
+    raises `SystemExit(1)` if there is a problem. Raises `UsageError` for wrong arguments, or for more ranks than devices.
+    """
     options = flags.read(DoctorOptions, words, PROG, (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
@@ -81,13 +83,13 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[Finding]:
-    """Return the findings about torch, devices and the disk of `options.dir`. `num_local`: ranks to start on this machine."""
+    """Return the findings about torch, devices and the disk of `options.dir`. `num_local`: number of ranks on this machine."""
     return [torch_version(), *devices_findings(devices, num_local), *disk(Path(options.dir))]
 
 
 def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions) -> None:
-    """Run the checks on one rank of torchrun or srun. Collective. The first rank of each machine examines the machine, and rank 0
-    prints the report. Rank 0 raises `SystemExit(1)` if there is a problem."""
+    """Run the checks on the rank `place` of a job of torchrun or srun, whose store is `store`. Collective. The first rank of each
+    machine examines its machine. Rank 0 prints the report, and raises `SystemExit(1)` if there is a problem."""
     answers = PrefixStore("accordion/doctor", store)
     findings = _machine(devices, place.local_world, options) if place.local_rank == 0 else []
     entries = [asdict(replace(finding, where=socket.gethostname())) for finding in findings]
