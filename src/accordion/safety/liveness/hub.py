@@ -67,7 +67,9 @@ class Hub:
     """This rank's side of the connections between `links.ranks`: sends reports, and stores those of other ranks.
 
     `ended`: by rank, text on how its program has ended. `lost`: the entries of `ended` for ranks whose connection is closed.
-    A meeting is a barrier with a name at which ranks exchange reports if these differ.
+    A meeting is a barrier with a name at which ranks exchange texts if these differ. `called`: names of the meetings that another
+    rank has joined with `wakes=True` and that are not over. `over`: by name, the result of each meeting that all ranks have
+    joined; whoever waits for the result removes it.
     """
 
     def __init__(self, links: HubLinks) -> None:
@@ -82,8 +84,8 @@ class Hub:
         self._posts: dict[str, dict[int, dict[str, Any]]] = {}  # by model and rank
         self._answers: dict[int, dict[int, str]] = {}  # by number of the question
         self._num_questions = 0
-        self._called: set[str] = set()  # names of meetings that another rank has joined
-        self._over: dict[str, MeetingOver] = {}
+        self.called: set[str] = set()
+        self.over: dict[str, MeetingOver] = {}
         self._first = _FirstRank(self)
         self._has_reported_end = self._is_explained = False
         self.lease: Callable[[], Any] = lambda: None  # returns the lease, while there is one
@@ -113,15 +115,15 @@ class Hub:
         return self._links.closed
 
     def pause(self, seconds: float) -> None:
-        """Wait until a message arrives, or `seconds` have passed."""
+        """Sleep until a message arrives or is sent, at most for `seconds`."""
         with self._changed:
             self._changed.wait(seconds)
 
     # -- what this rank reports
 
     def post(self, model: str, report: dict[str, Any] | None) -> None:
-        """Send `report`, on the model named `model`, to all ranks; None withdraws the last one. Keys of `report`: `what` this
-        rank does, the `ranks` that it waits for, and why it has `failed`."""
+        """Send `report` on the model named `model` to all ranks, in place of the last one; None withdraws that. Keys of `report`,
+        each optional: `what` this rank does, the `ranks` that it waits for, and how it has `failed`."""
         message = Post(rank=self.rank, model=model, report=report)
         self._note(message)
         self._links.send(message)
@@ -157,8 +159,8 @@ class Hub:
         self.say_ended(wording.failure(error, self.position.phase), echo=is_echo)
 
     def end(self) -> None:
-        """Report that this rank leaves, unless it has reported its end, and close the hub; nothing if it is closed. If an
-        uncaught error ends the program, report the error instead, and print its cause or advice."""
+        """Report to the other ranks that this rank leaves, unless it has reported its end, and close the hub. If an uncaught
+        error ends the program, report the error instead, and print its cause or advice. Does nothing if the hub is closed."""
         if self.is_closed:
             return
         is_exit = sys.is_finalizing() or not threading.main_thread().is_alive()
@@ -172,7 +174,8 @@ class Hub:
         self._links.close()
 
     def _check_main_thread(self) -> None:
-        """If the main thread has ended, report the end of the program, even if other threads (of a save) continue."""
+        """If the main thread has ended, report the end of the program or its error, though other threads (a save) may go on. Does
+        nothing after a report of an end."""
         if self.is_closed or self._has_reported_end or threading.main_thread().is_alive():
             return
         if (error := _last_error()) is not None:
@@ -183,26 +186,14 @@ class Hub:
     # -- meetings
 
     def arrive(self, name: str, num: int, text: str, facts: dict[str, Any] | None = None, **how: bool) -> None:
-        """Join meeting `name` of `num` ranks, without waiting; `over` returns the result. Ranks compare `text`, not `facts`.
+        """Join meeting `name` of `num` ranks, without waiting; the result will be in `over`. Ranks compare `text`, not `facts`.
         `how`: with `wakes=True` ranks that wait in a collective join; with `quiet=True` equal texts have no result."""
         self.send_to_first(Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, **how))
-
-    def is_called(self, name: str) -> bool:
-        """Return True if another rank has joined meeting `name`, with `wakes=True`, and it is not over."""
-        return name in self._called
-
-    def has_over(self, name: str) -> bool:
-        """Return True if all ranks have joined meeting `name`, and `over` has not returned its result yet."""
-        return name in self._over
-
-    def over(self, name: str) -> MeetingOver | None:
-        """Return the result of meeting `name` once all ranks have joined; None until then, and after the first result."""
-        return self._over.pop(name, None)
 
     # -- reports of other ranks
 
     def posts(self, model: str) -> dict[int, dict[str, Any]]:
-        """Return the current reports of ranks about a model, by rank."""
+        """Return a copy of the reports on the model named `model` that are not withdrawn, by rank and in rank order."""
         with self._changed:
             return dict(sorted(self._posts.get(model, {}).items()))
 
@@ -232,14 +223,14 @@ class Hub:
             self._num_questions += 1
             number, answers = self._num_questions, self._answers.setdefault(self._num_questions, {})
         self._links.send(PositionQuestion(rank=self.rank, number=number))
-        if self._links.is_connected:
+        if self._links.peers:
             poll(lambda: wanted <= set(answers), ANSWER_S, pause=self.pause)
         with self._changed:
             return dict(sorted((rank, text) for rank, text in self._answers.pop(number).items() if rank in wanted))
 
     def others(self, ranks: Sequence[int], *, silent_too: bool = True) -> str:
-        """Ask `ranks`, wait up to `ANSWER_S`, and return text on what each one does or how it ended. `silent_too`: also name
-        ranks that do not answer. The text is "" if there is nothing to tell."""
+        """Ask those of `ranks` that have not ended what they do, wait up to `ANSWER_S`, and return text on what each one does or
+        how it ended. `silent_too`: also name ranks that do not answer. The text is "" if there is nothing to tell."""
         where = self.where(ranks) | {rank: text for rank, text in list(self.ended.items()) if rank in ranks}
         silent = [rank for rank in ranks if rank not in (*where, self.rank)] if silent_too else []
         if not self._links.leads and self.ranks[0] in silent:
@@ -257,8 +248,8 @@ class Hub:
     # -- receiving
 
     def receive(self, message: HubMessage) -> None:
-        """Store the `message` of another rank, unless it is for the first rank alone (`FOR_FIRST`). Before that, the first rank
-        forwards it, or acts on it if it is for the first rank."""
+        """Handle `message`, which may come from another rank. The first rank acts on messages of the kinds in `FOR_FIRST`, and
+        forwards all other ones. Every rank stores those other ones, or answers a question."""
         with self._changed:
             if self._links.leads:  # forwards first, since the message may end its process
                 self._first.pass_on(message)
@@ -291,10 +282,10 @@ class Hub:
                     if message.to == self.rank and number in self._answers:
                         self._answers[number][message.rank] = message.where
                 case MeetingCalled():
-                    self._called.add(message.name)
+                    self.called.add(message.name)
                 case MeetingOver():
-                    self._called.discard(message.name)
-                    self._over[message.name] = message
+                    self.called.discard(message.name)
+                    self.over[message.name] = message
             self._changed.notify_all()
         if self.position.may_wait_on_device and message.rank != self.rank and self._why_not(message.rank):
             args = (message.rank, self._why_not(message.rank), str(self.position))
@@ -313,7 +304,7 @@ class Hub:
                 self._causes.append((message.rank, message.model, message.report["failed"]))
 
     def _why_not(self, rank: int) -> str:
-        """Return why `rank` will not join a collective on a device; empty if nothing is known."""
+        """Return text on why `rank` will not join a collective on a device; "" if nothing is known."""
         causes = {model: text for r, model, text in self._causes if r == rank}
         posts = [posts[rank]["what"] for posts in self._posts.values() if "what" in posts.get(rank, {})]
         if "" in causes:  # its program has ended
@@ -335,7 +326,7 @@ class Hub:
 
 
 class _FirstRank:
-    """The duties of the first rank: forward messages, count arrivals at meetings, and compare inputs."""
+    """Duties of the hub's first rank: forward messages, count arrivals at meetings, and warn if ranks have equal inputs."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -343,7 +334,7 @@ class _FirstRank:
         self._inputs: dict[str, dict[int, int]] = {}  # by model and digest, the rank that had it first
 
     def pass_on(self, message: HubMessage) -> None:
-        """Act on a message for the first rank, and forward any other message."""
+        """Act on a message of a kind in `FOR_FIRST`; forward any other one, an answer to the rank that asked, the rest to all."""
         match message:
             case Arrival():
                 self._note_arrival(message)
