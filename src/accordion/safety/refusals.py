@@ -166,9 +166,9 @@ def _read_outside(error: BaseException, units: Sequence[Unit]) -> UsageError:
 
 
 def _guard_conversion(guarded: nn.Module, of_unit: Hooks) -> None:
-    """Replace `_apply` of the module `guarded`, which `to`, `half` and `to_empty` call. The new one raises `UsageError` if dtype or
-    device of shards would change. Inside a forward of the unit it converts the full parameters of the call. Inside `full_params`
-    it converts as torch does; also outside of forwards, after a call of the unit's `UnitPolicy.on_convert`, if that is set."""
+    """Replace `_apply` of the module `guarded`, which `to`, `half` and `to_empty` call. That raises `UsageError` if dtype or
+    device of shards would change. In a forward of the unit it converts the full parameters of the call. Inside `full_params` it
+    converts as torch does; also outside of forwards, after a call of the unit's `UnitPolicy.on_convert`, if that is set."""
     of, by = weakref.ref(guarded), weakref.ref(of_unit)
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -37,10 +37,8 @@ Record = dict[str, str]
 
 class StepWatch(Observer):
     """Observer that records the optimizer steps before each backward, and sends the digest that ranks compare. From its creation
-    on, it is notified of each step of any torch optimizer in the process.
-
-    Writes to offloaded parameters are recorded only if made through the DTensors, because other threads step the local tensors.
-    """
+    on, `stepped` is called after each step of any torch optimizer in the process. Writes to offloaded parameters are recorded
+    only if made through the DTensors, because other threads step the local tensors."""
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor, model: weakref.ref[nn.Module]) -> None:
         self._engine, self._monitor, self._model = engine, monitor, model
@@ -67,19 +65,13 @@ class StepWatch(Observer):
         monitor.history = self.history
         step_hooks().add(self)
 
-    # -- recording
-
-    def steps_of(self, optimizer: Optimizer) -> bool:
-        """Return True if `optimizer` has parameters of this model."""
-        # A wrapped optimizer steps local tensors, which `park` may replace; with offload, copies of it step them.
-        locals_of = [] if self._is_offloaded else [_torch.local_of(p) for p in self._params]
-        ids = {id(tensor) for tensor in (*self._params, *locals_of)}
-        return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
-
     def stepped(self, optimizer: Optimizer) -> None:
-        """Record a step of `optimizer` if it has parameters of this model. Called after each step of any torch optimizer."""
+        """Record a step that `optimizer` has made, if it has parameters of this model."""
         if optimizer not in self._ours:
-            if not self.steps_of(optimizer):
+            # A wrapped optimizer steps local tensors, which `park` may replace; with offload, copies of it step them.
+            locals_of = [] if self._is_offloaded else [_torch.local_of(p) for p in self._params]
+            ids = {id(tensor) for tensor in (*self._params, *locals_of)}
+            if not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
                 return
             self._ours.add(optimizer)
         self._monitor.num_steps += 1
@@ -118,8 +110,8 @@ class StepWatch(Observer):
             self._versions = None
 
     def backward_begins(self) -> None:
-        """Add the record since the last backward to the digest; send the digest in tags of this backward, or to the first rank.
-        Does nothing if all parameters are frozen."""
+        """Add the record since the last backward to the digest, and send the digest in the tags of this backward's first unit, or
+        to the first rank. Does nothing if all parameters are frozen. Raises `DivergenceError` if digests differed before."""
         first = first_trained(self._engine)
         if first is None:
             return
@@ -137,7 +129,8 @@ class StepWatch(Observer):
             self._monitor.send_steps(self._num, self._chain)
 
     def history(self) -> dict[str, Any]:
-        """Return {"records": [(number of the backward, step, record), ...]} of the last backwards and of the time since."""
+        """Return {"records": [(number of the backward, step, record), ...]} of the last backwards, oldest first, and of the next
+        one."""
         current = (self._num + 1, self._monitor.num_steps, {STEPS: str(self._num_steps), **self._record})
         return {"records": [*self._records, current]}
 
@@ -148,8 +141,8 @@ def first_trained(engine: Engine) -> Unit | None:
 
 
 def text_of(value: Any) -> str:
-    """Return the value of an optimizer option as text that is equal on all ranks if the values are. Never reads a device: a
-    tensor of one element on the CPU is shown as its number. Other tensors and objects are shown as "a <type>"."""
+    """Return the value of an optimizer option as text, which is equal on all ranks if the values are. A tensor of one element on
+    the CPU becomes its number. Other tensors and objects become "a <type>", since the host does not wait for a device."""
     if isinstance(value, float):
         return f"{value:g}"
     if value is None or isinstance(value, (str, int)):
