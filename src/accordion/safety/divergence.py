@@ -49,10 +49,6 @@ CANNOT_ASK = (
 )
 
 
-Join = Callable[[str], dict[int, dict[str, Any]]]
-"""Callback that joins a meeting opened by another rank: takes text on what this rank does, returns the reports by rank."""
-
-
 @dataclass(slots=True)
 class _Wait:
     """A long wait of this rank for `ranks`. `what`: text on what this rank does. `num_polls`: calls of `_report` in this wait."""
@@ -87,7 +83,7 @@ class DivergenceMonitor(Observer):
         self.cannot_ask = not all(communicator.can_poll for communicator in communicators)
         self.listens = bool(communicators)  # there are other ranks
         self.broken: str | None = None  # why no collective is safe any more: messages of others may still arrive
-        self._join: Callable[[], Join | None] = lambda: None
+        self._join: Callable[[], Callable[[str], dict[int, dict[str, Any]]] | None] = lambda: None
         self._post: dict[str, Any] | None = None  # this rank's current post
         self._num_met = 0  # meetings
         self.num_since_meeting = 0  # forwards of the whole model
@@ -109,9 +105,9 @@ class DivergenceMonitor(Observer):
         hub = self._own_hub
         return None if hub is None or hub.is_closed else hub
 
-    def listen(self, join: Join) -> None:
-        """Call `join`, a bound method to which only a weak reference is kept, if another rank opens a meeting while this rank
-        waits in a collective."""
+    def listen(self, join: Callable[[str], dict[int, dict[str, Any]]]) -> None:
+        """If another rank opens a meeting while this rank waits in a collective, call `join`, which joins it: a bound method, to
+        which a weak reference is kept, from text on what this rank does to the reports by rank."""
         self._join = weakref.WeakMethod(join)
 
     def check(self) -> None:
@@ -217,7 +213,6 @@ class DivergenceMonitor(Observer):
 
     @property
     def _meeting(self) -> str:
-        """The name of the next meeting, equal on all ranks."""
         return f"{self._prefix}/{self._num_met}"
 
     def fail_diverged(self, reports: Mapping[int, Mapping[str, Any]]) -> NoReturn:

@@ -192,9 +192,6 @@ def _guard_conversion(guarded: nn.Module, of_unit: Hooks) -> None:
     guarded.__dict__["_apply"] = apply
 
 
-# -- parameters added after `shard`
-
-
 def refuse_additions(model: nn.Module, engine: Engine) -> None:
     """Register a hook on `model` with which each forward raises `UsageError` if the model has a trainable parameter that is not
     sharded, because it was added after `shard`.
@@ -223,9 +220,6 @@ def refuse_additions(model: nn.Module, engine: Engine) -> None:
     for handle in (on_module(register), on_parameter(register)):
         weakref.finalize(model, handle.remove)
     model.register_forward_pre_hook(_torch.unseen_by_dynamo(check), prepend=True)
-
-
-# -- calls
 
 
 class OneCaller(Observer):

@@ -33,9 +33,6 @@ Facts = dict[str, str]
 SHOWN_FACTS, SHOWN_RANKS = 3, 4  # in a message
 
 
-# -- any facts
-
-
 def differences(facts: Facts, monitor: DivergenceMonitor, what: str) -> str:
     """Return a text, equal on all ranks, that names the ranks whose `facts` differ from the first rank's, and these facts; "" if
     all are equal. A collective: ranks compare a digest of 8 bytes, and send more only if digests differ. `what`: a verb phrase

@@ -183,14 +183,12 @@ class Hub:
         else:
             self.say_ended(wording.PROGRAM_END)
 
-    # -- meetings
-
     def arrive(self, name: str, num: int, text: str, facts: dict[str, Any] | None = None, **how: bool) -> None:
         """Join meeting `name` of `num` ranks, without waiting; the result will be in `over`. Ranks compare `text`, not `facts`.
         `how`: with `wakes=True` ranks that wait in a collective join; with `quiet=True` equal texts have no result."""
         self.send_to_first(Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, **how))
 
-    # -- reports of other ranks
+    # -- what other ranks report
 
     def posts(self, model: str) -> dict[int, dict[str, Any]]:
         """Return a copy of the reports on the model named `model` that are not withdrawn, by rank and in rank order."""

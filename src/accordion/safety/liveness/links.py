@@ -78,8 +78,6 @@ class HubLinks:
         self._selector = selectors.DefaultSelector()
         self._sending = threading.Lock()
 
-    # -- connecting
-
     def connect(self, store: Any, key: str) -> None:
         """Connect all ranks with the first one, which puts its address into `store` under `key`. A collective. Raises
         `DivergenceError` on the first rank if a rank does not connect, and on a rank that cannot connect."""
@@ -151,8 +149,6 @@ class HubLinks:
         os.register_at_fork(after_in_child=forked)
         threading.Thread(target=self._listen, args=(receive, check), name="accordion-hub", daemon=True).start()
 
-    # -- sending
-
     def send(self, message: HubMessage, to: int | None = None, but: int | None = None) -> None:
         """Send a message to rank `to`, by default to all connected ranks, except rank `but`. Errors of connections are ignored,
         and nothing is sent after `close`."""
@@ -161,8 +157,6 @@ class HubLinks:
             if rank != but and to in (None, rank) and not self.closed:
                 with self._sending, suppress(OSError):
                     peer.sendall(line)
-
-    # -- the end
 
     def close(self) -> None:
         """Stop sending. The thread ends after the others have closed too, so that all sent messages arrive."""
