@@ -111,20 +111,15 @@ def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
     return 0
 
 
-def device_of(asked: str) -> str:
-    """Return the type of device for the option `asked`: "auto" is that of this machine's accelerators, or "cpu" if there are
-    none. Raises `UsageError` for a type that this machine does not have."""
-    return devices_named(asked, "device", devices_here()).type
-
-
 def world_of(nproc: int, device: str) -> World:
-    """Return the settings of `nproc` ranks on devices of type `device`; 0 is one rank per accelerator, or 2 on the CPU. Ranks
-    divide the cores among them. Raises `UsageError` if there are more ranks than accelerators."""
+    """Return the settings of `nproc` ranks on devices of type `device`; "auto" is this machine's accelerators, or else the CPU,
+    and 0 is one rank per accelerator, or 2 on the CPU. Ranks divide the cores among them. Raises `UsageError` if this machine
+    has no such device, or fewer accelerators than ranks."""
     devices = devices_named(device, "device", devices_here())
     num_ranks = nproc or devices.count or 2
     if devices.count and num_ranks > devices.count:
         raise UsageError(f"--nproc is {nproc} and this machine has {devices}; take at most one rank for each device.")
-    return World(num_ranks=num_ranks, device_type=device, threads=max(1, num_cores() // num_ranks))
+    return World(num_ranks=num_ranks, device_type=devices.type, threads=max(1, num_cores() // num_ranks))
 
 
 def setting_of(model: str, batch: int, seq: int, *, bf16: bool) -> Setting:
@@ -135,7 +130,7 @@ def setting_of(model: str, batch: int, seq: int, *, bf16: bool) -> Setting:
 def _compare(o: CompareOptions) -> Page:
     names, left_out = chosen(o.against)
     setting = setting_of(o.model, o.batch, o.seq, bf16=o.precision == "bf16")
-    comparison = compare(names, setting, world_of(o.nproc, device_of(o.device)), o.rounds, start)
+    comparison = compare(names, setting, world_of(o.nproc, o.device), o.rounds, start)
     sharding = [name for name in comparison.contenders if name in host.PEERS or is_ours(name)]
     print("measuring host time")
     times = host.measure(sharding, SIMULATED, o.rounds)
@@ -160,7 +155,8 @@ def _memory(o: MemoryOptions) -> Page:
     names = _all_of(o.against)
     if "deepspeed" in names:
         raise UsageError("deepspeed does not run on simulated ranks; leave it out of --against.")
-    device, setting = device_of(o.device), setting_of(o.model, o.batch, o.seq, bf16=True)
+    device = devices_named(o.device, "device", devices_here()).type
+    setting = setting_of(o.model, o.batch, o.seq, bf16=True)
     world = World(num_ranks=SIMULATED, device_type=device, group="fake")
     memory = {}
     with ExitStack() as stack:

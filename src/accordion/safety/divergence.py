@@ -70,13 +70,9 @@ class DivergenceMonitor(Observer):
     """
 
     def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:
-        """Create the monitor of a model. A collective, which may open connections and start the thread that reads from them.
-
-        Args:
-            communicators: the model's communicators that include this rank.
-            ranks: the global ranks that have the model.
-            hub: the connections of these ranks; by default those that the job keeps, created if there are none.
-        """
+        """Create the monitor of a model on the global `ranks`. A collective. `communicators`: those of the model that include this
+        rank. `hub`: the connections of the ranks; by default those that the job keeps. If the job has none yet, they are opened,
+        and the thread that reads from them is started."""
         communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]
         self.ranks = sorted(ranks)
         # True if ranks wait on their devices, or in works whose wait must not time out, and cannot answer meanwhile.
@@ -106,8 +102,9 @@ class DivergenceMonitor(Observer):
         return None if hub is None or hub.is_closed else hub
 
     def listen(self, join: Callable[[str], dict[int, dict[str, Any]]]) -> None:
-        """If another rank opens a meeting while this rank waits in a collective, call `join`, which joins it: a bound method, to
-        which a weak reference is kept, from text on what this rank does to the reports by rank."""
+        """Register the bound method `join`, to which only a weak reference is kept. If another rank opens a meeting while this
+        rank waits in a collective, `join` is called with text on what this rank does, joins it, and returns the reports by rank.
+        """
         self._join = weakref.WeakMethod(join)
 
     def check(self) -> None:
@@ -164,10 +161,6 @@ class DivergenceMonitor(Observer):
     def _enters(self, where: str) -> None:
         self.position.phase, self.position.doing = f"{where} of step {self.num_steps + 1}", None
 
-    def busy(self, what: str | None) -> None:
-        """Set the text, such as "clips gradients", that other ranks get when they ask what this rank does; None removes it."""
-        self.position.doing = what
-
     def _doing(self, what: str) -> str:
         phase = self.position.phase
         if not phase:
@@ -194,11 +187,11 @@ class DivergenceMonitor(Observer):
         def check(waited_s: float) -> None:
             nonlocal next_s
             if (gone := self._gone(self.ranks)) is not None and name not in hub.over:
-                self.busy(what)
+                self.position.doing = what
                 self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
             if waited_s >= next_s:
                 next_s = waited_s + POLL_S
-                self.busy(what)
+                self.position.doing = what
                 self._report(hub, wait)
 
         over = poll(lambda: hub.over.pop(name, None), lost_s, check, hub.pause)
@@ -206,7 +199,7 @@ class DivergenceMonitor(Observer):
             others = self._without_post(hub)
             no_progress = f"other ranks have made no progress for {lost_s:g} s{others and f': {others}'}"
             self.fail(f"this rank {what}, and {no_progress}; {ADVICE}")
-        self.busy(None)
+        self.position.doing = None
         self.forget()
         self._num_met += 1
         return None if over.reports is None else {r: {**json.loads(text), **facts} for r, text, facts in over.reports}
@@ -230,7 +223,7 @@ class DivergenceMonitor(Observer):
     def _fail_in_backend(self, what: str, error: BaseException) -> NoReturn:
         """Raise `DivergenceError` in place of a backend's `error`. Its text names the rank that caused the error if the hub
         learns of one within `ECHO_S`, otherwise what the other ranks do."""
-        self.busy(what)
+        self.position.doing = what
         if (hub := self._hub) is not None:
             is_out_of_time = wording.is_out_of_time(error)
             cause = hub.cause(0.0 if is_out_of_time else ECHO_S, self._prefix)
@@ -263,7 +256,7 @@ class DivergenceMonitor(Observer):
             self._done(work, None, what)
         if self._post is not None:
             self.forget()
-            self.busy(None)
+            self.position.doing = None
 
     def _wait_long(self, work: Any, ranks: list[int], what: str) -> None:
         """Poll until `work`, a collective of `ranks`, has ended, and join the meetings that other ranks open meanwhile. Raises
@@ -278,7 +271,7 @@ class DivergenceMonitor(Observer):
 
         def check(waited_s: float) -> None:
             nonlocal gone_s, called_s
-            self.busy(what)
+            self.position.doing = what
             if (hub := self._hub) is None:
                 return
             if (gone := self._gone(ranks)) is not None:

@@ -75,7 +75,7 @@ class StepWatch(Observer):
                 return
             self._ours.add(optimizer)
         self._monitor.num_steps += 1
-        self._monitor.busy(None)  # it no longer clips
+        self._monitor.position.doing = None  # it no longer clips
         self._num_steps += 1
         self._record["optimizer"] = type(optimizer).__name__
         for i, group in enumerate(optimizer.param_groups):
@@ -94,7 +94,7 @@ class StepWatch(Observer):
             self._versions = self._count_writes(self._params) + later
 
     def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
-        self._monitor.busy("clips gradients")
+        self._monitor.position.doing = "clips gradients"
         self._record["clip_grad_norm_"] = f"to {max_norm:g} by norm {norm_type:g}"
 
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
