@@ -31,7 +31,7 @@ class Wire(_torch.DispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
 

@@ -161,12 +161,8 @@ class OrderAgreement(Observer):
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
         """If the last backward did not use `unit` at this point, or with `debug="order"`, wait until all ranks are about to use
         it. Raises `DivergenceError` if a rank will not."""
-        event = (unit.index, unit.trained.indices)
-        if not self._expected.matches(BACKWARD, event):
-            self._expected.note(BACKWARD, event)
-        elif not self._at_once:
-            return
-        self.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
+        if not self._expected.note(BACKWARD, (unit.index, unit.trained.indices)) or self._at_once:
+            self.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
 
     def backward_ends(self) -> None:
         self._in_backward = False

@@ -70,9 +70,9 @@ class DivergenceMonitor(Observer):
     """
 
     def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:
-        """Create the monitor of a model on the global `ranks`. A collective. `communicators`: those of the model that include this
-        rank. `hub`: the connections of the ranks; by default those that the job keeps. If the job has none yet, they are opened,
-        and the thread that reads from them is started."""
+        """Create the monitor of a model on the global `ranks`. A collective. `communicators`: those that include this rank.
+        `hub`: the connections of the ranks; by default those that the job keeps. If the job has none yet, they are opened, and
+        the thread that reads from them is started."""
         communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]
         self.ranks = sorted(ranks)
         # True if ranks wait on their devices, or in works whose wait must not time out, and cannot answer meanwhile.

@@ -59,14 +59,16 @@ class PassHistory:
         run.at += 1
         return True
 
-    def note(self, phase: Phase, event: Hashable) -> None:
-        """Record `event`, expected or not, in the pass of this `phase`. Does nothing if none is in progress."""
-        if self.matches(phase, event) or phase not in self._open:
-            return
-        run = self._open[phase]
-        run.events.append(event)
-        if event in run.last[run.at :]:
-            run.at = run.last.index(event, run.at) + 1
+    def note(self, phase: Phase, event: Hashable) -> bool:
+        """Record `event` in the pass of this `phase`, and return True if it was the one expected next. If no pass is in progress,
+        record nothing and return False."""
+        expected = self.matches(phase, event)
+        if not expected and phase in self._open:
+            run = self._open[phase]
+            run.events.append(event)
+            if event in run.last[run.at :]:
+                run.at = run.last.index(event, run.at) + 1
+        return expected
 
     def following(self, phase: Phase) -> Hashable:
         """Return the event that is expected next in the pass of this `phase`, which must be in progress; None at its end."""

@@ -92,11 +92,9 @@ class Hub:
 
     @classmethod
     def of_job(cls, ranks: Sequence[int], rank: int, store: Any, name: str) -> Hub:
-        """Return the hub of `ranks`. The first call creates it and starts its thread, and is a collective.
-
-        The hub closes when the job's process groups are destroyed. `store`, `name`: the first rank puts its address into `store`
-        under a key that begins with `name`. Raises `DivergenceError` if ranks cannot connect.
-        """
+        """Return the hub of `ranks`. The first call creates it and starts its thread, and is a collective. The hub closes when
+        the job's process groups are destroyed. `store`, `name`: the first rank puts its address into `store` under a key that
+        begins with `name`. Raises `DivergenceError` if ranks cannot connect."""
         ranks = sorted(ranks)
         hubs = [hub for hub in hubs_of_job() if hub.ranks == ranks]
         if hubs:
@@ -200,11 +198,9 @@ class Hub:
         return next(((rank, text) for rank, text in list(self.ended.items()) if rank in ranks), None)
 
     def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
-        """Return (rank, text) of the first failure or end, after waiting up to `wait_s` for one; None without any.
-
-        An error that another rank caused counts only if there is no other cause. With `model`, failed steps of other models do
-        not count.
-        """
+        """Return (rank, text) of the first failure or end of another rank, after waiting up to `wait_s` for one; None if there is
+        none. An error that is the consequence of another failure counts only if no other is known. With `model`, failed steps of
+        other models do not count."""
 
         def causes_of_model() -> list[tuple[int, str, str]]:
             with self._changed:

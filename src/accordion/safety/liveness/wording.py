@@ -150,9 +150,9 @@ def end_of(lines: Sequence[str]) -> str:
 # -- ranks
 
 
-def each_of(texts: Mapping[int, str], between: str = "; ") -> str:
-    """Return "rank R TEXT" of each rank, joined with `between`."""
-    return between.join(f"rank {rank} {text}" for rank, text in sorted(texts.items()))
+def each_of(texts: Mapping[int, str]) -> str:
+    """Return "rank R TEXT" of each rank, in rank order, joined with semicolons."""
+    return "; ".join(f"rank {rank} {text}" for rank, text in sorted(texts.items()))
 
 
 def numbers(ranks: Iterable[int]) -> str:
@@ -160,7 +160,6 @@ def numbers(ranks: Iterable[int]) -> str:
 
 
 def meanwhile(doing: str, rank: int, text: str) -> str:
-    """Return "while this rank DOING, rank RANK TEXT"."""
     return f"while this rank {doing}, rank {rank} {text}"
 
 
@@ -210,7 +209,7 @@ def advice(reports: Mapping[int, Mapping[str, Any]]) -> str:
 
 def _each_of(ranks: list[int]) -> str:
     """Return "rank R" or "each of ranks R, S", so that a verb in the singular can follow."""
-    return f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))}"
+    return f"{'rank' if len(ranks) == 1 else 'each of ranks'} {numbers(ranks)}"
 
 
 # -- steps that differ
