@@ -95,9 +95,7 @@ def run(words: list[str]) -> int:
     kind, job = JOBS[name]
     about = (kind.__doc__ or "").splitlines()[0] + ("" if name else "\n" + listed(SUBCOMMANDS, "accordion bench"))
     chosen_options = options.read(kind, words[bool(name) :], f"accordion bench {name}".strip(), about)
-    if chosen_options is None:
-        return 0
-    return measure(chosen_options, job)
+    return 0 if chosen_options is None else measure(chosen_options, job)
 
 
 def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:

@@ -159,11 +159,8 @@ def chosen(against: str) -> tuple[list[str], dict[str, str]]:
     for name in names:
         if name not in NAMES:
             raise UsageError(f"contender {name!r} does not exist; {nearest(name, list(NAMES))}")
-    left_out = {
-        name: f"{NOT_HERE[name]} is not installed"
-        for name in names
-        if name in NOT_HERE and find_spec(NOT_HERE[name]) is None
-    }
+    missing = [name for name in names if name in NOT_HERE and find_spec(NOT_HERE[name]) is None]
+    left_out = {name: f"{NOT_HERE[name]} is not installed" for name in missing}
     return [name for name in names if name not in left_out], left_out
 
 

@@ -186,7 +186,7 @@ class DivergenceMonitor(Observer):
 
         def check(waited_s: float) -> None:
             nonlocal next_s
-            if (gone := self._gone(self.ranks)) is not None and name not in hub.over:
+            if (gone := hub.gone(self.ranks, self._prefix)) is not None and name not in hub.over:
                 self.position.doing = what
                 self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
             if waited_s >= next_s:
@@ -213,12 +213,6 @@ class DivergenceMonitor(Observer):
         self.fail(f"ranks have diverged: {wording.doing_of(reports)}; {advice(reports)}")
 
     # -- other ranks that are gone
-
-    def _gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
-        """Return None if no rank of `ranks` has ended, else (rank, text) of the first failure in the job, which is the cause."""
-        if (hub := self._hub) is None or (gone := hub.gone(ranks)) is None:
-            return None
-        return hub.cause(0.0, self._prefix) or gone
 
     def _fail_in_backend(self, what: str, error: BaseException) -> NoReturn:
         """Raise `DivergenceError` in place of a backend's `error`. Its text names the rank that caused the error if the hub
@@ -274,7 +268,7 @@ class DivergenceMonitor(Observer):
             self.position.doing = what
             if (hub := self._hub) is None:
                 return
-            if (gone := self._gone(ranks)) is not None:
+            if (gone := hub.gone(ranks, self._prefix)) is not None:
                 gone_s = waited_s if gone_s is None else gone_s
                 if waited_s - gone_s >= POLL_S and not work.is_completed():
                     self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
@@ -290,7 +284,8 @@ class DivergenceMonitor(Observer):
         poll(lambda: done, math.inf, check, wait, first_s=2 * MEETING_POLL_S, longest_s=POLL_S)
 
     def _done(self, work: Any, timeout: timedelta | None, what: str) -> bool:
-        """Wait for `work`, up to `timeout`, and return True if it has ended. Raises `DivergenceError` if it has failed."""
+        """Wait for `work`, and return True if it has ended, False after `timeout`; without one, wait until the backend's. Raises
+        `DivergenceError` if `work` has failed."""
         try:
             if timeout is None:
                 work.wait()
@@ -411,7 +406,7 @@ class DivergenceMonitor(Observer):
                 each = wording.doing_of(posts)
             else:
                 others = {rank: one for rank, one in posts.items() if "what" in one and hub and rank != hub.rank}
-                gone = self._gone(self.ranks)
+                gone = None if hub is None else hub.gone(self.ranks, self._prefix)
                 ended = "" if gone is None else f"; rank {gone[0]} {gone[1]}"
                 each = f"this rank {what}, {wording.doing_of(others) or 'and another rank does something else'}{ended}"
             text = f"ranks are in different units: {each}; {advice(posts)}"

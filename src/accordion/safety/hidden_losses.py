@@ -18,8 +18,7 @@ from accordion.engine.unit import Unit
 
 
 class HiddenLosses(Observer):
-    """Observer that begins the backward of a call, which unshards its unit, when autograd reads a full parameter that it has
-    saved.
+    """Observer that begins the backward of a call, which unshards its unit, when autograd reads a full parameter saved in it.
 
     A hook on saved tensors costs two Python calls for each tensor. So a unit has one only until its first backward, and later
     only if a backward of it has begun at such a read. Inside saved-tensor hooks of other code, such as offload of activations, no

@@ -105,17 +105,15 @@ def form_of(tensor: object, sync: bool = False) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{placements}{device}"
 
 
-COMPARED_APART = ("strategy", "precision", "offload", "units", "meshes", "prefetch")
-"""Fields of a `Sharding` that are not compared as they are, but by unit or parameter, or in another form."""
-
-
 def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collection[str]) -> Facts:
     """Return the arguments of `shard` for the whole model, as text; they must be equal on all ranks."""
+    # These are compared by unit or parameter, or in another form.
+    apart = ("strategy", "precision", "offload", "units", "meshes", "prefetch")
     return {
         "mesh": f"{tuple(mesh.shape)} of {mesh.device_type}, ranks {_torch.ranks_of(mesh)}",
         "sync": str(sync),
         "debug": str(sorted(debug)),
-        **{f.name: repr(getattr(sharding, f.name)) for f in fields(Sharding) if f.name not in COMPARED_APART},
+        **{f.name: repr(getattr(sharding, f.name)) for f in fields(Sharding) if f.name not in apart},
         "prefetch.budget_bytes": str(sharding.prefetch.budget_bytes),
     }
 
@@ -268,11 +266,9 @@ def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple
 
 
 def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context: ShardingContext, sync: bool) -> None:
-    """Move buffers to the device and cast them to their unit's precision; with `sync`, take the first rank's values.
-
-    Buffers on the meta device stay there, unless `sync` and the first rank has values for them. A collective if `sync`.
-    `precisions`: those of the units, by id of the unit's module; `model` must be among them.
-    """
+    """Move buffers to the device and cast them to their unit's precision; with `sync`, a collective, take the first rank's values.
+    Buffers on the meta device stay there, unless `sync` and the first rank has values for them. `precisions`: those of the
+    units, by id of the unit's module; `model` must be among them."""
     synced: dict[int, Tensor] = {}
     if sync and _communicators(context):
         named = {f"buffer {name!r}": buffer for name, buffer in buffers_of(model, all_of_them=True)}

@@ -129,8 +129,7 @@ class StepWatch(Observer):
             self._monitor.send_steps(self._num, self._chain)
 
     def history(self) -> dict[str, Any]:
-        """Return {"records": [(number of the backward, step, record), ...]} of the last backwards, oldest first, and of the next
-        one."""
+        """Return {"records": [(number of the backward, step, record), ...]} of the last backwards and of the next one, so far."""
         current = (self._num + 1, self._monitor.num_steps, {STEPS: str(self._num_steps), **self._record})
         return {"records": [*self._records, current]}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -59,20 +60,17 @@ class WeightReads(Observer):
         self._begun.append((engine.depth, hooks, module))
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """End the calls that reads began inside `call`. Returns `out`, in which parameters that are freed here are copied."""
+        """End the calls that reads began inside `call`, innermost first. Returns `out`, in which parameters that are freed here are
+        copied. If ends raise errors, the last of these is raised after all calls have ended."""
         if not self._begun or call.is_dummy:
             return out
-        depth, failed = self._engine.depth, None
+        depth = self._engine.depth
         ending: list[tuple[Hooks, nn.Module]] = []
         while self._begun and self._begun[-1][0] == depth - len(ending):
             ending.append(self._begun.pop()[1:])
         for hooks, _ in ending:
             out = map_tensors(hooks.own_memory, out)
-        for hooks, module in ending:
-            try:
-                hooks.after(module, (), {}, None if error is not None else ())
-            except Exception as caught:  # the other calls end too
-                failed = caught
-        if failed is not None:
-            raise failed
+        with ExitStack() as stack:  # if one call fails to end, the others end too
+            for hooks, module in reversed(ending):
+                stack.callback(hooks.after, module, (), {}, None if error is not None else ())
         return out

@@ -135,10 +135,9 @@ class Hub:
     def explain(self, error: BaseException) -> str:
         """Report that this rank ends with `error`, and return "". If a backend raised `error` because of another rank, first wait
         up to `ECHO_S` to learn the cause, then print the cause and return it. Later calls do nothing and return ""."""
-        text = ""
         if self._is_explained:
-            return text
-        self._is_explained = True
+            return ""
+        self._is_explained, text = True, ""
         if wording.is_backends_echo(error) and not wording.was_interrupted(error):
             this = f"this rank {wording.failure(error, self.position.phase)}"
             self.position.doing = wording.failure(error)
@@ -176,10 +175,10 @@ class Hub:
         nothing after a report of an end."""
         if self.is_closed or self._has_reported_end or threading.main_thread().is_alive():
             return
-        if (error := _last_error()) is not None:
-            self._say_failed(error)
-        else:
+        if (error := _last_error()) is None:
             self.say_ended(wording.PROGRAM_END)
+        else:
+            self._say_failed(error)
 
     def arrive(self, name: str, num: int, text: str, facts: dict[str, Any] | None = None, **how: bool) -> None:
         """Join meeting `name` of `num` ranks, without waiting; the result will be in `over`. Ranks compare `text`, not `facts`.
@@ -193,9 +192,10 @@ class Hub:
         with self._changed:
             return dict(sorted(self._posts.get(model, {}).items()))
 
-    def gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
-        """Return (rank, text) of the first of `ranks` that has ended; None if none has."""
-        return next(((rank, text) for rank, text in list(self.ended.items()) if rank in ranks), None)
+    def gone(self, ranks: Sequence[int], model: str | None = None) -> tuple[int, str] | None:
+        """Return None if none of `ranks` has ended. Otherwise return (rank, text) of the `cause`, which may be another rank."""
+        gone = next(((rank, text) for rank, text in list(self.ended.items()) if rank in ranks), None)
+        return None if gone is None else self.cause(model=model) or gone
 
     def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
         """Return (rank, text) of the first failure or end of another rank, after waiting up to `wait_s` for one; None if there is
