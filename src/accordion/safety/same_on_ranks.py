@@ -266,7 +266,7 @@ def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple
 
 
 def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context: ShardingContext, sync: bool) -> None:
-    """Move buffers to the device and cast them to their unit's precision; with `sync`, a collective, take the first rank's values.
+    """Move buffers to the device and cast them to their unit's precision; with `sync` (a collective) take the first rank's.
     Buffers on the meta device stay there, unless `sync` and the first rank has values for them. `precisions`: those of the
     units, by id of the unit's module; `model` must be among them."""
     synced: dict[int, Tensor] = {}

@@ -60,8 +60,8 @@ class WeightReads(Observer):
         self._begun.append((engine.depth, hooks, module))
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """End the calls that reads began inside `call`, innermost first. Returns `out`, in which parameters that are freed here are
-        copied. If ends raise errors, the last of these is raised after all calls have ended."""
+        """End the calls that reads began inside `call`, innermost first. Returns `out`, in which parameters that are freed here
+        are copied. If ends raise errors, the last of these is raised after all calls have ended."""
         if not self._begun or call.is_dummy:
             return out
         depth = self._engine.depth
