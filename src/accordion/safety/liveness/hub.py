@@ -15,19 +15,8 @@ from typing import Any
 
 from accordion import _torch
 from accordion.errors import WAYS_OUT, advise
-from accordion.safety.liveness import wording
+from accordion.safety.liveness import messages, wording
 from accordion.safety.liveness.links import HubLinks
-from accordion.safety.liveness.messages import (
-    Arrival,
-    HasEnded,
-    HubMessage,
-    InputDigest,
-    MeetingCalled,
-    MeetingOver,
-    PositionAnswer,
-    PositionQuestion,
-    Post,
-)
 from accordion.safety.liveness.polling import poll
 
 log = logging.getLogger("accordion")
@@ -35,7 +24,7 @@ KEPT = "accordion/hub/"  # prefix of the names under which the job keeps hubs
 ANSWER_S = 1.0  # time for ranks to answer a question
 ECHO_S = 2.0  # time for the rank that caused a follow-on error to report
 NAMED_S = 3.0  # after which a rank that may wait on its device for a failed rank logs that
-FOR_FIRST = (Arrival, InputDigest)  # messages that the first rank alone acts on
+FOR_FIRST = (messages.Arrival, messages.InputDigest)  # messages that the first rank alone acts on
 WARNED = -1  # in place of a digest of inputs, after the warning
 
 
@@ -85,7 +74,7 @@ class Hub:
         self._answers: dict[int, dict[int, str]] = {}  # by number of the question
         self._num_questions = 0
         self.called: set[str] = set()
-        self.over: dict[str, MeetingOver] = {}
+        self.over: dict[str, messages.MeetingOver] = {}
         self._first = _FirstRank(self)
         self._has_reported_end = self._is_explained = False
         self.lease: Callable[[], Any] = lambda: None  # returns the lease, while there is one
@@ -122,7 +111,7 @@ class Hub:
     def post(self, model: str, report: dict[str, Any] | None) -> None:
         """Send `report` on the model named `model` to all ranks, in place of the last one; None withdraws that. Keys of `report`,
         each optional: `what` this rank does, the `ranks` that it waits for, and how it has `failed`."""
-        message = Post(rank=self.rank, model=model, report=report)
+        message = messages.Post(rank=self.rank, model=model, report=report)
         self._note(message)
         self._links.send(message)
 
@@ -130,7 +119,7 @@ class Hub:
         """Report that this program ends, for the reason `text`; only the first call counts. `echo`: another rank caused it."""
         if not self._has_reported_end:
             self._has_reported_end = True
-            self._links.send(HasEnded(rank=self.rank, text=text, echo=echo))
+            self._links.send(messages.HasEnded(rank=self.rank, text=text, echo=echo))
 
     def explain(self, error: BaseException) -> str:
         """Report that this rank ends with `error`, and return "". If a backend raised `error` because of another rank, first wait
@@ -183,7 +172,7 @@ class Hub:
     def arrive(self, name: str, num: int, text: str, facts: dict[str, Any] | None = None, **how: bool) -> None:
         """Join meeting `name` of `num` ranks, without waiting; the result will be in `over`. Ranks compare `text`, not `facts`.
         `how`: with `wakes=True` ranks that wait in a collective join; with `quiet=True` equal texts have no result."""
-        self.send_to_first(Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, **how))
+        self.send_to_first(messages.Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, **how))
 
     # -- what other ranks report
 
@@ -216,7 +205,7 @@ class Hub:
         with self._changed:
             self._num_questions += 1
             number, answers = self._num_questions, self._answers.setdefault(self._num_questions, {})
-        self._links.send(PositionQuestion(rank=self.rank, number=number))
+        self._links.send(messages.PositionQuestion(rank=self.rank, number=number))
         if self._links.peers:
             poll(lambda: wanted <= set(answers), ANSWER_S, pause=self.pause)
         with self._changed:
@@ -232,7 +221,7 @@ class Hub:
         unknown = f"there is no answer from rank {wording.numbers(silent)}, {wording.STOPPED}" if silent else ""
         return "; ".join(text for text in (wording.each_of(where), unknown) if text)
 
-    def send_to_first(self, message: HubMessage) -> None:
+    def send_to_first(self, message: messages.HubMessage) -> None:
         """Send `message` to the first rank, which acts on it."""
         if self._links.leads:
             self.receive(message)
@@ -241,7 +230,7 @@ class Hub:
 
     # -- receiving
 
-    def receive(self, message: HubMessage) -> None:
+    def receive(self, message: messages.HubMessage) -> None:
         """Handle `message`, which may come from another rank. The first rank acts on messages of the kinds in `FOR_FIRST`, and
         forwards all other ones. Every rank stores those other ones, or answers a question."""
         with self._changed:
@@ -250,7 +239,7 @@ class Hub:
             if not isinstance(message, FOR_FIRST):
                 self._note(message)
 
-    def send_and_note(self, message: HubMessage, to: Sequence[int]) -> None:
+    def send_and_note(self, message: messages.HubMessage, to: Sequence[int]) -> None:
         """Send a message of the first rank to the ranks `to`, and store it here if this rank is one of them."""
         for rank in to:
             if rank != self.rank:
@@ -258,26 +247,26 @@ class Hub:
         if self.rank in to:
             self._note(message)
 
-    def _note(self, message: HubMessage) -> None:
+    def _note(self, message: messages.HubMessage) -> None:
         with self._changed:
             match message:
-                case HasEnded(rank=rank, text=text):
+                case messages.HasEnded(rank=rank, text=text):
                     if rank not in self.ended:
                         self.ended[rank] = text
                         (self._echoes if message.echo else self._causes).append((rank, "", text))
                     if message.closed:
                         self.lost[rank] = self.ended[rank]
-                case Post():
+                case messages.Post():
                     self._note_post(message)
-                case PositionQuestion(rank=rank, number=number):
-                    answer = PositionAnswer(rank=self.rank, number=number, to=rank, where=str(self.position))
+                case messages.PositionQuestion(rank=rank, number=number):
+                    answer = messages.PositionAnswer(rank=self.rank, number=number, to=rank, where=str(self.position))
                     self._links.send(answer, to=rank if self._links.leads else None)
-                case PositionAnswer(number=number):
+                case messages.PositionAnswer(number=number):
                     if message.to == self.rank and number in self._answers:
                         self._answers[number][message.rank] = message.where
-                case MeetingCalled():
+                case messages.MeetingCalled():
                     self.called.add(message.name)
-                case MeetingOver():
+                case messages.MeetingOver():
                     self.called.discard(message.name)
                     self.over[message.name] = message
             self._changed.notify_all()
@@ -287,7 +276,7 @@ class Hub:
             timer.daemon = True
             timer.start()
 
-    def _note_post(self, message: Post) -> None:
+    def _note_post(self, message: messages.Post) -> None:
         posts = self._posts.setdefault(message.model, {})
         posts.pop(message.rank, None)
         if message.report is not None:
@@ -324,26 +313,26 @@ class _FirstRank:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._arrivals: dict[str, dict[int, Arrival]] = {}
+        self._arrivals: dict[str, dict[int, messages.Arrival]] = {}
         self._inputs: dict[str, dict[int, int]] = {}  # by model and digest, the rank that had it first
 
-    def pass_on(self, message: HubMessage) -> None:
+    def pass_on(self, message: messages.HubMessage) -> None:
         """Act on a message of a kind in `FOR_FIRST`; forward any other one, an answer to the rank that asked, the rest to all."""
         match message:
-            case Arrival():
+            case messages.Arrival():
                 self._note_arrival(message)
-            case InputDigest(rank=rank):
+            case messages.InputDigest(rank=rank):
                 ranks = self._inputs.setdefault(message.model, {})
                 other = ranks.setdefault(message.digest, rank)
                 if other != rank and WARNED not in ranks:
                     ranks[WARNED] = other
                     log.warning(wording.SAME_INPUTS, *sorted((other, rank)))
-            case PositionAnswer():
+            case messages.PositionAnswer():
                 self._hub._links.send(message, to=message.to)
             case _:
                 self._hub._links.send(message, but=message.rank)
 
-    def _note_arrival(self, message: Arrival) -> None:
+    def _note_arrival(self, message: messages.Arrival) -> None:
         hub, name = self._hub, message.name
         arrivals = self._arrivals.setdefault(name, {})
         arrivals[message.rank] = message
@@ -353,11 +342,11 @@ class _FirstRank:
             is_same = len({text for _, text, _ in reports}) == 1
             if is_same and message.quiet:
                 return
-            over = MeetingOver(rank=hub.rank, name=name, reports=None if is_same else reports)
+            over = messages.MeetingOver(rank=hub.rank, name=name, reports=None if is_same else reports)
             hub.send_and_note(over, list(arrivals))
         elif len(arrivals) == 1 and message.wakes:
             others = [rank for rank in hub.ranks if rank != message.rank]
-            hub.send_and_note(MeetingCalled(rank=message.rank, name=name), others)
+            hub.send_and_note(messages.MeetingCalled(rank=message.rank, name=name), others)
 
 
 class _Lease:
