@@ -26,9 +26,7 @@ from accordion.train import launch
 from accordion.train.launch import RankPlace
 from accordion.workers.ranks import BenchError, WorkerTeam, World
 
-PROG = "accordion doctor"
 RANKS = 2  # number of ranks on a CPU: the fewest that communicate
-START = start  # creates the `RankExam` in each rank; a function of a module, since other processes import it by name
 TIMEOUT_S = 120  # for ranks that do not answer
 
 
@@ -56,7 +54,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     If `environ` shows that torchrun or srun started this process, examines the ranks of that job; then returns 0, but rank 0
     raises `SystemExit(1)` if there is a problem. Raises `UsageError` for wrong arguments, or for more ranks than devices.
     """
-    options = flags.read(DoctorOptions, words, PROG, (DoctorOptions.__doc__ or "").splitlines()[0])
+    options = flags.read(DoctorOptions, words, "accordion doctor", (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
     if options.run is not None:
@@ -75,7 +73,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     threads = max(1, num_cores() // num_ranks) if devices.is_cpu else 1
     world = World(num_ranks=num_ranks, device_type=devices.type, threads=threads, timeout_s=TIMEOUT_S)
     try:
-        with WorkerTeam("doctor", world, START) as team:
+        with WorkerTeam("doctor", world, start) as team:
             findings += judged(team.ask("gathers"), devices.type)
     except BenchError as error:
         findings.append(no_group(str(error).removeprefix("contender 'doctor' ")))

@@ -25,7 +25,6 @@ from accordion.safety.liveness import wording
 from accordion.safety.liveness.hub import ECHO_S, Hub, Position
 from accordion.safety.liveness.messages import InputDigest
 from accordion.safety.liveness.polling import poll
-from accordion.safety.liveness.wording import ADVICE, advice
 
 log = logging.getLogger("accordion")
 LOST_S = 600.0  # as long as NCCL lets a collective wait
@@ -198,7 +197,7 @@ class DivergenceMonitor(Observer):
         if over is None:
             others = self._without_post(hub)
             no_progress = f"other ranks have made no progress for {lost_s:g} s{others and f': {others}'}"
-            self.fail(f"this rank {what}, and {no_progress}; {ADVICE}")
+            self.fail(f"this rank {what}, and {no_progress}; {wording.ADVICE}")
         self.position.doing = None
         self.forget()
         self._num_met += 1
@@ -210,7 +209,7 @@ class DivergenceMonitor(Observer):
 
     def fail_diverged(self, reports: Mapping[int, Mapping[str, Any]]) -> NoReturn:
         """Raise `DivergenceError` with what each rank does, from the `reports` of a meeting."""
-        self.fail(f"ranks have diverged: {wording.doing_of(reports)}; {advice(reports)}")
+        self.fail(f"ranks have diverged: {wording.doing_of(reports)}; {wording.advice(reports)}")
 
     # -- other ranks that are gone
 
@@ -232,7 +231,7 @@ class DivergenceMonitor(Observer):
         # The backend's error is obscure if ranks have diverged: sizes or peers that do not match.
         self.fail(
             f"a collective failed while this rank {what}: {str(error).splitlines()[0]}; another rank has failed, cannot be "
-            f"reached, or does something else: {ADVICE}",
+            f"reached, or does something else: {wording.ADVICE}",
             error,
         )
 
@@ -318,7 +317,7 @@ class DivergenceMonitor(Observer):
         wait.num_circles = 0 if goes_on or len(posts) < len(self.ranks) else wait.num_circles + 1
         if wait.num_circles == POLLS:
             each = wording.doing_of(posts)
-            self.fail(f"ranks wait for each other in different places: {each}; {advice(posts)}")
+            self.fail(f"ranks wait for each other in different places: {each}; {wording.advice(posts)}")
 
     def _without_post(self, hub: Hub) -> str:
         """Ask the ranks that have posted nothing, and return text on what they do and which do not answer; "" if all have."""
@@ -367,7 +366,7 @@ class DivergenceMonitor(Observer):
         if not self.listens:
             return
         if rows.device.type != "cpu":
-            text = f"ranks are in different units: this rank {what}, and another rank does something else; {ADVICE}"
+            text = f"ranks are in different units: this rank {what}, and another rank does something else; {wording.ADVICE}"
             _torch.assert_on_device((rows == expected).all(), text)
         elif not torch.equal(rows, expected.expand_as(rows)):
             self._fail_mismatch(what)
@@ -409,7 +408,7 @@ class DivergenceMonitor(Observer):
                 gone = None if hub is None else hub.gone(self.ranks, self._prefix)
                 ended = "" if gone is None else f"; rank {gone[0]} {gone[1]}"
                 each = f"this rank {what}, {wording.doing_of(others) or 'and another rank does something else'}{ended}"
-            text = f"ranks are in different units: {each}; {advice(posts)}"
+            text = f"ranks are in different units: {each}; {wording.advice(posts)}"
         self._tell({**post, "failed": f"failed: {wording.of_another(text)}"})
         self._break(text)
 

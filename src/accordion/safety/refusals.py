@@ -1,8 +1,5 @@
-"""Refuse uses of a sharded model that cannot work.
-
-These are conversions, copies and pickles, parameters added after `shard`, reads of shards in a forward, and calls from a forked
-process or a second thread.
-"""
+"""Refuse uses of a sharded model that cannot work: conversions, copies, pickles, parameters added after `shard`, reads of shards
+in a forward, and calls from a forked process or a second thread."""
 
 from __future__ import annotations
 

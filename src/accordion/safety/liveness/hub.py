@@ -318,9 +318,20 @@ class _FirstRank:
 
     def pass_on(self, message: messages.HubMessage) -> None:
         """Act on a message of a kind in `FOR_FIRST`; forward any other one, an answer to the rank that asked, the rest to all."""
+        hub = self._hub
         match message:
-            case messages.Arrival():
-                self._note_arrival(message)
+            case messages.Arrival(name=name):
+                arrivals = self._arrivals.setdefault(name, {})
+                arrivals[message.rank] = message
+                if len(arrivals) == message.num:
+                    del self._arrivals[name]
+                    reports = [(rank, arrival.text, arrival.facts) for rank, arrival in sorted(arrivals.items())]
+                    is_same = len({text for _, text, _ in reports}) == 1
+                    over = messages.MeetingOver(rank=hub.rank, name=name, reports=None if is_same else reports)
+                    hub.send_and_note(over, [] if is_same and message.quiet else list(arrivals))
+                elif len(arrivals) == 1 and message.wakes:
+                    others = [rank for rank in hub.ranks if rank != message.rank]
+                    hub.send_and_note(messages.MeetingCalled(rank=message.rank, name=name), others)
             case messages.InputDigest(rank=rank):
                 ranks = self._inputs.setdefault(message.model, {})
                 other = ranks.setdefault(message.digest, rank)
@@ -328,25 +339,9 @@ class _FirstRank:
                     ranks[WARNED] = other
                     log.warning(wording.SAME_INPUTS, *sorted((other, rank)))
             case messages.PositionAnswer():
-                self._hub._links.send(message, to=message.to)
+                hub._links.send(message, to=message.to)
             case _:
-                self._hub._links.send(message, but=message.rank)
-
-    def _note_arrival(self, message: messages.Arrival) -> None:
-        hub, name = self._hub, message.name
-        arrivals = self._arrivals.setdefault(name, {})
-        arrivals[message.rank] = message
-        if len(arrivals) == message.num:
-            del self._arrivals[name]
-            reports = [(rank, arrival.text, arrival.facts) for rank, arrival in sorted(arrivals.items())]
-            is_same = len({text for _, text, _ in reports}) == 1
-            if is_same and message.quiet:
-                return
-            over = messages.MeetingOver(rank=hub.rank, name=name, reports=None if is_same else reports)
-            hub.send_and_note(over, list(arrivals))
-        elif len(arrivals) == 1 and message.wakes:
-            others = [rank for rank in hub.ranks if rank != message.rank]
-            hub.send_and_note(messages.MeetingCalled(rank=message.rank, name=name), others)
+                hub._links.send(message, but=message.rank)
 
 
 class _Lease:
