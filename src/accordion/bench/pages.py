@@ -27,10 +27,16 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
         "host time: CPU time added to a unit of 9 parameters, 8 simulated ranks; see `accordion bench host`",
         *(f"left out: {name}, {why}" for name, why in left_out.items()),
     ]
+    ours, theirs = ([name for name in c.contenders if is_ours(name) is own] for own in (True, False))
+    kinds = {"step time, row / column": c.ratios, "CPU time of a step, row / column": c.cpu_ratios}
+    ratios = [
+        Table(title=title, columns=["", *theirs], rows=[[a, *(spread(of[a, b], 1, 3) for b in theirs)] for a in ours])
+        for title, of in (kinds.items() if theirs else ())
+    ]
     return Page(
         name="bench",
         notes=notes,
-        tables=[_times(c, host), _sizes(c), *_ratios(c)],
+        tables=[_times(c, host), _sizes(c), *ratios],
         data={"comparison": c, "host": host, "left_out": left_out},
     )
 
@@ -61,17 +67,6 @@ def _sizes(c: Comparison) -> Table:
     ]
     heads = ["contender", "between steps", "peak allocated", "peak reserved", "sent in a step", "collectives"]
     return Table(title="memory and bytes sent per rank, MiB", columns=heads, rows=rows)
-
-
-def _ratios(c: Comparison) -> list[Table]:
-    """Return two tables, of ratios of wall times and of CPU times of a step: a row for each strategy of this engine, a column for
-    each other contender. Returns [] without other contenders."""
-    ours, theirs = ([name for name in c.contenders if is_ours(name) is own] for own in (True, False))
-    kinds = {"step time, row / column": c.ratios, "CPU time of a step, row / column": c.cpu_ratios}
-    return [
-        Table(title=title, columns=["", *theirs], rows=[[a, *(spread(of[a, b], 1, 3) for b in theirs)] for a in ours])
-        for title, of in (kinds.items() if theirs else ())
-    ]
 
 
 def of_host(times: Mapping[str, HostTime], machine: dict[str, Any]) -> Page:

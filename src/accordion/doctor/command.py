@@ -52,7 +52,8 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     the exit code: 1 if there is a problem, otherwise 0. With `--run`, examines only the folder of a run.
 
     If `environ` shows that torchrun or srun started this process, examines the ranks of that job; then returns 0, but rank 0
-    raises `SystemExit(1)` if there is a problem. Raises `UsageError` for wrong arguments, or for more ranks than devices.
+    raises `SystemExit(1)` if there is a problem. Raises `UsageError` for wrong arguments, or if there are fewer devices than
+    such ranks.
     """
     options = flags.read(DoctorOptions, words, "accordion doctor", (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:

@@ -55,8 +55,7 @@ def disk(folder: Path) -> list[Finding]:
 
 
 def write_rate(folder: Path) -> float:
-    """Write 64 MiB to a temporary file in `folder`, flush the file, and return the rate in bytes/s. Raises `OSError` if that
-    fails."""
+    """Write a temporary file in `folder`, and return the rate in bytes/s, with a flush. Raises `OSError` if that fails."""
     block = os.urandom(BLOCK_BYTES)  # random, since some disks compress zeros
     began = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
