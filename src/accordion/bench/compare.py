@@ -44,11 +44,9 @@ class ContenderResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All figures of `accordion bench`.
-
-    `ratios`, `cpu_ratios`: (this engine under one strategy, other contender) -> the former's wall or CPU time of a step divided
-    by the latter's, as a spread over rounds. `left_out`: contender that did not start -> reason.
-    """
+    """All figures of `accordion bench`. `ratios`, `cpu_ratios`: (this engine under one strategy, other contender) -> the former's
+    wall or CPU time of a step divided by the latter's, as a spread over rounds. `left_out`: contender that did not start ->
+    reason."""
 
     machine: dict[str, Any]
     setting: Setting

@@ -87,11 +87,9 @@ def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
 
 
 class OrderAgreement(Observer):
-    """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips.
-
-    `hooks`: one per unit. `always`: ranks agree on each step, even if it repeats the last forward, as with `debug="order"`; set
-    to True once ranks have called different units.
-    """
+    """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips. `hooks`:
+    one per unit. `always`: ranks agree on each step, even if it repeats the last forward, as with `debug="order"`; set to True
+    once ranks have called different units."""
 
     def __init__(
         self, engine: Engine, hooks: Sequence[Hooks], monitor: DivergenceMonitor, *, always: bool = False
@@ -233,9 +231,7 @@ class OrderAgreement(Observer):
 
     def must(self, what: str) -> None:
         """Wait until all ranks are about to do `what`, which has no dummy call. Raises `DivergenceError` if a rank will not."""
-        while (
-            reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()})
-        ) is not None:
+        while reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()}):
             if all(r.get("must") == what for r in reports.values()):
                 # One rank may have run silent forwards alone, so numbers may differ.
                 self._root = max(r["root"] for r in reports.values())

@@ -1,8 +1,6 @@
-"""Correct or refuse DTensor operators that are silently wrong on tensors of sharded models.
-
-DTensor has one table of operator handlers for the process. The handlers here act on parameters of sharded models, views of them,
-and tensors on the mesh of a sharded model, such as gradients; for every other tensor they call torch's own implementation.
-"""
+"""Correct or refuse DTensor operators that are silently wrong on tensors of sharded models: on parameters, views of these, and
+tensors on the mesh of a sharded model, such as gradients. DTensor has one table of operator handlers for the process; for every
+other tensor, the handlers here call torch's own implementation."""
 
 from __future__ import annotations
 

@@ -23,10 +23,8 @@ SHARE_DATA = {"tp", "sp", "cp", "ep"}  # in the name of a mesh dim: its ranks ma
 
 class FirstInputs(Observer):
     """Observer that sends a digest of the model's first two training inputs to the first rank, and then detaches itself.
-
     Nothing is sent if both inputs are equal, as in a benchmark, or if one has no tensor whose elements differ. The host never
-    waits for the device: the digest is sent in a later step, when the copies of the checksums have ended.
-    """
+    waits for the device: the digest is sent in a later step, when the copies of the checksums have ended."""
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor) -> None:
         self._engine, self._monitor = engine, monitor

@@ -61,11 +61,9 @@ def give_up(connection: socket.socket, timeout_s: float) -> None:
 
 
 class HubLinks:
-    """The connections of this rank: to all other ranks if it is the first one, otherwise to the first rank.
-
-    They work without collectives, devices and the job's store, which ends with the rank that runs it. The system closes a
-    connection however its process ends. `peers`: the sockets of open connections, by the rank at the other end.
-    """
+    """The connections of this rank: to all other ranks if it is the first one, otherwise to the first rank. They need no
+    collectives, no devices, and not the job's store, which ends with the rank that runs it. The system closes a connection
+    however its process ends. `peers`: the sockets of open connections, by the rank at the other end."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.ranks, self.rank, self.leads = list(ranks), rank, rank == ranks[0]

@@ -221,10 +221,8 @@ SHOWN = 3  # differences of a rank in a message
 
 def step_differences(histories: Mapping[int, Mapping[str, Any]]) -> str:
     """Return an error text that names each rank with a backward whose record differs from the first rank's, and what differs in
-    the first such backward; "" if none do.
-
-    `histories`: by rank, a dict whose `records` are (number of the backward, step, dict of what the rank did before it).
-    """
+    the first such backward; "" if none do. `histories`: by rank, a dict whose `records` are (number of the backward, step, dict
+    of what the rank did before that backward)."""
     ranks = [rank for rank in sorted(histories) if histories[rank].get("records")]
     if len(ranks) < 2:
         return ""
