@@ -222,12 +222,9 @@ class OrderAgreement(Observer):
             if self._is_late:
                 self._monitor.fail(f"this rank {what}, and others have ended that forward; {ADVICE}")
             reports = self._monitor.meet({"what": what, "step": step, **self._position()})
-            if reports is None:
-                return step
-            outcome = self._outcome(reports)
-            if isinstance(outcome, UnitCall):
-                return outcome
-            self._follow(outcome)
+            chosen = step if reports is None else self._decide(reports)
+            if chosen is not None:
+                return chosen
 
     def must(self, what: str) -> None:
         """Wait until all ranks are about to do `what`, which has no dummy call. Raises `DivergenceError` if a rank will not."""
@@ -236,39 +233,38 @@ class OrderAgreement(Observer):
                 # One rank may have run silent forwards alone, so numbers may differ.
                 self._root = max(r["root"] for r in reports.values())
                 return
-            self._outcome(reports)
+            self._decide(reports)
 
     def join_meeting(self, what: str) -> dict[int, dict[str, Any]]:
         """Join a meeting (a barrier with reports) that another rank opened while this rank waits in a collective; return the
         reports by rank, {} if all are equal. Raises `DivergenceError` if dummy calls cannot bring ranks together."""
         reports = self._monitor.meet({"what": what, "step": None, **self._position()}) or {}
-        outcome = self._outcome(reports) if reports else None
-        if isinstance(outcome, CatchUp):
-            self._follow(outcome)
+        if reports:
+            self._decide(reports)
         return reports
 
     def _position(self) -> dict[str, Any]:
         return {"root": self._root, "num_done": self._expected.num_done(FORWARD)}
 
-    def _outcome(self, reports: Mapping[int, Mapping[str, Any]]) -> UnitCall | CatchUp:
+    def _decide(self, reports: Mapping[int, Mapping[str, Any]]) -> UnitCall | None:
+        """Return the step that all ranks take next. If ranks must catch up first, return None, and have this rank do so if it is
+        one of them. Raises `DivergenceError` if dummy calls cannot bring ranks together."""
         outcome = choose(reports.values())
         if outcome is None:
             self._monitor.fail_diverged(reports)
         if isinstance(outcome, CatchUp) and not any(outcome.is_for(report) for report in reports.values()):
-            return outcome  # some ranks may only be late
+            return None  # some ranks may only be late
         if not self.always:
             logger.warning("ranks call different units: from now on they agree on each unit before it runs.")
         self.always = True
-        return outcome
-
-    def _follow(self, outcome: CatchUp) -> None:
+        if isinstance(outcome, UnitCall):
+            return outcome
         position = self._position()
-        if not outcome.is_for(position):
-            return
-        if outcome.num_done is None:
+        if outcome.is_for(position) and outcome.num_done is None:
             self._is_late, self._num_to_follow = True, self._expected.num_left(FORWARD)
-        else:
+        elif outcome.is_for(position):
             self._num_to_follow = outcome.num_done - position["num_done"]
+        return None
 
     def close(self, depth: int) -> None:
         """End the open dummy calls (calls that only match collectives of other ranks) at `depth` or deeper, innermost first."""

@@ -211,8 +211,6 @@ class DivergenceMonitor(Observer):
         """Raise `DivergenceError` with what each rank does, from the `reports` of a meeting."""
         self.fail(f"ranks have diverged: {wording.doing_of(reports)}; {wording.advice(reports)}")
 
-    # -- other ranks that are gone
-
     def _fail_in_backend(self, what: str, error: BaseException) -> NoReturn:
         """Raise `DivergenceError` in place of a backend's `error`. Its text names the rank that caused the error if the hub
         learns of one within `ECHO_S`, otherwise what the other ranks do."""

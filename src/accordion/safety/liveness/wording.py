@@ -36,8 +36,6 @@ BACKEND_ERRORS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting|Socket Timeout|gloo|NCCL|timeout in"
     r"|Connection refused|recvValue|sendBytes|unbound_buffer|Failed to recv|simccl|Application timeout"
 )
-
-
 OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(inspect.getfile(torch)).parent, Path(__file__).parents[2]))
 STANDARD = f"{Path(threading.__file__).parent}{os.sep}"
 
