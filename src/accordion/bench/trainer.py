@@ -89,11 +89,9 @@ class Trainer:
         return losses
 
     def turn(self, warm: int, count: int) -> list[Times]:
-        """Run `warm` steps, then `count` measured ones. Return the `Clock.times` of each measured step.
-
-        As in a real job, the host does not wait for an accelerator between the steps. On an accelerator, one more step follows
-        when the device is idle, and all results have the "host" and "cpu" of that step.
-        """
+        """Run `warm` steps, then `count` measured ones, and return the `Clock.times` of each of these. As in a real job, the host
+        does not wait for an accelerator between steps. On an accelerator, one more step follows when the device is idle, and all
+        results have the "host" and "cpu" of that step."""
         batches = [self._batch() for _ in range(warm + count)]
         clocks = [self._step(batch)[1] for batch in batches][warm:]
         if self._device.type == "cpu":

@@ -80,10 +80,8 @@ def same_structure(
     facts |= {f"unit {name!r}": type(module).__name__ for name, module in chosen}
     for o in owned:
         also = f", also named {', '.join(o.names[1:])}" if o.names[1:] else ""
-        trained = "trained" if o.original.requires_grad else "frozen"
-        facts[f"parameter {o.names[0]!r}"] = (
-            f"{form_of(o.original, sync)}, {trained}, in unit {chosen[o.owner][0]!r}{also}"
-        )
+        trained, unit = "trained" if o.original.requires_grad else "frozen", chosen[o.owner][0]
+        facts[f"parameter {o.names[0]!r}"] = f"{form_of(o.original, sync)}, {trained}, in unit {unit!r}{also}"
     if arguments is not None:
         facts |= {f"buffer {name!r}": form_of(b, sync) for name, b in buffers_of(chosen[0][1], all_of_them=sync)}
     facts = {"a refusal:": "none" if refused is None else str(refused), **facts}
@@ -171,18 +169,14 @@ def same_given(
 
 
 def same_values(
-    model: nn.Module,
-    owned: list[Owned],
-    context: ShardingContext,
-    sync: bool,
-    own_contexts: Mapping[int, ShardingContext],
+    model: nn.Module, owned: list[Owned], context: ShardingContext, sync: bool, contexts: Mapping[int, ShardingContext]
 ) -> Callable[[Owned], Tensor | None]:
     """Compare values over ranks, and return a function that maps a parameter, as `Owned`, to the tensor to shard. A collective.
     Raises `DivergenceError` on every rank if parameters, or buffers of the state dict, differ.
 
     The function returns None for a parameter on the meta device. With `sync` nothing is compared, and the function returns the
     first rank's value. Then all ranks must call it for every parameter in the same order, since each call is a collective.
-    `own_contexts`: contexts, by id of the `Owned`, of parameters whose values are equal only within a mesh of their own.
+    `contexts`: by id of the `Owned`, those of parameters whose values are equal only within a mesh of their own.
     """
     communicators = _communicators(context)
     if sync and communicators:
@@ -192,8 +186,8 @@ def same_values(
         real = {id(o) for o, is_real in zip(owned, flags, strict=True) if is_real}
         return lambda o: first_ranks(o.original, context) if id(o) in real else None
     if communicators:
-        _same_on_their_ranks([o for o in owned if id(o) in own_contexts], own_contexts, context)
-        facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned if id(o) not in own_contexts}
+        _same_on_their_ranks([o for o in owned if id(o) in contexts], contexts, context)
+        facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned if id(o) not in contexts}
         facts |= {f"buffer {name!r}": buffer for name, buffer in buffers_of(model)}
         differing = differences(checksums(facts), monitor_of(context), "compares its values")
         if differing:
@@ -272,9 +266,8 @@ def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context
     synced: dict[int, Tensor] = {}
     if sync and _communicators(context):
         named = {f"buffer {name!r}": buffer for name, buffer in buffers_of(model, all_of_them=True)}
-        for buffer, is_real in zip(named.values(), _real_on_first(named, context), strict=True):
-            if is_real:
-                synced[id(buffer)] = first_ranks(buffer, context)
+        flags = _real_on_first(named, context)
+        synced = {id(b): first_ranks(b, context) for b, is_real in zip(named.values(), flags, strict=True) if is_real}
 
     def place(module: nn.Module, precision: Precision) -> None:
         precision = precisions.get(id(module), precision)

@@ -46,12 +46,8 @@ class StepWatch(Observer):
         self._is_offloaded = isinstance(engine.context.shard_buffers, Tiers)
         self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         marked = first_trained(engine)
-        self._marks = (
-            engine.context.device.type == "cpu"
-            and not self._is_offloaded
-            and marked is not None
-            and all(group.reduce_dtype.itemsize >= 4 for group in marked.groups)
-        )
+        compares = engine.context.device.type == "cpu" and not self._is_offloaded  # the host compares tags
+        self._marks = compares and marked is not None and all(g.reduce_dtype.itemsize >= 4 for g in marked.groups)
         # A rank without rows of a parameter counts no writes to it, so counts would differ between ranks.
         cuts, num = [param.cut for unit in engine.units for param in unit.params], engine.context.shard.num_ranks
         has_rows = all(any(cut.rows_of(rank) for cut in cuts) for rank in range(num))

@@ -48,8 +48,7 @@ class Position:
                 place = wording.place_of_error(error)
         current: Any = sys._current_exceptions().get(self._main)
         handled = current[1] if isinstance(current, tuple) else current  # 3.11 gives `sys.exc_info()`
-        suffix = wording.while_handling(handled)
-        return " ".join(text for text in (doing, self.phase, place) if text) + suffix
+        return " ".join(text for text in (doing, self.phase, place) if text) + wording.while_handling(handled)
 
 
 class Hub:
