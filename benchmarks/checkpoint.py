@@ -248,7 +248,7 @@ class Options:
 
 
 def page(o: Options) -> Page:
-    world = command.world_of(o.nproc, command.device_of(o.device))
+    world = command.world_of(o.nproc, o.device)
     with ExitStack() as stack:
         folder = stack.enter_context(TemporaryDirectory(prefix="bench-", dir=check_folder(Path(o.to))))
         teams = [

@@ -263,10 +263,10 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
     "_torch": 1010,
-    "bench": 1130,
+    "bench": 1120,
     "checkpoint": 4300,
     "compat": 3490,
-    "doctor": 560,
+    "doctor": 550,
     "engine": 4540,
     "export": 580,
     "generate": 580,
@@ -278,7 +278,7 @@ BUDGETS = {
     "optimizers": 1370,
     "pages": 250,
     "plan": 6190,
-    "safety": 3450,
+    "safety": 3250,
     "shard": 1540,
     "tasks": 520,
     "train": 6110,

@@ -141,7 +141,7 @@ def test_faults_of_ranks_are_found(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "START", ranks)
+    monkeypatch.setattr(command, "start", ranks)
     code, findings = examined(capfd, "--dir", str(tmp_path))
     assert code == (severity == "problem")
     assert_found(findings, check, severity, *words)

@@ -87,16 +87,15 @@ class MemoryOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run the subcommand named in `words`, or the comparison. Returns the exit code, 0. Raises `UsageError` for wrong words."""
+    """Run `accordion bench` with the arguments `words`: the subcommand that they begin with, or else the comparison. Prints the
+    result, writes it into `FOLDER`, and returns the exit code, 0; `--help` only prints. Raises `UsageError` for wrong words."""
     name = words[0] if words and not words[0].startswith("-") else ""
     if name:
         check_subcommand(name, SUBCOMMANDS, "accordion bench")
     kind, job = JOBS[name]
     about = (kind.__doc__ or "").splitlines()[0] + ("" if name else "\n" + listed(SUBCOMMANDS, "accordion bench"))
     chosen_options = options.read(kind, words[bool(name) :], f"accordion bench {name}".strip(), about)
-    if chosen_options is None:
-        return 0
-    return measure(chosen_options, job)
+    return 0 if chosen_options is None else measure(chosen_options, job)
 
 
 def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
@@ -110,19 +109,15 @@ def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
     return 0
 
 
-def device_of(asked: str) -> str:
-    """Return the device type for `asked`, such as "auto" or "cpu". Raises `UsageError` if this machine does not have it."""
-    return devices_named(asked, "device", devices_here()).type
-
-
 def world_of(nproc: int, device: str) -> World:
-    """Return the settings of `nproc` ranks on `device`. If `nproc` is 0, there is one rank per accelerator, or 2 on CPU. The
-    ranks divide the cores among them. Raises `UsageError` if there are more ranks than accelerators."""
+    """Return the settings of `nproc` ranks on devices of type `device`; "auto" is this machine's accelerators, or else the CPU,
+    and 0 is one rank per accelerator, or 2 on the CPU. Ranks divide the cores among them. Raises `UsageError` if this machine
+    has no such device, or fewer accelerators than ranks."""
     devices = devices_named(device, "device", devices_here())
     num_ranks = nproc or devices.count or 2
     if devices.count and num_ranks > devices.count:
         raise UsageError(f"--nproc is {nproc} and this machine has {devices}; take at most one rank for each device.")
-    return World(num_ranks=num_ranks, device_type=device, threads=max(1, num_cores() // num_ranks))
+    return World(num_ranks=num_ranks, device_type=devices.type, threads=max(1, num_cores() // num_ranks))
 
 
 def setting_of(model: str, batch: int, seq: int, *, bf16: bool) -> Setting:
@@ -133,7 +128,7 @@ def setting_of(model: str, batch: int, seq: int, *, bf16: bool) -> Setting:
 def _compare(o: CompareOptions) -> Page:
     names, left_out = chosen(o.against)
     setting = setting_of(o.model, o.batch, o.seq, bf16=o.precision == "bf16")
-    comparison = compare(names, setting, world_of(o.nproc, device_of(o.device)), o.rounds, start)
+    comparison = compare(names, setting, world_of(o.nproc, o.device), o.rounds, start)
     sharding = [name for name in comparison.contenders if name in host.PEERS or is_ours(name)]
     print("measuring host time")
     times = host.measure(sharding, SIMULATED, o.rounds)
@@ -141,7 +136,7 @@ def _compare(o: CompareOptions) -> Page:
 
 
 def _all_of(against: str) -> list[str]:
-    """Return "accordion" and the contenders that `against` names. Raises `UsageError` if one is unknown or not installed."""
+    """Return "accordion" and the contenders in the list `against`. Raises `UsageError` if one is unknown or not installed."""
     names, left_out = chosen(against)
     if left_out:
         raise UsageError(f"{'; '.join(left_out.values())}. Install it, or leave it out of --against.")
@@ -158,7 +153,8 @@ def _memory(o: MemoryOptions) -> Page:
     names = _all_of(o.against)
     if "deepspeed" in names:
         raise UsageError("deepspeed does not run on simulated ranks; leave it out of --against.")
-    device, setting = device_of(o.device), setting_of(o.model, o.batch, o.seq, bf16=True)
+    device = devices_named(o.device, "device", devices_here()).type
+    setting = setting_of(o.model, o.batch, o.seq, bf16=True)
     world = World(num_ranks=SIMULATED, device_type=device, group="fake")
     memory = {}
     with ExitStack() as stack:

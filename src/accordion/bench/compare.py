@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from accordion.bench.contenders import ENVIRON, Setting, is_ours
-from accordion.bench.trainer import Trainer, start
+from accordion.bench.trainer import Trainer
 from accordion.pages.machine import describe
 from accordion.pages.stats import Spread, Verdict, compare_losses, flat, quartiles, ratio
 from accordion.workers.ranks import BenchError, WorkerTeam, World, interleaved
@@ -44,11 +44,9 @@ class ContenderResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All figures of `accordion bench`.
-
-    `ratios`, `cpu_ratios`: (this engine under one strategy, other contender) -> the former's wall or CPU time of a step divided
-    by the latter's, as a spread over rounds. `left_out`: contender that did not start -> reason.
-    """
+    """All figures of `accordion bench`. `ratios`, `cpu_ratios`: (this engine under one strategy, other contender) -> the former's
+    wall or CPU time of a step divided by the latter's, as a spread over rounds. `left_out`: contender that did not start ->
+    reason."""
 
     machine: dict[str, Any]
     setting: Setting
@@ -62,17 +60,13 @@ class Comparison:
 
 
 def compare(
-    names: Sequence[str],
-    setting: Setting,
-    world: World,
-    rounds: int,
-    make: Callable[..., Trainer] = start,
+    names: Sequence[str], setting: Setting, world: World, rounds: int, make: Callable[..., Trainer]
 ) -> Comparison:
     """Train under each contender in `names`, compare their losses, then measure each in `rounds` turns of `STEPS` steps.
 
-    Starts processes and prints progress. A contender that does not start is left out. `make`: creates the trainer of one rank.
-    Raises `BenchError` if this engine does not start, if losses differ (before times are measured), or if any contender fails
-    after its start.
+    Starts the processes of `world` for each contender, and prints progress. A contender that does not start is left out, unless
+    it is this engine. `make(seat, name, setting)` returns the trainer of one rank; it is pickled by name. Raises `BenchError` if
+    this engine does not start, if losses differ (before times are measured), or if any contender fails after its start.
     """
     with ExitStack() as stack:
         teams, left_out = [], {}
@@ -110,8 +104,8 @@ def compare(
 
 
 def same_losses(teams: Sequence[WorkerTeam], setting: Setting) -> Verdict:
-    """Train each contender for `LOSS_STEPS` steps, and compare the means of losses over ranks; of "plain" only the first one.
-    Raises `BenchError` if they differ by more than the tolerance."""
+    """Train each contender for `LOSS_STEPS` steps, and return the `Verdict` on their losses, which are means over ranks. Of
+    "plain" only the first loss is compared. Raises `BenchError` if losses differ by more than the tolerance."""
     losses = {}
     for team in teams:
         by_rank = team.ask("losses", LOSS_STEPS)
@@ -132,8 +126,8 @@ def _short(losses: dict[str, list[float]]) -> str:
 
 
 def _result(turns: list[list[Any]], memory: list[Any], wire: list[Any], tokens: int) -> ContenderResult:
-    """Return one contender's figures from the results of `Trainer.turn` (by round and rank), `memory` and `wire` (by rank).
-    `tokens`: tokens of all ranks in a step."""
+    """Return one contender's figures. `turns`: [round][rank] -> result of `Trainer.turn`. `memory`, `wire`: for each rank, the
+    result of the `Trainer` method of that name. `tokens`: tokens of all ranks in a step."""
     steps: dict[str, list[list[float]]] = {  # part -> round -> step: the mean over ranks
         part: [[mean(rank[i][part] for rank in turn) for i in range(len(turn[0]))] for turn in turns]
         for part in (*PARTS, "step", "cpu")

@@ -45,11 +45,7 @@ class Loop:
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
         """`cast`: run forwards under bf16 autocast, for a contender without a mixed-precision policy of its own."""
         self._model, self._optimizer = model, optimizer
-        self._autocast = (
-            partial(torch.autocast, device, dtype=torch.bfloat16, cache_enabled=True)
-            if cast
-            else contextlib.nullcontext
-        )
+        self._autocast = partial(torch.autocast, device, dtype=torch.bfloat16) if cast else contextlib.nullcontext
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy in float32 of the model's output for `tokens`, without a backward."""
@@ -78,7 +74,7 @@ class DeepSpeedLoop(Loop):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model, which FSDP1 and FSDP2 wrap one by one."""
+    """Return the repeated blocks of `model` (found as `shard` finds units), which FSDP1 and FSDP2 wrap one by one."""
     return [module for _, module in choose_units(model, only_blocks())[1:]]
 
 
@@ -156,23 +152,21 @@ def is_ours(name: str) -> bool:
 
 
 def chosen(against: str) -> tuple[list[str], dict[str, str]]:
-    """Return (names of contenders, {name that is left out: reason}). The names are "accordion" and those in `against`, separated
-    by commas there, without duplicates. A contender is left out if its package is not installed. Raises `UsageError` for an
-    unknown name."""
+    """Return (names of contenders to measure, {name that is left out: reason}). Names are "accordion" and those in `against`, a
+    list with commas, each once. A contender is left out if its package is not installed. Raises `UsageError` for an unknown
+    name."""
     names = list(dict.fromkeys([OURS, *(name.strip() for name in against.split(",") if name.strip())]))
     for name in names:
         if name not in NAMES:
             raise UsageError(f"contender {name!r} does not exist; {nearest(name, list(NAMES))}")
-    left_out = {
-        name: f"{NOT_HERE[name]} is not installed"
-        for name in names
-        if name in NOT_HERE and find_spec(NOT_HERE[name]) is None
-    }
+    missing = [name for name in names if name in NOT_HERE and find_spec(NOT_HERE[name]) is None]
+    left_out = {name: f"{NOT_HERE[name]} is not installed" for name in missing}
     return [name for name in names if name not in left_out], left_out
 
 
 def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
-    """Shard or replicate `model`, already on its device, as contender `name` does, and return its training loop. Collective."""
+    """Shard or replicate `model`, which is on the device of `seat`, as contender `name` does, and return the `Loop` that trains
+    it with fused AdamW. Collective."""
     if name == "deepspeed":
         return deepspeed(model, setting, {})
     wrapped = WRAPPERS[name](model, seat, setting.bf16)
@@ -183,8 +177,9 @@ def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
 
 
 def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, offloads: bool = False) -> Loop:
-    """Shard `model` with DeepSpeed's ZeRO-3 and return its `Loop`, with torch's fused AdamW. Turns off all logging of this
-    process up to warnings. `zero`: more settings of ZeRO. `offloads`: True if these keep the optimizer on the host."""
+    """Shard `model` with DeepSpeed's ZeRO-3 and return its `Loop`, with torch's fused AdamW. `zero`: more entries of DeepSpeed's
+    "zero_optimization". `offloads`: True if `zero` keeps the optimizer on the host. Disables all log messages of this process
+    up to warnings."""
     logging.disable(logging.WARNING)
     import deepspeed as package  # type: ignore[import-not-found]
 

@@ -25,8 +25,9 @@ PEERS = ("fsdp2", "fsdp1")
 
 
 class HostLoop:
-    """Runs forward and backward of `blocks` tiny units on one simulated rank under one contender; the constructor runs `WARM`
-    steps too. `rows`: rows of each parameter."""
+    """Steps (forward and backward) of a model of `blocks` tiny units on one simulated rank, sharded as `contender` does. The
+    constructor runs `WARM` steps, and from then on collectives of the rank's "still" group copy nothing. `rows`: rows of each
+    parameter."""
 
     def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
         torch.manual_seed(0)
@@ -47,7 +48,7 @@ class HostLoop:
             p.grad = None
 
     def turn(self, count: int) -> list[float]:
-        """Run a step, then `count` measured ones. Returns the CPU seconds per unit of each measured step."""
+        """Run one unmeasured step, then `count` measured ones. Return the CPU seconds per unit of each measured step."""
         self._step()
         times = []
         for _ in range(count):
@@ -59,8 +60,9 @@ class HostLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTime:
-    """Host time of one contender. `unit`: CPU seconds per unit and step. `extra`: `unit` minus that of the unsharded model
-    ("plain"). Both are spreads over rounds; a round's value is the median of its steps. `by_round`: `extra` of each round."""
+    """Host time of one contender. `unit`: CPU seconds per unit and step. `extra`: what the contender adds to the time of the
+    unsharded model ("plain"). Both are spreads over rounds; a round's value is the median of its steps. `by_round`: the value
+    of `extra` in each round."""
 
     unit: Spread
     extra: Spread

@@ -12,9 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from accordion import _torch
 
-_Mode: Any = _torch.DispatchMode
-
-
 # Part of an operator's name -> (index of the argument with the full tensors, how often (n - 1) / n of their bytes are sent).
 FACTORS = {
     "gather": (0, 1),
@@ -26,7 +23,7 @@ FACTORS = {
 }
 
 
-class Wire(_Mode):  # type: ignore[misc]
+class Wire(_torch.DispatchMode):
     """Context manager that counts the bytes that this rank sends and the collectives that it launches, by kind of collective.
 
     Bytes are those of the best algorithm: (n - 1) / n of the full tensors for an all-gather, a reduce-scatter, an all-to-all
@@ -34,7 +31,7 @@ class Wire(_Mode):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
 
@@ -62,7 +59,7 @@ class Wire(_Mode):  # type: ignore[misc]
 
 
 def ranks_of(value: Any) -> int | None:
-    """Return the number of ranks of `value`, a process group as an operator gets it; None for any other value."""
+    """Return the number of ranks if `value` is a process group, boxed as in the arguments of an operator; otherwise None."""
     if not isinstance(value, torch.ScriptObject):
         return None
     try:

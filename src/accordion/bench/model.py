@@ -82,7 +82,8 @@ class NineNet(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchModel:
-    """A model to measure: `make` creates it, `vocab` is its number of tokens, `batch` and `seq` are a batch's default shape."""
+    """A model to measure: `make` returns a new one with random weights, `vocab` is the number of its tokens, `batch` and `seq`
+    are the default shape of a batch."""
 
     make: Callable[[], nn.Module]
     vocab: int
@@ -97,8 +98,8 @@ GPTS = {
 
 
 def shape_of(name: str) -> BenchModel:
-    """Return the model `name` with its default batch: one of `GPTS`, a preset of `accordion train`, or a folder with a
-    transformers config.json, whose weights are not read. Raises `UsageError` if `name` is none of them, or no language model."""
+    """Return the `BenchModel` for `name`: a key of `GPTS`, a preset of `accordion train`, or a folder with a transformers
+    config.json, whose weights are not read. Raises `UsageError` for any other name, or if it is no language model."""
     if name in GPTS:
         return GPTS[name]
     if name not in TRAINED and not Path(name).is_dir():
@@ -106,21 +107,20 @@ def shape_of(name: str) -> BenchModel:
     from accordion.models.language import language_model
     from accordion.train.model import check_folder, configuration
 
-    if name in TRAINED:
-        config: Any = configuration(ModelConfig(preset=name), DataConfig())
-    else:
+    if name not in TRAINED:
         check_folder(name)
-        config = configuration(ModelConfig(path=name), DataConfig())
+    of = ModelConfig(preset=name) if name in TRAINED else ModelConfig(path=name)
+    config: Any = configuration(of, DataConfig())
     language_model(config, f"model {name!r}")
-    return BenchModel(make=partial(_fresh, config), vocab=config.vocab_size)
 
+    def make() -> nn.Module:
+        from transformers import AutoModelForCausalLM
 
-def _fresh(config: Any) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+        torch.manual_seed(0)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model
 
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return model
+    return BenchModel(make=make, vocab=config.vocab_size)
 
 
 def batch_of(step: int, rank: int, shape: tuple[int, int], vocab: int) -> tuple[Tensor, Tensor]:
@@ -137,6 +137,7 @@ def batches_of(rank: int, shape: tuple[int, int], vocab: int) -> Iterator[tuple[
 
 
 def loss_of(output: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy in float32 of `output`, logits or a transformers output that has them."""
+    """Return the mean cross entropy in float32, as a 0-d tensor. `output`: logits (batch, seq, vocab), or a transformers output
+    that has `logits`. `targets`: token numbers (batch, seq)."""
     logits = getattr(output, "logits", output)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())

@@ -15,7 +15,8 @@ ON_CPU = "memory on CPU: storages that operators make, not their temporaries nor
 
 
 def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping[str, str]) -> Page:
-    """Return the page of `accordion bench`. `host`: contender -> host time. `left_out`: contender -> reason."""
+    """Return the page of `accordion bench`. `host`: contender -> host time, of contenders that shard, and "plain". `left_out`:
+    contender that was not measured -> reason."""
     s = c.setting
     about = f"{c.num_ranks} ranks, {s.model}, batch {s.batch} x {s.seq}"
     notes = [
@@ -26,10 +27,16 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
         "host time: CPU time added to a unit of 9 parameters, 8 simulated ranks; see `accordion bench host`",
         *(f"left out: {name}, {why}" for name, why in left_out.items()),
     ]
+    ours, theirs = ([name for name in c.contenders if is_ours(name) is own] for own in (True, False))
+    kinds = {"step time, row / column": c.ratios, "CPU time of a step, row / column": c.cpu_ratios}
+    ratios = [
+        Table(title=title, columns=["", *theirs], rows=[[a, *(spread(of[a, b], 1, 3) for b in theirs)] for a in ours])
+        for title, of in (kinds.items() if theirs else ())
+    ]
     return Page(
         name="bench",
         notes=notes,
-        tables=[_times(c, host), _sizes(c), *_ratios(c)],
+        tables=[_times(c, host), _sizes(c), *ratios],
         data={"comparison": c, "host": host, "left_out": left_out},
     )
 
@@ -62,18 +69,8 @@ def _sizes(c: Comparison) -> Table:
     return Table(title="memory and bytes sent per rank, MiB", columns=heads, rows=rows)
 
 
-def _ratios(c: Comparison) -> list[Table]:
-    """Return tables with ratios of step times and CPU times: this engine's strategies / other contenders; [] without others."""
-    ours, theirs = (list(dict.fromkeys(names)) for names in zip(*c.ratios, strict=True)) if c.ratios else ([], [])
-    kinds = {"step time, row / column": c.ratios, "CPU time of a step, row / column": c.cpu_ratios}
-    return [
-        Table(title=title, columns=["", *theirs], rows=[[a, *(spread(of[a, b], 1, 3) for b in theirs)] for a in ours])
-        for title, of in (kinds.items() if theirs else ())
-    ]
-
-
 def of_host(times: Mapping[str, HostTime], machine: dict[str, Any]) -> Page:
-    """Return the page of `accordion bench host`. `times`: contender -> host time."""
+    """Return the page of `accordion bench host`. `times`: contender -> host time. `machine`: from `describe`."""
     rows = []
     peers = [name for name in times if not is_ours(name) and name != "plain"]
     for name, t in times.items():
@@ -93,7 +90,8 @@ def of_host(times: Mapping[str, HostTime], machine: dict[str, Any]) -> Page:
 
 
 def of_memory(memory: Mapping[str, dict[str, int]], about: str, machine: dict[str, Any]) -> Page:
-    """Return the page of `accordion bench memory`. `memory`: contender -> `Trainer.memory()`. `about`: the page's first note."""
+    """Return the page of `accordion bench memory`. `memory`: contender -> result of `Trainer.memory`. `about`: the page's first
+    note. `machine`: from `describe`."""
     peers = [name for name in memory if not is_ours(name)]
     rows = [
         [

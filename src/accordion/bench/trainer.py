@@ -24,7 +24,7 @@ Times = dict[str, float]
 
 
 class Clock:
-    """Records wall time, CPU time and, on an accelerator, device time at each `mark` of one step."""
+    """Clock of one step: `mark` records wall time, CPU time and, on an accelerator, an event; `times` returns the differences."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._host, self._cpu, self._events = device, list[float](), list[float](), list[Any]()
@@ -38,9 +38,9 @@ class Clock:
             self._events.append(event)
 
     def times(self) -> Times:
-        """Return a dict of seconds between the four marks of a step. "forward", "backward", "optimizer" and their sum "step"
-        are device time (on a CPU, wall time). "host" is the wall time of the step, and "cpu" its CPU time on all threads of
-        this process. Synchronise an accelerator before the call."""
+        """Return a dict of seconds, after the fourth and last mark of a step. "forward", "backward", "optimizer" and their sum
+        "step" are device time (on a CPU, wall time). "host" is the wall time of the step, and "cpu" its CPU time on all threads
+        of this process. Call it when an accelerator has run all work up to the last mark."""
         marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
         parts = [b - a for a, b in pairwise(marks)]
         return {
@@ -56,7 +56,8 @@ class Trainer:
     is idle and its cached memory is freed, for the next contender."""
 
     def __init__(self, seat: Seat, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]]) -> None:
-        """`build`: called here once, returns the loop to measure. `batches`: yields the arguments of each forward, on the CPU."""
+        """Create the trainer of one rank. `build`: called at once, returns the loop to measure. `batches`: yields the arguments
+        of each forward, on the CPU."""
         self._device, self._batches = seat.device, batches
         self._num_steps = 0
         # Created before the model, since it does not count storages that exist already.
@@ -65,7 +66,6 @@ class Trainer:
             self._loop = build()
 
     def _batch(self) -> tuple[Any, ...]:
-        """Return the arguments of the next step's forward, on the device."""
         self._num_steps += 1
         return tuple(part.to(self._device, non_blocking=True) for part in next(self._batches))
 
@@ -82,18 +82,16 @@ class Trainer:
         return loss.detach(), clock
 
     def losses(self, count: int) -> list[float]:
-        """Run `count` steps, and return this rank's loss in each."""
+        """Run `count` steps on the next batches, and return this rank's loss in each."""
         with self._allocations or nullcontext():
             losses = [float(self._step()[0]) for _ in range(count)]
         self._free_cache()
         return losses
 
     def turn(self, warm: int, count: int) -> list[Times]:
-        """Run `warm` steps, then `count` measured ones. Return the result of `Clock.times` for each measured step.
-
-        As in a real job, the host does not wait for an accelerator between the steps. On an accelerator, one more step follows
-        when the device is idle, and all results have the "host" and "cpu" of that step.
-        """
+        """Run `warm` steps, then `count` measured ones, and return the `Clock.times` of each of these. As in a real job, the host
+        does not wait for an accelerator between steps. On an accelerator, one more step follows when the device is idle, and all
+        results have the "host" and "cpu" of that step."""
         batches = [self._batch() for _ in range(warm + count)]
         clocks = [self._step(batch)[1] for batch in batches][warm:]
         if self._device.type == "cpu":
@@ -105,7 +103,8 @@ class Trainer:
         return [clock.times() | host for clock in clocks]
 
     def memory(self) -> dict[str, int]:
-        """Run a step. Returns the bytes of tensors between steps ("rest") and the peaks "allocated" and "reserved".
+        """Run a step, and return a dict of bytes: those of all tensors before the step ("rest"), and the peaks of allocated and
+        reserved memory during the step ("allocated", "reserved").
 
         On CPU, "rest" and "allocated" count storages that operators made, without temporaries inside operators and the backend,
         and "reserved" is the highest resident set of the process.
@@ -134,14 +133,14 @@ class Trainer:
         return {"rest": rest, "allocated": meter.peak(start, end), "reserved": resident}
 
     def wire(self) -> dict[str, dict[str, int]]:
-        """Run a step. Returns the "bytes" that this rank sends and the number of its "launches", each by kind of collective."""
+        """Run a step. Returns a dict with "bytes": kind of collective -> bytes that this rank sends, and "launches": kind of
+        collective -> number of collectives."""
         with Wire() as wire:
             self._step()
         self._free_cache()
         return {"bytes": dict(wire.num_bytes), "launches": dict(wire.launches)}
 
     def _free_cache(self) -> None:
-        """Wait for the device, and free its cached memory for the next contender."""
         self._synchronise()
         if self._device.type != "cpu":
             torch.accelerator.memory.empty_cache()
@@ -152,7 +151,8 @@ class Trainer:
 
 
 def start(seat: Seat, contender: str, setting: Setting) -> Trainer:
-    """Build the model of `setting`, from its seed, and return the trainer of one rank under `contender`. Collective."""
+    """Build the model of `setting` with weights from its seed, shard or replicate it as `contender` does, and return the
+    `Trainer` of the rank `seat`. Collective."""
     shape = shape_of(setting.model)
 
     def build() -> Loop:

@@ -193,7 +193,9 @@ class ThreadAgreement:
         self._num_agreed += 1
         hub.arrive(name, len(ranks), text)
         timeout_s = _torch.timeout_s_of_job()
-        over = poll(lambda: hub.over(name), timeout_s, self._check(hub, name), hub.pause, longest_s=LONGEST_PAUSE_S)
+        over = poll(
+            lambda: hub.over.pop(name, None), timeout_s, self._check(hub, name), hub.pause, longest_s=LONGEST_PAUSE_S
+        )
         if over is None:
             self._give_up(hub, timeout_s)
         if over.reports is None:
@@ -213,7 +215,7 @@ class ThreadAgreement:
             needed = (*self._team.ranks, hub.ranks[0])  # the hub's first rank passes on all messages
             lost = next((f"rank {rank} {text}" for rank, text in list(hub.lost.items()) if rank in needed), "")
             lost = lost or next((post["gives up"] for post in hub.posts(self._name).values()), "")
-            if lost and not hub.has_over(name):
+            if lost and name not in hub.over:
                 self._lost = lost.rstrip(".")
                 raise CheckpointError(f"{self._lost}.")
             if ended_s is None and (self.program_ends.is_set() or not threading.main_thread().is_alive()):

@@ -26,9 +26,7 @@ from accordion.train import launch
 from accordion.train.launch import RankPlace
 from accordion.workers.ranks import BenchError, WorkerTeam, World
 
-PROG = "accordion doctor"
 RANKS = 2  # number of ranks on a CPU: the fewest that communicate
-START = start  # creates the `RankExam` in each rank; a function of a module, since other processes import it by name
 TIMEOUT_S = 120  # for ranks that do not answer
 
 
@@ -51,10 +49,13 @@ class DoctorOptions:
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
     """Run `accordion doctor` with the arguments `words`: examine this machine and new ranks on it, and print findings. Returns
-    the exit code: 1 if there is a problem, otherwise 0. If `environ` shows that torchrun or srun started this process, examine
-    the ranks of that job instead; then return 0, but rank 0 raises `SystemExit(1)` if there is a problem. Raises `UsageError`
-    for wrong arguments, or if there are more ranks than devices."""
-    options = flags.read(DoctorOptions, words, PROG, (DoctorOptions.__doc__ or "").splitlines()[0])
+    the exit code: 1 if there is a problem, otherwise 0. With `--run`, examines only the folder of a run.
+
+    If `environ` shows that torchrun or srun started this process, examines the ranks of that job; then returns 0, but rank 0
+    raises `SystemExit(1)` if there is a problem. Raises `UsageError` for wrong arguments, or if there are fewer devices than
+    such ranks.
+    """
+    options = flags.read(DoctorOptions, words, "accordion doctor", (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
     if options.run is not None:
@@ -73,7 +74,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     threads = max(1, num_cores() // num_ranks) if devices.is_cpu else 1
     world = World(num_ranks=num_ranks, device_type=devices.type, threads=threads, timeout_s=TIMEOUT_S)
     try:
-        with WorkerTeam("doctor", world, START) as team:
+        with WorkerTeam("doctor", world, start) as team:
             findings += judged(team.ask("gathers"), devices.type)
     except BenchError as error:
         findings.append(no_group(str(error).removeprefix("contender 'doctor' ")))
@@ -81,13 +82,13 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[Finding]:
-    """Return the findings about torch, devices and the disk of `options.dir`. `num_local`: ranks to start on this machine."""
+    """Return the findings about torch, devices and the disk of `options.dir`. `num_local`: number of ranks on this machine."""
     return [torch_version(), *devices_findings(devices, num_local), *disk(Path(options.dir))]
 
 
 def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions) -> None:
-    """Run the checks on one rank of torchrun or srun. Collective. The first rank of each machine examines the machine, and rank 0
-    prints the report. Rank 0 raises `SystemExit(1)` if there is a problem."""
+    """Run the checks on the rank `place` of a job of torchrun or srun, whose store is `store`. Collective. The first rank of each
+    machine examines its machine. Rank 0 prints the report, and raises `SystemExit(1)` if there is a problem."""
     answers = PrefixStore("accordion/doctor", store)
     findings = _machine(devices, place.local_world, options) if place.local_rank == 0 else []
     entries = [asdict(replace(finding, where=socket.gethostname())) for finding in findings]

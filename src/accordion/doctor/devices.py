@@ -17,7 +17,23 @@ TORCH = ("2.11", "2.16")  # the first supported version, and the first that is n
 
 
 def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[Finding]:
-    """Return the findings about accelerators, free memory of the ranks' devices `chosen`, and cores. `dev`: the folder /dev."""
+    """Return the findings about accelerators, the free memory of each device in `chosen` (those of the ranks), and cores. `dev`:
+    the folder /dev."""
+    findings = [_accelerators(devices_here(), dev)]
+    for index in range(chosen.count):
+        free, total = torch.accelerator.get_memory_info(chosen.at(index))
+        is_used = free < (1 - HELD) * total
+        memory = Finding(
+            check=f"devices.memory-{index}",
+            severity="warning" if is_used else "ok",
+            found=f"device {index} has {free / GIB:.1f} of {total / GIB:.1f} GiB free",
+            means="other processes use the rest; a model that is planned to fit may not fit"
+            if is_used
+            else "free for a rank",
+            do="end those processes, or use other devices." if is_used else "",
+            data={"free_bytes": free, "total_bytes": total},
+        )
+        findings.append(memory)
     cores = num_cores()
     crowded = chosen.is_cpu and num_ranks > cores
     cores_finding = Finding(
@@ -28,7 +44,7 @@ def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[F
         do="start fewer ranks, or let this process use more cores (taskset, --cpus of containers)." if crowded else "",
         data={"cores": cores},
     )
-    return [_accelerators(devices_here(), dev), *_memory(chosen), cores_finding]
+    return [*findings, cores_finding]
 
 
 def torch_version() -> Finding:
@@ -74,23 +90,3 @@ def _accelerators(present: Devices, dev: Path) -> Finding:
         means="ranks compute on the CPU: good for tests and small models",
         do="nothing, if that is intended.",
     )
-
-
-def _memory(chosen: Devices) -> list[Finding]:
-    findings = []
-    for index in range(chosen.count):
-        free, total = torch.accelerator.get_memory_info(chosen.at(index))
-        is_used = free < (1 - HELD) * total
-        findings.append(
-            Finding(
-                check=f"devices.memory-{index}",
-                severity="warning" if is_used else "ok",
-                found=f"device {index} has {free / GIB:.1f} of {total / GIB:.1f} GiB free",
-                means="other processes use the rest; a model that is planned to fit may not fit"
-                if is_used
-                else "free for a rank",
-                do="end those processes, or use other devices." if is_used else "",
-                data={"free_bytes": free, "total_bytes": total},
-            )
-        )
-    return findings

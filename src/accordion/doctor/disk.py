@@ -17,9 +17,20 @@ LITTLE_BYTES, LEAST_BYTES = 20 * 2**30, 2**30
 
 
 def disk(folder: Path) -> list[Finding]:
-    """Return the findings about the existing `folder`: free space on its disk, and speed or failure of writing a file there."""
+    """Return two findings about the existing `folder`: free space on its disk, and speed or failure of writing a file there."""
+    stats = os.statvfs(folder)
+    free, total = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
+    little = free < LITTLE_BYTES
+    space = Finding(
+        check="disk.space",
+        severity="problem" if free < LEAST_BYTES else "warning" if little else "ok",
+        found=f"{folder.resolve()} has {free / 2**30:,.1f} of {total / 2**30:,.1f} GiB free",
+        means="a checkpoint with AdamW takes 12 bytes a parameter; one that does not fit ends the run",
+        do="free space, or use another folder; checkpoint.keep removes old checkpoints after a save." if little else "",
+        data={"free_bytes": free, "total_bytes": total},
+    )
     try:
-        return [space(folder), _speed(write_rate(folder))]
+        rate = write_rate(folder)
     except OSError as error:
         failed = Finding(
             check="disk.write",
@@ -28,37 +39,9 @@ def disk(folder: Path) -> list[Finding]:
             means="a run cannot begin: it writes its metrics and checkpoints there",
             do="free space, use another folder, or give this user write permission.",
         )
-        return [space(folder), failed]
-
-
-def space(folder: Path) -> Finding:
-    stats = os.statvfs(folder)
-    free, total = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
-    little = free < LITTLE_BYTES
-    return Finding(
-        check="disk.space",
-        severity="problem" if free < LEAST_BYTES else "warning" if little else "ok",
-        found=f"{folder.resolve()} has {free / 2**30:,.1f} of {total / 2**30:,.1f} GiB free",
-        means="a checkpoint with AdamW takes 12 bytes a parameter; one that does not fit ends the run",
-        do="free space, or use another folder; checkpoint.keep removes old checkpoints after a save." if little else "",
-        data={"free_bytes": free, "total_bytes": total},
-    )
-
-
-def write_rate(folder: Path) -> float:
-    """Return the bytes/s with which a temporary file in `folder` is written and flushed. Raises `OSError` if that fails."""
-    block = os.urandom(BLOCK_BYTES)  # random, since some disks compress zeros
-    began = time.perf_counter()
-    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        for _ in range(NUM_BLOCKS):
-            file.write(block)
-        os.fsync(file.fileno())
-        return NUM_BLOCKS * BLOCK_BYTES / (time.perf_counter() - began)
-
-
-def _speed(rate: float) -> Finding:
+        return [space, failed]
     slow = rate < SLOW
-    return Finding(
+    speed = Finding(
         check="disk.write",
         severity="warning" if slow else "ok",
         found=f"write: {rate / 1e6:,.0f} MB/s" + (f"; {USUAL}" if slow else ""),
@@ -68,3 +51,15 @@ def _speed(rate: float) -> Finding:
         else "",
         data={"bytes_per_s": rate},
     )
+    return [space, speed]
+
+
+def write_rate(folder: Path) -> float:
+    """Write a temporary file in `folder`, and return the rate in bytes/s, with a flush. Raises `OSError` if that fails."""
+    block = os.urandom(BLOCK_BYTES)  # random, since some disks compress zeros
+    began = time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        for _ in range(NUM_BLOCKS):
+            file.write(block)
+        os.fsync(file.fileno())
+        return NUM_BLOCKS * BLOCK_BYTES / (time.perf_counter() - began)

@@ -44,8 +44,9 @@ def examined(run_dir: Path) -> list[Finding]:
 
 
 def _absent(failures: Sequence[Failure], places: Mapping[int, str]) -> list[int]:
-    """Return the rank that most ranks name as the cause. Without one, return the ranks that wrote nothing, but those that waited
-    in the place of a rank that did and were ended before they could write."""
+    """Return the ranks for which the others waited: the one that most `failures` name as their cause. If they name none: the
+    ranks that wrote no failure, except those in the same place as a rank that wrote one, because they waited too and were ended
+    before they could write. `places`: rank -> text on what it did."""
     causes = Counter(failure.caused_by for failure in failures if failure.caused_by is not None)
     if causes:
         return [causes.most_common(1)[0][0]]

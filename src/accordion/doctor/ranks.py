@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ REMEDIES = {  # for a slow all-gather
     "device": "check how the devices are linked (nvidia-smi topo -m), that PCIe access control (ACS) is off, and links are up.",
 }
 Answer = Mapping[str, Any]
-"""The result of one rank, from `RankExam.gathers`, as JSON data; only the key `error` if the rank failed."""
+"""The result of `RankExam.gathers` on one rank, as JSON data."""
 
 
 def start(seat: Seat) -> RankExam:
@@ -43,44 +43,40 @@ def start(seat: Seat) -> RankExam:
 
 
 class RankExam:
-    """Runs one rank's side of the all-gather that all ranks test and time together. Needs a process group."""
+    """One rank's side of the all-gather that all ranks test and time together. Needs a process group."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
 
     def gathers(self) -> Answer:
-        """Test and time an all-gather. Collective. Returns a dict with the keys "host", "torch": its version, "right": True if
-        the first and last values of all shards were right, "num_bytes": received bytes, and "gather_s": seconds of the fastest
-        run. Catches any exception, and then returns a dict with the key "error" alone."""
+        """Run an all-gather several times, test its values and time it. Collective. Returns a dict with the keys "host": name of
+        this machine, "torch": version of torch, "right": True if the first and last values of all shards are right, "num_bytes":
+        received bytes, and "gather_s": seconds of the fastest run. If anything raises an exception, returns {"error": its text}.
+        """
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks
             shard = torch.full((numel,), float(self._rank), dtype=torch.float32, device=self._device)
             full = torch.full((self._num_ranks, numel), -1.0, dtype=torch.float32, device=self._device)
-            gather_s = self._fastest(lambda: _gather(link, full.view(-1), shard))
+            times_s = []
+            for _ in range(WARMUPS + REPEATS):
+                self._synchronize()
+                dist.barrier()
+                self._synchronize()
+                began = time.perf_counter()
+                _gather(link, full.view(-1), shard)
+                self._synchronize()
+                times_s.append(time.perf_counter() - began)
             firsts_and_lasts = full[:, [0, -1]].mean(1).tolist()
             return {
                 "host": socket.gethostname(),
                 "torch": torch.__version__,
                 "right": firsts_and_lasts == [float(rank) for rank in range(self._num_ranks)],
                 "num_bytes": shard.nbytes * (self._num_ranks - 1),
-                "gather_s": gather_s,
+                "gather_s": min(times_s[WARMUPS:]),
             }
         except Exception as error:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-
-    def _fastest(self, call: Callable[[], object]) -> float:
-        """Run `call` several times and return the seconds of the fastest run. Collective: all ranks start each run together."""
-        times_s = []
-        for _ in range(WARMUPS + REPEATS):
-            self._synchronize()
-            dist.barrier()
-            self._synchronize()
-            began = time.perf_counter()
-            call()
-            self._synchronize()
-            times_s.append(time.perf_counter() - began)
-        return min(times_s[WARMUPS:])
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
@@ -100,7 +96,7 @@ def _gather(link: Communicator, full: Tensor, shard: Tensor) -> None:
 
 
 def no_group(error: str) -> Finding:
-    """Return the finding for ranks that failed with `error`: they formed no process group, or one of them ended."""
+    """Return the finding, a problem, for ranks that formed no process group, or of which one ended. `error`: the error's text."""
     return Finding(
         check="ranks.group",
         severity="problem",
@@ -112,8 +108,8 @@ def no_group(error: str) -> Finding:
 
 
 def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
-    """Return the findings on process group, values and rate. `answers`: of all ranks, in rank order. If a rank failed, return
-    `no_group` alone. A single rank has no rate."""
+    """Return the findings on the process group, and on values and rate of the all-gather (no rate for one rank). `answers`:
+    results of `RankExam.gathers`, in rank order. If a rank failed, return only the finding `no_group` with its error."""
     errors = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         return [no_group(f"{_ranks(errors)} failed: {answers[errors[0]]['error']}")]
@@ -147,7 +143,7 @@ def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
 
 
 def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Finding:
-    """Return the finding on the all-gather rate of the slowest rank."""
+    """Return the finding on the all-gather rate of the slowest rank: a warning if it is below `SLOW` for its type of device."""
     rate = min(answer["num_bytes"] / answer["gather_s"] for answer in answers)
     kind = "cpu" if device_type == "cpu" else "device"
     slow = rate < SLOW[kind] * GB

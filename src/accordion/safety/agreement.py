@@ -45,14 +45,14 @@ class UnitCall(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """Decision that some ranks catch up first: they repeat the steps of their last forward, without exchanging messages, until
-    they have done `num_done` steps of forward number `root`, as other ranks have."""
+    """Decision that ranks that are behind catch up first: they take the steps that the last forward of this kind took, without
+    exchanging messages, until they have done `num_done` steps of forward number `root`, as other ranks have."""
 
     root: int
     num_done: int | None  # None: to the end
 
     def is_for(self, report: Mapping[str, Any]) -> bool:
-        """Return True if the rank with this report has steps to catch up on."""
+        """Return True if the rank with this report is behind; `root` and `num_done` of the report are as in `choose`."""
         num_done = report["num_done"] if report["root"] == self.root else None
         return num_done is not None and (self.num_done is None or num_done < self.num_done)
 
@@ -61,8 +61,9 @@ def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
     """Return the step that all ranks take next. If some ranks are behind, return `CatchUp`; if dummy calls cannot help, None.
 
     Steps inside a call come before steps after it; ties are broken by the unit's position in the model. `reports`: one per
-    rank, with `step` (fields of its next `UnitCall`, or None), `root` (number of its forward), `num_done` (steps done in it,
-    None after its end), and `must` (only if the rank is about to do something that has no dummy call, such as a backward).
+    rank, with `step` (fields of its next `UnitCall`, or None), `root` (number of its forward), `num_done` (number of steps taken
+    in that forward, None after its end), and `must` (only if the rank is about to do something that has no dummy call, such as
+    a backward).
     """
     reports = list(reports)
     at = [report for report in reports if report["step"] is not None]
@@ -86,11 +87,9 @@ def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
 
 
 class OrderAgreement(Observer):
-    """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips.
-
-    `hooks`: one per unit. `always`: ranks agree on each step, even if it repeats the last forward, as with `debug="order"`; set
-    to True once ranks have called different units.
-    """
+    """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips. `hooks`:
+    one per unit. `always`: ranks agree on each step, even if it repeats the last forward, as with `debug="order"`; set to True
+    once ranks have called different units."""
 
     def __init__(
         self, engine: Engine, hooks: Sequence[Hooks], monitor: DivergenceMonitor, *, always: bool = False
@@ -125,8 +124,8 @@ class OrderAgreement(Observer):
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
         """Wait until all ranks call `unit`, and make dummy calls of units that others call first. Raises `DivergenceError` if
-        dummy calls cannot bring ranks together. Does not wait if the last forward called `unit` at this point too and ranks need
-        not agree on each step, or if the forward needs no other rank."""
+        dummy calls cannot bring ranks together. Does nothing if the last forward called `unit` at this point too (unless ranks
+        agree on each step), or if the forward needs no other rank."""
         depth = self._engine.depth - len(self.open_dummies)
         step = UnitCall(unit.index, differentiable, depth, unit.trained.indices, reads=by_read)
         if self._silent or (self.trusts_history and self._expected.matches(FORWARD, step)):
@@ -140,17 +139,14 @@ class OrderAgreement(Observer):
         calls. Does nothing for a dummy call and in a backward. Returns `out`."""
         if call.is_dummy or call.root == IN_BACKWARD:
             return out
-        if error is None and not self._silent and call.unit.index in self._outer_units:
-            self._leave(call.unit)
+        unit = call.unit
+        if error is None and not self._silent and unit.index in self._outer_units:
+            step = UnitCall(unit.index, False, self._engine.depth - len(self.open_dummies), (), leaves=True)
+            following: Any = self._expected.following(FORWARD)
+            if not self.trusts_history or (following is not None and following.depth >= step.depth):
+                self.agree(step, f"leaves unit {unit.index} ({unit.name or 'root'}) in its forward")
         self.close(0)
         return out
-
-    def _leave(self, unit: Unit) -> None:
-        depth = self._engine.depth - len(self.open_dummies)
-        step = UnitCall(unit.index, False, depth, (), leaves=True)
-        following: Any = self._expected.following(FORWARD)
-        if not self.trusts_history or (following is not None and following.depth >= step.depth):
-            self.agree(step, f"leaves unit {unit.index} ({unit.name or 'root'}) in its forward")
 
     def forward_ends(self, error: BaseException | None) -> None:
         self._expected.end(FORWARD)
@@ -163,12 +159,8 @@ class OrderAgreement(Observer):
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
         """If the last backward did not use `unit` at this point, or with `debug="order"`, wait until all ranks are about to use
         it. Raises `DivergenceError` if a rank will not."""
-        event = (unit.index, unit.trained.indices)
-        if not self._expected.matches(BACKWARD, event):
-            self._expected.note(BACKWARD, event)
-        elif not self._at_once:
-            return
-        self.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
+        if not self._expected.note(BACKWARD, (unit.index, unit.trained.indices)) or self._at_once:
+            self.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
 
     def backward_ends(self) -> None:
         self._in_backward = False
@@ -188,22 +180,29 @@ class OrderAgreement(Observer):
     @cached_property
     def _outer_units(self) -> set[int]:
         """Indices of the units that contain other units."""
-        outer = set()
-        for i, hooks in enumerate(self._hooks):
-            for module in (ref() for ref in hooks.modules):
-                # Not `if module`: that calls `__len__` of a container or a compiled module.
-                inside = () if module is None else module.modules()
-                if len({id(m.__dict__[ATTACHED]) for m in inside if ATTACHED in m.__dict__}) > 1:
-                    outer.add(i)
-        return outer
+        return {
+            index
+            for index, hooks in enumerate(self._hooks)
+            for module in hooks.attached_modules()
+            if len({id(inner.__dict__[ATTACHED]) for inner in module.modules() if ATTACHED in inner.__dict__}) > 1
+        }
 
     def agree(self, step: UnitCall, what: str) -> None:
         """Make dummy calls of the steps that other ranks take first, and return when all ranks take `step`. `what`: text on
         `step`, such as "enters unit 3 in its forward". Raises `DivergenceError` if dummy calls cannot bring ranks together."""
         while (chosen := self._next(step, what)) != step:
             self.close(chosen.depth - chosen.leaves)
-            if not chosen.leaves:
-                self._begin_dummy(chosen, what)
+            if chosen.leaves:
+                continue
+            hooks = self._hooks[chosen.unit]
+            trained = hooks.unit.trained.indices
+            if chosen.depth == 0 or chosen.depth != self._engine.depth or chosen.trained != trained:
+                of = f"unit {chosen.unit} ({hooks.unit.name or 'root'}), training {len(chosen.trained)} of its parameters"
+                self._monitor.fail(
+                    f"this rank {what}, and others call {of}, of which it can make no dummy call; {ADVICE}"
+                )
+            self._expected.note(FORWARD, chosen)
+            self.open_dummies.append((chosen.depth, hooks, *hooks.begin_dummy(chosen.differentiable, chosen.reads)))
         self.close(step.depth)
         if not step.leaves:
             self._expected.note(FORWARD, step)
@@ -223,65 +222,49 @@ class OrderAgreement(Observer):
             if self._is_late:
                 self._monitor.fail(f"this rank {what}, and others have ended that forward; {ADVICE}")
             reports = self._monitor.meet({"what": what, "step": step, **self._position()})
-            if reports is None:
-                return step
-            outcome = self._outcome(reports)
-            if isinstance(outcome, UnitCall):
-                return outcome
-            self._follow(outcome)
+            chosen = step if reports is None else self._decide(reports)
+            if chosen is not None:
+                return chosen
 
     def must(self, what: str) -> None:
         """Wait until all ranks are about to do `what`, which has no dummy call. Raises `DivergenceError` if a rank will not."""
-        while (
-            reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()})
-        ) is not None:
+        while reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()}):
             if all(r.get("must") == what for r in reports.values()):
                 # One rank may have run silent forwards alone, so numbers may differ.
                 self._root = max(r["root"] for r in reports.values())
                 return
-            self._outcome(reports)
+            self._decide(reports)
 
     def join_meeting(self, what: str) -> dict[int, dict[str, Any]]:
         """Join a meeting (a barrier with reports) that another rank opened while this rank waits in a collective; return the
         reports by rank, {} if all are equal. Raises `DivergenceError` if dummy calls cannot bring ranks together."""
         reports = self._monitor.meet({"what": what, "step": None, **self._position()}) or {}
-        outcome = self._outcome(reports) if reports else None
-        if isinstance(outcome, CatchUp):
-            self._follow(outcome)
+        if reports:
+            self._decide(reports)
         return reports
 
     def _position(self) -> dict[str, Any]:
         return {"root": self._root, "num_done": self._expected.num_done(FORWARD)}
 
-    def _outcome(self, reports: Mapping[int, Mapping[str, Any]]) -> UnitCall | CatchUp:
+    def _decide(self, reports: Mapping[int, Mapping[str, Any]]) -> UnitCall | None:
+        """Return the step that all ranks take next. If ranks must catch up first, return None, and have this rank do so if it is
+        one of them. Raises `DivergenceError` if dummy calls cannot bring ranks together."""
         outcome = choose(reports.values())
         if outcome is None:
             self._monitor.fail_diverged(reports)
         if isinstance(outcome, CatchUp) and not any(outcome.is_for(report) for report in reports.values()):
-            return outcome  # some ranks may only be late
+            return None  # some ranks may only be late
         if not self.always:
             logger.warning("ranks call different units: from now on they agree on each unit before it runs.")
         self.always = True
-        return outcome
-
-    def _follow(self, outcome: CatchUp) -> None:
+        if isinstance(outcome, UnitCall):
+            return outcome
         position = self._position()
-        if not outcome.is_for(position):
-            return
-        if outcome.num_done is None:
+        if outcome.is_for(position) and outcome.num_done is None:
             self._is_late, self._num_to_follow = True, self._expected.num_left(FORWARD)
-        else:
+        elif outcome.is_for(position):
             self._num_to_follow = outcome.num_done - position["num_done"]
-
-    # -- dummy calls
-
-    def _begin_dummy(self, step: UnitCall, what: str) -> None:
-        hooks = self._hooks[step.unit]
-        if step.depth == 0 or step.depth != self._engine.depth or step.trained != hooks.unit.trained.indices:
-            of = f"unit {step.unit} ({hooks.unit.name or 'root'}), training {len(step.trained)} of its parameters"
-            self._monitor.fail(f"this rank {what}, and others call {of}, of which it can make no dummy call; {ADVICE}")
-        self._expected.note(FORWARD, step)
-        self.open_dummies.append((step.depth, hooks, *hooks.begin_dummy(step.differentiable, step.reads)))
+        return None
 
     def close(self, depth: int) -> None:
         """End the open dummy calls (calls that only match collectives of other ranks) at `depth` or deeper, innermost first."""

@@ -23,9 +23,8 @@ from accordion.engine.observer import CallInForward, Observer
 from accordion.errors import DivergenceError, UsageError
 from accordion.safety.liveness import wording
 from accordion.safety.liveness.hub import ECHO_S, Hub, Position
-from accordion.safety.liveness.messages import InputDigest, MeetingOver
+from accordion.safety.liveness.messages import InputDigest
 from accordion.safety.liveness.polling import poll
-from accordion.safety.liveness.wording import ADVICE, advice
 
 log = logging.getLogger("accordion")
 LOST_S = 600.0  # as long as NCCL lets a collective wait
@@ -49,13 +48,9 @@ CANNOT_ASK = (
 )
 
 
-Join = Callable[[str], dict[int, dict[str, Any]]]
-"""Callback that joins a meeting opened by another rank: takes text on what this rank does, returns the reports by rank."""
-
-
 @dataclass(slots=True)
 class _Wait:
-    """A long wait of this rank in a step of `ranks`: text on what it does, and the number of polls in this wait so far."""
+    """A long wait of this rank for `ranks`. `what`: text on what this rank does. `num_polls`: calls of `_report` in this wait."""
 
     ranks: list[int]
     what: str
@@ -74,20 +69,16 @@ class DivergenceMonitor(Observer):
     """
 
     def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:
-        """Create the monitor of a model. A collective, which may open connections and start the thread that reads from them.
-
-        Args:
-            communicators: the model's communicators that include this rank.
-            ranks: the global ranks that have the model.
-            hub: the connections of these ranks; by default those that the job keeps, created if there are none.
-        """
+        """Create the monitor of a model on the global `ranks`. A collective. `communicators`: those that include this rank.
+        `hub`: the connections of the ranks; by default those that the job keeps. If the job has none yet, they are opened, and
+        the thread that reads from them is started."""
         communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]
         self.ranks = sorted(ranks)
         # True if ranks wait on their devices, or in works whose wait must not time out, and cannot answer meanwhile.
         self.cannot_ask = not all(communicator.can_poll for communicator in communicators)
         self.listens = bool(communicators)  # there are other ranks
         self.broken: str | None = None  # why no collective is safe any more: messages of others may still arrive
-        self._join: Callable[[], Join | None] = lambda: None
+        self._join: Callable[[], Callable[[str], dict[int, dict[str, Any]]] | None] = lambda: None
         self._post: dict[str, Any] | None = None  # this rank's current post
         self._num_met = 0  # meetings
         self.num_since_meeting = 0  # forwards of the whole model
@@ -109,13 +100,15 @@ class DivergenceMonitor(Observer):
         hub = self._own_hub
         return None if hub is None or hub.is_closed else hub
 
-    def listen(self, join: Join) -> None:
-        """Register the bound method `join`, to which only a weak reference is kept. It is called if another rank opens a meeting
-        while this rank waits."""
+    def listen(self, join: Callable[[str], dict[int, dict[str, Any]]]) -> None:
+        """Register the bound method `join`, to which only a weak reference is kept. If another rank opens a meeting while this
+        rank waits in a collective, `join` is called with text on what this rank does, joins it, and returns the reports by rank.
+        """
         self._join = weakref.WeakMethod(join)
 
     def check(self) -> None:
-        """Raise `DivergenceError` if ranks have diverged before, `UsageError` if this rank has destroyed its process group."""
+        """Raise `DivergenceError` if ranks have diverged before, `UsageError` if there are other ranks and this one has destroyed
+        its process group."""
         if self.listens and self._hub is None and not dist.is_initialized():
             raise UsageError(
                 "a sharded model was called after dist.destroy_process_group(), so its ranks cannot reach each other; call it "
@@ -149,7 +142,8 @@ class DivergenceMonitor(Observer):
 
     def forward_ends(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, DivergenceError):  # every rank raises that one
-            failed = f"{wording.failure(error, self._phase('in the forward'))}{self._failed_in}"
+            when = f"in the forward of step {self.num_steps + 1}"
+            failed = f"{wording.failure(error, when)}{self._failed_in}"
             self.tell(failed)
             self._has_caught, self._facts["caught"] = True, failed
         self._failed_in = ""
@@ -164,14 +158,7 @@ class DivergenceMonitor(Observer):
         self._enters("after the backward")
 
     def _enters(self, where: str) -> None:
-        self.position.phase, self.position.doing = self._phase(where), None
-
-    def _phase(self, where: str) -> str:
-        return f"{where} of step {self.num_steps + 1}"
-
-    def busy(self, what: str | None) -> None:
-        """Set the text, such as "clips gradients", that other ranks get when they ask what this rank does; None removes it."""
-        self.position.doing = what
+        self.position.phase, self.position.doing = f"{where} of step {self.num_steps + 1}", None
 
     def _doing(self, what: str) -> str:
         phase = self.position.phase
@@ -185,65 +172,49 @@ class DivergenceMonitor(Observer):
         """Wait until every rank has joined its next meeting. Return None if all reports are equal, else rank -> its `report`
         together with its facts for `advice`.
 
-        `report`: JSON data; `report["what"]` tells what this rank does, for messages. Raises `DivergenceError` if a rank has
-        ended, or ranks wait for each other elsewhere. Without other ranks, returns None at once.
+        `report`: JSON data; `report["what"]` tells what this rank does, for messages. Raises `DivergenceError` if a rank ends
+        before, if ranks wait for each other in different places, or after `LOST_S`. Without other ranks, returns None at once.
         """
         self.num_since_meeting = 0
         if (hub := self._hub) is None:
             return None
-        name = self._meeting
+        name, what = self._meeting, report["what"]
         hub.arrive(name, len(self.ranks), json.dumps(report), self._facts, wakes=True)
-        over = self._until(hub, lambda: hub.over(name), report["what"])
+        lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
+        wait, next_s = _Wait(self.ranks, what), min(REPORT_AFTER_S, lost_s)
+
+        def check(waited_s: float) -> None:
+            nonlocal next_s
+            if (gone := hub.gone(self.ranks, self._prefix)) is not None and name not in hub.over:
+                self.position.doing = what
+                self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
+            if waited_s >= next_s:
+                next_s = waited_s + POLL_S
+                self.position.doing = what
+                self._report(hub, wait)
+
+        over = poll(lambda: hub.over.pop(name, None), lost_s, check, hub.pause)
+        if over is None:
+            others = self._without_post(hub)
+            no_progress = f"other ranks have made no progress for {lost_s:g} s{others and f': {others}'}"
+            self.fail(f"this rank {what}, and {no_progress}; {wording.ADVICE}")
+        self.position.doing = None
         self.forget()
         self._num_met += 1
         return None if over.reports is None else {r: {**json.loads(text), **facts} for r, text, facts in over.reports}
 
     @property
     def _meeting(self) -> str:
-        """The name of the next meeting, equal on all ranks."""
         return f"{self._prefix}/{self._num_met}"
-
-    def _until(self, hub: Hub, ready: Callable[[], MeetingOver | None], what: str) -> MeetingOver:
-        """Poll `ready` until it returns a result, and return that. Raises `DivergenceError` if a rank ends before, if ranks wait
-        for each other in different places, or after `LOST_S`."""
-        lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
-        wait, next_s = _Wait(self.ranks, what), min(REPORT_AFTER_S, lost_s)
-
-        def check(waited_s: float) -> None:
-            nonlocal next_s
-            if (gone := self._gone(self.ranks)) is not None and not hub.has_over(self._meeting):
-                self.busy(what)
-                self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
-            if waited_s < next_s:
-                return
-            next_s = waited_s + POLL_S
-            self.busy(what)
-            self._report(hub, wait)
-
-        over = poll(ready, lost_s, check, hub.pause)
-        if over is None:
-            others = self._without_post(hub)
-            no_progress = f"other ranks have made no progress for {lost_s:g} s{others and f': {others}'}"
-            self.fail(f"this rank {what}, and {no_progress}; {ADVICE}")
-        self.busy(None)
-        return over
 
     def fail_diverged(self, reports: Mapping[int, Mapping[str, Any]]) -> NoReturn:
         """Raise `DivergenceError` with what each rank does, from the `reports` of a meeting."""
-        self.fail(f"ranks have diverged: {wording.doing_of(reports)}; {advice(reports)}")
-
-    # -- other ranks that are gone
-
-    def _gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
-        """Return None if no rank of `ranks` has ended, else (rank, text) of the first failure, which may be another rank's."""
-        if (hub := self._hub) is None or (gone := hub.gone(ranks)) is None:
-            return None
-        return hub.cause(0.0, self._prefix) or gone
+        self.fail(f"ranks have diverged: {wording.doing_of(reports)}; {wording.advice(reports)}")
 
     def _fail_in_backend(self, what: str, error: BaseException) -> NoReturn:
-        """Raise `DivergenceError` for a backend's `error`. It names the rank that caused the error if the hub learns of one
-        within `ECHO_S`, otherwise what other ranks do."""
-        self.busy(what)
+        """Raise `DivergenceError` in place of a backend's `error`. Its text names the rank that caused the error if the hub
+        learns of one within `ECHO_S`, otherwise what the other ranks do."""
+        self.position.doing = what
         if (hub := self._hub) is not None:
             is_out_of_time = wording.is_out_of_time(error)
             cause = hub.cause(0.0 if is_out_of_time else ECHO_S, self._prefix)
@@ -258,15 +229,15 @@ class DivergenceMonitor(Observer):
         # The backend's error is obscure if ranks have diverged: sizes or peers that do not match.
         self.fail(
             f"a collective failed while this rank {what}: {str(error).splitlines()[0]}; another rank has failed, cannot be "
-            f"reached, or does something else: {ADVICE}",
+            f"reached, or does something else: {wording.ADVICE}",
             error,
         )
 
     # -- in a collective
 
     def wait(self, pending: Pending, what: str) -> None:
-        """Wait for the works of `pending`. Raise `DivergenceError` if a rank has failed or diverged. `what`: text on what this
-        rank does, for messages."""
+        """Let the host wait for the works of `pending`. Raises `DivergenceError` if one fails, or a rank has ended or diverged.
+        `what`: text on what this rank does, for messages."""
         # Without a timeout of ours, a work waits until the backend's.
         timeout = MEETING_POLL if pending.communicator.can_poll else None
         for work in pending.works:
@@ -276,11 +247,11 @@ class DivergenceMonitor(Observer):
             self._done(work, None, what)
         if self._post is not None:
             self.forget()
-            self.busy(None)
+            self.position.doing = None
 
     def _wait_long(self, work: Any, ranks: list[int], what: str) -> None:
-        """Wait for `work` of `ranks`, and join the meetings that other ranks open meanwhile. Raises `DivergenceError` if a rank
-        has ended or diverged. `what`: text on what this rank does, for messages."""
+        """Poll until `work`, a collective of `ranks`, has ended, and join the meetings that other ranks open meanwhile. Raises
+        `DivergenceError` if `work` fails, or a rank has ended or diverged. `what`: text on what this rank does, for messages."""
         done, long_wait = False, _Wait(ranks, what)
         gone_s: float | None = None  # when a rank was first seen to be gone
         called_s: float | None = None  # when another rank first opened a meeting
@@ -291,14 +262,14 @@ class DivergenceMonitor(Observer):
 
         def check(waited_s: float) -> None:
             nonlocal gone_s, called_s
-            self.busy(what)
+            self.position.doing = what
             if (hub := self._hub) is None:
                 return
-            if (gone := self._gone(ranks)) is not None:
+            if (gone := hub.gone(ranks, self._prefix)) is not None:
                 gone_s = waited_s if gone_s is None else gone_s
                 if waited_s - gone_s >= POLL_S and not work.is_completed():
                     self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
-            if hub.is_called(self._meeting):
+            if self._meeting in hub.called:
                 join = self._join()
                 assert join is not None, "`OrderAgreement` lives as long as its engine"
                 reports, called_s = join(what), waited_s if called_s is None else called_s
@@ -310,7 +281,8 @@ class DivergenceMonitor(Observer):
         poll(lambda: done, math.inf, check, wait, first_s=2 * MEETING_POLL_S, longest_s=POLL_S)
 
     def _done(self, work: Any, timeout: timedelta | None, what: str) -> bool:
-        """Wait for `work`, up to `timeout`, and return True if it has ended. Raises `DivergenceError` if it has failed."""
+        """Wait for `work`, and return True if it has ended, False after `timeout`; without one, wait until the backend's. Raises
+        `DivergenceError` if `work` has failed."""
         try:
             if timeout is None:
                 work.wait()
@@ -325,7 +297,8 @@ class DivergenceMonitor(Observer):
 
     def _report(self, hub: Hub, wait: _Wait) -> None:
         """Post that this rank waits. Raise `DivergenceError` if a rank has failed, or if in `POLLS` calls in a row all ranks
-        waited in different places. After `SILENT_POLLS` calls, log a warning that names the ranks without a post."""
+        waited in different places. In call `SILENT_POLLS` of a wait, log a warning that names the ranks without a post. Counts
+        the calls in `wait`."""
         doing = self._doing(wait.what)
         self._tell({"ranks": wait.ranks, "what": doing, **self._facts})
         posts = hub.posts(self._prefix)
@@ -342,10 +315,10 @@ class DivergenceMonitor(Observer):
         wait.num_circles = 0 if goes_on or len(posts) < len(self.ranks) else wait.num_circles + 1
         if wait.num_circles == POLLS:
             each = wording.doing_of(posts)
-            self.fail(f"ranks wait for each other in different places: {each}; {advice(posts)}")
+            self.fail(f"ranks wait for each other in different places: {each}; {wording.advice(posts)}")
 
     def _without_post(self, hub: Hub) -> str:
-        """Return text on the ranks that have posted nothing: what they do, and which of them do not answer; "" if none."""
+        """Ask the ranks that have posted nothing, and return text on what they do and which do not answer; "" if all have."""
         posts = hub.posts(self._prefix)
         ranks = [rank for rank in self.ranks if rank not in posts]
         return hub.others(ranks) if ranks else ""
@@ -365,7 +338,7 @@ class DivergenceMonitor(Observer):
         raise error from cause
 
     def tell(self, text: str) -> None:
-        """Post to the other ranks that this rank has failed, and how. `text`: the end of a sentence that begins with "rank R"."""
+        """Post to the other ranks that this rank has failed. `text`: how, as the end of a sentence that begins with "rank R"."""
         self._tell({"failed": wording.of_another(text), **self._facts})
 
     def _tell(self, post: dict[str, Any]) -> None:
@@ -391,7 +364,7 @@ class DivergenceMonitor(Observer):
         if not self.listens:
             return
         if rows.device.type != "cpu":
-            text = f"ranks are in different units: this rank {what}, and another rank does something else; {ADVICE}"
+            text = f"ranks are in different units: this rank {what}, and another rank does something else; {wording.ADVICE}"
             _torch.assert_on_device((rows == expected).all(), text)
         elif not torch.equal(rows, expected.expand_as(rows)):
             self._fail_mismatch(what)
@@ -405,7 +378,7 @@ class DivergenceMonitor(Observer):
         # Digests are chained, so the last one that every rank knows of also tells that earlier ones differed.
         last = num - NOTICED_STEPS
         last -= last % DIGEST_STEPS if last > DIGEST_STEPS else 0
-        if hub.has_over(f"{self._prefix}/steps/{last}"):
+        if f"{self._prefix}/steps/{last}" in hub.over:
             self._fail_mismatch("begins a backward")
         if num <= DIGEST_STEPS or num % DIGEST_STEPS == 0:
             hub.arrive(f"{self._prefix}/steps/{num}", len(self.ranks), str(chain), quiet=True)
@@ -430,10 +403,10 @@ class DivergenceMonitor(Observer):
                 each = wording.doing_of(posts)
             else:
                 others = {rank: one for rank, one in posts.items() if "what" in one and hub and rank != hub.rank}
-                gone = self._gone(self.ranks)
+                gone = None if hub is None else hub.gone(self.ranks, self._prefix)
                 ended = "" if gone is None else f"; rank {gone[0]} {gone[1]}"
                 each = f"this rank {what}, {wording.doing_of(others) or 'and another rank does something else'}{ended}"
-            text = f"ranks are in different units: {each}; {advice(posts)}"
+            text = f"ranks are in different units: {each}; {wording.advice(posts)}"
         self._tell({**post, "failed": f"failed: {wording.of_another(text)}"})
         self._break(text)
 

@@ -1,8 +1,6 @@
-"""Correct or refuse DTensor operators that are silently wrong on tensors of sharded models.
-
-DTensor has one table of operator handlers for the process. The handlers here act on parameters of sharded models, views of them,
-and tensors on the mesh of a sharded model, such as gradients; for every other tensor they call torch's own implementation.
-"""
+"""Correct or refuse DTensor operators that are silently wrong on tensors of sharded models: on parameters, views of these, and
+tensors on the mesh of a sharded model, such as gradients. DTensor has one table of operator handlers for the process; for every
+other tensor, the handlers here call torch's own implementation."""
 
 from __future__ import annotations
 
@@ -56,8 +54,7 @@ def answer_for_shards(engine: Engine) -> None:
         _torch.answer_operator(operator, answer)
 
 
-def _is_ours(tensor: Any) -> bool:
-    """Return True if `tensor` is a DTensor on the mesh of a sharded model."""
+def _is_on_our_mesh(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh in _meshes
 
 
@@ -72,11 +69,9 @@ def _param_of(tensor: Any) -> Param | None:
     return None
 
 
-# -- random numbers
-
-
 def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw random numbers for the whole tensor, which needs memory for it, and write or return this rank's rows of them.
+    """Draw random numbers for the whole tensor, which needs memory for it. If `operator` is in `DRAWS_INTO`, write this rank's
+    rows of them into the tensor and return it; otherwise return a new DTensor.
 
     On a CPU, torch would draw equal rows on all ranks. On accelerators it does not, so torch's implementation is called there, as
     for tensors that are no parameters. Raises `UsageError` if this version of torch would divide the numbers in another way.
@@ -105,9 +100,6 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tensor
 
 
-# -- writes
-
-
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an in-place operator and return its result. A write into a view of a parameter counts as a write of the parameter.
     Raises `UsageError` if `args[0]` is a view that was gathered into new memory, as `weight[0]`, or if the operator copies rows
@@ -134,11 +126,8 @@ def _begin_write(tensor: Tensor, param: Param) -> None:
         torch.autograd.graph.increment_version(param.sharded)
 
 
-# -- tangents and other shapes
-
-
 def _refuse_tangent(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not any(map(_is_ours, args)):
+    if not any(map(_is_on_our_mesh, args)):
         return _torch.unanswered(operator, args, kwargs)
     raise UsageError(
         "a sharded tensor got a tangent (by torch.func.jvp or forward_ad.make_dual), which DTensor does not support; use "
@@ -147,14 +136,15 @@ def _refuse_tangent(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a view of the tensor; raise `UsageError` for `weight.flatten()` if the rows do not divide by the ranks."""
+    """Return a view of the tensor in another shape. Raises `UsageError` in place of torch's error if that fails because the rows
+    of a tensor on the mesh of a sharded model do not divide by the ranks, as for `weight.flatten()`."""
     try:
         return _torch.unanswered(operator, args, kwargs)
     except RuntimeError as error:
         tensor: DTensor = args[0]
         axes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
         uneven = any(isinstance(p, (Shard, _torch.StridedShard)) and tensor.shape[p.dim] % n for p, n in axes)
-        if not uneven or not _is_ours(tensor):
+        if not uneven or not _is_on_our_mesh(tensor):
             raise
         # Raises torch's own error if the shape does not fit.
         operator(torch.empty(tensor.shape, device="meta"), *args[1:], **kwargs)
@@ -165,14 +155,11 @@ def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ) from error
 
 
-# -- `.item()`, float(), bool(), int()
-
-
 def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the number in a tensor of one element, reduced over ranks (a collective) unless it is replicated. torch itself would
-    return this rank's part of it, for `grad.norm().item()` a partial sum."""
+    """Answer `item`, `float`, `int` and `bool`: return the number in a tensor of one element, reduced over ranks (a collective)
+    unless it is replicated. torch itself would return this rank's part, for `grad.norm().item()` a partial sum."""
     tensor: DTensor = args[0]
-    if not _is_ours(tensor):
+    if not _is_on_our_mesh(tensor):
         return _torch.unanswered(operator, args, kwargs)
     local = _torch.local_of(tensor)
     if all(p.is_replicate() for p in tensor.placements):
@@ -187,6 +174,6 @@ def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a 0-d bool tensor: True if any element on this rank is true. Not a collective, since anomaly detection calls this
-    for `isnan(gradient)` at points that other ranks may not reach."""
-    return operator(_torch.local_of(args[0])) if _is_ours(args[0]) else _torch.unanswered(operator, args, kwargs)
+    """Return a 0-d bool tensor: True if any element of `args[0]` on this rank is true. Not a collective, since anomaly detection
+    calls this for `isnan(gradient)` at points that other ranks may not reach."""
+    return operator(_torch.local_of(args[0])) if _is_on_our_mesh(args[0]) else _torch.unanswered(operator, args, kwargs)

@@ -17,35 +17,26 @@ from accordion.engine.tree import tensors_of
 from accordion.engine.unit import Unit
 from accordion.errors import NonFiniteError
 
-PARAMETERS, FORWARD = "in its parameters", "in what its forward returned"
-BACKWARD = "in the gradients of its parameters, before they were reduced"
-
 
 class FiniteCheck(Observer):
     """Observer that checks parameters, outputs and gradients for NaN and inf (`debug="finite"`), and reports the first ones.
-
-    A 0-d tensor on the device for each unit and moment becomes 1 if a value is not finite. The host waits for the device once a
-    pass. Ranks visit units in the same order, so the first tensor that is 1 on any rank belongs to the first unit.
-    """
+    A 0-d tensor on the device for each unit and place becomes 1 if a value is not finite. The host waits for the device once a
+    pass. Ranks visit units in the same order, so the first tensor that is 1 on any rank belongs to the first unit."""
 
     def __init__(self, engine: Engine) -> None:
-        context = engine.context
-        communicators = [context.shard.gather, context.replicate.gather]
-        self._communicators = [communicator for communicator in communicators if communicator.num_ranks > 1]
-        self._rank = dist.get_rank() if self._communicators else 0
-        self._device, self._units = context.device, engine.units
-        self._flags: dict[tuple[int, str], Tensor] = {}  # by unit and moment
+        self._engine = engine
+        self._flags: dict[tuple[int, str], Tensor] = {}  # by unit and place in it
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        self._check(call.unit.index, PARAMETERS, call.unit.views)
+        self._check(call.unit.index, "in its parameters", call.unit.views)
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
         if error is None:
-            self._check(call.unit.index, FORWARD, tensors_of(out))
+            self._check(call.unit.index, "in what its forward returned", tensors_of(out))
         return out
 
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
-        self._check(unit.index, BACKWARD, grads)
+        self._check(unit.index, "in the gradients of its parameters, before they were reduced", grads)
 
     def forward_ends(self, error: BaseException | None) -> None:
         if error is None:
@@ -56,39 +47,39 @@ class FiniteCheck(Observer):
     def backward_ended(self, reduced: bool) -> None:
         self.report()
 
-    def _check(self, unit: int, moment: str, tensors: Iterable[Tensor | None]) -> None:
-        floating = [t.detach() for t in tensors if t is not None and (t.is_floating_point() or t.is_complex())]
-        flag = self._flags.get((unit, moment), torch.zeros((), device=self._device))
-        for tensor in floating:
-            flag = torch.maximum(flag, (~torch.isfinite(tensor)).any().to(flag.dtype))
-        self._flags[unit, moment] = flag
+    def _check(self, unit: int, place: str, tensors: Iterable[Tensor | None]) -> None:
+        flag = self._flags.get((unit, place), torch.zeros((), device=self._engine.context.device))
+        for tensor in tensors:
+            if tensor is not None and (tensor.is_floating_point() or tensor.is_complex()):
+                flag = torch.maximum(flag, (~torch.isfinite(tensor.detach())).any().to(flag.dtype))
+        self._flags[unit, place] = flag
 
     def interrupted(self) -> None:
         self._flags.clear()
 
     def report(self) -> None:
         """Raise `NonFiniteError` on every rank if a check since the last report found NaN or inf on any rank. A collective, in
-        which the host waits for the device; nothing without checks."""
+        which the host waits for the device; does nothing if nothing was checked."""
         flags, self._flags = self._flags, {}
         if not flags:
             return
+        context = self._engine.context
+        rank = dist.get_rank() if context.num_ranks > 1 else 0
         # The lowest rank has the largest number.
-        mark = torch.stack(list(flags.values())) * float(2**20 - self._rank)
-        marks = all_reduced(mark, self._communicators, dist.ReduceOp.MAX).tolist()
-        for (unit, moment), value in zip(flags, marks, strict=True):
+        mark = torch.stack(list(flags.values())) * float(2**20 - rank)
+        marks = all_reduced(mark, [context.shard.gather, context.replicate.gather], dist.ReduceOp.MAX).tolist()
+        for (unit, place), value in zip(flags, marks, strict=True):
             if value:
                 raise NonFiniteError(
-                    f"NaN or inf appeared first in unit {unit} ({self._units[unit].name or 'root'}), {moment}, on rank "
+                    f"NaN or inf appeared first in unit {unit} ({self._engine.units[unit].name or 'root'}), {place}, on rank "
                     f"{2**20 - int(value)}; inspect the inputs of that unit on that rank."
                 )
 
 
 class OverflowSpread(Observer):
-    """Observer that adds inf to the gradients that are not sharded, if the gradient shards of any rank have inf or NaN.
-
-    It acts after each reduce, for units in fp16. `torch.amp.GradScaler` reduces its flag over ranks only if the first gradient
-    is sharded; otherwise one rank might skip a step that others take.
-    """
+    """Observer that adds inf to the gradients that are not sharded, if the gradient shards of any rank have inf or NaN. It acts
+    after each reduce, for units in fp16. `torch.amp.GradScaler` reduces its flag over ranks only if the first gradient is
+    sharded; otherwise one rank might skip a step that others take."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -23,10 +23,8 @@ SHARE_DATA = {"tp", "sp", "cp", "ep"}  # in the name of a mesh dim: its ranks ma
 
 class FirstInputs(Observer):
     """Observer that sends a digest of the model's first two training inputs to the first rank, and then detaches itself.
-
-    It never waits for the device. Nothing is sent if both inputs are equal, as in a benchmark, or if one has no tensor whose
-    elements differ.
-    """
+    Nothing is sent if both inputs are equal, as in a benchmark, or if one has no tensor whose elements differ. The host never
+    waits for the device: the digest is sent in a later step, when the copies of the checksums have ended."""
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor) -> None:
         self._engine, self._monitor = engine, monitor
@@ -46,7 +44,8 @@ class FirstInputs(Observer):
 
 
 def have_own_data(engine: Engine) -> bool:
-    """Return True if every rank should train on different data: no tensor, sequence, context or expert parallelism."""
+    """Return True if every rank should train on its own data: if names of the model's meshes tell of no tensor, sequence, context
+    or expert parallelism, and no parameter has a mesh of its own or is wrapped in a subclass."""
     params = [param for unit in engine.units for param in unit.params]
     meshes = [param.sharded.device_mesh for param in params if isinstance(param.sharded, DTensor)]
     names = {part for mesh in meshes for name in mesh.mesh_dim_names or () for part in name.split("_")}
@@ -55,10 +54,8 @@ def have_own_data(engine: Engine) -> bool:
 
 @torch.no_grad()
 def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
-    """Start to copy (checksum, 0 if all elements are equal else 1) of each tensor to the host. Return one copy per device.
-
-    Tensors on meta, without elements, or of a subclass are left out.
-    """
+    """Start to copy (checksum, 0 if all elements are equal else 1) of each tensor to the host, and return one copy per device.
+    Tensors on meta, without elements, or of a subclass are left out."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
@@ -70,6 +67,6 @@ def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
 
 
 def digest_of(copies: Iterable[HostCopy]) -> int | None:
-    """Return a digest of `copies`, made by `checksums_of`; None if each tensor consists of equal elements."""
+    """Return a digest of the `copies` that `checksums_of` returned; None if each tensor consists of equal elements."""
     pairs = [pair for copy in copies for pair in copy.read()[0]]
     return zlib.crc32(repr(pairs).encode()) if any(differs for _, differs in pairs) else None

@@ -20,8 +20,9 @@ from accordion.tensor_checksum import checksum
 class ForwardWrites(Observer):
     """Observer that raises `UsageError` if checksums show that a unit's forward has changed the unit's full parameters.
 
-    By default each unit is checked in its first training step only, then the observer detaches itself; `always` checks every
-    forward. Checksums stay on the device until the outermost forward ends; then the host waits for them and raises the error.
+    By default each unit is checked in its first training step only, and the observer detaches itself after the last unit; with
+    `always` every forward is checked. Checksums stay on the device until the outermost call of a unit ends; then the host waits
+    for them and raises the error.
     """
 
     def __init__(self, engine: Engine, *, always: bool) -> None:
@@ -30,9 +31,9 @@ class ForwardWrites(Observer):
         self._full_buffers: dict[int, list[FullBuffer]] = {}
         for unit in engine.units:
             buffers = [group.full_buffer for group in unit.groups]
-            real = [b for b in buffers if isinstance(b, FullBuffer) and _torch.fake_device(b.flat) is None]
-            self._full_buffers[unit.index] = real
-        self._unchecked = {index for index, buffers in self._full_buffers.items() if buffers}
+            if real := [b for b in buffers if isinstance(b, FullBuffer) and _torch.fake_device(b.flat) is None]:
+                self._full_buffers[unit.index] = real
+        self._unchecked = set(self._full_buffers)
         self._checked: set[int] = set()  # units checked since the last step
         self._is_checking = False
         self._before: dict[int, Tensor] = {}  # checksums of the full buffers, by id of the call

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,16 +17,8 @@ from accordion.engine.observer import CallInForward, Observer
 from accordion.engine.unit import Unit
 
 
-class SavedParam(NamedTuple):
-    """A full parameter that autograd has saved. `begin`: called before a backward reads it; begins the backward of its call."""
-
-    begin: Callable[[], None]
-    tensor: Tensor
-
-
 class HiddenLosses(Observer):
-    """Observer that begins the backward of a call, which unshards its unit, when autograd reads a full parameter that it has
-    saved.
+    """Observer that begins the backward of a call, which unshards its unit, when autograd reads a full parameter saved in it.
 
     A hook on saved tensors costs two Python calls for each tensor. So a unit has one only until its first backward, and later
     only if a backward of it has begun at such a read. Inside saved-tensor hooks of other code, such as offload of activations, no
@@ -39,23 +31,23 @@ class HiddenLosses(Observer):
         self._packs: list[Callable[[Tensor], Any]] = []  # hooks of calls in progress
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """Install a hook for tensors that autograd saves in the forward of `call`: when a backward reads a full parameter among
+        """Install a hook for tensors that autograd saves in the forward of `call`: before a backward reads a full parameter among
         them, the backward of `call` begins, unless it has begun. Installs none for a dummy call or a call without a backward, for
         a unit whose first backward needed no hook, and inside saved-tensor hooks of other code."""
         if self._begins_at_reads.get(call.unit.index) is False and call.needs_full_in_backward:
             return
         if call.is_dummy or not call.may_come_back:
             return
-        unit, begin, outer = call.unit, partial(self._read, call, fulls), _torch.saving_hook()
+        unit, read, outer = call.unit, partial(self._read, call, fulls), _torch.saving_hook()
         if outer is not None and outer not in self._packs:
             return
 
         def pack(tensor: Tensor) -> Any:
             if unit.holds(tensor):
-                return SavedParam(begin, tensor)
+                return partial(read, tensor)
             return tensor if outer is None else outer(tensor)
 
-        watch = self._watches[id(call)] = torch.autograd.graph.saved_tensors_hooks(pack, read)
+        watch = self._watches[id(call)] = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         self._packs.append(pack)
         watch.__enter__()
 
@@ -74,21 +66,19 @@ class HiddenLosses(Observer):
             self._end(watch)
         self._watches.clear()
 
-    def _read(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        if call.may_come_back:  # its own forward reads
-            return
-        if not call.has_begun():
-            self._begins_at_reads[call.unit.index] = True
-        call.begin_for_read(fulls)
+    def _read(self, call: CallInForward, fulls: Sequence[Tensor], tensor: Tensor) -> Tensor:
+        if not call.may_come_back:  # else its own forward reads
+            if not call.has_begun():
+                self._begins_at_reads[call.unit.index] = True
+            call.begin_for_read(fulls)
+        return tensor
 
     def _end(self, watch: torch.autograd.graph.saved_tensors_hooks) -> None:
         self._packs.pop()
         watch.__exit__()
 
 
-def read(saved: Any) -> Tensor:
-    """Unpack hook: return the saved tensor. If it is in a `SavedParam`, first begin the backward of the parameter's call."""
-    if isinstance(saved, SavedParam):
-        saved.begin()
-        return saved.tensor
-    return cast(Tensor, saved)
+def unpack(saved: Any) -> Tensor:
+    """Unpack hook: return the saved tensor. If it is a full parameter, which `pack` has put into a `partial`, first begin the
+    backward of its call."""
+    return cast(Tensor, saved() if isinstance(saved, partial) else saved)

@@ -38,7 +38,7 @@ class PassHistory:
         self._open: dict[Phase, _OpenPass] = {}
 
     def begin(self, phase: Phase, kind: Hashable) -> bool:
-        """Begin a pass of `kind`, in place of one of this `phase` that has not ended. Return True if this kind was predicted."""
+        """Begin a pass of `kind`, in place of one of this `phase` that has not ended. Return True if `kind` was predicted."""
         known = False
         if self._last:
             history, last = tuple(self._last), self._last[-1]
@@ -51,7 +51,7 @@ class PassHistory:
         return known
 
     def matches(self, phase: Phase, event: Hashable) -> bool:
-        """Return True and record `event` if it is the one expected next; otherwise return False and record nothing."""
+        """If `event` is expected next in the pass of this `phase`, record it and return True; otherwise return False."""
         run = self._open.get(phase)
         if run is None or run.at >= len(run.last) or run.last[run.at] != event:
             return False
@@ -59,34 +59,36 @@ class PassHistory:
         run.at += 1
         return True
 
-    def note(self, phase: Phase, event: Hashable) -> None:
-        """Record `event`, expected or not, in the `phase` in progress. Do nothing if no such phase is in progress."""
-        if self.matches(phase, event) or phase not in self._open:
-            return
-        run = self._open[phase]
-        run.events.append(event)
-        if event in run.last[run.at :]:
-            run.at = run.last.index(event, run.at) + 1
+    def note(self, phase: Phase, event: Hashable) -> bool:
+        """Record `event` in the pass of this `phase`, and return True if it was the one expected next. If no pass is in progress,
+        record nothing and return False."""
+        expected = self.matches(phase, event)
+        if not expected and phase in self._open:
+            run = self._open[phase]
+            run.events.append(event)
+            if event in run.last[run.at :]:
+                run.at = run.last.index(event, run.at) + 1
+        return expected
 
     def following(self, phase: Phase) -> Hashable:
-        """Return the event that is expected next in the `phase` in progress; None at its end."""
+        """Return the event that is expected next in the pass of this `phase`, which must be in progress; None at its end."""
         run = self._open[phase]
         return run.last[run.at] if run.at < len(run.last) else None
 
     def num_done(self, phase: Phase) -> int | None:
-        """Return the number of events so far of the `phase` in progress; None if there is none."""
+        """Return the number of events so far in the pass of this `phase`; None if none is in progress."""
         return len(self._open[phase].events) if phase in self._open else None
 
     def num_left(self, phase: Phase) -> int:
-        """Return the number of events that are still expected in the `phase` in progress."""
+        """Return the number of events that are still expected in the pass of this `phase`, which must be in progress."""
         return len(self._open[phase].last) - self._open[phase].at
 
     def knows(self, kind: Hashable) -> bool:
         return kind in self._passes
 
     def end(self, phase: Phase) -> bool:
-        """End and store the pass in progress. Return True if it had all predicted events; False for the first one of its kind, or
-        if none is in progress."""
+        """End the pass of this `phase`, and store it as the last one of its kind. Return True if it had all predicted events,
+        False if it was the first of its kind, or if none is in progress."""
         run = self._open.pop(phase, None)
         if run is None:
             return False

@@ -1,8 +1,5 @@
-"""Refuse uses of a sharded model that cannot work.
-
-These are conversions, copies and pickles, parameters added after `shard`, reads of shards in a forward, and calls from a forked
-process or a second thread.
-"""
+"""Refuse uses of a sharded model that cannot work: conversions, copies, pickles, parameters added after `shard`, reads of shards
+in a forward, and calls from a forked process or a second thread."""
 
 from __future__ import annotations
 
@@ -73,11 +70,11 @@ def guard(hooks: Hooks) -> None:
                     if callable(theirs):
                         inner.__dict__[name] = _refusing(weakref.ref(inner), theirs, why, weakref.ref(hooks.engine))
     for module in hooks.unit.module_params.modules():
-        _guard_conversion(weakref.ref(module), weakref.ref(hooks))
+        _guard_conversion(module, hooks)
 
 
 def unguard(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Undo `guard` for one unit. `modules`: those to which the unit's hooks were attached."""
+    """Undo `guard` for one unit. `modules`: those to which `hooks` were attached, which may be detached by now."""
     for module in modules:
         for name in ("__deepcopy__", "__reduce_ex__", _torch.DDP_LEAVES_OUT):
             module.__dict__.pop(name, None)
@@ -106,8 +103,8 @@ def _refuse_pickle(protocol: object) -> NoReturn:
 
 def _refusing(of: weakref.ref[nn.Module], method: Any, why: str, by: weakref.ref[Engine]) -> Callable[..., Any]:
     """Return `method` of the module `of`, wrapped so that it raises `UsageError(why)` while the engine `by` exists. But
-    `save_pretrained` still runs if its `state_dict` has full tensors, inside `full_params`, or if transformers itself has
-    sharded the model."""
+    `save_pretrained` still runs if it is given a `state_dict` of full tensors, inside `full_params`, and if transformers itself
+    has sharded the model."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -125,11 +122,9 @@ def _refusing(of: weakref.ref[nn.Module], method: Any, why: str, by: weakref.ref
 
 
 def _guard_forward(module: nn.Module, engine: Engine) -> None:
-    """Wrap the model's forward to handle errors that hooks do not see.
-
-    torch runs no hooks after a KeyboardInterrupt, so the engine is reset here. If a forward reads a weight outside of its unit,
-    which is a shard there, torch's error about mixed tensors is replaced by one that names the unit.
-    """
+    """Replace the forward of the model `module` by one that handles errors which hooks do not see. torch runs no hooks after a
+    KeyboardInterrupt, so `engine` is reset here. If a forward reads a weight outside of its unit, which is a shard there, torch's
+    error about mixed tensors is replaced by one that names the unit."""
     original, function, reference = module.__dict__.get("forward"), type(module).forward, weakref.ref(module)
 
     @wraps(function)
@@ -150,10 +145,8 @@ def _guard_forward(module: nn.Module, engine: Engine) -> None:
 
 
 def _read_outside(error: BaseException, units: Sequence[Unit]) -> UsageError:
-    """Return the error to raise in place of torch's `error` about mixed tensors in a forward.
-
-    It names the sharded parameters of the innermost module in the traceback that has any.
-    """
+    """Return the error to raise in place of torch's `error` about mixed tensors in a forward. Its text names the sharded
+    parameters of the innermost module in the traceback that has any."""
     shards = {id(p.sharded): (p.name, unit.name) for unit in units for p in unit.params}
     read = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -169,16 +162,16 @@ def _read_outside(error: BaseException, units: Sequence[Unit]) -> UsageError:
     )
 
 
-def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> None:
-    """Have `module._apply` (`to`, `half`, `to_empty`) raise `UsageError` if dtype or device of shards would change. Inside a
-    forward it converts the full parameters of the call. Inside `full_params` it converts as torch does; also outside of forwards,
-    after a call of the unit's `UnitPolicy.on_convert`, if that is set."""
+def _guard_conversion(guarded: nn.Module, of_unit: Hooks) -> None:
+    """Replace `_apply` of the module `guarded`, which `to`, `half` and `to_empty` call. That raises `UsageError` if dtype or
+    device of shards would change. In a forward of the unit it converts the full parameters of the call. Inside `full_params` it
+    converts as torch does; also outside of forwards, after a call of the unit's `UnitPolicy.on_convert`, if that is set."""
+    of, by = weakref.ref(guarded), weakref.ref(of_unit)
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         module, hooks = of(), by()
         assert module is not None, "a module's method runs while the module lives"
-        on_convert = None if hooks is None else hooks.unit.unit_policy.on_convert
-        if on_convert is not None and hooks is not None and hooks.engine.depth == 0:
+        if hooks is not None and hooks.engine.depth == 0 and (on_convert := hooks.unit.unit_policy.on_convert):
             on_convert()
             changed: nn.Module = module._apply(function, recurse)
             return changed
@@ -193,16 +186,12 @@ def _guard_conversion(of: weakref.ref[nn.Module], by: weakref.ref[Hooks]) -> Non
             module._parameters = parameters
         return module
 
-    module = of()
-    if module is not None:
-        module.__dict__["_apply"] = apply
-
-
-# -- parameters added after `shard`
+    guarded.__dict__["_apply"] = apply
 
 
 def refuse_additions(model: nn.Module, engine: Engine) -> None:
-    """Have the next forward raise `UsageError` if the model got a trainable parameter after `shard`.
+    """Register a hook on `model` with which each forward raises `UsageError` if the model has a trainable parameter that is not
+    sharded, because it was added after `shard`.
 
     A forward checks the model only if a module or parameter was registered anywhere in the process since the last check. For
     this, torch's global registration hooks are used until the model is deleted.
@@ -230,11 +219,8 @@ def refuse_additions(model: nn.Module, engine: Engine) -> None:
     model.register_forward_pre_hook(_torch.unseen_by_dynamo(check), prepend=True)
 
 
-# -- calls
-
-
 class OneCaller(Observer):
-    """Observer that refuses calls from a forked process or a second thread. `alone`: there is one rank; forks may then call."""
+    """Observer that refuses calls of the model from a forked process, unless this rank is `alone`, and from a second thread."""
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
@@ -242,7 +228,7 @@ class OneCaller(Observer):
         self._thread: int | None = None
 
     def unit_is_called(self) -> None:
-        """Raise `UsageError` in a forked process, and in a thread if another thread's forward is in progress."""
+        """Raise `UsageError` in a forked process, and if a forward of another thread is in progress."""
         thread = self._thread
         if thread is None:  # the outermost call
             if not self._alone and os.getpid() != self._pid:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.engine import Engine
-from accordion.errors import DivergenceError
+from accordion.errors import DivergenceError, some_of
 from accordion.safety.agreement import agreement_of
 from accordion.safety.divergence import monitor_of
 from accordion.safety.liveness.wording import step_differences
@@ -20,8 +20,8 @@ SHOWN = 3  # parameters of a rank in a message
 
 
 def compare_replicas(engine: Engine) -> None:
-    """Raise `DivergenceError` on every rank if replicas of a shard differ. A collective; does nothing without replicas.
-    Parameters with a mesh of their own are not compared. The host waits for running optimizer steps."""
+    """Raise `DivergenceError` on every rank if replicas of a shard differ. A collective; does nothing without replicas. The host
+    waits for running optimizer steps. Parameters with a mesh of their own are not compared."""
     context, monitor = engine.context, monitor_of(engine.context)
     if context.replicate.num_ranks < 2 or context.cut_twice or context.replicate.gather.is_fake:
         return  # no other rank has the same shards
@@ -44,16 +44,13 @@ def compare_replicas(engine: Engine) -> None:
 
 
 def different(details: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return text on each rank whose values differ from those of the first rank with the same shard, and on the parameters.
-
-    `details`: by rank, a dict with `shard`, the shard's index, and `digests`, by name of a parameter.
-    """
+    """Return text that names each rank whose values differ from those of the first rank with the same shard, and the parameters;
+    "" if none do. `details`: by rank, a dict with `shard`, the index of its shard, and `digests`, name of a parameter -> text."""
     first: dict[int, tuple[int, Mapping[str, str]]] = {}
     each = []
     for rank, report in sorted(details.items()):
         other, theirs = first.setdefault(report["shard"], (rank, report["digests"]))
         names = [name for name, digest in report["digests"].items() if theirs.get(name) != digest]
         if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            each.append(f"rank {rank} has other values than rank {other} in {', '.join(names[:SHOWN])}{more}")
+            each.append(f"rank {rank} has other values than rank {other} in {some_of(names, SHOWN)}")
     return " / ".join(each)

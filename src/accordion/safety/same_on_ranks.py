@@ -19,7 +19,7 @@ from accordion import _torch
 from accordion.config import STRATEGIES, Offload, Precision, Strategy
 from accordion.engine.communicator import Communicator, broadcast, extremes, reduced
 from accordion.engine.context import ShardingContext
-from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError
+from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError, some_of
 from accordion.safety.divergence import DivergenceMonitor, monitor_of
 from accordion.sharding import Sharding
 from accordion.tensor_checksum import checksum, checksums
@@ -33,15 +33,10 @@ Facts = dict[str, str]
 SHOWN_FACTS, SHOWN_RANKS = 3, 4  # in a message
 
 
-# -- any facts
-
-
 def differences(facts: Facts, monitor: DivergenceMonitor, what: str) -> str:
-    """Return a text, equal on all ranks, that names the ranks whose `facts` differ from the first rank's, and the facts.
-
-    The text is empty if all are equal. A collective: ranks compare a digest of 8 bytes, and send more only if digests differ.
-    `what`: a verb phrase for messages about this rank, such as "compares its values".
-    """
+    """Return a text, equal on all ranks, that names the ranks whose `facts` differ from the first rank's, and these facts; "" if
+    all are equal. A collective: ranks compare a digest of 8 bytes, and send more only if digests differ. `what`: a verb phrase
+    for messages about this rank, such as "compares its values"."""
     digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()[:16]
     digests = monitor.meet({"what": what, "digest": digest})
     if digests is None:
@@ -55,18 +50,10 @@ def differences(facts: Facts, monitor: DivergenceMonitor, what: str) -> str:
         for name in dict.fromkeys([*expected, *facts])
         if facts.get(name) != expected.get(name)
     ]
-    answers = monitor.meet({"what": what, "rank": rank, "unlike": differing[:SHOWN_FACTS], "num": len(differing)})
+    answers = monitor.meet({"what": what, "rank": rank, "unlike": some_of(differing, SHOWN_FACTS, "; ")})
     assert answers is not None, "reports have different ranks"
-    each = [
-        f"rank {r} has {'; '.join(answer['unlike'])}{_more(answer['num'] - SHOWN_FACTS, 'more')}"
-        for r, answer in answers.items()
-        if answer["num"]
-    ]
-    return " / ".join(each[:SHOWN_RANKS]) + _more(len(each) - SHOWN_RANKS, "more ranks")
-
-
-def _more(count: int, what: str) -> str:
-    return f" and {count} {what}" if count > 0 else ""
+    each = [f"rank {r} has {answer['unlike']}" for r, answer in answers.items() if answer["unlike"]]
+    return some_of(each, SHOWN_RANKS, " / ") + " ranks" * (len(each) > SHOWN_RANKS)
 
 
 # -- arguments of `shard`
@@ -80,11 +67,12 @@ def same_structure(
     arguments: Mapping[str, str] | None = None,
     refused: UsageError | None = None,
 ) -> None:
-    """Raise `DivergenceError` on every rank if arguments, units or parameters differ between ranks, and name these. A collective.
+    """Raise `DivergenceError` on every rank, with the differences, if arguments, units or parameters differ between ranks. A
+    collective. If this rank has refused its arguments with the error `refused`, raise that after the comparison, so that the
+    other ranks do not wait for this one.
 
     `owned`: the parameters. `chosen`: (name, module) of each unit, the root first. `arguments`: other arguments of `shard` as
-    text; None: buffers are not compared either. `refused`: this rank's own error. It is raised after the comparison, so that the
-    other ranks do not wait for this rank.
+    text; None: neither they nor buffers are compared.
     """
     sync = (arguments or {}).get("sync") == "True"
     known = STRATEGIES.get(strategy.name) == strategy
@@ -92,10 +80,8 @@ def same_structure(
     facts |= {f"unit {name!r}": type(module).__name__ for name, module in chosen}
     for o in owned:
         also = f", also named {', '.join(o.names[1:])}" if o.names[1:] else ""
-        trained = "trained" if o.original.requires_grad else "frozen"
-        facts[f"parameter {o.names[0]!r}"] = (
-            f"{form_of(o.original, sync)}, {trained}, in unit {chosen[o.owner][0]!r}{also}"
-        )
+        trained, unit = "trained" if o.original.requires_grad else "frozen", chosen[o.owner][0]
+        facts[f"parameter {o.names[0]!r}"] = f"{form_of(o.original, sync)}, {trained}, in unit {unit!r}{also}"
     if arguments is not None:
         facts |= {f"buffer {name!r}": form_of(b, sync) for name, b in buffers_of(chosen[0][1], all_of_them=sync)}
     facts = {"a refusal:": "none" if refused is None else str(refused), **facts}
@@ -109,7 +95,7 @@ def same_structure(
 
 
 def form_of(tensor: object, sync: bool = False) -> str:
-    """Return a tensor's dtype, shape and placements as text, with "on meta" unless `sync`; the type of any other object."""
+    """Return text with the dtype, shape and placements of a tensor, and "on meta" unless `sync`; of any other object its type."""
     if not isinstance(tensor, Tensor):
         return f"of type {type(tensor).__name__}"
     device = " on meta" if tensor.is_meta and not sync else ""
@@ -117,47 +103,42 @@ def form_of(tensor: object, sync: bool = False) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{placements}{device}"
 
 
-COMPARED_APART = ("strategy", "precision", "offload", "units", "meshes", "prefetch")
-"""Fields of a `Sharding` that are not compared as they are, but by unit or parameter, or in another form."""
-
-
 def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collection[str]) -> Facts:
     """Return the arguments of `shard` for the whole model, as text; they must be equal on all ranks."""
+    # These are compared by unit or parameter, or in another form.
+    apart = ("strategy", "precision", "offload", "units", "meshes", "prefetch")
     return {
         "mesh": f"{tuple(mesh.shape)} of {mesh.device_type}, ranks {_torch.ranks_of(mesh)}",
         "sync": str(sync),
         "debug": str(sorted(debug)),
-        **{f.name: repr(getattr(sharding, f.name)) for f in fields(Sharding) if f.name not in COMPARED_APART},
+        **{f.name: repr(getattr(sharding, f.name)) for f in fields(Sharding) if f.name not in apart},
         "prefetch.budget_bytes": str(sharding.prefetch.budget_bytes),
     }
 
 
 def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads: Sequence[Offload]) -> Facts:
-    """Return precision and offload of the units, as text: all settings of the root, which comes first, and of each other unit
-    those that differ from the root's."""
+    """Return precision and offload of the units, as text: all settings of the root, which comes first and is named "", and of
+    each other unit those that differ from the root's."""
+    kinds = [f.name for f in fields(Precision) if f.name != "overrides"]
     facts: Facts = {}
     root: Facts = {}
     for name, precision, offload in zip(names, precisions, offloads, strict=True):
-        settings = _settings(precision, offload)
+        # Folders of tiers and byte budgets may differ between ranks.
+        places = {key: getattr(offload, key) for key in ("params", "optimizer", "activations")}
+        places |= {"grads": offload.rest_of_grads, "step": offload.stepped_on}
+        settings = {
+            **{f"precision.{key}": str(getattr(precision, key)).removeprefix("torch.") for key in kinds},
+            **{f"offload.{key}": repr(place.partition(":")[0]) for key, place in places.items()},
+            "offload with a budget": str((offload.device_bytes, offload.host_bytes) != (None, None)),
+        }
         facts |= {f"{key} of unit {name!r}" if name else key: v for key, v in settings.items() if v != root.get(key)}
         root = root or settings
     return facts
 
 
-def _settings(precision: Precision, offload: Offload) -> Facts:
-    # Folders of tiers and byte budgets may differ between ranks.
-    kinds = [f.name for f in fields(Precision) if f.name != "overrides"]
-    places = {key: getattr(offload, key) for key in ("params", "optimizer", "activations")}
-    places |= {"grads": offload.rest_of_grads, "step": offload.stepped_on}
-    return {
-        **{f"precision.{key}": str(getattr(precision, key)).removeprefix("torch.") for key in kinds},
-        **{f"offload.{key}": repr(place.partition(":")[0]) for key, place in places.items()},
-        "offload with a budget": str((offload.device_bytes, offload.host_bytes) != (None, None)),
-    }
-
-
 def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Result:
-    """Return `make()`. If it raises `UsageError` or `OffloadError` on some ranks, the others raise `UsageError`. A collective."""
+    """Return `make()`. If that raises `UsageError` or `OffloadError` on some ranks, these raise it, and the others raise a
+    `UsageError` that has its text. A collective."""
     error: AccordionError | None = None
     try:
         result = make()
@@ -177,10 +158,9 @@ def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Resul
 def same_given(
     values: Mapping[str, Any], monitor: DivergenceMonitor, what: str, also: Mapping[str, str] | None = None
 ) -> str:
-    """Compare `values` and the texts `also`, by name, over ranks; return a text that names the differences, "" if none.
-
-    A collective. Tensors are compared by dtype, shape and checksum, other objects by type. `what`: the function that got them.
-    """
+    """Compare `values` and the texts `also`, by name, over ranks; return a text that names the differences, "" if there are none
+    or no other ranks. A collective. Tensors are compared by dtype, shape and checksum, but DTensors by dtype, shape and
+    placements alone, and other objects by type. `what`: the function that got the values, for messages."""
     if not monitor.listens:
         return ""
     sums = checksums({key: t for key, t in values.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)})
@@ -188,36 +168,24 @@ def same_given(
     return differences({**facts, **(also or {})}, monitor, f"compares what {what} is given")
 
 
-ValueOf = Callable[[Owned], Tensor | None]
-
-
 def same_values(
-    model: nn.Module,
-    owned: list[Owned],
-    context: ShardingContext,
-    sync: bool,
-    own_contexts: Mapping[int, ShardingContext] | None = None,
-) -> ValueOf:
+    model: nn.Module, owned: list[Owned], context: ShardingContext, sync: bool, contexts: Mapping[int, ShardingContext]
+) -> Callable[[Owned], Tensor | None]:
     """Compare values over ranks, and return a function that maps a parameter, as `Owned`, to the tensor to shard. A collective.
+    Raises `DivergenceError` on every rank if parameters, or buffers of the state dict, differ.
 
-    The function returns None for a parameter on the meta device. With `sync` nothing is compared, and it returns the first
-    rank's value. Then all ranks must call it for every parameter in the same order, since it communicates and only one full
-    parameter is in memory at a time.
-
-    Args:
-        own_contexts: contexts, by id of the `Owned`, of parameters whose values are equal only within a mesh of their own.
-
-    Raises:
-        DivergenceError: on every rank, if parameters or buffers of the state dict differ.
+    The function returns None for a parameter on the meta device. With `sync` nothing is compared, and the function returns the
+    first rank's value. Then all ranks must call it for every parameter in the same order, since each call is a collective.
+    `contexts`: by id of the `Owned`, those of parameters whose values are equal only within a mesh of their own.
     """
     communicators = _communicators(context)
     if sync and communicators:
+        # One at a time, so that only one full parameter is in memory.
         named = {f"parameter {o.names[0]!r}": o.original for o in owned}
         flags = _real_on_first(named, context)
         real = {id(o) for o, is_real in zip(owned, flags, strict=True) if is_real}
         return lambda o: first_ranks(o.original, context) if id(o) in real else None
     if communicators:
-        contexts = own_contexts or {}
         _same_on_their_ranks([o for o in owned if id(o) in contexts], contexts, context)
         facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned if id(o) not in contexts}
         facts |= {f"buffer {name!r}": buffer for name, buffer in buffers_of(model)}
@@ -228,48 +196,42 @@ def same_values(
                 "same weights, or pass sync=True to take the first rank's values. If each rank needs its own value of a buffer, "
                 "register it with persistent=False; of other buffers the first rank's value is saved for all."
             )
-    return lambda o: None if o.original.is_meta else _local_of(o).detach()
-
-
-def _local_of(o: Owned) -> Tensor:
-    """Return this rank's tensor of a parameter before it is sharded."""
-    return _torch.local_of(o.original) if isinstance(o.original, DTensor) else o.original
+    return lambda o: None if o.original.is_meta else _torch.local_or_same(o.original).detach()
 
 
 def _same_on_their_ranks(
     owned: Sequence[Owned], contexts: Mapping[int, ShardingContext], context: ShardingContext
 ) -> None:
-    """Raise `DivergenceError` on every rank of the model if a parameter's values differ between the ranks of its own mesh, which
-    `contexts` has by id of the `Owned`. A collective."""
+    """Raise `DivergenceError` on every rank of the model, which `context` has, if the values of a parameter in `owned` differ
+    between the ranks of its own mesh. `contexts`: those of the own meshes, by id of the `Owned`. A collective."""
     if not owned:
         return
     differs = torch.zeros(len(owned), device=context.device)
     for i, o in enumerate(owned):
-        if not _local_of(o).is_meta:
-            low, high = extremes(checksum(_local_of(o)).to(context.device), _communicators(contexts[id(o)]))
+        local = _torch.local_or_same(o.original)
+        if not local.is_meta:
+            low, high = extremes(checksum(local).to(context.device), _communicators(contexts[id(o)]))
             differs[i] = (low != high).item()
     reduced(differs, _communicators(context), dist.ReduceOp.MAX)
-    wrong = [o.names[0] for o, is_wrong in zip(owned, differs.tolist(), strict=True) if is_wrong]
+    wrong = [repr(o.names[0]) for o, is_wrong in zip(owned, differs.tolist(), strict=True) if is_wrong]
     if wrong:
-        listed = ", ".join(map(repr, wrong[:SHOWN_FACTS])) + _more(len(wrong) - SHOWN_FACTS, "more")
         raise DivergenceError(
-            f"values differ between ranks of a parameter's own mesh: {listed}; use the same seed on these ranks before building "
-            "the model, or load the same weights on them."
+            f"values differ between ranks of a parameter's own mesh: {some_of(wrong, SHOWN_FACTS)}; use the same seed on these "
+            "ranks before building the model, or load the same weights on them."
         )
 
 
 def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
-    """Return the first rank's value of `tensor`, on the context's device; overwrite a `tensor` that is there. A collective."""
+    """Return the first rank's value of `tensor`, on the context's device. A `tensor` that is on that device is overwritten with
+    the value. A collective."""
     data = torch.empty_like(tensor, device=context.device) if tensor.is_meta else tensor.detach().to(context.device)
     broadcast([data], _communicators(context))
     return data
 
 
 def _real_on_first(named: Mapping[str, Tensor], context: ShardingContext) -> list[bool]:
-    """Return a flag for each tensor, equal on all ranks: True if it is not on the meta device on the first rank.
-
-    Raises `DivergenceError` on every rank if a tensor is on meta there and real on another rank. A collective.
-    """
+    """Return a flag for each tensor, equal on all ranks: True if the tensor is not on the meta device on the first rank. Raises
+    `DivergenceError` on every rank if a tensor is on meta there and real on another rank. A collective."""
     if not named:
         return []
     is_meta = torch.tensor([tensor.is_meta for tensor in named.values()], dtype=torch.uint8, device=context.device)
@@ -286,7 +248,7 @@ def _real_on_first(named: Mapping[str, Tensor], context: ShardingContext) -> lis
 
 
 def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, buffer) of each buffer once: those of the state dict, or all with `all_of_them`."""
+    """Yield (name, buffer) of the buffers in the state dict, or with `all_of_them` of all buffers, each once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
@@ -298,17 +260,14 @@ def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple
 
 
 def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context: ShardingContext, sync: bool) -> None:
-    """Move buffers to the device and cast them to their unit's precision; with `sync`, take the first rank's values.
-
-    Buffers on the meta device stay there, unless `sync` and the first rank has values for them. A collective if `sync`.
-    `precisions`: those of the units, by id of the unit's module; `model` must be among them.
-    """
+    """Move buffers to the device and cast them to their unit's precision; with `sync` (a collective) take the first rank's.
+    Buffers on the meta device stay there, unless `sync` and the first rank has values for them. `precisions`: those of the
+    units, by id of the unit's module; `model` must be among them."""
     synced: dict[int, Tensor] = {}
     if sync and _communicators(context):
         named = {f"buffer {name!r}": buffer for name, buffer in buffers_of(model, all_of_them=True)}
-        for buffer, is_real in zip(named.values(), _real_on_first(named, context), strict=True):
-            if is_real:
-                synced[id(buffer)] = first_ranks(buffer, context)
+        flags = _real_on_first(named, context)
+        synced = {id(b): first_ranks(b, context) for b, is_real in zip(named.values(), flags, strict=True) if is_real}
 
     def place(module: nn.Module, precision: Precision) -> None:
         precision = precisions.get(id(module), precision)
@@ -324,6 +283,6 @@ def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context
 
 
 def _communicators(context: ShardingContext) -> list[Communicator]:
-    """Return the communicators with more than one rank, except those of torch's "fake" backend."""
+    """Return the communicators of `context` with more than one rank, except those of torch's "fake" backend."""
     communicators = [axis.gather for axis in (context.shard, context.replicate)]
     return [communicator for communicator in communicators if communicator.num_ranks > 1 and not communicator.is_fake]

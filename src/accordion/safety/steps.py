@@ -37,10 +37,8 @@ Record = dict[str, str]
 
 class StepWatch(Observer):
     """Observer that records the optimizer steps before each backward, and sends the digest that ranks compare. From its creation
-    on, it is notified of each step of any torch optimizer in the process.
-
-    Writes to offloaded parameters are recorded only if made through the DTensors, because other threads step the local tensors.
-    """
+    on, `stepped` is called after each step of any torch optimizer in the process. Writes to offloaded parameters are recorded
+    only if made through the DTensors, because other threads step the local tensors."""
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor, model: weakref.ref[nn.Module]) -> None:
         self._engine, self._monitor, self._model = engine, monitor, model
@@ -48,12 +46,8 @@ class StepWatch(Observer):
         self._is_offloaded = isinstance(engine.context.shard_buffers, Tiers)
         self._ours: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         marked = first_trained(engine)
-        self._marks = (
-            engine.context.device.type == "cpu"
-            and not self._is_offloaded
-            and marked is not None
-            and all(group.reduce_dtype.itemsize >= 4 for group in marked.groups)
-        )
+        compares = engine.context.device.type == "cpu" and not self._is_offloaded  # the host compares tags
+        self._marks = compares and marked is not None and all(g.reduce_dtype.itemsize >= 4 for g in marked.groups)
         # A rank without rows of a parameter counts no writes to it, so counts would differ between ranks.
         cuts, num = [param.cut for unit in engine.units for param in unit.params], engine.context.shard.num_ranks
         has_rows = all(any(cut.rows_of(rank) for cut in cuts) for rank in range(num))
@@ -67,23 +61,17 @@ class StepWatch(Observer):
         monitor.history = self.history
         step_hooks().add(self)
 
-    # -- recording
-
-    def steps_of(self, optimizer: Optimizer) -> bool:
-        """Return True if `optimizer` has parameters of this model."""
-        # A wrapped optimizer steps local tensors, which `park` may replace; with offload, copies of it step them.
-        locals_of = [] if self._is_offloaded else [_torch.local_of(p) for p in self._params]
-        ids = {id(tensor) for tensor in (*self._params, *locals_of)}
-        return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
-
     def stepped(self, optimizer: Optimizer) -> None:
-        """Record a step of `optimizer` if it has parameters of this model. Called after each step of any torch optimizer."""
+        """Record a step that `optimizer` has made, if it has parameters of this model."""
         if optimizer not in self._ours:
-            if not self.steps_of(optimizer):
+            # A wrapped optimizer steps local tensors, which `park` may replace; with offload, copies of it step them.
+            locals_of = [] if self._is_offloaded else [_torch.local_of(p) for p in self._params]
+            ids = {id(tensor) for tensor in (*self._params, *locals_of)}
+            if not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
                 return
             self._ours.add(optimizer)
         self._monitor.num_steps += 1
-        self._monitor.busy(None)  # it no longer clips
+        self._monitor.position.doing = None  # it no longer clips
         self._num_steps += 1
         self._record["optimizer"] = type(optimizer).__name__
         for i, group in enumerate(optimizer.param_groups):
@@ -102,7 +90,7 @@ class StepWatch(Observer):
             self._versions = self._count_writes(self._params) + later
 
     def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
-        self._monitor.busy("clips gradients")
+        self._monitor.position.doing = "clips gradients"
         self._record["clip_grad_norm_"] = f"to {max_norm:g} by norm {norm_type:g}"
 
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
@@ -118,8 +106,8 @@ class StepWatch(Observer):
             self._versions = None
 
     def backward_begins(self) -> None:
-        """Add the record since the last backward to the digest; send the digest in tags of this backward, or to the first rank.
-        Does nothing if all parameters are frozen."""
+        """Add the record since the last backward to the digest, and send the digest in the tags of this backward's first unit, or
+        to the first rank. Does nothing if all parameters are frozen. Raises `DivergenceError` if digests differed before."""
         first = first_trained(self._engine)
         if first is None:
             return
@@ -137,7 +125,7 @@ class StepWatch(Observer):
             self._monitor.send_steps(self._num, self._chain)
 
     def history(self) -> dict[str, Any]:
-        """Return {"records": [(number of the backward, step, record), ...]} of the last backwards and of the time since."""
+        """Return {"records": [(number of the backward, step, record), ...]} of the last backwards and of the next one, so far."""
         current = (self._num + 1, self._monitor.num_steps, {STEPS: str(self._num_steps), **self._record})
         return {"records": [*self._records, current]}
 
@@ -148,8 +136,8 @@ def first_trained(engine: Engine) -> Unit | None:
 
 
 def text_of(value: Any) -> str:
-    """Return the value of an optimizer option as text that is equal on all ranks if the values are. Never reads a device: a
-    tensor of one element on the CPU is shown as its number. Other tensors and objects are shown as "a <type>"."""
+    """Return the value of an optimizer option as text, which is equal on all ranks if the values are. A tensor of one element on
+    the CPU becomes its number. Other tensors and objects become "a <type>", since the host does not wait for a device."""
     if isinstance(value, float):
         return f"{value:g}"
     if value is None or isinstance(value, (str, int)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,8 @@ from accordion.engine.tree import map_tensors
 
 
 class ListeningParameters(dict[str, Any]):
-    """Dict in place of `module._parameters` that calls `read` before `module.weight` returns.
-
-    `parameters()` and state dicts iterate over the items, and `read` is not called then.
-    """
+    """Dict in place of `module._parameters` that calls `read` before `module.weight` returns, but not when `parameters()` or a
+    state dict iterates over the items."""
 
     __slots__ = ("_read",)
 
@@ -34,17 +33,15 @@ class ListeningParameters(dict[str, Any]):
 
 
 class WeightReads(Observer):
-    """Observer that unshards a layer when one of its parameters is read, until the unit's call that has read it ends.
-
-    The read begins a call of the layer, as its forward does, so that the backward unshards the layer too.
-    """
+    """Observer that unshards a layer when code of another unit reads one of its parameters, until the call of that unit ends. The
+    read begins a call of the layer, as its forward does, so that the backward unshards the layer too."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._begun: list[tuple[int, Hooks, nn.Module]] = []  # (depth, hooks, layer) of calls in progress
 
     def listen(self, hooks: Hooks, module: nn.Module) -> None:
-        """Replace `module._parameters` so that a read of a parameter of `module`, a layer that is a unit, unshards it."""
+        """Replace `module._parameters` so that a read of a parameter of `module`, a layer of the unit of `hooks`, unshards it."""
         read = partial(self._begin, hooks, weakref.ref(module))
         module.__dict__["_parameters"] = ListeningParameters(module._parameters, read)
 
@@ -55,7 +52,7 @@ class WeightReads(Observer):
         self._begun.clear()
 
     def _begin(self, hooks: Hooks, reference: weakref.ref[nn.Module]) -> None:
-        """Begin a call of the layer, unless no forward of the model runs or the layer is unsharded already."""
+        """Begin a call of the layer `reference`, unless no forward of the model runs or the layer is unsharded already."""
         engine, module = self._engine, reference()
         if engine.depth == 0 or engine.suspended or module is None or hooks.unit.module_params.is_shown:
             return
@@ -63,20 +60,17 @@ class WeightReads(Observer):
         self._begun.append((engine.depth, hooks, module))
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """End the calls that reads began inside `call`. Returns `out`, in which freed parameters are replaced by copies."""
+        """End the calls that reads began inside `call`, innermost first. Returns `out`, in which parameters that are freed here
+        are copied. If ends raise errors, the last of these is raised after all calls have ended."""
         if not self._begun or call.is_dummy:
             return out
-        depth, failed = self._engine.depth, None
+        depth = self._engine.depth
         ending: list[tuple[Hooks, nn.Module]] = []
         while self._begun and self._begun[-1][0] == depth - len(ending):
             ending.append(self._begun.pop()[1:])
         for hooks, _ in ending:
             out = map_tensors(hooks.own_memory, out)
-        for hooks, module in ending:
-            try:
-                hooks.after(module, (), {}, None if error is not None else ())
-            except Exception as caught:  # the other calls end too
-                failed = caught
-        if failed is not None:
-            raise failed
+        with ExitStack() as stack:  # if one call fails to end, the others end too
+            for hooks, module in reversed(ending):
+                stack.callback(hooks.after, module, (), {}, None if error is not None else ())
         return out

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import _torch
 from accordion.errors import DivergenceError
-from accordion.safety.liveness.arrivals import Arrivals
-from accordion.safety.liveness.polling import once_after, poll
+from accordion.safety.liveness.polling import Arrivals, once_after, poll
 
 log = logging.getLogger("accordion")
 WARNING_DELAY_S = 10.0  # longer waits are logged

@@ -15,19 +15,8 @@ from typing import Any
 
 from accordion import _torch
 from accordion.errors import WAYS_OUT, advise
-from accordion.safety.liveness import wording
+from accordion.safety.liveness import messages, wording
 from accordion.safety.liveness.links import HubLinks
-from accordion.safety.liveness.messages import (
-    Arrival,
-    HasEnded,
-    HubMessage,
-    InputDigest,
-    MeetingCalled,
-    MeetingOver,
-    PositionAnswer,
-    PositionQuestion,
-    Post,
-)
 from accordion.safety.liveness.polling import poll
 
 log = logging.getLogger("accordion")
@@ -35,7 +24,7 @@ KEPT = "accordion/hub/"  # prefix of the names under which the job keeps hubs
 ANSWER_S = 1.0  # time for ranks to answer a question
 ECHO_S = 2.0  # time for the rank that caused a follow-on error to report
 NAMED_S = 3.0  # after which a rank that may wait on its device for a failed rank logs that
-FOR_FIRST = (Arrival, InputDigest)  # messages that the first rank alone acts on
+FOR_FIRST = (messages.Arrival, messages.InputDigest)  # messages that the first rank alone acts on
 WARNED = -1  # in place of a digest of inputs, after the warning
 
 
@@ -59,15 +48,16 @@ class Position:
                 place = wording.place_of_error(error)
         current: Any = sys._current_exceptions().get(self._main)
         handled = current[1] if isinstance(current, tuple) else current  # 3.11 gives `sys.exc_info()`
-        suffix = wording.while_handling(handled)
-        return " ".join(text for text in (doing, self.phase, place) if text) + suffix
+        return " ".join(text for text in (doing, self.phase, place) if text) + wording.while_handling(handled)
 
 
 class Hub:
     """This rank's side of the connections between `links.ranks`: sends reports, and stores those of other ranks.
 
     `ended`: by rank, text on how its program has ended. `lost`: the entries of `ended` for ranks whose connection is closed.
-    A meeting is a barrier with a name at which ranks exchange reports if these differ.
+    A meeting is a barrier with a name at which ranks exchange texts if these differ. `called`: names of the meetings that another
+    rank has joined with `wakes=True` and that are not over. `over`: by name, the result of each meeting that all ranks have
+    joined; whoever waits for the result removes it.
     """
 
     def __init__(self, links: HubLinks) -> None:
@@ -82,19 +72,17 @@ class Hub:
         self._posts: dict[str, dict[int, dict[str, Any]]] = {}  # by model and rank
         self._answers: dict[int, dict[int, str]] = {}  # by number of the question
         self._num_questions = 0
-        self._called: set[str] = set()  # names of meetings that another rank has joined
-        self._over: dict[str, MeetingOver] = {}
+        self.called: set[str] = set()
+        self.over: dict[str, messages.MeetingOver] = {}
         self._first = _FirstRank(self)
         self._has_reported_end = self._is_explained = False
         self.lease: Callable[[], Any] = lambda: None  # returns the lease, while there is one
 
     @classmethod
     def of_job(cls, ranks: Sequence[int], rank: int, store: Any, name: str) -> Hub:
-        """Return the hub of `ranks`. The first call creates it and starts its thread, and is a collective.
-
-        The hub closes when the job's process groups are destroyed. `store`, `name`: the first rank puts its address into `store`
-        under a key that begins with `name`. Raises `DivergenceError` if ranks cannot connect.
-        """
+        """Return the hub of `ranks`. The first call creates it and starts its thread, and is a collective. The hub closes when
+        the job's process groups are destroyed. `store`, `name`: the first rank puts its address into `store` under a key that
+        begins with `name`. Raises `DivergenceError` if ranks cannot connect."""
         ranks = sorted(ranks)
         hubs = [hub for hub in hubs_of_job() if hub.ranks == ranks]
         if hubs:
@@ -113,16 +101,16 @@ class Hub:
         return self._links.closed
 
     def pause(self, seconds: float) -> None:
-        """Wait until a message arrives, or `seconds` have passed."""
+        """Sleep until a message arrives or is sent, at most for `seconds`."""
         with self._changed:
             self._changed.wait(seconds)
 
     # -- what this rank reports
 
     def post(self, model: str, report: dict[str, Any] | None) -> None:
-        """Send `report`, on the model named `model`, to all ranks; None withdraws the last one. Keys of `report`: `what` this
-        rank does, the `ranks` that it waits for, and why it has `failed`."""
-        message = Post(rank=self.rank, model=model, report=report)
+        """Send `report` on the model named `model` to all ranks, in place of the last one; None withdraws that. Keys of `report`,
+        each optional: `what` this rank does, the `ranks` that it waits for, and how it has `failed`."""
+        message = messages.Post(rank=self.rank, model=model, report=report)
         self._note(message)
         self._links.send(message)
 
@@ -130,15 +118,14 @@ class Hub:
         """Report that this program ends, for the reason `text`; only the first call counts. `echo`: another rank caused it."""
         if not self._has_reported_end:
             self._has_reported_end = True
-            self._links.send(HasEnded(rank=self.rank, text=text, echo=echo))
+            self._links.send(messages.HasEnded(rank=self.rank, text=text, echo=echo))
 
     def explain(self, error: BaseException) -> str:
         """Report that this rank ends with `error`, and return "". If a backend raised `error` because of another rank, first wait
         up to `ECHO_S` to learn the cause, then print the cause and return it. Later calls do nothing and return ""."""
-        text = ""
         if self._is_explained:
-            return text
-        self._is_explained = True
+            return ""
+        self._is_explained, text = True, ""
         if wording.is_backends_echo(error) and not wording.was_interrupted(error):
             this = f"this rank {wording.failure(error, self.position.phase)}"
             self.position.doing = wording.failure(error)
@@ -157,8 +144,8 @@ class Hub:
         self.say_ended(wording.failure(error, self.position.phase), echo=is_echo)
 
     def end(self) -> None:
-        """Report that this rank leaves, unless it has reported its end, and close the hub; nothing if it is closed. If an
-        uncaught error ends the program, report the error instead, and print its cause or advice."""
+        """Report to the other ranks that this rank leaves, unless it has reported its end, and close the hub. If an uncaught
+        error ends the program, report the error instead, and print its cause or advice. Does nothing if the hub is closed."""
         if self.is_closed:
             return
         is_exit = sys.is_finalizing() or not threading.main_thread().is_alive()
@@ -172,50 +159,36 @@ class Hub:
         self._links.close()
 
     def _check_main_thread(self) -> None:
-        """If the main thread has ended, report the end of the program, even if other threads (of a save) continue."""
+        """If the main thread has ended, report the end of the program or its error, though other threads (a save) may go on. Does
+        nothing after a report of an end."""
         if self.is_closed or self._has_reported_end or threading.main_thread().is_alive():
             return
-        if (error := _last_error()) is not None:
-            self._say_failed(error)
-        else:
+        if (error := _last_error()) is None:
             self.say_ended(wording.PROGRAM_END)
-
-    # -- meetings
+        else:
+            self._say_failed(error)
 
     def arrive(self, name: str, num: int, text: str, facts: dict[str, Any] | None = None, **how: bool) -> None:
-        """Join meeting `name` of `num` ranks, without waiting; `over` returns the result. Ranks compare `text`, not `facts`.
+        """Join meeting `name` of `num` ranks, without waiting; the result will be in `over`. Ranks compare `text`, not `facts`.
         `how`: with `wakes=True` ranks that wait in a collective join; with `quiet=True` equal texts have no result."""
-        self.send_to_first(Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, **how))
+        self.send_to_first(messages.Arrival(rank=self.rank, name=name, num=num, text=text, facts=facts or {}, **how))
 
-    def is_called(self, name: str) -> bool:
-        """Return True if another rank has joined meeting `name`, with `wakes=True`, and it is not over."""
-        return name in self._called
-
-    def has_over(self, name: str) -> bool:
-        """Return True if all ranks have joined meeting `name`, and `over` has not returned its result yet."""
-        return name in self._over
-
-    def over(self, name: str) -> MeetingOver | None:
-        """Return the result of meeting `name` once all ranks have joined; None until then, and after the first result."""
-        return self._over.pop(name, None)
-
-    # -- reports of other ranks
+    # -- what other ranks report
 
     def posts(self, model: str) -> dict[int, dict[str, Any]]:
-        """Return the current reports of ranks about a model, by rank."""
+        """Return a copy of the reports on the model named `model` that are not withdrawn, by rank and in rank order."""
         with self._changed:
             return dict(sorted(self._posts.get(model, {}).items()))
 
-    def gone(self, ranks: Sequence[int]) -> tuple[int, str] | None:
-        """Return (rank, text) of the first of `ranks` that has ended; None if none has."""
-        return next(((rank, text) for rank, text in list(self.ended.items()) if rank in ranks), None)
+    def gone(self, ranks: Sequence[int], model: str | None = None) -> tuple[int, str] | None:
+        """Return None if none of `ranks` has ended. Otherwise return (rank, text) of the `cause`, which may be another rank."""
+        gone = next(((rank, text) for rank, text in list(self.ended.items()) if rank in ranks), None)
+        return None if gone is None else self.cause(model=model) or gone
 
     def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
-        """Return (rank, text) of the first failure or end, after waiting up to `wait_s` for one; None without any.
-
-        An error that another rank caused counts only if there is no other cause. With `model`, failed steps of other models do
-        not count.
-        """
+        """Return (rank, text) of the first failure or end of another rank, after waiting up to `wait_s` for one; None if there is
+        none. An error that is the consequence of another failure counts only if no other is known. With `model`, failed steps of
+        other models do not count."""
 
         def causes_of_model() -> list[tuple[int, str, str]]:
             with self._changed:
@@ -231,15 +204,15 @@ class Hub:
         with self._changed:
             self._num_questions += 1
             number, answers = self._num_questions, self._answers.setdefault(self._num_questions, {})
-        self._links.send(PositionQuestion(rank=self.rank, number=number))
-        if self._links.is_connected:
+        self._links.send(messages.PositionQuestion(rank=self.rank, number=number))
+        if self._links.peers:
             poll(lambda: wanted <= set(answers), ANSWER_S, pause=self.pause)
         with self._changed:
             return dict(sorted((rank, text) for rank, text in self._answers.pop(number).items() if rank in wanted))
 
     def others(self, ranks: Sequence[int], *, silent_too: bool = True) -> str:
-        """Ask `ranks`, wait up to `ANSWER_S`, and return text on what each one does or how it ended. `silent_too`: also name
-        ranks that do not answer. The text is "" if there is nothing to tell."""
+        """Ask those of `ranks` that have not ended what they do, wait up to `ANSWER_S`, and return text on what each one does or
+        how it ended. `silent_too`: also name ranks that do not answer. The text is "" if there is nothing to tell."""
         where = self.where(ranks) | {rank: text for rank, text in list(self.ended.items()) if rank in ranks}
         silent = [rank for rank in ranks if rank not in (*where, self.rank)] if silent_too else []
         if not self._links.leads and self.ranks[0] in silent:
@@ -247,7 +220,7 @@ class Hub:
         unknown = f"there is no answer from rank {wording.numbers(silent)}, {wording.STOPPED}" if silent else ""
         return "; ".join(text for text in (wording.each_of(where), unknown) if text)
 
-    def send_to_first(self, message: HubMessage) -> None:
+    def send_to_first(self, message: messages.HubMessage) -> None:
         """Send `message` to the first rank, which acts on it."""
         if self._links.leads:
             self.receive(message)
@@ -256,16 +229,16 @@ class Hub:
 
     # -- receiving
 
-    def receive(self, message: HubMessage) -> None:
-        """Store the `message` of another rank, unless it is for the first rank alone (`FOR_FIRST`). Before that, the first rank
-        forwards it, or acts on it if it is for the first rank."""
+    def receive(self, message: messages.HubMessage) -> None:
+        """Handle `message`, which may come from another rank. The first rank acts on messages of the kinds in `FOR_FIRST`, and
+        forwards all other ones. Every rank stores those other ones, or answers a question."""
         with self._changed:
             if self._links.leads:  # forwards first, since the message may end its process
                 self._first.pass_on(message)
             if not isinstance(message, FOR_FIRST):
                 self._note(message)
 
-    def send_and_note(self, message: HubMessage, to: Sequence[int]) -> None:
+    def send_and_note(self, message: messages.HubMessage, to: Sequence[int]) -> None:
         """Send a message of the first rank to the ranks `to`, and store it here if this rank is one of them."""
         for rank in to:
             if rank != self.rank:
@@ -273,28 +246,28 @@ class Hub:
         if self.rank in to:
             self._note(message)
 
-    def _note(self, message: HubMessage) -> None:
+    def _note(self, message: messages.HubMessage) -> None:
         with self._changed:
             match message:
-                case HasEnded(rank=rank, text=text):
+                case messages.HasEnded(rank=rank, text=text):
                     if rank not in self.ended:
                         self.ended[rank] = text
                         (self._echoes if message.echo else self._causes).append((rank, "", text))
                     if message.closed:
                         self.lost[rank] = self.ended[rank]
-                case Post():
+                case messages.Post():
                     self._note_post(message)
-                case PositionQuestion(rank=rank, number=number):
-                    answer = PositionAnswer(rank=self.rank, number=number, to=rank, where=str(self.position))
+                case messages.PositionQuestion(rank=rank, number=number):
+                    answer = messages.PositionAnswer(rank=self.rank, number=number, to=rank, where=str(self.position))
                     self._links.send(answer, to=rank if self._links.leads else None)
-                case PositionAnswer(number=number):
+                case messages.PositionAnswer(number=number):
                     if message.to == self.rank and number in self._answers:
                         self._answers[number][message.rank] = message.where
-                case MeetingCalled():
-                    self._called.add(message.name)
-                case MeetingOver():
-                    self._called.discard(message.name)
-                    self._over[message.name] = message
+                case messages.MeetingCalled():
+                    self.called.add(message.name)
+                case messages.MeetingOver():
+                    self.called.discard(message.name)
+                    self.over[message.name] = message
             self._changed.notify_all()
         if self.position.may_wait_on_device and message.rank != self.rank and self._why_not(message.rank):
             args = (message.rank, self._why_not(message.rank), str(self.position))
@@ -302,7 +275,7 @@ class Hub:
             timer.daemon = True
             timer.start()
 
-    def _note_post(self, message: Post) -> None:
+    def _note_post(self, message: messages.Post) -> None:
         posts = self._posts.setdefault(message.model, {})
         posts.pop(message.rank, None)
         if message.report is not None:
@@ -313,7 +286,7 @@ class Hub:
                 self._causes.append((message.rank, message.model, message.report["failed"]))
 
     def _why_not(self, rank: int) -> str:
-        """Return why `rank` will not join a collective on a device; empty if nothing is known."""
+        """Return text on why `rank` will not join a collective on a device; "" if nothing is known."""
         causes = {model: text for r, model, text in self._causes if r == rank}
         posts = [posts[rank]["what"] for posts in self._posts.values() if "what" in posts.get(rank, {})]
         if "" in causes:  # its program has ended
@@ -335,44 +308,39 @@ class Hub:
 
 
 class _FirstRank:
-    """The duties of the first rank: forward messages, count arrivals at meetings, and compare inputs."""
+    """Duties of the hub's first rank: forward messages, count arrivals at meetings, and warn if ranks have equal inputs."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._arrivals: dict[str, dict[int, Arrival]] = {}
+        self._arrivals: dict[str, dict[int, messages.Arrival]] = {}
         self._inputs: dict[str, dict[int, int]] = {}  # by model and digest, the rank that had it first
 
-    def pass_on(self, message: HubMessage) -> None:
-        """Act on a message for the first rank, and forward any other message."""
+    def pass_on(self, message: messages.HubMessage) -> None:
+        """Act on a message of a kind in `FOR_FIRST`; forward any other one, an answer to the rank that asked, the rest to all."""
+        hub = self._hub
         match message:
-            case Arrival():
-                self._note_arrival(message)
-            case InputDigest(rank=rank):
+            case messages.Arrival(name=name):
+                arrivals = self._arrivals.setdefault(name, {})
+                arrivals[message.rank] = message
+                if len(arrivals) == message.num:
+                    del self._arrivals[name]
+                    reports = [(rank, arrival.text, arrival.facts) for rank, arrival in sorted(arrivals.items())]
+                    is_same = len({text for _, text, _ in reports}) == 1
+                    over = messages.MeetingOver(rank=hub.rank, name=name, reports=None if is_same else reports)
+                    hub.send_and_note(over, [] if is_same and message.quiet else list(arrivals))
+                elif len(arrivals) == 1 and message.wakes:
+                    others = [rank for rank in hub.ranks if rank != message.rank]
+                    hub.send_and_note(messages.MeetingCalled(rank=message.rank, name=name), others)
+            case messages.InputDigest(rank=rank):
                 ranks = self._inputs.setdefault(message.model, {})
                 other = ranks.setdefault(message.digest, rank)
                 if other != rank and WARNED not in ranks:
                     ranks[WARNED] = other
                     log.warning(wording.SAME_INPUTS, *sorted((other, rank)))
-            case PositionAnswer():
-                self._hub._links.send(message, to=message.to)
+            case messages.PositionAnswer():
+                hub._links.send(message, to=message.to)
             case _:
-                self._hub._links.send(message, but=message.rank)
-
-    def _note_arrival(self, message: Arrival) -> None:
-        hub, name = self._hub, message.name
-        arrivals = self._arrivals.setdefault(name, {})
-        arrivals[message.rank] = message
-        if len(arrivals) == message.num:
-            del self._arrivals[name]
-            reports = [(rank, arrival.text, arrival.facts) for rank, arrival in sorted(arrivals.items())]
-            is_same = len({text for _, text, _ in reports}) == 1
-            if is_same and message.quiet:
-                return
-            over = MeetingOver(rank=hub.rank, name=name, reports=None if is_same else reports)
-            hub.send_and_note(over, list(arrivals))
-        elif len(arrivals) == 1 and message.wakes:
-            others = [rank for rank in hub.ranks if rank != message.rank]
-            hub.send_and_note(MeetingCalled(rank=message.rank, name=name), others)
+                hub._links.send(message, but=message.rank)
 
 
 class _Lease:

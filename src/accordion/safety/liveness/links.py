@@ -36,10 +36,8 @@ LOST = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 
 
 def report_crashes() -> None:
-    """Have `faulthandler` send the stacks of a crash to the other ranks of a model; their errors name the line that crashed.
-
-    Call it before `shard`; `accordion run` does. It has no effect if the program has enabled `faulthandler` itself.
-    """
+    """Have `faulthandler` send the stacks of a crash to the other ranks of a model, so that their errors name the line that
+    crashed. Call this before `shard`; `accordion run` does. It has no effect if the program has enabled `faulthandler` itself."""
     _wishes.append(True)
 
 
@@ -49,10 +47,8 @@ def limit_s_of(timeout_s: float) -> float:
 
 
 def give_up(connection: socket.socket, timeout_s: float) -> None:
-    """Have a TCP connection fail if its other end does not answer for `limit_s_of(timeout_s)`; on Linux only.
-
-    A machine that is gone closes no connection, and by default Linux tries for a quarter of an hour.
-    """
+    """Set options of a TCP connection, on Linux only, so that it fails if its other end does not answer for
+    `limit_s_of(timeout_s)`. A machine that is gone closes no connection, and by default Linux tries for a quarter of an hour."""
     if not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
     limit_s = limit_s_of(timeout_s)
@@ -65,30 +61,24 @@ def give_up(connection: socket.socket, timeout_s: float) -> None:
 
 
 class HubLinks:
-    """The connections of this rank: to all other ranks if it is the first one, otherwise to the first rank.
-
-    They work without collectives, devices and the job's store, which ends with the rank that runs it. The system closes a
-    connection however its process ends.
-    """
+    """The connections of this rank: to all other ranks if it is the first one, otherwise to the first rank. They need no
+    collectives, no devices, and not the job's store, which ends with the rank that runs it. The system closes a connection
+    however its process ends. `peers`: the sockets of open connections, by the rank at the other end."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.ranks, self.rank, self.leads = list(ranks), rank, rank == ranks[0]
         self.closed = False
         self.timeout_s = _torch.timeout_s_of_job()
-        self._peers: dict[int, socket.socket] = {}
+        self.peers: dict[int, socket.socket] = {}
         self._unfinished: dict[int, bytes] = {}  # by rank, the beginning of a line
         self._crashes: dict[int, list[str]] = {}  # by rank, the lines that `faulthandler` wrote
         self._crash_fd: int | None = None  # the descriptor to which Python writes if this process crashes
         self._selector = selectors.DefaultSelector()
         self._sending = threading.Lock()
 
-    # -- connecting
-
     def connect(self, store: Any, key: str) -> None:
-        """Connect all ranks with the first one, which puts its address into `store` under `key`. A collective.
-
-        Raises `DivergenceError` on the first rank if a rank does not connect, and on a rank that cannot connect.
-        """
+        """Connect all ranks with the first one, which puts its address into `store` under `key`. A collective. Raises
+        `DivergenceError` on the first rank if a rank does not connect, and on a rank that cannot connect."""
         if self.leads:
             with _server(len(self.ranks)) as server:
                 nonce = secrets.token_hex(16)
@@ -111,7 +101,7 @@ class HubLinks:
     def _accept_all(self, server: socket.socket, nonce: bytes) -> None:
         limit_s = min(CONNECT_ALL_S, self.timeout_s)
         deadline = time.monotonic() + limit_s
-        while missing := [rank for rank in self.ranks[1:] if rank not in self._peers]:
+        while missing := [rank for rank in self.ranks[1:] if rank not in self.peers]:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 peer = server.accept()[0]
@@ -134,7 +124,7 @@ class HubLinks:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.settimeout(CONNECT_S)
         give_up(peer, self.timeout_s)
-        self._peers[rank], self._unfinished[rank] = peer, b""
+        self.peers[rank], self._unfinished[rank] = peer, b""
         self._selector.register(peer, selectors.EVENT_READ, rank)
         if _wishes and not faulthandler.is_enabled():
             self._crash_fd = os.dup(peer.fileno())
@@ -151,34 +141,26 @@ class HubLinks:
             if links is not None:
                 links.closed = True
                 links._aim_crash()
-                for peer in links._peers.values():
+                for peer in links.peers.values():
                     peer.close()
 
         os.register_at_fork(after_in_child=forked)
         threading.Thread(target=self._listen, args=(receive, check), name="accordion-hub", daemon=True).start()
 
-    # -- sending
-
-    @property
-    def is_connected(self) -> bool:
-        return bool(self._peers)
-
     def send(self, message: HubMessage, to: int | None = None, but: int | None = None) -> None:
         """Send a message to rank `to`, by default to all connected ranks, except rank `but`. Errors of connections are ignored,
         and nothing is sent after `close`."""
         line = encoded(message)
-        for rank, peer in list(self._peers.items()):
+        for rank, peer in list(self.peers.items()):
             if rank != but and to in (None, rank) and not self.closed:
                 with self._sending, suppress(OSError):
                     peer.sendall(line)
-
-    # -- the end
 
     def close(self) -> None:
         """Stop sending. The thread ends after the others have closed too, so that all sent messages arrive."""
         self.closed = True
         self._aim_crash()
-        for peer in list(self._peers.values()):
+        for peer in list(self.peers.values()):
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_WR)
 
@@ -186,7 +168,7 @@ class HubLinks:
         """Have `faulthandler` write a crash of this process to a connected rank; without one, to the null device."""
         if self._crash_fd is None:
             return
-        peer = None if self.closed else next(iter(self._peers.values()), None)
+        peer = None if self.closed else next(iter(self.peers.values()), None)
         target = os.open(os.devnull, os.O_WRONLY) if peer is None else os.dup(peer.fileno())
         os.dup2(target, self._crash_fd, inheritable=False)
         os.close(target)
@@ -194,14 +176,14 @@ class HubLinks:
     # -- the thread
 
     def _listen(self, receive: Callable[[HubMessage], None], check: Callable[[], None]) -> None:
-        while self._peers:
+        while self.peers:
             events = self._selector.select(CONNECT_S if self.closed else CHECK_S)
             if self.closed and not events:
                 break
             check()
             for key, _ in events:
                 self._read(key.data, key.fileobj, receive)
-        for peer in list(self._peers.values()):
+        for peer in list(self.peers.values()):
             peer.close()
         self._selector.close()
 
@@ -217,7 +199,7 @@ class HubLinks:
             data, is_lost = b"", error.errno in LOST
         if not data:
             self._selector.unregister(peer)
-            del self._peers[rank]
+            del self.peers[rank]
             self._aim_crash()
             peer.close()
             if not self.closed:
@@ -233,7 +215,8 @@ class HubLinks:
 
 
 def _server(num_ranks: int) -> socket.socket:
-    """Return a listening socket at the address with which this machine connects to the job's store, so that others reach it."""
+    """Return a listening socket at the address from which this machine reaches the job's store, so that other machines reach it;
+    at 127.0.0.1 if this machine has no network. `num_ranks`: connections that may wait to be accepted."""
     store = _torch.default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -16,11 +16,8 @@ class HubMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class HasEnded(HubMessage):
-    """The program of `rank` ends. `text`: why, as the end of a sentence that begins with "rank R".
-
-    `echo`: it ends because of another rank. `closed`: the receiver made this message when the connection closed; it counts only
-    if the rank itself has sent none.
-    """
+    """The program of `rank` ends. `text`: how, as the end of a sentence that begins with "rank R". `echo`: another rank is the
+    cause. `closed`: the receiver made this message when the connection closed; `text` counts only if `rank` has sent none."""
 
     text: str
     echo: bool = False
@@ -55,9 +52,7 @@ class PositionAnswer(HubMessage):
 @dataclass(frozen=True, kw_only=True)
 class Arrival(HubMessage):
     """`rank` joins the meeting `name` of `num` ranks. Texts are compared; if they differ, all ranks get them with the `facts`.
-
-    `wakes`: ranks that wait in a collective join the meeting too. `quiet`: if all texts are equal, nothing is sent.
-    """
+    `wakes`: ranks that wait in a collective join the meeting too. `quiet`: if all texts are equal, no `MeetingOver` follows."""
 
     name: str
     num: int
@@ -69,14 +64,14 @@ class Arrival(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingCalled(HubMessage):
-    """`rank` was the first to join a meeting."""
+    """`rank` was the first to join the meeting `name`, with `wakes`."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingOver(HubMessage):
-    """All ranks have joined a meeting; `reports`: (rank, text, facts) of each, or None if all texts are equal."""
+    """All ranks have joined the meeting `name`. `reports`: (rank, text, facts) of each, or None if all texts are equal."""
 
     name: str
     reports: list[tuple[int, str, dict[str, Any]]] | None
@@ -99,7 +94,7 @@ def encoded(message: HubMessage) -> bytes:
 
 
 def decoded(line: bytes) -> HubMessage | None:
-    """Return the message in a line, given without its line break; None if the line is no message."""
+    """Return the message in `line`, which has no line break; None if `line` is no message, such as the output of a crash."""
     if not line.startswith(b'{"type"') or not line.endswith(b"}"):
         return None
     fields = json.loads(line)

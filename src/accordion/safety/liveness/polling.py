@@ -1,10 +1,10 @@
-"""The loop for all waits that poll."""
+"""Waits that poll: the loop, and a barrier in the job's store for ranks that have no hub yet."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 FIRST_S, LONGEST_S = 5e-5, 0.02
@@ -37,7 +37,7 @@ def poll(
 
 
 def once_after(seconds: float, call: Callable[[], object]) -> Callable[[float], None]:
-    """Return a callback for `while_waiting` of `poll` that calls `call` once, after `seconds`."""
+    """Return a callback for `while_waiting` of `poll` that calls `call` once, when the wait has taken more than `seconds`."""
     calls = [call]
 
     def check(waited_s: float) -> None:
@@ -45,3 +45,36 @@ def once_after(seconds: float, call: Callable[[], object]) -> Callable[[float], 
             calls.pop()()
 
     return check
+
+
+class Arrivals:
+    """Reusable barrier of `ranks` in `store`, which counts how often each rank has arrived. `name`: prefix of the keys. `time`:
+    number of times that this rank has arrived; `come` updates it."""
+
+    def __init__(self, store: Any, name: str, ranks: Sequence[int], time: int = 0) -> None:
+        self._store, self._name, self._ranks, self.time = store, name, ranks, time
+
+    def come(self, rank: int) -> None:
+        """Record that this rank, `rank`, has arrived once more. Does not wait; poll `all_came` for that."""
+        self.time = self._count(rank, 1)
+        self._store.add(f"{self._name}/met/{self.time}", 1)
+
+    def _count(self, rank: int, more: int) -> int:
+        """Add `more` to the number of times that `rank` has arrived, and return the new number."""
+        return int(self._store.add(f"{self._name}/of/{rank}", more))
+
+    def all_came(self) -> bool:
+        """Return True if all ranks have arrived as often as this one."""
+        return int(self._store.add(f"{self._name}/met/{self.time}", 0)) >= len(self._ranks)
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have arrived less often than this one."""
+        return [rank for rank in self._ranks if self._count(rank, 0) < self.time]
+
+    def withdraw(self, rank: int) -> bool:
+        """Undo the last arrival of this rank, `rank`, and return True; return False if all ranks have just arrived after all."""
+        if int(self._store.add(f"{self._name}/met/{self.time}", -1)) + 1 >= len(self._ranks):
+            self._store.add(f"{self._name}/met/{self.time}", 1)
+            return False
+        self._count(rank, -1)
+        return True

@@ -36,8 +36,6 @@ BACKEND_ERRORS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|Timed out waiting|Socket Timeout|gloo|NCCL|timeout in"
     r"|Connection refused|recvValue|sendBytes|unbound_buffer|Failed to recv|simccl|Application timeout"
 )
-
-
 OWN_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(inspect.getfile(torch)).parent, Path(__file__).parents[2]))
 STANDARD = f"{Path(threading.__file__).parent}{os.sep}"
 
@@ -47,14 +45,12 @@ STANDARD = f"{Path(threading.__file__).parent}{os.sep}"
 
 def is_echo(error: BaseException) -> bool:
     """Return True if `error` is a follow-on error: it was raised because another rank is gone or does not respond."""
-    if isinstance(error, DivergenceError):
-        return error.of_rank is not None
-    return isinstance(error, RuntimeError) and BACKEND_ERRORS.search(str(error)) is not None
+    return is_backends_echo(error) or (isinstance(error, DivergenceError) and error.of_rank is not None)
 
 
 def is_backends_echo(error: BaseException) -> bool:
     """Return True if `error` is a follow-on error that a backend raised, which does not name the other rank."""
-    return is_echo(error) and not isinstance(error, DivergenceError)
+    return isinstance(error, RuntimeError) and BACKEND_ERRORS.search(str(error)) is not None
 
 
 def is_out_of_time(error: BaseException) -> bool:
@@ -63,10 +59,8 @@ def is_out_of_time(error: BaseException) -> bool:
 
 
 def failure(error: BaseException, phase: str = "") -> str:
-    """Describe this rank's failure for others, as the end of a sentence that begins with "rank R".
-
-    `phase`: the phase of its step, such as "in the forward of step 3".
-    """
+    """Return text for other ranks on how this rank failed, the end of a sentence that begins with "rank R". `phase`: the phase of
+    its step, such as "in the forward of step 3"."""
     place = place_of_error(error)
     when = f" {phase}" if phase else ""
     if was_interrupted(error):
@@ -83,14 +77,14 @@ def was_interrupted(error: BaseException) -> bool:
 
 
 def while_handling(error: BaseException | None) -> str:
-    """Return a suffix such as " while it handles ValueError: ..."; empty for None, SystemExit and ends of iterators."""
+    """Return a suffix such as " while it handles ValueError: ..."; "" for None, SystemExit and the ends of iterators."""
     if error is None or isinstance(error, (SystemExit, StopIteration, GeneratorExit)):
         return ""
     return f" while it handles {_named(error, place_of_error(error))}"
 
 
 def _handled_by(error: BaseException) -> BaseException | None:
-    """Return the newest error, follow-on errors aside, that was being handled when `error` was raised; None without one."""
+    """Return the newest error that was being handled when `error` was raised and that is no follow-on error, or None."""
     seen, context = {id(error)}, error.__context__
     while context is not None and is_echo(context) and id(context) not in seen:
         seen.add(id(context))
@@ -113,12 +107,13 @@ def of_another(text: str) -> str:
 
 
 def place_of(stack: Iterable[tuple[Any, int]]) -> str:
-    """Return "at file:line `code`" of the first frame in `stack` (innermost first) of the user's code; empty without one."""
+    """Return "at file:line `code`" of the first frame in `stack`, pairs of (frame, line number) with the innermost first, that is
+    not of torch, this package or the standard library; "" without one."""
     return _place((frame.f_code.co_filename, number) for frame, number in stack)
 
 
 def place_of_error(error: BaseException) -> str:
-    """Return `place_of` the innermost frame of the user's code that `error` passed."""
+    """Return `place_of` the frames through which `error` was raised."""
     return place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
@@ -132,7 +127,7 @@ def _place(lines: Iterable[tuple[str, int]]) -> str:
 
 
 def end_of(lines: Sequence[str]) -> str:
-    """Describe the end of a process that sent no report; `lines`: the output of `faulthandler`, if any."""
+    """Return text on the end of a process that sent no report, after "rank R". `lines`: the output of `faulthandler`, if any."""
     if not lines or not lines[0].startswith(CRASH):
         return SILENT_END
     stacks: list[list[tuple[str, int]]] = [[]]
@@ -153,9 +148,9 @@ def end_of(lines: Sequence[str]) -> str:
 # -- ranks
 
 
-def each_of(texts: Mapping[int, str], between: str = "; ") -> str:
-    """Return "rank R TEXT" of each rank, joined with `between`."""
-    return between.join(f"rank {rank} {text}" for rank, text in sorted(texts.items()))
+def each_of(texts: Mapping[int, str]) -> str:
+    """Return "rank R TEXT" of each rank, in rank order, joined with semicolons."""
+    return "; ".join(f"rank {rank} {text}" for rank, text in sorted(texts.items()))
 
 
 def numbers(ranks: Iterable[int]) -> str:
@@ -163,12 +158,11 @@ def numbers(ranks: Iterable[int]) -> str:
 
 
 def meanwhile(doing: str, rank: int, text: str) -> str:
-    """Return "while this rank DOING, rank RANK TEXT"."""
     return f"while this rank {doing}, rank {rank} {text}"
 
 
 def doing_of(posts: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return "rank R WHAT" of each rank, joined with commas."""
+    """Return "rank R WHAT" of each rank, joined with commas. `posts`: reports by rank; WHAT is "has failed" without `what`."""
     return ", ".join(f"rank {rank} {post.get('what', 'has failed')}" for rank, post in posts.items())
 
 
@@ -187,10 +181,10 @@ ALL_TOGETHER = (
 
 
 def advice(reports: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return the likely cause of a divergence and what to do, from the reports of ranks; `ADVICE` if they show no cause.
+    """Return a sentence with the likely cause of a divergence and what to do; `ADVICE` if `reports` show no cause.
 
-    A report is a dict with `what`, text on what the rank does; `caught`, text of an error it caught, or ""; and flags: its
-    forward has no gradients (`evaluates`), it skipped a backward (`left_out`), its backward does not reduce (`adds_up`).
+    `reports`: by rank, a dict with `what`, text on what the rank does; `caught`, text of an error it caught, or ""; and flags:
+    its forward has no gradients (`evaluates`), it skipped a backward (`left_out`), its backward does not reduce (`adds_up`).
     """
     alone = {rank: one["what"] for rank, one in reports.items() if str(one.get("what", "")).startswith(ALL_TOGETHER)}
     for key, text in (
@@ -213,7 +207,7 @@ def advice(reports: Mapping[int, Mapping[str, Any]]) -> str:
 
 def _each_of(ranks: list[int]) -> str:
     """Return "rank R" or "each of ranks R, S", so that a verb in the singular can follow."""
-    return f"{'rank' if len(ranks) == 1 else 'each of ranks'} {', '.join(map(str, ranks))}"
+    return f"{'rank' if len(ranks) == 1 else 'each of ranks'} {numbers(ranks)}"
 
 
 # -- steps that differ
@@ -224,10 +218,9 @@ SHOWN = 3  # differences of a rank in a message
 
 
 def step_differences(histories: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return an error text that names ranks whose backwards differ in their records from the first rank's; empty if none do.
-
-    `histories`: by rank, a dict whose `records` are (number of the backward, step, dict of what the rank did before it).
-    """
+    """Return an error text that names each rank with a backward whose record differs from the first rank's, and what differs in
+    the first such backward; "" if none do. `histories`: by rank, a dict whose `records` are (number of the backward, step, dict
+    of what the rank did before that backward)."""
     ranks = [rank for rank in sorted(histories) if histories[rank].get("records")]
     if len(ranks) < 2:
         return ""
