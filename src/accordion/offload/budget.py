@@ -22,8 +22,8 @@ NUM_STAGING_BUFFERS = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one group's shards on one rank; equal on all ranks, because shards are counted with their padding. A group:
-    the parameters of a unit that are gathered in one dtype."""
+    """The sizes of the shards of one group on one rank; equal on all ranks, because shards are counted with their padding. A
+    group is the parameters of a unit that are gathered in one dtype."""
 
     msg: Message  # layout of the shards
     dtypes: Sequence[torch.dtype]  # of each shard, as the optimizer steps it
@@ -46,10 +46,6 @@ class Shape:
         step, counted = ALIGN_BYTES // itemsize, zip(self.msg.cuts, self.dtypes, self.trained, strict=True)
         return sum(-(-c.shard_numel // step) * step * dtype.itemsize for c, dtype, trains in counted if trains)
 
-    def state_bytes(self, streams: bool) -> int:
-        """Return the bytes of one optimizer state. `streams`: True if a step copies its state chunk by chunk."""
-        return self.laid_out_bytes if streams else self.trained_bytes
-
     @cached_property
     def _masters(self) -> tuple[Message, list[torch.dtype]] | None:
         """(layout, dtypes) of the shards that are stepped in another dtype than they are gathered in; None if there are none."""
@@ -64,7 +60,7 @@ class Shape:
 
     @cached_property
     def slots_bytes(self) -> int:
-        """Bytes of the gradient slots, which keep the group's gradients, in host memory."""
+        """Bytes of the group's gradients if they are in host memory."""
         return allocated_bytes(some_of(self.msg, range(len(self.msg.cuts))), self.dtypes)
 
     @cached_property
@@ -88,12 +84,11 @@ Shapes = Sequence[Sequence[Shape]]  # by unit and group
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """Bytes of a rank's arena. `shard_buffers`: of shards and gradient slots. `landing`: of the buffer through which gradients
-    are copied. `staging_buffers`: of each buffer through which shards on disk are gathered."""
+    """Bytes of host memory that `shard` allocates on a rank, by purpose."""
 
-    shard_buffers: int
-    landing: int
-    staging_buffers: tuple[int, ...]
+    shard_buffers: int  # for shards and gradients
+    landing: int  # for the buffer through which gradients are copied
+    staging_buffers: tuple[int, ...]  # for each buffer through which shards on disk are gathered
 
     @property
     def total(self) -> int:
@@ -115,9 +110,8 @@ def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
         max((b for i, b in staged.items() if i % NUM_STAGING_BUFFERS == which), default=0)
         for which in range(NUM_STAGING_BUFFERS)
     ]
-    return HostNeeds(
-        shard_buffers, max(landing.values(), default=0), tuple(staging_buffers) if any(staging_buffers) else ()
-    )
+    is_staged = any(staging_buffers)
+    return HostNeeds(shard_buffers, max(landing.values(), default=0), tuple(staging_buffers) if is_staged else ())
 
 
 def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
@@ -133,31 +127,29 @@ def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
 
 
 def device_bytes(offload: Offload, shapes: Sequence[Shape], num_states: int = NUM_STATES) -> int:
-    """Return the bytes of one unit, with the groups `shapes`, on the device while it is not gathered. These are shards, or copies
-    of them in the gathered dtype, gradients, and `num_states` optimizer states, each if `offload` keeps it there."""
+    """Return the bytes of one unit, with the groups `shapes`, on the device while it is not gathered: its shards, or copies of
+    them in the gathered dtype, its gradients, and `num_states` optimizer states, as far as `offload` keeps them there."""
     num_bytes = 0
     if not offload.offloads:
         num_bytes = sum(s.shard_bytes + s.trained_bytes for s in shapes)
     elif offload.params == DEVICE:  # copies in the gathered dtype stay there
         num_bytes = sum(s.msg.shard_numel * s.gathered.itemsize for s in shapes)
-    return num_bytes + (num_states * _state_bytes(offload, shapes) if offload.optimizer == DEVICE else 0)
+    return num_bytes + (num_states * state_bytes(offload, shapes) if offload.optimizer == DEVICE else 0)
 
 
-def _state_bytes(offload: Offload, shapes: Sequence[Shape]) -> int:
-    return sum(s.state_bytes(offload.streams) for s in shapes)
-
-
-Nearer = Callable[[Offload], Offload]  # returns tiers with some data nearer to the device
+def state_bytes(offload: Offload, shapes: Sequence[Shape]) -> int:
+    """Return the bytes of one optimizer state of a unit with the tiers `offload` and the groups `shapes`."""
+    return sum(s.laid_out_bytes if offload.streams else s.trained_bytes for s in shapes)
 
 
 def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list[Offload]:
     """Return the tiers of each unit, such that one rank stays within `policy.device_bytes` and `policy.host_bytes`.
 
-    `offloads`: the tiers of each unit; those that are not `policy` itself stay as they are. The others start from the tiers
-    that `policy` names and move nearer to the device while the budget allows: first parameters, which are used at each gather,
-    then gradients and states, which are used once a step. The first units move first, because offloaded units are stepped in the
-    next forward, which needs these first. If `policy` has neither disk nor `device_bytes`, units that
-    do not fit on the host stay on the device. Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
+    `offloads`: the tiers of each unit; entries that are not `policy` itself stay as they are. The entries that are `policy` start
+    from the tiers that it names and move nearer to the device while the budget allows: first parameters, which are used at each
+    gather, then gradients and states, which are used once a step. The first units move first, because offloaded units are stepped
+    in the next forward, which needs these first. If `policy` has neither disk nor `device_bytes`, units that do not fit on the
+    host stay on the device. Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
     """
     result = list(offloads)
     movable = [i for i, offload in enumerate(offloads) if offload is policy]
@@ -167,7 +159,7 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
         return sum(map(device_bytes, result, shapes))
 
     def on_host() -> int:
-        states = [_state_bytes(o, groups) for o, groups in zip(result, shapes, strict=True) if o.optimizer == HOST]
+        states = [state_bytes(o, groups) for o, groups in zip(result, shapes, strict=True) if o.optimizer == HOST]
         return host_needs(result, shapes).total + NUM_STATES * sum(states)
 
     if policy.device_bytes is not None:
@@ -176,7 +168,7 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
                 f"device_bytes={policy.device_bytes} is less than the {on_device()} bytes that stay on the device "
                 "of a rank between uses whatever is offloaded; raise it, pass params='host', or use more ranks."
             )
-        nearer = [lambda offload: _without_budgets(offload, params=DEVICE), lambda _: whole]
+        nearer: list[Callable[[Offload], Offload]] = [partial(_without_budgets, params=DEVICE), lambda _: whole]
         _promote(result, movable, nearer, on_device, policy.device_bytes)
     if policy.host_bytes is None:
         return result
@@ -188,13 +180,8 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
             f"host_bytes={policy.host_bytes} is less than the {on_host()} bytes of a rank that must be on the "
             "host; raise it, pass optimizer='disk:/path' or device_bytes, or use more ranks."
         )
-    _promote(
-        result,
-        movable,
-        [partial(_to_host, kind) for kind in ("params", "grads", "optimizer")],
-        on_host,
-        policy.host_bytes,
-    )
+    nearer = [partial(_to_host, kind) for kind in ("params", "grads", "optimizer")]
+    _promote(result, movable, nearer, on_host, policy.host_bytes)
     return result
 
 
@@ -210,10 +197,14 @@ def _without_budgets(offload: Offload, **places: str) -> Offload:
 
 
 def _promote(
-    result: list[Offload], movable: Sequence[int], nearer: Sequence[Nearer], used: Callable[[], int], budget: int
+    result: list[Offload],
+    movable: Sequence[int],
+    nearer: Sequence[Callable[[Offload], Offload]],
+    used: Callable[[], int],
+    budget: int,
 ) -> None:
-    """Apply each function of `nearer` to each entry of `result` with an index in `movable`, in place. A change after which
-    `used()`, a number of bytes, exceeds `budget` is undone."""
+    """Replace each entry of `result` with an index in `movable` by what each function of `nearer` returns for it: tiers with some
+    data nearer to the device. A change after which `used()`, a number of bytes, exceeds `budget` is undone."""
     for step in nearer:
         for i in movable:
             before, result[i] = result[i], step(result[i])
