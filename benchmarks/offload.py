@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accordion._torch import local_or_same
 from accordion.bench import command
 from accordion.bench.contenders import ENVIRON, Loop, Setting, blocks_of, deepspeed, fsdp2, mesh_of, optimizer_of
 from accordion.bench.model import batch_of, shape_of
@@ -28,7 +29,6 @@ from accordion.cli import main
 from accordion.config import Offload, Precision
 from accordion.errors import UsageError, nearest
 from accordion.offload.estimate import estimate_memory
-from accordion.offload.step.optimizer_copy import local_of
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.offload.swap_file import SwapFile, aligned_buffer
 from accordion.offload.tiers import Tiers
@@ -167,7 +167,7 @@ class OffloadLoop:
 def _rows_of(param: nn.Parameter) -> int:
     """Return the number of elements of a parameter that this rank keeps."""
     whole: int | None = getattr(param, "ds_numel", None)  # DeepSpeed's parameters have no elements between uses
-    return local_of(param).numel() if whole is None else -(-whole // dist.get_world_size())
+    return local_or_same(param).numel() if whole is None else -(-whole // dist.get_world_size())
 
 
 def _fsdp2_host(model: nn.Module, seat: Seat, bf16: bool) -> None:

@@ -101,7 +101,7 @@ class LocalStep(Optimizer):
                     local.grad = None
                     torch.autograd.graph.increment_version(local)  # fused optimizers do not (2.13)
                 if local in state:
-                    write_back(outer_state[p], state.pop(local), p, local)
+                    write_back(outer_state[p], state.pop(local), p)
             outer_state.update({key: exchange(value, from_local) for key, value in state.items()})
         if any(isinstance(key, DTensor) for key in state):
             raise UsageError(

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accordion._torch import local_or_same
 from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.shards import own_storage, zeros_on
 from accordion.offload.arena import ALIGN_BYTES, Arena
 from accordion.offload.host_shards import OffDeviceShards, Resources
 from accordion.offload.step.chunks import Chunk, ParamStep, StateBlock, StatePlace, chunk_numel, chunks_of, finish
-from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of, write_back
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, write_back
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline
 from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, Values, aligned_buffer
 
@@ -147,9 +148,9 @@ class States:
             p = place.param
             for key in place.shown if p in state else ():
                 value = state[p].get(key)
-                if isinstance(value, Tensor) and local_of(value).data_ptr() != place.shown[key].data_ptr():
-                    place.shown[key].copy_(local_of(value))
-                    write_back(state[p], {key: place.shown[key]}, p, local_of(p))
+                if isinstance(value, Tensor) and local_or_same(value).data_ptr() != place.shown[key].data_ptr():
+                    place.shown[key].copy_(local_or_same(value))
+                    write_back(state[p], {key: place.shown[key]}, p)
                     self.is_exposed = True
 
     def flush(self) -> None:
