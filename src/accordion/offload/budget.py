@@ -12,7 +12,7 @@ import torch
 from accordion.config import DEVICE, HOST, Offload, folder_of
 from accordion.engine.layout import Message
 from accordion.errors import UsageError
-from accordion.offload.arena import ALIGN_BYTES
+from accordion.offload.arena import ALIGN_BYTES, page_aligned
 from accordion.offload.host_shards import allocated_bytes, paged_bytes, some_of
 
 NUM_STATES = 2  # optimizer states of each trained element, as Adam has
@@ -42,9 +42,11 @@ class Shape:
     @cached_property
     def laid_out_bytes(self) -> int:
         """Bytes of one optimizer state if each parameter begins at a page, as a step that goes chunk by chunk needs."""
-        itemsize = min([self.gathered.itemsize, *(dtype.itemsize for dtype in self.dtypes)])
-        step, counted = ALIGN_BYTES // itemsize, zip(self.msg.cuts, self.dtypes, self.trained, strict=True)
-        return sum(-(-c.shard_numel // step) * step * dtype.itemsize for c, dtype, trains in counted if trains)
+        least = min([self.gathered.itemsize, *(dtype.itemsize for dtype in self.dtypes)])
+        counted = zip(self.msg.cuts, self.dtypes, self.trained, strict=True)
+        return sum(
+            page_aligned(c.shard_numel * least) // least * dtype.itemsize for c, dtype, trains in counted if trains
+        )
 
     @cached_property
     def _masters(self) -> tuple[Message, list[torch.dtype]] | None:

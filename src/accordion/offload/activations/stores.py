@@ -62,12 +62,12 @@ class HostSlot:
     def store(self, tensor: Tensor, like: Tensor) -> Transfer:
         """Start copying `tensor`, the input, to the host. `like`: a tensor of its shape and dtype, with the strides to store."""
         return self._store.resources.store_stream.copy(
-            partial(shaped(self._buffer.memory, like).copy_, tensor.detach(), non_blocking=True), [tensor], STORES
+            partial(_copy, shaped(self._buffer.memory, like), tensor), [tensor], STORES
         )
 
     def fetch(self, into: Tensor) -> Transfer:
         """Start copying the input into `into`, on the device, of the shape, dtype and strides with which it was stored."""
-        copy = partial(into.copy_, shaped(self._buffer.memory, into), non_blocking=True)
+        copy = partial(_copy, into, shaped(self._buffer.memory, into))
         self._fetch = self._store.resources.fetch_stream.copy(copy, [into], FETCHES)
         return self._fetch
 
@@ -175,10 +175,9 @@ class DiskSlot:
         store, resources = self.activation_store, self.activation_store.resources
         self._stage = stage = store.stage(self.num_bytes)
         memory, stage.content = stage.memory(self.num_bytes), self
-        copy = partial(shaped(memory, like).copy_, tensor.detach(), non_blocking=True)
-        transfer = resources.store_stream.copy(copy, [tensor], STORES)
+        copy = resources.store_stream.copy(partial(_copy, shaped(memory, like), tensor), [tensor], STORES)
         writes = in_chunks(store.file.write, self.start, memory)
-        self._stored = CopyToDisk(transfer, writes, resources.pool(), late=resources.store_stream.late)
+        self._stored = CopyToDisk(copy, writes, resources.pool(), late=resources.store_stream.late)
         stage.uses.append(partial(self._end, self._stored.synchronize))
         return self._stored
 
@@ -237,6 +236,10 @@ def joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def shaped(memory: Tensor, like: Tensor) -> Tensor:
     """Return a view of the first bytes of `memory`, 1-D uint8, with dtype, shape and strides of the dense tensor `like`."""
     return memory[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def _copy(to: Tensor, source: Tensor) -> None:
+    to.copy_(source.detach(), non_blocking=True)
 
 
 def room_for(num_bytes: int) -> int:

@@ -21,7 +21,8 @@ NUM_CHUNKS = 100  # number of chunks of a step between these limits, so that buf
 
 @dataclass(frozen=True, slots=True)
 class StateBlock:
-    """Optimizer states of the parameters of one unit, param group and dtype. Each state is one flat run of all parameters.
+    """Optimizer states of the parameters of one unit, param group and dtype. Each state is one flat run of all parameters, in
+    which each parameter begins at a page of the smallest dtype. Chunks are whole pages of that dtype too.
 
     Args: `runs`: name of a state -> its `numel` elements in memory or in a file, for each state that has the parameter's shape;
     `itemsize`: bytes of the smallest element of parameter, gradient, row (the shard's copy in the gathered dtype) and states;
@@ -36,11 +37,6 @@ class StateBlock:
     steps_on_device: bool = False
     disk_bytes: int = 0
     total_bytes: int = 0
-
-    @property
-    def step(self) -> int:
-        """Number of elements at whose multiples parameters begin and chunks are split: a page of the smallest dtype."""
-        return ALIGN_BYTES // self.itemsize
 
     def buffer_bytes(self, *, on_device: bool) -> int:
         """Return the bytes of the largest chunk in a buffer of the device, or else of the host."""
@@ -135,7 +131,7 @@ def chunks_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
         runs: list[tuple[int, int, list[ParamStep]]] = []
         for todo in members:  # adjacent parameters share chunks
             start = todo.place.start
-            stop = start + -(-todo.entry.local.numel() // block.step) * block.step
+            stop = start + page_aligned(todo.entry.local.numel() * block.itemsize) // block.itemsize
             if runs and runs[-1][1] == start:
                 runs[-1] = (runs[-1][0], stop, [*runs[-1][2], todo])
             else:

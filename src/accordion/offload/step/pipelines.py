@@ -23,7 +23,7 @@ NUM_DEVICE_BUFFERS = 3  # the chunk in one is stepped, one is copied in, one is 
 
 
 class HostPipeline:
-    """Steps chunks on the host in any order: a thread of `pool` reads, steps and writes one chunk in one of `buffers`.
+    """Steps chunks on the host in any order: each thread of `pool` reads, steps and writes one chunk in one of `buffers`.
 
     Only one chunk is stepped at a time, because its kernel uses several threads itself. `buffers`: 1-D uint8.
     """
@@ -36,8 +36,9 @@ class HostPipeline:
             self._free.put(buffer)
 
     def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Read `chunk`, call `step(chunk, views)` and write it back, on a thread. Return a future that ends after the write.
-        `views`: a tensor for each span. Blocks until a buffer is free. A chunk with new states is done before this returns."""
+        """Read `chunk`, call `step(chunk, views)` and write the chunk back, on a thread. Return a future of all of that.
+        `views`: a tensor for each span of the chunk. Blocks until a buffer is free. A chunk with a state that does not exist yet
+        is stepped and written before this returns."""
         buffer = self._free.get()
         if any(not span.reads for span in chunk.spans[: len(chunk.block.runs)]):
             # This step creates states outside of the buffer. Each thread's allocator would keep that memory after it is freed,
@@ -85,9 +86,8 @@ class DevicePipeline:
         self._chunks: list[Chunk | None] = list(chunks)
         self._pool, self._host_buffers, self._device_buffers = resources.pool(), host_buffers, device_buffers
         self._fetch_stream, self._store_stream = resources.fetch_stream, resources.store_stream
-        self._fetched: dict[
-            int, tuple[Transfer, list[Tensor]]
-        ] = {}  # number of the chunk -> copy, tensors on the device
+        # Number of the chunk -> (the copy to the device, tensors on the device).
+        self._fetched: dict[int, tuple[Transfer, list[Tensor]]] = {}
         self._stores: dict[int, Transfer] = {}  # index of the device buffer -> the last copy from it to the host
         self._refills: list[Future[None]] = [
             self._pool.submit(self._refill, None, None, i) for i in range(min(NUM_BUFFERS, len(self._chunks)))
@@ -124,8 +124,8 @@ class DevicePipeline:
         return views_of(chunk, self._host_buffers[which % NUM_BUFFERS] if self._host_buffers else None)
 
     def _refill(self, stepped: Chunk | None, after: Callable[[], None] | None, which: int) -> None:
-        """Call `after`, which waits until the host buffer has the results of the chunk `stepped`; write these, and read chunk
-        number `which` into the buffer. Either chunk may be missing."""
+        """Call `after`, which waits until a host buffer has the results of the chunk `stepped`. Write these to their files, and
+        read chunk number `which` into the buffer. Skips what is None, and a chunk after the last one."""
         if after is not None:
             after()
         if stepped is not None:
@@ -149,7 +149,8 @@ class DevicePipeline:
         self._fetched[which] = transfer, views
 
     def _store(self, which: int) -> None:
-        """Start copying chunk number `which`, which was stepped, to the host; a thread then writes it and reads a later one."""
+        """Start copying chunk number `which`, which was stepped, to the host. A thread then writes it to its files, and reads the
+        next chunk that uses the same host buffer."""
         (_, views), chunk = self._fetched.pop(which), self._chunk(which)
         host_views = self._host_views(which, chunk)
         pairs = [(h, v) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.writes]
@@ -162,9 +163,10 @@ class DevicePipeline:
 
 
 def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = None) -> list[Tensor]:
-    """Return one tensor per span of `chunk`: the memory of its values, or the next part of `buffer` (1-D uint8) in its place.
+    """Return one tensor per span of `chunk`: its values in memory, or the next part of `buffer`, 1-D uint8, to copy them to.
 
-    Args: `device`: None: only spans in files use `buffer`; an accelerator: all spans that are not on it; "cpu": all spans.
+    Spans in files always use `buffer`. `device`: None if no other span uses it; an accelerator if each span that is not on that
+    device uses it; the CPU if all spans use it.
     """
     result: list[Tensor] = []
     at = 0
@@ -179,7 +181,8 @@ def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = 
 
 
 def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Read the spans of `chunk` that are in files into `views`, and set states on the host that do not exist yet to zero."""
+    """Read the spans of `chunk` that are in files into `views`, and set those `views` to zero that are on the host and of states
+    that do not exist yet."""
     for i, (span, view) in enumerate(zip(chunk.spans, views, strict=True)):
         if isinstance(span.values, FileRange) and span.reads:
             span.values.file.read(span.values.offset, whole_pages(view, span))
@@ -188,7 +191,7 @@ def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
 
 
 def write(chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Write the changed spans of `chunk` that are in files from `views`."""
+    """Write `views` to the files of `chunk`, except spans that a step does not change."""
     for span, view in zip(chunk.spans, views, strict=True):
         if isinstance(span.values, FileRange) and span.writes:
             span.values.file.write(span.values.offset, whole_pages(view, span))
