@@ -30,8 +30,9 @@ class WeightStream(Observer):
     """An iterable of (name, full tensor) that `stream_weights` returns; it is iterated once.
 
     The engine closes an open stream before this rank begins a forward, a backward or another collective. Closing takes part in
-    the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name -> digest of this
-    rank's shards, 0-d int64, if they are kept. `missing`: the items whose values this rank's consumer has not got.
+    the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name -> digest, 0-d int64,
+    of what this rank has of the tensor, in the dtype that is sent; empty if none are kept. `missing`: names of the items whose
+    values the consumer on this rank has not got.
     """
 
     # The end of the loop closes the stream: `break` and exceptions end the generator of `__iter__`, which runs its `finally`.
@@ -87,12 +88,12 @@ class WeightStream(Observer):
         self.close()
 
     def _begin_next(self) -> None:
-        """Begin to gather the next bucket, unless it is in flight or none is left."""
+        """Begin to gather the next bucket, unless that has begun or no bucket is left."""
         if self._buckets:
             self._buckets[0].begin()
 
     def _check(self) -> None:
-        """Raise `UsageError` if the stream is closed, or if weights were written since it was made."""
+        """Raise `UsageError` if the stream is closed, or if weights were written since it was created."""
         if not self._is_open:
             raise UsageError(
                 "this stream of weights is closed: it was iterated before, or this rank used the sharded model before its end; "
@@ -162,16 +163,14 @@ def stream_weights(
         f"since {'the last stream' if earlier else changed_since}",
     )
     items = items_of(model, engine, dtype, adapters)
-    digests = {} if changed_since is None else {item.name: _digest(item) for item in items}
+    digests: dict[str, Tensor] = {}
+    for item in items if changed_since is not None else ():
+        each = [checksum(part.local()) * (2 * i + 1) for i, part in enumerate(item.parts)]
+        digests[item.name] = torch.stack(each).sum()
     if earlier is not None:
         changed = _changed(digests, earlier)
         items = [item for item in items if item.name in changed]
     return WeightStream(engine, items, Receivers(chosen, rank in chosen), bucket_bytes, digests)
-
-
-def _digest(item: Item) -> Tensor:
-    """Return a digest, 0-d int64, of what this rank has of the tensors that are sent for `item`, in their dtypes."""
-    return torch.stack([checksum(part.local()) * (2 * i + 1) for i, part in enumerate(item.parts)]).sum()
 
 
 def _changed(digests: dict[str, Tensor], earlier: WeightStream) -> set[str]:
