@@ -30,7 +30,7 @@ from accordion.config import Offload, Precision
 from accordion.errors import UsageError, nearest
 from accordion.offload.estimate import estimate_memory
 from accordion.offload.step.pipelines import NUM_BUFFERS
-from accordion.offload.swap_file import SwapFile, aligned_buffer
+from accordion.offload.swap_file import FileRange, SwapFile, aligned_buffer
 from accordion.offload.tiers import Tiers
 from accordion.optimizers.wrap import wrap_optimizer
 from accordion.options import read
@@ -138,7 +138,9 @@ class OffloadLoop:
     def _block(self) -> int:
         """Return the most bytes that are read or written at a time."""
         tiers = self._tiers()
-        return 0 if tiers is None else max((one.block_bytes for one in tiers.states.values()), default=0)
+        blocks = [] if tiers is None else [block for one in tiers.states.values() for block in one.blocks]
+        pairs = [(b, run) for b in blocks for run in b.runs.values() if isinstance(run, FileRange)]
+        return max((min(b.max_numel, b.numel) * run.dtype.itemsize for b, run in pairs), default=0)
 
     def bytes(self) -> dict[str, int]:
         """Return this rank's bytes: resident memory, disk traffic so far, and the estimate made before the run."""

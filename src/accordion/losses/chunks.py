@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ def linear_cross_entropy(
     hooks = [one for one in hooks_of(head) if not (one.engine.suspended or one.unit.module_params.is_shown)]
 
     def compute(hidden: Tensor) -> Tensor:
-        inputs = Inputs(hidden.flatten(0, -2), head.weight, head.bias, labels)
+        inputs = (hidden.flatten(0, -2), head.weight, head.bias, labels)
         return _summed(inputs, loss, "none" if reduction == "none" else "sum")
 
     if head_rows and hooks:
@@ -150,13 +150,8 @@ def _divisor(head: nn.Linear, labels: Tensor, loss: TokenLoss, over_ranks: bool)
     return reduced(count, [context.shard.reduce, context.replicate.reduce]).clamp(min=1.0) * context.scale
 
 
-class Inputs(NamedTuple):
-    """The tensors of which a loss is computed."""
-
-    hidden: Tensor  # (tokens, width)
-    weight: Tensor  # (words, width), of the head
-    bias: Tensor | None  # (words,)
-    labels: Tensor  # (tokens,), int64
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""hidden (tokens, width), weight of the head (words, width), bias (words,), labels (tokens,) int64."""
 
 
 def _summed(inputs: Inputs, loss: TokenLoss, reduction: str) -> Tensor:
@@ -178,21 +173,21 @@ class ChunkedLoss(torch.autograd.Function):
     the backward scales in place. For losses by token ("none") the backward computes the logits again."""
 
     @staticmethod
-    def forward(ctx: Any, loss: TokenLoss, reduction: str, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: TokenLoss, reduction: str, *inputs: Any) -> Tensor:
         ctx.loss, ctx.reduction, ctx.needed = loss, reduction, ctx.needs_input_grad[2:5]
-        tensors = Inputs(*inputs)
+        _, weight, _, labels = inputs
         if reduction == "none":
             ctx.save_for_backward(*inputs)
-            return _pass(tensors, loss, None, ctx.needed)[0]
-        dtype = torch.promote_types(tensors.weight.dtype, torch.float32)
-        ones = torch.ones(tensors.labels.shape, dtype=dtype, device=tensors.labels.device)
-        losses, ctx.grads = _pass(tensors, loss, ones if any(ctx.needed) else None, ctx.needed)
+            return _pass(inputs, loss, None, ctx.needed)[0]
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        ones = torch.ones(labels.shape, dtype=dtype, device=labels.device)
+        losses, ctx.grads = _pass(inputs, loss, ones if any(ctx.needed) else None, ctx.needed)
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.reduction == "none":
-            grads = _pass(Inputs(*ctx.saved_tensors), ctx.loss, grad, ctx.needed)[1]
+            grads = _pass(ctx.saved_tensors, ctx.loss, grad, ctx.needed)[1]
         elif ctx.grads is None:
             raise UsageError(
                 "the backward of linear_cross_entropy ran twice; call the function again for each backward."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,65 +20,34 @@ NUM_STATES = 2  # optimizer states of each trained element, as Adam has
 NUM_STAGING_BUFFERS = 2
 
 
-@dataclass(frozen=True)
 class Shape:
-    """The sizes of the shards of one group on one rank; equal on all ranks, because shards are counted with their padding. A
-    group is the parameters of a unit that are gathered in one dtype."""
+    """Bytes of the shards of one group on one rank; equal on all ranks, because shards are counted with their padding. A group is
+    the parameters of a unit that are gathered in one dtype.
 
-    msg: Message  # layout of the shards
-    dtypes: Sequence[torch.dtype]  # of each shard, as the optimizer steps it
-    trained: Sequence[bool]  # True for parameters that require a gradient
-    gathered: torch.dtype  # dtype in which all shards are gathered
+    Args: `msg`: layout of the shards; `dtypes`: of each shard, as the optimizer steps it; `trained`: True for parameters that
+    require a gradient; `gathered`: dtype in which all shards are gathered.
+    """
 
-    @cached_property
-    def trained_bytes(self) -> int:
-        counted = zip(self.msg.cuts, self.dtypes, self.trained, strict=True)
-        return sum(c.shard_numel * dtype.itemsize for c, dtype, trains in counted if trains)
-
-    @cached_property
-    def shard_bytes(self) -> int:
-        return sum(c.shard_numel * dtype.itemsize for c, dtype in zip(self.msg.cuts, self.dtypes, strict=True))
-
-    @cached_property
-    def laid_out_bytes(self) -> int:
-        """Bytes of one optimizer state if each parameter begins at a page, as a step that goes chunk by chunk needs."""
-        least = min([self.gathered.itemsize, *(dtype.itemsize for dtype in self.dtypes)])
-        counted = zip(self.msg.cuts, self.dtypes, self.trained, strict=True)
-        return sum(
-            page_aligned(c.shard_numel * least) // least * dtype.itemsize for c, dtype, trains in counted if trains
-        )
-
-    @cached_property
-    def _masters(self) -> tuple[Message, list[torch.dtype]] | None:
-        """(layout, dtypes) of the shards that are stepped in another dtype than they are gathered in; None if there are none."""
-        wide = [i for i, dtype in enumerate(self.dtypes) if dtype != self.gathered]
-        return (some_of(self.msg, wide), [self.dtypes[i] for i in wide]) if wide else None
-
-    @cached_property
-    def shard_buffer_bytes(self) -> int:
-        """Bytes of the shards in host memory; those stepped in another dtype have a copy in the gathered dtype too."""
-        rows = allocated_bytes(self.msg, [self.gathered] * len(self.dtypes))
-        return rows + (allocated_bytes(*self._masters) if self._masters else 0)
-
-    @cached_property
-    def slots_bytes(self) -> int:
-        """Bytes of the group's gradients if they are in host memory."""
-        return allocated_bytes(some_of(self.msg, range(len(self.msg.cuts))), self.dtypes)
-
-    @cached_property
-    def landing_bytes(self) -> int:
-        """Bytes of the group's gradients in the landing buffer, through which they are copied, each beginning at a page."""
-        return paged_bytes(self.msg, self.dtypes)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of the shards in the gathered dtype, each beginning at a page."""
-        return paged_bytes(self.msg, [self.gathered] * len(self.dtypes))
-
-    @cached_property
-    def paged_bytes(self) -> int:
-        """Bytes of the shards on disk, in pages: all in the gathered dtype, and those stepped in another dtype once more."""
-        return self.row_bytes + (paged_bytes(*self._masters) if self._masters else 0)
+    def __init__(
+        self, msg: Message, dtypes: Sequence[torch.dtype], trained: Sequence[bool], gathered: torch.dtype
+    ) -> None:
+        self.msg, self.dtypes, self.trained, self.gathered = msg, dtypes, trained, gathered
+        counted = [(c.shard_numel, d.itemsize, trains) for c, d, trains in zip(msg.cuts, dtypes, trained, strict=True)]
+        self.shard_bytes = sum(numel * itemsize for numel, itemsize, _ in counted)
+        self.trained_bytes = sum(numel * itemsize for numel, itemsize, trains in counted if trains)
+        # Of one optimizer state if each parameter begins at a page, as a step that goes chunk by chunk needs.
+        least = min([gathered.itemsize, *(dtype.itemsize for dtype in dtypes)])
+        self.laid_out_bytes = sum(page_aligned(n * least) // least * size for n, size, trains in counted if trains)
+        # Of the shards in host memory. Those that are stepped in another dtype than gathered have a copy in the gathered dtype.
+        rows, wide = [gathered] * len(dtypes), [i for i, dtype in enumerate(dtypes) if dtype != gathered]
+        masters = (some_of(msg, wide), [dtypes[i] for i in wide]) if wide else None
+        self.shard_buffer_bytes = allocated_bytes(msg, rows) + (allocated_bytes(*masters) if masters else 0)
+        # Of the gradients: in host memory; and on disk or in the landing buffer, each from the beginning of a page on.
+        self.slots_bytes = allocated_bytes(some_of(msg, range(len(msg.cuts))), dtypes)
+        self.landing_bytes = paged_bytes(msg, dtypes)
+        # Of the shards from the beginning of a page on: in the gathered dtype, as staged for a gather; and all that is on disk.
+        self.row_bytes = paged_bytes(msg, rows)
+        self.paged_bytes = self.row_bytes + (paged_bytes(*masters) if masters else 0)
 
 
 Shapes = Sequence[Sequence[Shape]]  # by unit and group

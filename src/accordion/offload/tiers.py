@@ -60,7 +60,8 @@ class Tiers:
             assert folder is not None
             check_folder(folder)
         file_bytes = on_disk(offloads, shapes)
-        self._allocators = {folder: FileAllocator(folder, num_bytes) for folder, num_bytes in file_bytes.items()}
+        # Of the files that hold parameters and gradients, by folder.
+        self.allocators = {folder: FileAllocator(folder, num_bytes) for folder, num_bytes in file_bytes.items()}
         _torch.settle_before_unscale()
         needs = host_needs(offloads, shapes)
         self.arena = make_arena(needs.total, context.device)
@@ -72,11 +73,6 @@ class Tiers:
             "offload: parameters and gradients take %d bytes on the host and %d on disk",
             needs.total, sum(file_bytes.values()),
         )  # fmt: skip
-
-    @property
-    def files(self) -> list[FileAllocator]:
-        """The allocators of the files that hold parameters and gradients."""
-        return list(self._allocators.values())
 
     def states_of(self, optimizer: Optimizer) -> States:
         """Return the store of the states that `optimizer` steps chunk by chunk, created at the first call."""
@@ -173,7 +169,7 @@ class Tiers:
 
     def _allocator(self, place: str) -> FileAllocator | None:
         folder: Path | None = folder_of(place)
-        return None if folder is None else self._allocators[folder]
+        return None if folder is None else self.allocators[folder]
 
 
 def activation_offload_of(engine: Engine, unit: int) -> Callable[[Tensor], OffloadedInput] | None:

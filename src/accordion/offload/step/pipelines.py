@@ -83,7 +83,7 @@ class DevicePipeline:
         host_buffers: Sequence[Tensor],
         device_buffers: Sequence[Tensor],
     ) -> None:
-        self._chunks: list[Chunk | None] = list(chunks)
+        self._chunks = dict(enumerate(chunks))  # those that are not stepped yet, by number
         self._pool, self._host_buffers, self._device_buffers = resources.pool(), host_buffers, device_buffers
         self._fetch_stream, self._store_stream = resources.fetch_stream, resources.store_stream
         # Number of the chunk -> (the copy to the device, tensors on the device).
@@ -97,12 +97,12 @@ class DevicePipeline:
         """Call `step(chunk, views)` for each chunk, and wait until all chunks are copied back and written. Can be called once.
         `views`: a tensor on the device for each span of the chunk."""
         try:
-            for which in range(len(self._chunks)):
+            for which in list(self._chunks):
                 self._fetch(which)
                 self._fetch(which + 1)
                 transfer, views = self._fetched[which]
                 transfer.land()
-                step(self._chunk(which), views)
+                step(self._chunks[which], views)
                 self._store(which)
             for transfer in self._stores.values():
                 transfer.synchronize()
@@ -115,11 +115,6 @@ class DevicePipeline:
             wait(self._refills)
             raise
 
-    def _chunk(self, which: int) -> Chunk:
-        chunk = self._chunks[which]
-        assert chunk is not None, "a chunk is stepped once"
-        return chunk
-
     def _host_views(self, which: int, chunk: Chunk) -> list[Tensor]:
         return views_of(chunk, self._host_buffers[which % NUM_BUFFERS] if self._host_buffers else None)
 
@@ -130,16 +125,17 @@ class DevicePipeline:
             after()
         if stepped is not None:
             write(stepped, self._host_views(which, stepped))
-        chunk = self._chunks[which] if which < len(self._chunks) else None
+        chunk = self._chunks.get(which)
         if chunk is not None:
             read(chunk, self._host_views(which, chunk))
 
     def _fetch(self, which: int) -> None:
-        """Start copying chunk number `which` to the device, once it is read, unless that was started already."""
-        if which >= len(self._chunks) or which in self._fetched:
+        """Start copying chunk number `which` to the device, once it is read. Do nothing if that was started already, or if there
+        is no such chunk."""
+        if which not in self._chunks or which in self._fetched:
             return
         self._refills[which % NUM_BUFFERS].result()
-        chunk, slot = self._chunk(which), which % NUM_DEVICE_BUFFERS
+        chunk, slot = self._chunks[which], which % NUM_DEVICE_BUFFERS
         if slot in self._stores:
             self._stores.pop(slot).join(self._fetch_stream)
         buffer = self._device_buffers[slot]
@@ -151,14 +147,13 @@ class DevicePipeline:
     def _store(self, which: int) -> None:
         """Start copying chunk number `which`, which was stepped, to the host. A thread then writes it to its files, and reads the
         next chunk that uses the same host buffer."""
-        (_, views), chunk = self._fetched.pop(which), self._chunk(which)
+        (_, views), chunk = self._fetched.pop(which), self._chunks.pop(which)
         host_views = self._host_views(which, chunk)
         pairs = [(h, v) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.writes]
         transfer = self._store_stream.copy(partial(_copy, pairs), [], "copies chunks of a step to the host")
         if self._store_stream.late:
             transfer.synchronize()
         self._stores[which % NUM_DEVICE_BUFFERS] = transfer
-        self._chunks[which] = None  # which also frees the gradients
         self._refills[which % NUM_BUFFERS] = self._pool.submit(self._refill, chunk, transfer.block, which + NUM_BUFFERS)
 
 

@@ -41,7 +41,7 @@ class States:
     def __init__(self, resources: Resources) -> None:
         self._resources, self._device = resources, resources.device
         self._places: dict[int, StatePlace] = {}  # by id of the parameter, which the place keeps alive
-        self._blocks: list[StateBlock] = []
+        self.blocks: list[StateBlock] = []
         self._arenas: list[Arena] = []  # which keep memory of states pinned
         self.files: list[SwapFile] = []
         self._buffers: list[Tensor] = []
@@ -55,12 +55,6 @@ class States:
     @property
     def buffer_bytes(self) -> int:
         return sum(buffer.numel() for buffer in self._buffers)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the largest single read or write of states in a file."""
-        pairs = [(b, run) for b in self._blocks for run in b.runs.values() if isinstance(run, FileRange)]
-        return max((min(b.max_numel, b.numel) * run.dtype.itemsize for b, run in pairs), default=0)
 
     def cover(self, wanted: Sequence[Wanted], optimizer_copy: OptimizerCopy) -> None:
         """Allocate the states of the parameters `wanted` that have none yet; `optimizer_copy` steps a small tensor to find
@@ -108,7 +102,7 @@ class States:
 
     def _add(self, block: StateBlock, members: Sequence[Wanted]) -> None:
         """Add `block`, with memory for the states of `members` in their order."""
-        self._blocks.append(block)
+        self.blocks.append(block)
         start = 0
         for w in members:
             shown = {}
@@ -121,10 +115,8 @@ class States:
 
     def _size_buffers(self) -> None:
         # Chunks stepped on the host are limited by the number of buffers, also if nothing of them is in a file.
-        largest = max(
-            b.buffer_bytes(on_device=False) or (0 if b.steps_on_device else ALIGN_BYTES) for b in self._blocks
-        )
-        over = max((b.buffer_bytes(on_device=True) for b in self._blocks if b.steps_on_device), default=0)
+        largest = max(b.buffer_bytes(on_device=False) or (0 if b.steps_on_device else ALIGN_BYTES) for b in self.blocks)
+        over = max((b.buffer_bytes(on_device=True) for b in self.blocks if b.steps_on_device), default=0)
         if largest and (not self._buffers or self._buffers[0].numel() < largest):
             if over and self._device.type != "cpu":
                 self._pinned = self._resources.make_arena(NUM_BUFFERS * largest, self._device)
