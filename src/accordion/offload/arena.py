@@ -20,7 +20,6 @@ SETTLE_S = 2.0  # how long freeing pinned memory waits for copies under way
 
 
 def page_aligned(num_bytes: int) -> int:
-    """Return `num_bytes` rounded up to whole pages."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 

@@ -84,10 +84,8 @@ class SwapFile:
         self._map.flush()
 
     def settle(self, offset: int, num_bytes: int) -> None:
-        """Write changes of a range of whole pages that were made through `mapped` to the file.
-
-        Does nothing if no page of the range is in the page cache, because then no page was changed since its last direct write.
-        """
+        """Write changes that were made through `mapped` in `num_bytes` from byte `offset` on, whole pages, to the file. Do nothing
+        if no page of them is in the page cache, because then no page was changed since its last direct write."""
         # Tensor versions cannot replace this check: foreach operators on DTensors do not increment them.
         present = torch.empty(num_bytes // ALIGN_BYTES, dtype=torch.uint8, device="cpu")
         start = ctypes.c_void_p(self._bytes.data_ptr() + offset)
@@ -184,7 +182,8 @@ def in_chunks(call: Callable[[int, Tensor], None], offset: int, memory: Tensor) 
 
 
 class DiskCalls:
-    """Runs `calls`, reads or writes of a file, on threads of `pool` after `after` has returned; one thread waits for that."""
+    """Runs `calls`, reads or writes of a file, on threads of `pool`, beginning now. Another thread of `pool` first calls `after`,
+    and starts them when it has returned."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], after: Callable[[], None] = lambda: None
@@ -276,5 +275,4 @@ def aligned_buffer(num_bytes: int) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a 1-D uint8 tensor as a buffer for system calls."""
     return tensor.numpy().data

@@ -60,8 +60,10 @@ class Tiers:
             assert folder is not None
             check_folder(folder)
         file_bytes = on_disk(offloads, shapes)
-        # Of the files that hold parameters and gradients, by folder.
-        self.allocators = {folder: FileAllocator(folder, num_bytes) for folder, num_bytes in file_bytes.items()}
+        # Of the files that hold parameters and gradients, by folder; `get(None)` is None.
+        self.allocators: dict[Path | None, FileAllocator] = {
+            folder: FileAllocator(folder, num_bytes) for folder, num_bytes in file_bytes.items()
+        }
         _torch.settle_before_unscale()
         needs = host_needs(offloads, shapes)
         self.arena = make_arena(needs.total, context.device)
@@ -144,10 +146,10 @@ class Tiers:
         memory = GroupMemory(
             allocate=self.arena.take,
             landing=self._landing[start:stop],
-            grads=self._allocator(offload.rest_of_grads),
+            grads=self.allocators.get(folder_of(offload.rest_of_grads)),
             resources=self._resources(),
         )
-        allocator, staging_buffer = self._allocator(offload.params), self._staging_buffer_of(unit)
+        allocator, staging_buffer = self.allocators.get(folder_of(offload.params)), self._staging_buffer_of(unit)
         if allocator is None or staging_buffer is None:
             return HostShards(msg, rank, dtypes, gathered, memory, keeps=offload.params == DEVICE)
         start = self._staging_used.get(unit, 0)
@@ -166,10 +168,6 @@ class Tiers:
             pool=lambda: self.pool,
             make_arena=self._make_arena,
         )
-
-    def _allocator(self, place: str) -> FileAllocator | None:
-        folder: Path | None = folder_of(place)
-        return None if folder is None else self.allocators[folder]
 
 
 def activation_offload_of(engine: Engine, unit: int) -> Callable[[Tensor], OffloadedInput] | None:

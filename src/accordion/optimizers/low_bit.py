@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -123,10 +122,13 @@ class TorchaoStates(LowBitStates):
         # as many random numbers as this rank has rows.
         orders = [(group["params"], list(group["params"])) for group in self.param_groups]
         num_steps = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
+        device = orders[0][1][0].device
+        is_cpu, module = device.type == "cpu", torch.get_device_module(device)
         try:
             for params, _ in orders:
                 params.sort(key=lambda p: p in self._whole and self._whole[p].is_sharded)
-            with _seeded(num_steps, orders[0][1][0].device):
+            with torch.random.fork_rng([] if is_cpu else [module.current_device()], device_type=device.type):
+                (torch.default_generator if is_cpu else module).manual_seed(num_steps)
                 return super().step(closure)
         finally:
             for params, order in orders:
@@ -148,8 +150,8 @@ class TorchaoStates(LowBitStates):
         return {key: self._parts(p, v, key) if isinstance(v, DTensor) else v for key, v in entry.items()}
 
     def _parts(self, p: DTensor, state: DTensor, key: str) -> Any:
-        """Return {name: DTensor of codes, scales or table; "signed": bool} of `state`, a low-bit state of `p` named `key`. A `state`
-        that is not low-bit is returned as it is."""
+        """Return {name: DTensor of codes, scales or table; "signed": bool} of `state`, a low-bit state of `p` named `key`.
+        A `state` that is not low-bit is returned as it is."""
         local: Any = _torch.local_of(state)
         if local.numel() and not hasattr(local, "__tensor_flatten__"):
             return state
@@ -166,8 +168,8 @@ class TorchaoStates(LowBitStates):
         return {key: self._joined(p, v) if isinstance(v, dict) and "scale" in v else v for key, v in entry.items()}
 
     def _joined(self, p: DTensor, parts: Mapping[str, Any]) -> DTensor:
-        """Return the low-bit state of `p` that `parts`, a result of `_parts`, describe. The state shares the memory of those parts
-        that are on the device of `p`. Raises `UsageError` if `parts` have another block size than this optimizer."""
+        """Return the low-bit state of `p` that `parts`, a result of `_parts`, describe. The state shares the memory of parts on
+        the device of `p`. Raises `UsageError` if `parts` have another block size than this optimizer."""
         block, local = p.numel() // parts["scale"].numel(), _torch.local_of(p)
         if block != self.block_size:
             raise UsageError(
@@ -320,12 +322,3 @@ def _changed(
 def _each(entry: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
     """Return a copy of `entry` with `change(key, value)` in place of each value, also in nested dicts (of bitsandbytes)."""
     return {key: _each(v, change) if isinstance(v, dict) else change(key, v) for key, v in entry.items()}
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Context manager in which random numbers on `device` begin with `seed`; those of the caller continue afterwards."""
-    is_cpu, module = device.type == "cpu", torch.get_device_module(device)
-    with torch.random.fork_rng([] if is_cpu else [module.current_device()], device_type=device.type):
-        (torch.default_generator if is_cpu else module).manual_seed(seed)
-        yield

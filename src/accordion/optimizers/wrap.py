@@ -112,19 +112,18 @@ class LocalStep(Optimizer):
             if name != "state":
                 vars(self)[name] = exchange(value, swap)
 
-    def _wait(self) -> None:
-        """Let the host wait for running steps of offloaded parameters, which worker threads execute."""
+    def _wait_for_steps(self) -> None:
         for engine in engines_of(self):
             engine.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if not set_to_none:  # this writes to gradients that the step reads
-            self._wait()
+        if not set_to_none:  # this writes to gradients that a step of offloaded parameters reads on another thread
+            self._wait_for_steps()
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for running steps; return the state dict of this rank's rows."""
-        self._wait()
+        self._wait_for_steps()
         expose(self)
         return super().state_dict()
 
@@ -132,13 +131,13 @@ class LocalStep(Optimizer):
         """Wait for running steps, and load a state dict of this rank's rows. Collective. Raises `UsageError` on all ranks if one
         of them got the rows of another rank."""
         refuse_other_rows(self, state_dict)
-        self._wait()
+        self._wait_for_steps()
         super().load_state_dict(state_dict)
         prepare(self, self._kind)
         expose(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._wait()
+        self._wait_for_steps()
         super().add_param_group(param_group)
 
 

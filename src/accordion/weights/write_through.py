@@ -57,7 +57,8 @@ class Full:
 
 class Fulls(_torch.DispatchMode):
     """Dispatch mode that gives memory to the full tensors that an operator uses, filled from the shards if the operator reads
-    them. Full tensors of earlier operators are written to the shards and freed. `replace` registers full tensors."""
+    them, which is collective. Full tensors of earlier operators are first written to the shards and freed. `replace` registers
+    full tensors."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
