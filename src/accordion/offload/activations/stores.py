@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -87,7 +88,8 @@ class DiskActivationStore:
     def __init__(self, folder: Path, resources: Resources) -> None:
         self.resources, self.file = resources, SwapFile(folder, 0)
         self._free: list[tuple[int, int]] = []  # (start, stop) in bytes of free ranges, sorted, adjacent ones joined
-        self._released: deque[tuple[int, int, list[DiskCalls]]] = deque()  # free when their reads and writes have ended
+        # Ranges to which slots add on any thread; each is free when its reads and writes have ended.
+        self.released: deque[tuple[int, int, list[DiskCalls]]] = deque()
         self._stages = [Stage() for _ in range(NUM_STAGES)]  # the least recently used first
 
     @property
@@ -117,42 +119,34 @@ class DiskActivationStore:
         return DiskSlot(self, start, num_bytes)
 
     def _collect(self) -> None:
-        while self._released:
-            start, stop, moves = self._released.popleft()
+        while self.released:
+            start, stop, moves = self.released.popleft()
             for move in moves:
                 move.settle()
             self._free.append((start, stop))
         self._free = joined(self._free)
-
-    def give(self, start: int, stop: int, moves: list[DiskCalls]) -> None:
-        """Free the bytes [start, stop) of the file once `moves`, its reads and writes, have ended; callable on any thread."""
-        self._released.append((start, stop, moves))
 
     def stage(self, num_bytes: int) -> Stage:
         """Return the least recently used stage, with a buffer of at least `num_bytes`, which is replaced if it is smaller. First
         waits for the last use of that stage, and raises the error of that use."""
         self._stages.append(self._stages.pop(0))
         stage = self._stages[-1]
-        stage.clear()
+        stage.content = None
+        while stage.uses:  # an error is raised once
+            stage.uses.pop(0)()
         if stage.buffer is None or stage.buffer.num_bytes < num_bytes:
             stage.buffer = None  # free the smaller one before allocating
             stage.buffer = self.resources.make_arena(num_bytes, self.resources.device)
         return stage
 
 
+@dataclass(eq=False, slots=True)
 class Stage:
     """A buffer of host memory through which inputs are copied between the device and the file, one at a time."""
 
-    def __init__(self) -> None:
-        self.buffer: Arena | None = None
-        self.content: object = None  # the `DiskSlot` whose input is in the buffer
-        self.uses: list[Callable[[], None]] = []  # each waits for one use of the buffer
-
-    def clear(self) -> None:
-        """Forget the content and wait for all uses of the buffer. Raise the error of a failed use, once."""
-        self.content = None
-        while self.uses:
-            self.uses.pop(0)()
+    buffer: Arena | None = None
+    content: DiskSlot | None = None  # whose input is in the buffer
+    uses: list[Callable[[], None]] = field(default_factory=list)  # each waits for one use of the buffer
 
     def memory(self, num_bytes: int) -> Tensor:
         assert self.buffer is not None, "stage() has allocated it"
@@ -220,7 +214,7 @@ class DiskSlot:
             self._end(self._fetch.land)  # the next use of the stage waits for the copy
         if self._reads is not None:
             moves.append(self._reads)
-        self.activation_store.give(self.start, self.start + self.num_bytes, moves)
+        self.activation_store.released.append((self.start, self.start + self.num_bytes, moves))
 
 
 def joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -86,11 +86,6 @@ class Span:
     reads: bool  # the step needs the values
     writes: bool  # the step changes the values
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in a buffer and in a file, in whole pages."""
-        return page_aligned(self.values.nbytes)
-
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.streams import Transfer
+from accordion.offload.arena import page_aligned
 from accordion.offload.host_shards import Resources
-from accordion.offload.step.chunks import Chunk, Span
+from accordion.offload.step.chunks import Chunk
 from accordion.offload.swap_file import FileRange
 
 NUM_BUFFERS = 4  # host buffers: the chunk in one is stepped, those in the others are read or written
@@ -170,7 +171,7 @@ def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = 
         if isinstance(values, FileRange) or (device is not None and (values.device != device or device.type == "cpu")):
             assert buffer is not None, "there are buffers if a span needs one"
             values = buffer[at : at + values.nbytes].view(values.dtype)
-            at += span.num_bytes
+            at += page_aligned(values.nbytes)
         result.append(values)
     return result
 
@@ -180,7 +181,7 @@ def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
     that do not exist yet."""
     for i, (span, view) in enumerate(zip(chunk.spans, views, strict=True)):
         if isinstance(span.values, FileRange) and span.reads:
-            span.values.file.read(span.values.offset, whole_pages(view, span))
+            span.values.file.read(span.values.offset, whole_pages(view))
         elif not span.reads and i < len(chunk.block.runs) and view.device.type == "cpu":
             view.zero_()  # a new state; on a device, this thread's stream would not be ordered after the others
 
@@ -189,7 +190,7 @@ def write(chunk: Chunk, views: Sequence[Tensor]) -> None:
     """Write `views` to the files of `chunk`, except spans that a step does not change."""
     for span, view in zip(chunk.spans, views, strict=True):
         if isinstance(span.values, FileRange) and span.writes:
-            span.values.file.write(span.values.offset, whole_pages(view, span))
+            span.values.file.write(span.values.offset, whole_pages(view))
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -198,9 +199,8 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         _torch.foreach_copy_(list(to), list(source), non_blocking=True)
 
 
-def whole_pages(view: Tensor, span: Span) -> Tensor:
+def whole_pages(view: Tensor) -> Tensor:
     """Return the memory of `view`, a part of a buffer, up to the end of its last page, as a 1-D uint8 tensor."""
     storage: Any = view.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
-        storage, view.storage_offset() * view.itemsize, (span.num_bytes,), (1,)
-    )
+    offset, size = view.storage_offset() * view.itemsize, (page_aligned(view.nbytes),)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, offset, size, (1,))
