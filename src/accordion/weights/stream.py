@@ -163,14 +163,16 @@ def stream_weights(
         f"since {'the last stream' if earlier else changed_since}",
     )
     items = items_of(model, engine, dtype, adapters)
-    digests: dict[str, Tensor] = {}
-    for item in items if changed_since is not None else ():
-        each = [checksum(part.local()) * (2 * i + 1) for i, part in enumerate(item.parts)]
-        digests[item.name] = torch.stack(each).sum()
+    digests = {} if changed_since is None else {item.name: _digest(item) for item in items}
     if earlier is not None:
         changed = _changed(digests, earlier)
         items = [item for item in items if item.name in changed]
     return WeightStream(engine, items, Receivers(chosen, rank in chosen), bucket_bytes, digests)
+
+
+def _digest(item: Item) -> Tensor:
+    """Return a digest, 0-d int64, of what this rank has of the tensors that are sent for `item`, in their dtypes."""
+    return torch.stack([checksum(part.local()) * (2 * i + 1) for i, part in enumerate(item.parts)]).sum()
 
 
 def _changed(digests: dict[str, Tensor], earlier: WeightStream) -> set[str]:
