@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accordion._torch import local_or_same
 from accordion.bench import command
 from accordion.bench.contenders import ENVIRON, Loop, Setting, blocks_of, deepspeed, fsdp2, mesh_of, optimizer_of
 from accordion.bench.model import batch_of, shape_of
@@ -28,9 +29,8 @@ from accordion.cli import main
 from accordion.config import Offload, Precision
 from accordion.errors import UsageError, nearest
 from accordion.offload.estimate import estimate_memory
-from accordion.offload.step.optimizer_copy import local_of
 from accordion.offload.step.pipelines import NUM_BUFFERS
-from accordion.offload.swap_file import SwapFile, aligned_buffer
+from accordion.offload.swap_file import FileRange, SwapFile, aligned_buffer
 from accordion.offload.tiers import Tiers
 from accordion.optimizers.wrap import wrap_optimizer
 from accordion.options import read
@@ -138,7 +138,9 @@ class OffloadLoop:
     def _block(self) -> int:
         """Return the most bytes that are read or written at a time."""
         tiers = self._tiers()
-        return 0 if tiers is None else max((one.block_bytes for one in tiers.states.values()), default=0)
+        blocks = [] if tiers is None else [block for one in tiers.states.values() for block in one.blocks]
+        pairs = [(b, run) for b in blocks for run in b.runs.values() if isinstance(run, FileRange)]
+        return max((min(b.max_numel, b.numel) * run.dtype.itemsize for b, run in pairs), default=0)
 
     def bytes(self) -> dict[str, int]:
         """Return this rank's bytes: resident memory, disk traffic so far, and the estimate made before the run."""
@@ -167,7 +169,7 @@ class OffloadLoop:
 def _rows_of(param: nn.Parameter) -> int:
     """Return the number of elements of a parameter that this rank keeps."""
     whole: int | None = getattr(param, "ds_numel", None)  # DeepSpeed's parameters have no elements between uses
-    return local_of(param).numel() if whole is None else -(-whole // dist.get_world_size())
+    return local_or_same(param).numel() if whole is None else -(-whole // dist.get_world_size())
 
 
 def _fsdp2_host(model: nn.Module, seat: Seat, bf16: bool) -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import accordion as acc
 from accordion.engine.communicator import Communicator, reduced
-from accordion.losses.chunks import Inputs, _pass
+from accordion.losses.chunks import _pass
 from accordion.losses.token_loss import TokenLoss
 from tests import devices
 from tests.support.ranked import on_world, under_strategies
@@ -66,7 +66,7 @@ def test_own_chunks_equal_torchs_function() -> None:
     """The installed torch computes a plain loss; versions before 2.13 have no such function and take our chunks."""
     hidden, labels = batch()
     weight, loss = torch.randn(WORDS, FEATURES), TokenLoss(-100, 0.0, 0.0, None, 4)
-    losses, grads = _pass(Inputs(hidden, weight, None, labels), loss, torch.ones(TOKENS), (True, True, False))
+    losses, grads = _pass((hidden, weight, None, labels), loss, torch.ones(TOKENS), (True, True, False))
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     F.cross_entropy(F.linear(*leaves), labels, reduction="sum").backward()
     torch.testing.assert_close(losses, F.cross_entropy(F.linear(hidden, weight), labels, reduction="none"))

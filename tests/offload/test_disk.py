@@ -76,7 +76,7 @@ def test_each_step_reads_and_writes_everything_on_disk_once(mesh, tmp_path: Path
     )
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
     tiers = engine_in(model).context.shard_buffers
-    (allocator,) = tiers.files
+    (allocator,) = tiers.allocators.values()
     numel = sum(local_of(p).numel() for p in model.parameters())
     before = dict(allocator.file.traffic)
     for step in range(4):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from accordion import _torch
 from accordion.engine.communicator import reduced
 from accordion.engine.hooks import Hooks, hooks_of
 from accordion.errors import UsageError
-from accordion.losses.head_rows import row_losses
+from accordion.losses.head_rows import chunks, row_losses
 from accordion.losses.token_loss import TokenLoss, product_dtype
 
 Reduction = Literal["mean", "sum", "none"]
@@ -69,7 +69,7 @@ def linear_cross_entropy(
     hooks = [one for one in hooks_of(head) if not (one.engine.suspended or one.unit.module_params.is_shown)]
 
     def compute(hidden: Tensor) -> Tensor:
-        inputs = Inputs(hidden.flatten(0, -2), head.weight, head.bias, labels)
+        inputs = (hidden.flatten(0, -2), head.weight, head.bias, labels)
         return _summed(inputs, loss, "none" if reduction == "none" else "sum")
 
     if head_rows and hooks:
@@ -113,7 +113,7 @@ def head_returns_loss(head: nn.Linear, labels: Tensor, **options: Any) -> Iterat
 
 
 def _inside(hooks: Hooks, call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function that gathers the unit of `hooks` and then runs `call`."""
+    """Return a function of `hidden` that runs `call(hidden)` inside the unit of `hooks`, which is gathered for that."""
     return lambda hidden: hooks.enter(hooks.attached_modules()[0], call, (hidden,), {})
 
 
@@ -147,17 +147,11 @@ def _divisor(head: nn.Linear, labels: Tensor, loss: TokenLoss, over_ranks: bool)
     if not over_ranks or not contexts:
         return count.clamp(min=1.0)
     context = contexts[0]
-    axes = [axis.reduce for axis in (context.shard, context.replicate)]
-    return reduced(count, axes).clamp(min=1.0) * context.scale
+    return reduced(count, [context.shard.reduce, context.replicate.reduce]).clamp(min=1.0) * context.scale
 
 
-class Inputs(NamedTuple):
-    """The tensors of which a loss is computed."""
-
-    hidden: Tensor  # (tokens, width)
-    weight: Tensor  # (words, width), of the head
-    bias: Tensor | None  # (words,)
-    labels: Tensor  # (tokens,), int64
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""hidden (tokens, width), weight of the head (words, width), bias (words,), labels (tokens,) int64."""
 
 
 def _summed(inputs: Inputs, loss: TokenLoss, reduction: str) -> Tensor:
@@ -167,42 +161,33 @@ def _summed(inputs: Inputs, loss: TokenLoss, reduction: str) -> Tensor:
     is_exact = hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64)
     if loss.is_plain and is_exact and hasattr(F, "linear_cross_entropy"):
         rows = min(loss.num_rows(weight.shape[0]), max(1, len(labels)))
-        return F.linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            linear_bias=bias,
-            reduction=reduction,
-            ignore_index=loss.ignore_index,
-            options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows),
-        )
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
+        arguments: dict[str, Any] = {"reduction": reduction, "ignore_index": loss.ignore_index, "options": options}
+        return F.linear_cross_entropy(hidden, weight, labels, linear_bias=bias, **arguments)
     losses: Tensor = ChunkedLoss.apply(loss, reduction, *inputs)  # type: ignore[no-untyped-call]
     return losses
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The losses of tokens, computed chunk by chunk.
-
-    For a sum the forward computes the gradients too, which the backward scales in place; for losses by token the backward
-    computes the logits again.
-    """
+    """Autograd function of the losses of tokens, computed chunk by chunk. For a sum the forward computes the gradients too, which
+    the backward scales in place. For losses by token ("none") the backward computes the logits again."""
 
     @staticmethod
-    def forward(ctx: Any, loss: TokenLoss, reduction: str, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: TokenLoss, reduction: str, *inputs: Any) -> Tensor:
         ctx.loss, ctx.reduction, ctx.needed = loss, reduction, ctx.needs_input_grad[2:5]
-        tensors = Inputs(*inputs)
+        _, weight, _, labels = inputs
         if reduction == "none":
             ctx.save_for_backward(*inputs)
-            return _pass(tensors, loss, None, ctx.needed)[0]
-        dtype = torch.promote_types(tensors.weight.dtype, torch.float32)
-        ones = torch.ones(tensors.labels.shape, dtype=dtype, device=tensors.labels.device)
-        losses, ctx.grads = _pass(tensors, loss, ones if any(ctx.needed) else None, ctx.needed)
+            return _pass(inputs, loss, None, ctx.needed)[0]
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        ones = torch.ones(labels.shape, dtype=dtype, device=labels.device)
+        losses, ctx.grads = _pass(inputs, loss, ones if any(ctx.needed) else None, ctx.needed)
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if ctx.reduction == "none":
-            grads = _pass(Inputs(*ctx.saved_tensors), ctx.loss, grad, ctx.needed)[1]
+            grads = _pass(ctx.saved_tensors, ctx.loss, grad, ctx.needed)[1]
         elif ctx.grads is None:
             raise UsageError(
                 "the backward of linear_cross_entropy ran twice; call the function again for each backward."
@@ -221,9 +206,7 @@ def _pass(
     A gradient is None if its entry of `needed` is False; all are None if `weights` is.
     """
     hidden, weight, bias, labels = inputs
-    rows = loss.num_rows(weight.shape[0])
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    dtype = product_dtype(weight)
+    wide, dtype = torch.promote_types(weight.dtype, torch.float32), product_dtype(weight)
     grads = [
         torch.zeros_like(t, dtype=dtype) if t is not None and need and weights is not None else None
         for t, need in zip((hidden, weight, bias), needed, strict=True)
@@ -231,8 +214,7 @@ def _pass(
     weight_in_product = weight.to(dtype)
     losses = torch.empty(labels.shape, dtype=wide, device=labels.device)
     targets = loss.targets(labels)
-    for start in range(0, len(labels), rows):
-        chunk = slice(start, start + rows)
+    for chunk in chunks(loss, labels, weight):
         logits = loss.capped_(F.linear(hidden[chunk], weight, bias).to(wide))
         log_sum, aims = torch.logsumexp(logits, 1), targets.of(chunk)
         own = logits.gather(1, aims.columns[:, None])[:, 0]

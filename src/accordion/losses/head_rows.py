@@ -47,7 +47,8 @@ def row_losses(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss,
 
 
 def targets_in(part: Slice, labels: Tensor, ignore_index: int) -> Targets:
-    """Return the targets of `labels` (tokens,) among the words of the slice `part`, in the order in which it is gathered."""
+    """Return the targets of `labels` (tokens,) among the words of the slice `part`; a column is a position in the gathered rows
+    of that slice."""
     counts = labels != ignore_index
     words = labels.where(counts, 0)
     rows = words % part.cut.chunk - part.start
@@ -56,10 +57,8 @@ def targets_in(part: Slice, labels: Tensor, ignore_index: int) -> Targets:
 
 
 class RowLosses(torch.autograd.Function):
-    """The loss of each token, of which the forward keeps the logarithm of the sum of exponentials.
-
-    `params`: the sharded parameters of the head that are trained.
-    """
+    """Autograd function of the loss of each token. Forward and backward gather `slices` of the head's rows one after the other.
+    `params`: the sharded parameters of the head that are trained."""
 
     @staticmethod
     def forward(
@@ -80,10 +79,8 @@ class RowLosses(torch.autograd.Function):
             del rows
         ctx.loss, ctx.slices, ctx.call = loss, slices, call
         ctx.save_for_backward(labels, hidden, log_sum)
-        num_words = slices.slices[0].cut.rows
-        return loss.losses(
-            log_sum, own, total / num_words if loss.label_smoothing else None, labels != loss.ignore_index
-        )
+        mean = total / slices.slices[0].cut.rows if loss.label_smoothing else None
+        return loss.losses(log_sum, own, mean, labels != loss.ignore_index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -116,7 +113,8 @@ class RowLosses(torch.autograd.Function):
 
 
 def chunks(loss: TokenLoss, labels: Tensor, weight: Tensor) -> list[slice]:
-    """Return slices that split the tokens of `labels` into chunks, sized for logits of as many words as `weight` has rows."""
+    """Return slices of the tokens of `labels`, one for each chunk. `weight`: its rows are the words of the logits, whose number
+    limits the tokens of a chunk (`TokenLoss.num_rows`)."""
     step = loss.num_rows(max(1, weight.shape[0]))
     return [slice(start, start + step) for start in range(0, len(labels), step)]
 

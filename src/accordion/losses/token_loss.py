@@ -35,8 +35,8 @@ class TokenLoss:
     chunk_tokens: int | None
 
     def num_rows(self, num_words: int) -> int:
-        """Return the number of tokens of a chunk: `chunk_tokens`, or as many as have `CHUNK_BYTES` of logits of `num_words`
-        words."""
+        """Return the number of tokens of a chunk: `chunk_tokens` if that is set, or as many as have `CHUNK_BYTES` of float32
+        logits of `num_words` words."""
         return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
 
     @property
@@ -45,11 +45,12 @@ class TokenLoss:
         return not self.label_smoothing and not self.z_loss and self.soft_cap is None
 
     def targets(self, labels: Tensor) -> Targets:
-        """Return the targets of `labels` (tokens,) among all words."""
+        """Return the targets of `labels` (tokens,) among all words of the vocabulary."""
         counts = labels != self.ignore_index
         return Targets(labels.where(counts, 0), counts, counts)
 
     def capped_(self, logits: Tensor) -> Tensor:
+        """Return `logits`, soft-capped in place if there is a `soft_cap`."""
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def losses(self, log_sum: Tensor, own: Tensor, mean: Tensor | None, counts: Tensor) -> Tensor:

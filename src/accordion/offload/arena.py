@@ -20,7 +20,6 @@ SETTLE_S = 2.0  # how long freeing pinned memory waits for copies under way
 
 
 def page_aligned(num_bytes: int) -> int:
-    """Return `num_bytes` rounded up to whole pages."""
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -51,13 +50,14 @@ class Arena:
         start = -whole.data_ptr() % ALIGN_BYTES
         self.memory, self._used = whole[start : start + num_bytes], 0
         if device.type != "cpu" and num_bytes:
-            driver = getattr(torch.get_device_module(device), "cudart", None)
-            if driver is not None:  # copies to an accelerator without cudart are correct, and slower
-                settle = partial(torch.get_device_module(device).synchronize, device)
-                pin(self, self.memory, driver(), settle, lambda: torch.zeros(1, device=device))
+            module = torch.get_device_module(device)
+            if hasattr(module, "cudart"):  # copies to an accelerator without cudart are correct, and slower
+                settle = partial(module.synchronize, device)
+                pin(self, self.memory, module.cudart(), settle, lambda: torch.zeros(1, device=device))
 
     def take(self, numel: int, dtype: torch.dtype, *, zeros: bool = True) -> Tensor:
-        """Return a new (numel,) tensor of the arena; without `zeros` uninitialised, and not resident before its first use."""
+        """Return a new (numel,) tensor in the arena's memory; without `zeros` uninitialised, and not resident before its first
+        use. The caller takes no more than `num_bytes` in all, each tensor rounded up to whole pages."""
         start, num_bytes = self._used, numel * dtype.itemsize
         self._used += page_aligned(num_bytes)
         assert self._used <= self.num_bytes, "the arena is sized for all that is taken from it"
@@ -72,7 +72,8 @@ ArenaMaker = Callable[[int, torch.device], Arena]
 def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None], launch: Callable[[], object]) -> None:
     """Pin `memory`, 1-D uint8, until `owner` is garbage-collected. Raise `UsageError` if the driver refuses.
 
-    `runtime`: `torch.cuda.cudart()`; `settle`: waits until no copy is under way; `launch`: launches any kernel.
+    `runtime`: `torch.cuda.cudart()`; `settle`: waits until no copy is under way, called on a thread before the memory is
+    unpinned; `launch`: launches any kernel.
     """
     result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:

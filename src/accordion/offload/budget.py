@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from accordion.config import DEVICE, HOST, Offload, folder_of
 from accordion.engine.layout import Message
 from accordion.errors import UsageError
-from accordion.offload.arena import ALIGN_BYTES
+from accordion.offload.arena import ALIGN_BYTES, page_aligned
 from accordion.offload.host_shards import allocated_bytes, paged_bytes, some_of
 
 NUM_STATES = 2  # optimizer states of each trained element, as Adam has
@@ -20,67 +20,34 @@ NUM_STATES = 2  # optimizer states of each trained element, as Adam has
 NUM_STAGING_BUFFERS = 2
 
 
-@dataclass(frozen=True)
 class Shape:
-    """The sizes of one group's shards on one rank; equal on all ranks, because shards are counted with their padding. A group:
-    the parameters of a unit that are gathered in one dtype."""
+    """Bytes of the shards of one group on one rank; equal on all ranks, because shards are counted with their padding. A group is
+    the parameters of a unit that are gathered in one dtype.
 
-    msg: Message  # layout of the shards
-    dtypes: Sequence[torch.dtype]  # of each shard, as the optimizer steps it
-    trained: Sequence[bool]  # True for parameters that require a gradient
-    gathered: torch.dtype  # dtype in which all shards are gathered
+    Args: `msg`: layout of the shards; `dtypes`: of each shard, as the optimizer steps it; `trained`: True for parameters that
+    require a gradient; `gathered`: dtype in which all shards are gathered.
+    """
 
-    @cached_property
-    def trained_bytes(self) -> int:
-        counted = zip(self.msg.cuts, self.dtypes, self.trained, strict=True)
-        return sum(c.shard_numel * dtype.itemsize for c, dtype, trains in counted if trains)
-
-    @cached_property
-    def shard_bytes(self) -> int:
-        return sum(c.shard_numel * dtype.itemsize for c, dtype in zip(self.msg.cuts, self.dtypes, strict=True))
-
-    @cached_property
-    def laid_out_bytes(self) -> int:
-        """Bytes of one optimizer state if each parameter begins at a page, as a step that goes chunk by chunk needs."""
-        itemsize = min([self.gathered.itemsize, *(dtype.itemsize for dtype in self.dtypes)])
-        step, counted = ALIGN_BYTES // itemsize, zip(self.msg.cuts, self.dtypes, self.trained, strict=True)
-        return sum(-(-c.shard_numel // step) * step * dtype.itemsize for c, dtype, trains in counted if trains)
-
-    def state_bytes(self, streams: bool) -> int:
-        """Return the bytes of one optimizer state. `streams`: True if a step copies its state chunk by chunk."""
-        return self.laid_out_bytes if streams else self.trained_bytes
-
-    @cached_property
-    def _masters(self) -> tuple[Message, list[torch.dtype]] | None:
-        """(layout, dtypes) of the shards that are stepped in another dtype than they are gathered in; None if there are none."""
-        wide = [i for i, dtype in enumerate(self.dtypes) if dtype != self.gathered]
-        return (some_of(self.msg, wide), [self.dtypes[i] for i in wide]) if wide else None
-
-    @cached_property
-    def shard_buffer_bytes(self) -> int:
-        """Bytes of the shards in host memory; those stepped in another dtype have a copy in the gathered dtype too."""
-        rows = allocated_bytes(self.msg, [self.gathered] * len(self.dtypes))
-        return rows + (allocated_bytes(*self._masters) if self._masters else 0)
-
-    @cached_property
-    def slots_bytes(self) -> int:
-        """Bytes of the gradient slots, which keep the group's gradients, in host memory."""
-        return allocated_bytes(some_of(self.msg, range(len(self.msg.cuts))), self.dtypes)
-
-    @cached_property
-    def landing_bytes(self) -> int:
-        """Bytes of the group's gradients in the landing buffer, through which they are copied, each beginning at a page."""
-        return paged_bytes(self.msg, self.dtypes)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of the shards in the gathered dtype, each beginning at a page."""
-        return paged_bytes(self.msg, [self.gathered] * len(self.dtypes))
-
-    @cached_property
-    def paged_bytes(self) -> int:
-        """Bytes of the shards on disk, in pages: all in the gathered dtype, and those stepped in another dtype once more."""
-        return self.row_bytes + (paged_bytes(*self._masters) if self._masters else 0)
+    def __init__(
+        self, msg: Message, dtypes: Sequence[torch.dtype], trained: Sequence[bool], gathered: torch.dtype
+    ) -> None:
+        self.msg, self.dtypes, self.trained, self.gathered = msg, dtypes, trained, gathered
+        counted = [(c.shard_numel, d.itemsize, trains) for c, d, trains in zip(msg.cuts, dtypes, trained, strict=True)]
+        self.shard_bytes = sum(numel * itemsize for numel, itemsize, _ in counted)
+        self.trained_bytes = sum(numel * itemsize for numel, itemsize, trains in counted if trains)
+        # Of one optimizer state if each parameter begins at a page, as a step that goes chunk by chunk needs.
+        least = min([gathered.itemsize, *(dtype.itemsize for dtype in dtypes)])
+        self.laid_out_bytes = sum(page_aligned(n * least) // least * size for n, size, trains in counted if trains)
+        # Of the shards in host memory. Those that are stepped in another dtype than gathered have a copy in the gathered dtype.
+        rows, wide = [gathered] * len(dtypes), [i for i, dtype in enumerate(dtypes) if dtype != gathered]
+        masters = (some_of(msg, wide), [dtypes[i] for i in wide]) if wide else None
+        self.shard_buffer_bytes = allocated_bytes(msg, rows) + (allocated_bytes(*masters) if masters else 0)
+        # Of the gradients: in host memory; and on disk or in the landing buffer, each from the beginning of a page on.
+        self.slots_bytes = allocated_bytes(some_of(msg, range(len(msg.cuts))), dtypes)
+        self.landing_bytes = paged_bytes(msg, dtypes)
+        # Of the shards from the beginning of a page on: in the gathered dtype, as staged for a gather; and all that is on disk.
+        self.row_bytes = paged_bytes(msg, rows)
+        self.paged_bytes = self.row_bytes + (paged_bytes(*masters) if masters else 0)
 
 
 Shapes = Sequence[Sequence[Shape]]  # by unit and group
@@ -88,12 +55,11 @@ Shapes = Sequence[Sequence[Shape]]  # by unit and group
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """Bytes of a rank's arena. `shard_buffers`: of shards and gradient slots. `landing`: of the buffer through which gradients
-    are copied. `staging_buffers`: of each buffer through which shards on disk are gathered."""
+    """Bytes of host memory that `shard` allocates on a rank, by purpose."""
 
-    shard_buffers: int
-    landing: int
-    staging_buffers: tuple[int, ...]
+    shard_buffers: int  # for shards and gradients
+    landing: int  # for the buffer through which gradients are copied
+    staging_buffers: tuple[int, ...]  # for each buffer through which shards on disk are gathered
 
     @property
     def total(self) -> int:
@@ -115,9 +81,8 @@ def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
         max((b for i, b in staged.items() if i % NUM_STAGING_BUFFERS == which), default=0)
         for which in range(NUM_STAGING_BUFFERS)
     ]
-    return HostNeeds(
-        shard_buffers, max(landing.values(), default=0), tuple(staging_buffers) if any(staging_buffers) else ()
-    )
+    is_staged = any(staging_buffers)
+    return HostNeeds(shard_buffers, max(landing.values(), default=0), tuple(staging_buffers) if is_staged else ())
 
 
 def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
@@ -133,31 +98,29 @@ def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
 
 
 def device_bytes(offload: Offload, shapes: Sequence[Shape], num_states: int = NUM_STATES) -> int:
-    """Return the bytes of one unit, with the groups `shapes`, on the device while it is not gathered. These are shards, or copies
-    of them in the gathered dtype, gradients, and `num_states` optimizer states, each if `offload` keeps it there."""
+    """Return the bytes of one unit, with the groups `shapes`, on the device while it is not gathered: its shards, or copies of
+    them in the gathered dtype, its gradients, and `num_states` optimizer states, as far as `offload` keeps them there."""
     num_bytes = 0
     if not offload.offloads:
         num_bytes = sum(s.shard_bytes + s.trained_bytes for s in shapes)
     elif offload.params == DEVICE:  # copies in the gathered dtype stay there
         num_bytes = sum(s.msg.shard_numel * s.gathered.itemsize for s in shapes)
-    return num_bytes + (num_states * _state_bytes(offload, shapes) if offload.optimizer == DEVICE else 0)
+    return num_bytes + (num_states * state_bytes(offload, shapes) if offload.optimizer == DEVICE else 0)
 
 
-def _state_bytes(offload: Offload, shapes: Sequence[Shape]) -> int:
-    return sum(s.state_bytes(offload.streams) for s in shapes)
-
-
-Nearer = Callable[[Offload], Offload]  # returns tiers with some data nearer to the device
+def state_bytes(offload: Offload, shapes: Sequence[Shape]) -> int:
+    """Return the bytes of one optimizer state of a unit with the tiers `offload` and the groups `shapes`."""
+    return sum(s.laid_out_bytes if offload.streams else s.trained_bytes for s in shapes)
 
 
 def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list[Offload]:
     """Return the tiers of each unit, such that one rank stays within `policy.device_bytes` and `policy.host_bytes`.
 
-    `offloads`: the tiers of each unit; those that are not `policy` itself stay as they are. The others start from the tiers
-    that `policy` names and move nearer to the device while the budget allows: first parameters, which are used at each gather,
-    then gradients and states, which are used once a step. The first units move first, because offloaded units are stepped in the
-    next forward, which needs these first. If `policy` has neither disk nor `device_bytes`, units that
-    do not fit on the host stay on the device. Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
+    `offloads`: the tiers of each unit; entries that are not `policy` itself stay as they are. The entries that are `policy` start
+    from the tiers that it names and move nearer to the device while the budget allows: first parameters, which are used at each
+    gather, then gradients and states, which are used once a step. The first units move first, because offloaded units are stepped
+    in the next forward, which needs these first. If `policy` has neither disk nor `device_bytes`, units that do not fit on the
+    host stay on the device. Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
     """
     result = list(offloads)
     movable = [i for i, offload in enumerate(offloads) if offload is policy]
@@ -167,7 +130,7 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
         return sum(map(device_bytes, result, shapes))
 
     def on_host() -> int:
-        states = [_state_bytes(o, groups) for o, groups in zip(result, shapes, strict=True) if o.optimizer == HOST]
+        states = [state_bytes(o, groups) for o, groups in zip(result, shapes, strict=True) if o.optimizer == HOST]
         return host_needs(result, shapes).total + NUM_STATES * sum(states)
 
     if policy.device_bytes is not None:
@@ -176,7 +139,7 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
                 f"device_bytes={policy.device_bytes} is less than the {on_device()} bytes that stay on the device "
                 "of a rank between uses whatever is offloaded; raise it, pass params='host', or use more ranks."
             )
-        nearer = [lambda offload: _without_budgets(offload, params=DEVICE), lambda _: whole]
+        nearer: list[Callable[[Offload], Offload]] = [partial(_without_budgets, params=DEVICE), lambda _: whole]
         _promote(result, movable, nearer, on_device, policy.device_bytes)
     if policy.host_bytes is None:
         return result
@@ -188,13 +151,8 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
             f"host_bytes={policy.host_bytes} is less than the {on_host()} bytes of a rank that must be on the "
             "host; raise it, pass optimizer='disk:/path' or device_bytes, or use more ranks."
         )
-    _promote(
-        result,
-        movable,
-        [partial(_to_host, kind) for kind in ("params", "grads", "optimizer")],
-        on_host,
-        policy.host_bytes,
-    )
+    nearer = [partial(_to_host, kind) for kind in ("params", "grads", "optimizer")]
+    _promote(result, movable, nearer, on_host, policy.host_bytes)
     return result
 
 
@@ -210,10 +168,14 @@ def _without_budgets(offload: Offload, **places: str) -> Offload:
 
 
 def _promote(
-    result: list[Offload], movable: Sequence[int], nearer: Sequence[Nearer], used: Callable[[], int], budget: int
+    result: list[Offload],
+    movable: Sequence[int],
+    nearer: Sequence[Callable[[Offload], Offload]],
+    used: Callable[[], int],
+    budget: int,
 ) -> None:
-    """Apply each function of `nearer` to each entry of `result` with an index in `movable`, in place. A change after which
-    `used()`, a number of bytes, exceeds `budget` is undone."""
+    """Replace each entry of `result` with an index in `movable` by what each function of `nearer` returns for it: tiers with some
+    data nearer to the device. A change after which `used()`, a number of bytes, exceeds `budget` is undone."""
     for step in nearer:
         for i in movable:
             before, result[i] = result[i], step(result[i])

@@ -24,25 +24,21 @@ class StagingBuffer:
     memory: Tensor  # 1-D uint8
     unit: int = -1
     times: int = 0  # number of changes of the unit
-    filling: list[Future[None]] = field(default_factory=list)
-    emptying: dict[int, Transfer] = field(default_factory=dict)  # by id of the shard buffer
+    filling: list[Future[None]] = field(default_factory=list)  # reads of the file
+    emptying: dict[int, Transfer] = field(default_factory=dict)  # id of the shard buffer -> its last copy to the device
 
     def claim(self, unit: int) -> int:
-        """Give the buffer to the unit with index `unit`. If another unit has it, first wait for its reads and copies. Return
-        `times`, the number of changes of the unit so far."""
+        """Give the buffer to the unit with index `unit`. If another unit has it, first wait for the reads that fill it and the
+        copies that read it, and raise the error of a failed read. Return `times`, the number of changes of the unit so far."""
         if self.unit != unit:
-            self.wait()
+            self.wait_for_reads()
+            for transfer in self.emptying.values():
+                transfer.synchronize()
+            self.emptying.clear()
             self.unit, self.times = unit, self.times + 1
         return self.times
 
-    def wait(self) -> None:
-        """Wait for the reads that fill the buffer and the copies that read it. Raise the error of a failed read."""
-        self.filled()
-        for transfer in self.emptying.values():
-            transfer.synchronize()
-        self.emptying.clear()
-
-    def filled(self) -> None:
+    def wait_for_reads(self) -> None:
         """Wait for the reads that fill the buffer. Raise the error of a failed one."""
         futures, self.filling = self.filling, []
         wait(futures)  # for all, since the buffer is used again after the error of one
@@ -90,13 +86,12 @@ class DiskShards(OffDeviceShards):
         self.locals = [own_storage(local_view(shard.mapped(), c, rank)) for c, shard, _ in pairs]
         self._mapped_rows = [own_storage(local_view(row.mapped(), c, rank)) for c, _, row in pairs]
         self._low = self._rows[0].offset
-        self._high = self._rows[-1].offset + page_aligned(self._rows[-1].nbytes)
-        self._memory = self._staging_buffer.memory[place.start : place.start + self._high - self._low]
+        high = self._rows[-1].offset + page_aligned(self._rows[-1].nbytes)
+        self._memory = self._staging_buffer.memory[place.start : place.start + high - self._low]
         self.padded = [self._memory[r.offset - self._low :][: r.nbytes].view(gathered) for r in self._rows]
         self.pack_row, self.dtype, self.flats = None, gathered, []  # no memory of its own
         self.tag = memory.allocate(msg.num_flags, gathered)
-        # (`times` of the staging buffer, version of the shards) of the last read.
-        self._staged: tuple[int, int] | None = None
+        self._staged: tuple[int, int] | None = None  # (`times` of the buffer, version of the shards) of the last read
         self._set_up(msg, rank, dtypes, memory)
         self._pool = memory.resources.pool
 
@@ -117,18 +112,19 @@ class DiskShards(OffDeviceShards):
 
     def refresh(self, version: int) -> Transfer | None:
         self.begin_read(version)
-        self._staging_buffer.filled()
+        self._staging_buffer.wait_for_reads()
         self._read_ahead()
         return None
 
     def begin_read(self, version: int) -> None:
         """Bring the rows in the file up to date with `version` of the shards, and start reading them into the staging buffer on
-        threads. Waits for other uses of the buffer first. Reads nothing if the buffer has that version already."""
+        threads. First waits for other uses of the buffer. Starts no reads if they were started for that version already and no
+        other unit had the buffer since."""
         self.settle(version)
         times = self._staging_buffer.claim(self._unit)
         if self._staged == (times, version):
             return
-        self._staging_buffer.filled()
+        self._staging_buffer.wait_for_reads()
         for transfer in self._reading:  # the last gather of this unit may still copy from the buffer
             transfer.synchronize()
         self._staged = (times, version)
@@ -137,7 +133,7 @@ class DiskShards(OffDeviceShards):
 
     def synchronize(self) -> None:
         super().synchronize()
-        self._staging_buffer.filled()  # the caller may write the pages that are still being read ahead
+        self._staging_buffer.wait_for_reads()  # the caller may write the pages that are still being read ahead
 
     def read_by(self, transfer: Transfer) -> None:
         super().read_by(transfer)

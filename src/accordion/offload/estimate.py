@@ -12,7 +12,7 @@ from torch import nn
 from accordion.config import DEVICE, HOST, Offload, Precision, folder_of
 from accordion.engine.layout import Cut, cut, message
 from accordion.offload.arena import page_aligned
-from accordion.offload.budget import NUM_STATES, Shape, Shapes, device_bytes, host_needs, on_disk, within
+from accordion.offload.budget import NUM_STATES, Shape, Shapes, device_bytes, host_needs, on_disk, state_bytes, within
 from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS
 from accordion.units import Owned, UnitChoice, by_unit, choose_units, gathered_dtype, owned_parameters
@@ -88,12 +88,12 @@ def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: i
     host_buffer = device_buffer = 0
     for offload, groups in pairs:
         folder = folder_of(offload.optimizer)
+        num_bytes = num_states * state_bytes(offload, groups)
+        if folder is not None:
+            files[folder] = files.get(folder, 0) + num_bytes
+        else:
+            states[offload.optimizer] += num_bytes
         for s in groups:
-            num_bytes = num_states * s.state_bytes(offload.streams)
-            if folder is not None:
-                files[folder] = files.get(folder, 0) + num_bytes
-            else:
-                states[offload.optimizer] += num_bytes
             if offload.streams and s.trained_bytes:
                 on_host, on_device = _buffer_bytes(s, offload, num_states, total)
                 host_buffer, device_buffer = max(host_buffer, on_host), max(device_buffer, on_device)

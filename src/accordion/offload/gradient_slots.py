@@ -18,11 +18,11 @@ from accordion.offload.swap_file import CopyToDisk, FileRange
 
 
 class Gradients:
-    """Copies the reduced gradients of one group from the device into their slots in host memory or in a file.
+    """Copies the reduced gradients of one group from the device into `slots` in host memory or in a file.
 
     A gradient that is added to an earlier one, or whose slot is on disk, is first copied into `landing`, the group's part of
     the landing buffer, 1-D uint8, and added or written from there. All units share the landing buffer, so the engine waits for
-    these copies before the next unit's gradients are reduced.
+    its copies before the next unit's gradients are reduced.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Gradients:
         adding: Sequence[bool],
         after: Transfer | None,
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """Start copying `rows`, gradients of the parameters with the indices `chosen`, off the device. Return (list
-        with the tensor that will hold each row, None for a row that is None; the transfer, or None if nothing is copied).
+        """Start copying `rows`, gradients of the parameters with the indices `chosen`, off the device.
 
-        `adding`: True for rows that the caller only adds to a gradient and then drops. `after`: the transfer that makes the
-        rows; None if the compute stream has changed them since.
+        Returns (for each row the tensor that will have its values, None if the row is None; the transfer, None if there is
+        nothing to copy). `adding`: True for rows that the caller only adds to a gradient and then drops. `after`: the transfer
+        that makes the rows; None if the compute stream has changed them since.
         """
         to: list[Tensor] = []
         source: list[Tensor] = []
@@ -68,10 +68,10 @@ class Gradients:
                 continue
             landing = self._landing[i][: row.nbytes].view(row.dtype).as_strided(row.shape, self._locals[i].stride())
             target = grad = landing if is_added else self.slots[i].take()
-            if not is_added and self.slots[i].is_on_disk(grad):
+            if not is_added and (file_range := self.slots[i].file_range_of(grad)) is not None:
                 target = landing
                 if row.numel():
-                    writes.append(partial(self.slots[i].write, self._landing[i]))
+                    writes.append(partial(file_range.file.write, file_range.offset, self._landing[i]))
             to.append(target)
             source.append(row)
             result.append(grad)
@@ -80,16 +80,13 @@ class Gradients:
         copies = partial(_torch.foreach_copy_, to, source, non_blocking=True)
         transfer = self._side_stream.copy(copies, source, "copies gradients to the host", after)
         if writes:
-            late = self._side_stream.late
-            transfer = cast(Transfer, CopyToDisk(transfer, writes, self._pool(), late=late))
+            transfer = cast(Transfer, CopyToDisk(transfer, writes, self._pool(), late=self._side_stream.late))
         return result, transfer
 
 
 class Slot:
-    """Memory for the gradient of one parameter, used in every step.
-
-    Args: `memory`: a tensor of the shape and dtype of the shard; mapped from `file_range` if the slot is on disk.
-    """
+    """Memory for the gradient of one parameter, used in every step. `memory`: a tensor of the shape and dtype of the shard,
+    mapped from `file_range` if the slot is on disk."""
 
     def __init__(self, memory: Tensor, file_range: FileRange | None = None) -> None:
         self._memory, self.file_range = own_storage(memory), file_range
@@ -101,15 +98,9 @@ class Slot:
             return torch.empty_like(self._memory)
         return self._memory.detach()
 
-    def is_on_disk(self, grad: Tensor) -> bool:
-        """Return True if the slot is on disk and `grad` uses it."""
-        return self.file_range is not None and grad.data_ptr() == self._memory.data_ptr()
-
-    def write(self, landing: Tensor) -> None:
-        """Write the bytes of the gradient, `landing`, 1-D uint8 of whole pages, to the slot's place in its file. Only for slots
-        on disk; returns when the data is written."""
-        assert self.file_range is not None, "only slots on disk have a file"
-        self.file_range.file.write(self.file_range.offset, landing)
+    def file_range_of(self, grad: Tensor) -> FileRange | None:
+        """Return the place of `grad` in the file; None if the slot is in memory, or if `grad` has other memory than the slot."""
+        return self.file_range if grad.data_ptr() == self._memory.data_ptr() else None
 
     def settle(self) -> None:
         """If the slot is on disk, write changes that a caller made to the gradient to the file. Otherwise do nothing."""

@@ -87,7 +87,8 @@ class OffDeviceShards(ShardBuffer):
             self._is_written = True
 
     def settle(self, version: int) -> None:
-        """Before a gather: copy `locals` into the rows, unless these have `version` of the shards, or a step wrote them."""
+        """Before a gather: copy `locals` into the rows, unless the rows have `version` of the shards, or a step wrote them. Waits
+        for steps under way, and before a copy for the transfers that read the rows."""
         if self._row_version != version and not self._is_written:
             self.synchronize()
             self.write_rows()
@@ -147,17 +148,17 @@ class HostShards(OffDeviceShards):
     ) -> None:
         self._rows = FlatShards(msg, rank, [gathered] * len(dtypes), memory.allocate)
         self._cast = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
-        stepped = [dtypes[i] for i in self._cast]
         self.locals, self.flats = list(self._rows.locals), list(self._rows.flats)
         if self._cast:
+            stepped = [dtypes[i] for i in self._cast]
             masters = FlatShards(some_of(msg, self._cast), rank, stepped, memory.allocate)
             self.flats += masters.flats
             for i, local in zip(self._cast, masters.locals, strict=True):
                 self.locals[i] = local
-        self._device_rows = (
-            FlatShards(msg, rank, [gathered] * len(dtypes), zeros_on(memory.resources.device)) if keeps else None
-        )
-        source = self._rows if self._device_rows is None else self._device_rows
+        self._device_rows: FlatShards | None = None
+        if keeps:
+            self._device_rows = FlatShards(msg, rank, [gathered] * len(dtypes), zeros_on(memory.resources.device))
+        source = self._device_rows or self._rows
         self.padded, self.pack_row, self.dtype = source.padded, source.pack_row, source.dtype
         self.off_device = self._device_rows is None
         self.tag = self._rows.tag

@@ -36,26 +36,27 @@ class SwapFile:
     """One file without a name. Its space is freed with this object and its `mapped` tensors, or when the process ends.
 
     `read` and `write` may run on any thread. Their offsets and lengths are multiples of a page, and their memory begins at a
-    page. `mapped` returns tensors over the file for access outside of a step; their pages are loaded when they are read. Raises
-    `OffloadError` if there is no room for `num_bytes`.
+    page. `mapped` returns tensors over the file for access outside of a step; their pages are loaded when they are read. The
+    constructor raises `OffloadError` if it cannot create a file in `folder`, or if there is no room for `num_bytes`.
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.folder, self.num_bytes = folder, num_bytes
         self.traffic = {"read": 0, "written": 0}  # bytes
+        size = max(num_bytes, ALIGN_BYTES)
         self._plain = self._fast = _unnamed(folder)
         if DIRECT:
             with contextlib.suppress(OSError):
                 self._fast = os.open(f"/proc/self/fd/{self._plain}", os.O_RDWR | DIRECT)
         try:
-            os.posix_fallocate(self._plain, 0, max(num_bytes, ALIGN_BYTES))
-            self._map = mmap.mmap(self._plain, max(num_bytes, ALIGN_BYTES))
+            os.posix_fallocate(self._plain, 0, size)
+            self._map = mmap.mmap(self._plain, size)
             if self._fast != self._plain and not self._reads_direct():
                 os.close(self._fast)
                 self._fast = self._plain
         except OSError as error:
             self.close()
-            raise no_room(folder, max(num_bytes, ALIGN_BYTES), error) from error
+            raise no_room(folder, size, error) from error
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def _reads_direct(self) -> bool:
@@ -67,7 +68,7 @@ class SwapFile:
             return False
 
     def grow(self, num_bytes: int) -> None:
-        """Extend the file by `num_bytes`, whole pages, which `mapped` cannot reach. Raise `OffloadError` without room."""
+        """Extend the file by `num_bytes`, whole pages, which `mapped` cannot reach. Raise `OffloadError` if there is no room."""
         try:
             os.posix_fallocate(self._plain, self.num_bytes, num_bytes)
         except OSError as error:
@@ -83,10 +84,8 @@ class SwapFile:
         self._map.flush()
 
     def settle(self, offset: int, num_bytes: int) -> None:
-        """Write changes of a range of whole pages that were made through `mapped` to the file.
-
-        Does nothing if no page of the range is in the page cache, because then no page was changed since its last direct write.
-        """
+        """Write changes that were made through `mapped` in `num_bytes` from byte `offset` on, whole pages, to the file. Do
+        nothing if no page of them is in the page cache, because then no page was changed since its last direct write."""
         # Tensor versions cannot replace this check: foreach operators on DTensors do not increment them.
         present = torch.empty(num_bytes // ALIGN_BYTES, dtype=torch.uint8, device="cpu")
         start = ctypes.c_void_p(self._bytes.data_ptr() + offset)
@@ -183,7 +182,8 @@ def in_chunks(call: Callable[[int, Tensor], None], offset: int, memory: Tensor) 
 
 
 class DiskCalls:
-    """Runs `calls`, reads or writes of a file, on threads of `pool` after `after` has returned; one thread waits for that."""
+    """Runs `calls`, reads or writes of a file, on threads of `pool`, beginning now. Another thread of `pool` first calls `after`,
+    and starts them when it has returned."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], after: Callable[[], None] = lambda: None
@@ -197,7 +197,7 @@ class DiskCalls:
         return [self._pool.submit(call) for call in calls]
 
     def wait(self, *_: Any) -> None:
-        """Wait for all calls. Raises `OffloadError` if one failed. Ignores arguments, which `Work.wait` of torch has."""
+        """Wait for all calls. Raise `OffloadError` if one failed. Arguments, which torch's `Work.wait` has, are ignored."""
         self.settle()
         try:
             for future in self._started.result():
@@ -217,10 +217,8 @@ class DiskCalls:
 
 
 class CopyToDisk:
-    """A copy to host memory, `transfer`, followed by `writes` of that memory to a file; has methods of a `Transfer`.
-
-    With `late` (debug="streams") the copy runs only when it is waited for, so the writes begin after that.
-    """
+    """A copy to host memory, `transfer`, followed by `writes` of that memory to a file on threads of `pool`; has methods of a
+    `Transfer`. With `late` (debug="streams") the copy runs only when it is waited for, so the writes begin after that."""
 
     def __init__(
         self, transfer: Transfer, writes: Sequence[Callable[[], None]], pool: ThreadPoolExecutor, *, late: bool
@@ -248,8 +246,7 @@ class CopyToDisk:
             self._calls.wait()
 
     def cancel(self) -> list[DiskCalls]:
-        """Cancel the writes if they have not begun. Return the ones under way, which the caller waits for; [] if there are
-        none."""
+        """Cancel the writes if they have not begun. Return those under way, which the caller must wait for; [] if none are."""
         self._writes = ()
         return [] if self._calls is None else [self._calls]
 
@@ -278,5 +275,4 @@ def aligned_buffer(num_bytes: int) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a 1-D uint8 tensor as a buffer for system calls."""
     return tensor.numpy().data

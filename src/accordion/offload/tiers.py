@@ -36,7 +36,7 @@ log = logging.getLogger("accordion")
 
 
 class Tiers:
-    """The memory tiers of one model on one rank: call it to create the shard buffer of a group of parameters.
+    """The memory tiers of one model on one rank. Call this object to create the shard buffer of a group of parameters.
 
     The constructor allocates all host memory and file space that shards and gradients will ever need. Raises `UsageError` or
     `OffloadError` if that fails. `offloads`, `shapes`: the tiers, with budgets applied, and the groups of each unit.
@@ -59,25 +59,22 @@ class Tiers:
         for folder in {folder_of(place) for o in offloads for place in (o.optimizer, o.activations)} - {None}:
             assert folder is not None
             check_folder(folder)
-        self._allocators = {
-            folder: FileAllocator(folder, num_bytes) for folder, num_bytes in on_disk(offloads, shapes).items()
+        file_bytes = on_disk(offloads, shapes)
+        # Of the files that hold parameters and gradients, by folder; `get(None)` is None.
+        self.allocators: dict[Path | None, FileAllocator] = {
+            folder: FileAllocator(folder, num_bytes) for folder, num_bytes in file_bytes.items()
         }
         _torch.settle_before_unscale()
         needs = host_needs(offloads, shapes)
         self.arena = make_arena(needs.total, context.device)
         self._landing = self.arena.take(needs.landing, torch.uint8, zeros=False)
-        self._staging_buffers = [
-            StagingBuffer(self.arena.take(num_bytes, torch.uint8)) for num_bytes in needs.staging_buffers
-        ]
+        self._staging_buffers = [StagingBuffer(self.arena.take(n, torch.uint8)) for n in needs.staging_buffers]
         self._landing_used: dict[int, int] = {}  # unit -> bytes of the landing buffer that its groups have taken
         self._staging_used: dict[int, int] = {}  # unit -> bytes of its staging buffer that its groups have taken
-        num_bytes = sum(allocator.file.num_bytes for allocator in self._allocators.values())
-        log.info("offload: parameters and gradients take %d bytes on the host and %d on disk", needs.total, num_bytes)
-
-    @property
-    def files(self) -> list[FileAllocator]:
-        """The allocators of the files that hold parameters and gradients."""
-        return list(self._allocators.values())
+        log.info(
+            "offload: parameters and gradients take %d bytes on the host and %d on disk",
+            needs.total, sum(file_bytes.values()),
+        )  # fmt: skip
 
     def states_of(self, optimizer: Optimizer) -> States:
         """Return the store of the states that `optimizer` steps chunk by chunk, created at the first call."""
@@ -100,7 +97,10 @@ class Tiers:
         return self._thread_pool(1, "accordion-step")
 
     def _thread_pool(self, num_threads: int, name: str) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(num_threads, name, initializer=partial(_set_device, self._context.device))
+        # The current device of a new thread is the first one, and its events would create a context there.
+        device = self._context.device
+        initializer = None if device.type == "cpu" else partial(torch.get_device_module(device).set_device, device)
+        return ThreadPoolExecutor(num_threads, name, initializer=initializer)
 
     def follow(self, unit: Unit, order: UnitOrder) -> None:
         """Register `unit` and the `order` in which the engine uses units, which `read_ahead` needs."""
@@ -115,8 +115,8 @@ class Tiers:
         return None
 
     def read_ahead(self, index: int) -> None:
-        """Start reading the shards of the unit that is gathered after unit `index`, if they are on disk and not being stepped.
-        Does nothing if both units use the same staging buffer, or if the next unit is not known."""
+        """Start reading the shards of the unit that is gathered after the one with index `index`, if they are on disk and not
+        being stepped. Does nothing if both units use the same staging buffer, or if the next unit is not known."""
         unit = self._units[index]() if index in self._units else None
         if unit is None:
             return
@@ -146,20 +146,17 @@ class Tiers:
         memory = GroupMemory(
             allocate=self.arena.take,
             landing=self._landing[start:stop],
-            grads=self._allocator(offload.rest_of_grads),
+            grads=self.allocators.get(folder_of(offload.rest_of_grads)),
             resources=self._resources(),
         )
-        allocator, staging_buffer = self._allocator(offload.params), self._staging_buffer_of(unit)
+        allocator, staging_buffer = self.allocators.get(folder_of(offload.params)), self._staging_buffer_of(unit)
         if allocator is None or staging_buffer is None:
             return HostShards(msg, rank, dtypes, gathered, memory, keeps=offload.params == DEVICE)
         start = self._staging_used.get(unit, 0)
         self._staging_used[unit] = start + paged_bytes(msg, [gathered] * len(dtypes))
+        read_ahead = partial(self.read_ahead, unit)
         place = DiskPlace(
-            unit=unit,
-            allocator=allocator,
-            staging_buffer=staging_buffer,
-            start=start,
-            read_ahead=partial(self.read_ahead, unit),
+            unit=unit, allocator=allocator, staging_buffer=staging_buffer, start=start, read_ahead=read_ahead
         )
         return DiskShards(msg, rank, dtypes, gathered, memory, place)
 
@@ -172,10 +169,6 @@ class Tiers:
             make_arena=self._make_arena,
         )
 
-    def _allocator(self, place: str) -> FileAllocator | None:
-        folder: Path | None = folder_of(place)
-        return None if folder is None else self._allocators[folder]
-
 
 def activation_offload_of(engine: Engine, unit: int) -> Callable[[Tensor], OffloadedInput] | None:
     """Return the function that offloads an input of the recomputed unit with index `unit`; None if inputs stay on the device."""
@@ -183,9 +176,3 @@ def activation_offload_of(engine: Engine, unit: int) -> Callable[[Tensor], Offlo
     if not isinstance(tiers, Tiers) or tiers.offloads[unit].activations == DEVICE:
         return None
     return partial(tiers.activation_offload.offload, place=tiers.offloads[unit].activations)
-
-
-def _set_device(device: torch.device) -> None:
-    # The current device of a new thread is the first one, and its events would create a context there.
-    if device.type != "cpu":
-        torch.get_device_module(device).set_device(device)

@@ -51,13 +51,7 @@ def _grouped(tensors: Iterable[Tensor], key: Callable[[Tensor], object]) -> list
     return list(groups.values())
 
 
-def scale_to(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Multiply all tensors in place by max_norm / norm (0-d) if that is below 1. The host waits only for tensors that are on
-    another device than `norm`."""
-    multiply(tensors, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-
-
 def multiply(tensors: Sequence[Tensor], scale: Tensor) -> None:
-    """Multiply each tensor in place by `scale` (0-d), on the tensor's device."""
+    """Multiply each tensor in place by `scale` (0-d). The host waits only for tensors on another device than that of `scale`."""
     for same in _grouped(tensors, lambda tensor: tensor.device):
         _torch.foreach_mul_(same, scale.to(same[0].device))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -41,10 +40,8 @@ class Whole:
 
 class LowBitStates(Optimizer):
     """Mixin, after `LocalStep` in the order of classes, that decides by the size of full parameters which states are quantised.
-    Its state dict can be loaded by another number of ranks.
-
-    Without it both libraries decide by the number of local elements, so the states would depend on the number of ranks.
-    """
+    Without it both libraries decide by the number of local elements, so the states would depend on the number of ranks. A state
+    dict of this class can be loaded by another number of ranks."""
 
     REMEDY: str  # for blocks that no rank can hold whole, as the end of a sentence
     _whole: dict[Tensor, Whole]  # in a step its keys are local tensors, as in all attributes of the optimizer
@@ -67,17 +64,16 @@ class LowBitStates(Optimizer):
         raise NotImplementedError
 
     def _split(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `entry`, the states of `p`, with codes, scales and tables as DTensors."""
+        """Return `entry`, the states of `p`, with codes, scales and tables as DTensors, for a state dict."""
         raise NotImplementedError
 
     def _join(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the states of `p` of which `_split` made `entry`, perhaps on other ranks."""
+        """Return the states of `p` from `entry`, a result of `_split`, which may be from another number of ranks."""
         raise NotImplementedError
 
     def keep_whole_shapes(self) -> None:
-        """Record the parameters, since a step sees local tensors in their place."""
-        sharded = {p: bool(_splits(p)) for p in _params(self) if isinstance(p, DTensor)}
-        self._whole = {p: Whole(id(p), p.shape, is_sharded) for p, is_sharded in sharded.items()}
+        """Record the shape of each sharded parameter, since a step sees local tensors in place of the parameters."""
+        self._whole = {p: Whole(id(p), p.shape, bool(_splits(p))) for p in _params(self) if isinstance(p, DTensor)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -126,10 +122,13 @@ class TorchaoStates(LowBitStates):
         # as many random numbers as this rank has rows.
         orders = [(group["params"], list(group["params"])) for group in self.param_groups]
         num_steps = max((int(s["step"]) for s in self.state.values() if "step" in s), default=0)
+        device = orders[0][1][0].device
+        is_cpu, module = device.type == "cpu", torch.get_device_module(device)
         try:
             for params, _ in orders:
                 params.sort(key=lambda p: p in self._whole and self._whole[p].is_sharded)
-            with _seeded(num_steps, orders[0][1][0].device):
+            with torch.random.fork_rng([] if is_cpu else [module.current_device()], device_type=device.type):
+                (torch.default_generator if is_cpu else module).manual_seed(num_steps)
                 return super().step(closure)
         finally:
             for params, order in orders:
@@ -151,8 +150,8 @@ class TorchaoStates(LowBitStates):
         return {key: self._parts(p, v, key) if isinstance(v, DTensor) else v for key, v in entry.items()}
 
     def _parts(self, p: DTensor, state: DTensor, key: str) -> Any:
-        """Return {name: DTensor of codes, scales or table; "signed": bool} of a low-bit `state` of `p`. Another `state` is
-        returned as it is."""
+        """Return {name: DTensor of codes, scales or table; "signed": bool} of `state`, a low-bit state of `p` named `key`.
+        A `state` that is not low-bit is returned as it is."""
         local: Any = _torch.local_of(state)
         if local.numel() and not hasattr(local, "__tensor_flatten__"):
             return state
@@ -169,9 +168,8 @@ class TorchaoStates(LowBitStates):
         return {key: self._joined(p, v) if isinstance(v, dict) and "scale" in v else v for key, v in entry.items()}
 
     def _joined(self, p: DTensor, parts: Mapping[str, Any]) -> DTensor:
-        """Return the low-bit state of `p` that `parts`, as returned by `_parts`, describe. The state shares their
-        memory if they are on the device of `p`. Raises `UsageError` if `parts` have another block size than
-        this optimizer."""
+        """Return the low-bit state of `p` that `parts`, a result of `_parts`, describe. The state shares the memory of parts on
+        the device of `p`. Raises `UsageError` if `parts` have another block size than this optimizer."""
         block, local = p.numel() // parts["scale"].numel(), _torch.local_of(p)
         if block != self.block_size:
             raise UsageError(
@@ -322,14 +320,5 @@ def _changed(
 
 
 def _each(entry: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return `entry` with `change(key, value)` for each value, also in a dict in it, as bitsandbytes nests its states."""
+    """Return a copy of `entry` with `change(key, value)` in place of each value, also in nested dicts (of bitsandbytes)."""
     return {key: _each(v, change) if isinstance(v, dict) else change(key, v) for key, v in entry.items()}
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Context manager in which random numbers on `device` begin with `seed`; those of the caller continue afterwards."""
-    is_cpu, module = device.type == "cpu", torch.get_device_module(device)
-    with torch.random.fork_rng([] if is_cpu else [module.current_device()], device_type=device.type):
-        (torch.default_generator if is_cpu else module).manual_seed(seed)
-        yield

@@ -40,13 +40,14 @@ Wait: TypeAlias = Callable[[], T]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Division:
-    """The ranks over which the rows of a tensor are divided. `order`: these ranks in the order of their rows. `splits`: rows are
-    divided among `splits[0]` ranks, and each of these divisions among `splits[1]`, if there is one."""
+    """The ranks over which the rows of a tensor are divided."""
 
     communicator: Communicator
     side_stream: SideStream  # on which rows are sent
-    splits: tuple[int, ...]
-    order: tuple[int, ...]
+    splits: tuple[
+        int, ...
+    ]  # rows are divided among `splits[0]` ranks, and each part among `splits[1]` ranks if there are two
+    order: tuple[int, ...]  # the ranks in the order of their rows
 
     def counts(self, matrix: Matrix) -> tuple[int, ...]:
         """Return the number of rows of each rank, in the order of rows."""
@@ -60,21 +61,15 @@ class Division:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """A tensor that is stepped whole, by its owner or by every rank: a parameter, or a state of one.
+    """A tensor that is stepped whole: a parameter, or a state of one. Its owner steps it, or every rank if each has it whole."""
 
-    Attributes:
-        index: position of the parameter in its optimizer. `group`: index of its param group.
-        division: None if every rank has the whole tensor, and steps it. `owner`: rank, in the division, that steps it.
-        dim: the divided dim, counted from the last one (negative).
-    """
-
-    index: int
-    group: int
+    index: int  # position of the parameter in its optimizer
+    group: int  # index of its param group
     name: str
-    shape: tuple[int, ...]
-    division: Division | None
-    dim: int
-    owner: int = 0
+    shape: tuple[int, ...]  # of the whole tensor
+    division: Division | None  # None: every rank has the whole tensor
+    dim: int  # the divided dim, counted from the last one (negative)
+    owner: int = 0  # rank in the division
 
     @property
     def is_owned(self) -> bool:
@@ -95,15 +90,14 @@ def _counts(num_rows: int, splits: tuple[int, ...]) -> tuple[int, ...]:
 
 @cache
 def sharded_engines() -> weakref.WeakSet[Engine]:
-    """Return the set of the engines of all sharded models in this process."""
+    """Return the set of the engines of all sharded models in this process, which callers may add to."""
     return weakref.WeakSet()
 
 
 class Owners:
-    """The owners of the parameters of an optimizer, and their buckets. Both depend on shapes alone.
-
-    `matrices`: in order of parameters. Collective. Raises `UsageError` if tensor parallelism splits a parameter.
-    """
+    """The owner of each parameter of an optimizer with these param `groups`, and the buckets in which they are exchanged. Both
+    depend on shapes alone. `matrices`: in order of parameters. The constructor is collective, and raises `UsageError` if tensor
+    parallelism splits a parameter."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         pairs = [(i, p) for i, group in enumerate(groups) for p in group["params"]]
@@ -145,8 +139,8 @@ class Owners:
     def buckets(self, stepped: set[int]) -> list[list[Matrix]]:
         """Return the matrices with the indices `stepped` in buckets, each of one division, dtype and device.
 
-        Within a param group the matrices with the most work come first, so the work in a bucket is about equal for all
-        owners. A call with the same `stepped` as the last one returns the same list.
+        Param groups follow each other, and within one the matrices with the most work come first, so the work in a bucket is
+        about equal for all owners. A call with the `stepped` of the last call returns the list of that call.
         """
         if stepped == self._stepped:
             return self._buckets
@@ -165,7 +159,7 @@ class Owners:
 
 
 def _work(shape: Sequence[int]) -> int:
-    """Return a number proportional to the multiplications of a matrix product of a matrix and its transpose."""
+    """Return a number that is proportional to the multiplications of a matrix of `shape` by its transpose."""
     rows, numel = max(1, shape[0]) if shape else 1, prod(shape)
     return numel * min(rows, numel // rows)
 
@@ -188,13 +182,12 @@ def _division(param: Param, divisions: dict[int, Division | None]) -> Division |
             group = group_of_job([axis.gather for axis in axes], sorted(ranks), context.device)
             communicator = type(axes[0].reduce)(group, context.device)
             order = [communicator.ranks.index(rank) for i in range(splits[0]) for rank in ranks[i :: splits[0]]]
-        divisions[id(context)] = (
-            None
-            if communicator is None
-            else Division(
-                communicator=communicator, side_stream=context.reduce_stream, splits=splits, order=tuple(order)
+        divisions[id(context)] = None
+        if communicator is not None:
+            stream = context.reduce_stream
+            divisions[id(context)] = Division(
+                communicator=communicator, side_stream=stream, splits=splits, order=tuple(order)
             )
-        )
     return divisions[id(context)]
 
 
@@ -468,7 +461,8 @@ class OwnerStep(WholeStep):
 
 
 def _whole(matrix: Matrix, state: Tensor) -> Tensor:
-    """Return a loaded `state` of `matrix` whole on its owner; on other ranks any tensor. Collective."""
+    """Return `state`, loaded as rows of a DTensor, whole on the owner of `matrix`; on other ranks, return any tensor. A `state`
+    that is no DTensor is returned as it is. Collective."""
     if not isinstance(state, DTensor):
         return state
     rows = _torch.local_of(state)
@@ -498,7 +492,8 @@ def _shared(states: Mapping[int, Any], communicator: Communicator) -> tuple[dict
 
 
 def _described(tree: Any, tensors: list[Tensor]) -> Any:
-    """Return `tree` with (TENSOR, dtype, shape, value if 0-d) for each tensor; append those of other dims to `tensors`."""
+    """Return `tree`, a state, with (TENSOR, dtype, shape, value if 0-d, else None) in place of each tensor. Appends tensors that
+    are not 0-d to `tensors`."""
     if isinstance(tree, Tensor):
         tensors += [tree] if tree.dim() else []
         return TENSOR, str(tree.dtype).removeprefix("torch."), tuple(tree.shape), None if tree.dim() else tree.item()
@@ -508,7 +503,8 @@ def _described(tree: Any, tensors: list[Tensor]) -> Any:
 
 
 def _in_rows(tree: Any, matrix: Matrix, p: DTensor, own: Iterator[Tensor]) -> Any:
-    """Return the state of `p` that `tree` describes, with this rank's rows of its tensors; the owner's are `own`. Collective."""
+    """Return the state of `p` that `tree`, a result of `_described`, describes, with this rank's rows of its tensors. `own`: on
+    the owner of `matrix`, the whole tensors in the order of `tree`. Collective."""
     if isinstance(tree, dict):
         return {key: _in_rows(value, matrix, p, own) for key, value in tree.items()}
     if not (isinstance(tree, tuple) and tree[:1] == (TENSOR,)):

@@ -22,7 +22,7 @@ from accordion.engine.params import Param
 from accordion.errors import NonFiniteError, UsageError
 from accordion.offload.step.deferred_step import defer, engines_of, expose, owned_by, prepare, refuse_unwrapped
 from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
-from accordion.optimizers.grad_norm import NormPart, multiply, scale_to, total_norm
+from accordion.optimizers.grad_norm import NormPart, multiply, total_norm
 from accordion.optimizers.low_bit import OURS, LowBitStates, check_blocks, low_bit_kind
 from accordion.optimizers.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
 from accordion.row_marks import refuse_other_rows, refuse_states_of_others
@@ -70,7 +70,7 @@ class LocalStep(Optimizer):
         """Step with local tensors in place of DTensors in all attributes of the optimizer, then put the DTensors back. Raises
         `UsageError` after the step if the optimizer holds parameters in an object, where they are not replaced."""
         params, outer_state = [p for group in self.param_groups for p in group["params"]], self.state
-        pairs = [(p, _torch.local_of(p) if isinstance(p, DTensor) else p) for p in params]
+        pairs: list[tuple[Tensor, Tensor]] = [(p, _torch.local_or_same(p)) for p in params]
         sharded: dict[int, Tensor] = {id(local): p for p, local in pairs}
 
         def to_local(tensor: Tensor) -> Tensor:
@@ -85,9 +85,7 @@ class LocalStep(Optimizer):
 
         state = _local_grads_and_state(pairs, outer_state)
         # A key that is no parameter belongs to a state that all parameters share.
-        state.update(
-            {key: exchange(value, to_local) for key, value in outer_state.items() if not isinstance(key, Tensor)}
-        )
+        state.update({k: exchange(value, to_local) for k, value in outer_state.items() if not isinstance(k, Tensor)})
         try:
             self.state = state
             # This includes attributes other than `param_groups`, such as a list of parameters.
@@ -101,7 +99,7 @@ class LocalStep(Optimizer):
                     local.grad = None
                     torch.autograd.graph.increment_version(local)  # fused optimizers do not (2.13)
                 if local in state:
-                    write_back(outer_state[p], state.pop(local), p, local)
+                    write_back(outer_state[p], state.pop(local), p)
             outer_state.update({key: exchange(value, from_local) for key, value in state.items()})
         if any(isinstance(key, DTensor) for key in state):
             raise UsageError(
@@ -114,32 +112,32 @@ class LocalStep(Optimizer):
             if name != "state":
                 vars(self)[name] = exchange(value, swap)
 
-    def _wait(self) -> None:
-        """Let the host wait for running steps of offloaded parameters, which worker threads execute."""
+    def _wait_for_steps(self) -> None:
         for engine in engines_of(self):
             engine.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if not set_to_none:  # this writes to gradients that the step reads
-            self._wait()
+        if not set_to_none:  # this writes to gradients that a step of offloaded parameters reads on another thread
+            self._wait_for_steps()
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Wait for running steps; return the state dict of this rank's rows."""
-        self._wait()
+        self._wait_for_steps()
         expose(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this rank's rows. Collective: raises `UsageError` on all ranks if one got another's rows."""
+        """Wait for running steps, and load a state dict of this rank's rows. Collective. Raises `UsageError` on all ranks if one
+        of them got the rows of another rank."""
         refuse_other_rows(self, state_dict)
-        self._wait()
+        self._wait_for_steps()
         super().load_state_dict(state_dict)
         prepare(self, self._kind)
         expose(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self._wait()
+        self._wait_for_steps()
         super().add_param_group(param_group)
 
 
@@ -230,7 +228,7 @@ def refuse_adafactor(optimizer: Optimizer) -> None:
 
 
 def _refuse_lbfgs(optimizer: Optimizer) -> None:
-    """Raise `UsageError` for an LBFGS, which steps all parameters as one vector and evaluates the loss of one rank."""
+    """Raise `UsageError` if `optimizer` is an LBFGS, which steps all parameters as one vector and evaluates one rank's loss."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
             "LBFGS computes with the vector of all parameters and with the loss of one rank, and sharded parameters are rows of "
@@ -239,12 +237,12 @@ def _refuse_lbfgs(optimizer: Optimizer) -> None:
 
 
 def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
-    """Give each local tensor in `pairs` (parameter, local tensor) its `.grad`; return `state` with local keys and values."""
+    """Set the `.grad` of each local tensor in `pairs` (parameter, local tensor). Return the entries of `state` of these
+    parameters, with local tensors as keys and in the states."""
     local_states: defaultdict[Any, Any] = defaultdict(dict)
     for p, local in pairs:
         if local is not p:
-            grad = p.grad
-            grad = None if grad is None else _torch.local_of(grad)
+            grad = _torch.local_or_same(p.grad)
             if grad is not None and grad.dtype is not local.dtype:
                 local.grad_dtype = grad.dtype
             local.grad = grad
@@ -356,7 +354,7 @@ def _check_wrappable(optimizer: Optimizer, elementwise: bool, whole_matrices: bo
 
 
 def _refuse_offload(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if an optimizer that steps whole matrices has offloaded parameters."""
+    """Raise `UsageError` if `optimizer`, which steps whole matrices, has offloaded parameters."""
     for _, _, _, unit in owned_by(optimizer):
         raise UsageError(
             f"{type(optimizer).__name__} steps whole matrices on the device, and the Offload of unit {unit.name or 'root'!r} "
@@ -399,14 +397,11 @@ def clip_norm_of(
         engine.synchronize()
         for notify in engine.observers.gradients_are_clipped:
             notify(float(max_norm), float(norm_type))
-    owned = [(one, param) for one in engines for param in one.params]
     parts: dict[tuple[int, ...], NormPart] = {}
     scaled: list[Tensor] = []
-    for engine, param in owned:
+    for engine, param in [(one, param) for one in engines for param in one.params]:
         communicators, counts = _norm_over(param, engine)
-        part = parts.setdefault(
-            tuple(id(communicator.group) for communicator in communicators), NormPart(communicators)
-        )
+        part = parts.setdefault(tuple(id(each.group) for each in communicators), NormPart(communicators))
         if wanted.pop(id(param.sharded), None) is not None and param.sharded.grad is not None:
             scaled.append(_torch.local_of(param.sharded.grad))
             part.tensors += scaled[-1:] if counts else []
@@ -418,7 +413,7 @@ def clip_norm_of(
             f"the norm of the gradients is {norm.item()}, so they were not clipped; skip the step, or leave out "
             'error_if_nonfinite to clip anyway; shard(debug="finite") names the module in which NaN or inf first appears.'
         )
-    scale_to([*scaled, *others], max_norm, norm)
+    multiply([*scaled, *others], torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
@@ -428,12 +423,12 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
     engine = engine_of(model)
     assert engine is not None, "a sharded model"
     engine.synchronize()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    multiply([_torch.local_of(grad) if isinstance(grad, DTensor) else grad for grad in grads], factor)
+    multiply([_torch.local_or_same(p.grad) for p in model.parameters() if p.grad is not None], factor)
 
 
 def _norm_over(param: Param, engine: Engine) -> tuple[Sequence[Communicator], bool]:
-    """Return (communicators over which a gradient's norm is reduced, False if another rank counts this rank's rows)."""
+    """Return (the communicators over which the norm of the gradient of `param` is reduced; True if this rank's rows count, False
+    if another rank counts the same rows)."""
     context, model = param.context, engine.context
     if context is model or param.around is not None:
         cut = list(context.cut_communicators) if param.cut.dim is not None else []

@@ -20,7 +20,7 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def added_by(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the child modules that an adapter layer `module` adds to the layer it wraps."""
+    """Yield the child modules that an adapter layer `module` adds to the layer that it wraps, without that layer."""
     return (child for key, child in module._modules.items() if key != "base_layer" and child is not None)
 
 
@@ -52,6 +52,7 @@ class Resets:
 
     @classmethod
     def of(cls, model: nn.Module) -> Resets:
+        """Return the resets of the adapters in `model`, with the `peft_config` of the first module that has one."""
         candidates = (vars(module).get("peft_config") for module in model.modules())
         return cls(next((configs for configs in candidates if isinstance(configs, Mapping)), {}))
 
@@ -72,7 +73,7 @@ class Resets:
         return None
 
     def reset(self, module: nn.Module) -> None:
-        """Call the reset method of an adapter layer for each of its adapters."""
+        """Call the reset method of the adapter layer `module` for each of its adapters. `problem` must have returned None."""
         method = _method_of(module)
         assert method is not None, "problem() was called before"
         for adapter in _adapters_of(module):
@@ -83,14 +84,12 @@ class Resets:
         magnitudes: Any = module._modules.get("lora_magnitude_vector")
         for adapter, magnitude in magnitudes.items() if magnitudes is not None else ():
             layer: Any = module
-            below, above = (
-                (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
-                if adapter in layer.lora_A
-                else (layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter])
-            )
-            magnitude.update_layer(
-                base_layer=layer.get_base_layer(), lora_A=below, lora_B=above, scaling=layer.scaling[adapter]
-            )
+            if adapter in layer.lora_A:
+                below, above = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+            else:
+                below, above = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+            base, scaling = layer.get_base_layer(), layer.scaling[adapter]
+            magnitude.update_layer(base_layer=base, lora_A=below, lora_B=above, scaling=scaling)
 
     def _arguments(
         self, module: nn.Module, method: Callable[..., Any], adapter: str
@@ -117,7 +116,8 @@ def _adapters_of(module: nn.Module) -> list[str]:
 
 
 def _method_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the method that resets one adapter, such as `reset_lora_parameters`; None if there is none, or no clear choice."""
+    """Return the method of `module` that resets one adapter, such as `reset_lora_parameters`; None if `module` has none, or
+    several of which none is named after its package."""
     kind = type(module)
     methods = {
         name: getattr(module, name)

@@ -65,7 +65,7 @@ def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[
 
     The tensors are in files next to `folder`, which are removed at the end. Of a PEFT model only adapters and other trained
     parameters are in the dict. With adapters of prompts, whose values PEFT computes, None is yielded on all ranks, and the
-    model has full parameters inside. The body must raise on all ranks or on none.
+    model has full parameters inside the context. The body must raise on all ranks or on none.
     """
     engine = sharded_engine(model, "state_on_disk")
     if is_peft(model) and any(config.is_prompt_learning for config in model.peft_config.values()):  # type: ignore[operator]
@@ -75,23 +75,22 @@ def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[
     settle(engine, "exports the model")
     team = Team.of(model.parameters())
     values = dict(model.state_dict(keep_vars=True))
-    names = team.agree(lambda: _names_of_adapters(model, values))
-    if names is not None:
-        values = {name: value for name, value in values.items() if name in names}
+    if is_peft(model):
+        values = team.agree(lambda: _of_adapters(model, values))
     parent = Path(folder).absolute().parent
-    scratch: list[Path] = []
 
-    def begin() -> None:
-        if is_first_rank(engine):
-            parent.mkdir(parents=True, exist_ok=True)
-            scratch.append(Path(tempfile.mkdtemp(prefix=".full-", dir=parent)))
+    def begin() -> Path | None:
+        if not is_first_rank(engine):
+            return None
+        parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=".full-", dir=parent))
 
-    team.agree(begin)
+    scratch = team.agree(begin)
     try:
-        yield as_bitsandbytes(model, _gathered(engine, values, scratch[0] if scratch else None, team))
+        yield as_bitsandbytes(model, _gathered(engine, values, scratch, team))
     finally:
-        for path in scratch:
-            shutil.rmtree(path, ignore_errors=True)
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
     team.agree(lambda: None)  # so that no rank continues before the files are removed
 
 
@@ -129,17 +128,15 @@ def is_peft(model: nn.Module) -> bool:
     return library is not None and isinstance(model, library.PeftModel)
 
 
-def _names_of_adapters(model: nn.Module, values: Mapping[str, Any]) -> set[str] | None:
-    """Return the names in `values` of the tensors that PEFT saves or that are trained; None if `model` is no PEFT model."""
-    if not is_peft(model):
-        return None
+def _of_adapters(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of `values` (name -> tensor of a PEFT model) that PEFT saves or that are trained."""
     from peft import get_peft_model_state_dict
 
     wanted = {id(value) for value in values.values() if isinstance(value, nn.Parameter) and value.requires_grad}
     for adapter in model.peft_config:  # type: ignore[union-attr]
         saved = get_peft_model_state_dict(model, state_dict=dict(values), adapter_name=adapter)
         wanted |= {id(value) for value in saved.values()}
-    return {name for name, value in values.items() if id(value) in wanted}
+    return {name: value for name, value in values.items() if id(value) in wanted}
 
 
 def load_exported(model: nn.Module, folder: str | os.PathLike[str]) -> None:

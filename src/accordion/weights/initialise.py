@@ -88,7 +88,7 @@ class Buffer:
 
 
 class Buffers:
-    """Registers a real tensor in place of each buffer of a model on the meta device, and keeps track of which have a value."""
+    """Registers a real tensor in place of each meta buffer of `model`, and records which of these tensors have got a value."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model, self._engine = model, engine
@@ -115,10 +115,10 @@ class Buffers:
 
     def compute_left(self, ignore: Iterable[int] = (), params: Collection[int] = (), seed: int = 0) -> list[str]:
         """Run the modules' own code for buffers without a value and parameters with the ids `params`. Return the names of the
-        buffers that still have no value, and of those parameters that nothing was written into.
+        buffers that still have no value, and of those parameters that nothing was written into. Collective.
 
-        Changes no other parameter and no random generator. `ignore`: ids of buffers to leave out. `seed`: equal
-        on all ranks, for equal values.
+        Changes no other parameter and no random generator. `ignore`: ids of buffers on the meta device to leave out. `seed`:
+        equal on all ranks, for equal values.
         """
         owners = list(dict.fromkeys(self.left(ignore).values()))
         if not owners and not params:
@@ -137,26 +137,17 @@ class Buffers:
                     _init_as_transformers(top)
                 owners = [owner for owner in owners if owner not in inside]
             for owner in owners:
-                reset = _reset_of(owner)
-                if reset is not None:
-                    reset()
+                _reset_own(owner)
             if params:
                 _reset(self._model, Resets.of(self._model), holders, families=False)
         self.note(fulls)
         return [*self.left(ignore), *(param.name for param in fulls.unwritten())]
 
-    def cast(self) -> None:
-        """Cast the floating-point buffers of `all` to `Precision.buffers`, as `shard` does for other buffers."""
-        dtype = self._engine.precision.buffers
-        for b in self.all:
-            if dtype is not None and b.current is not None and b.current.is_floating_point():
-                b.module._buffers[b.key] = b.current.to(dtype)
-
 
 @contextmanager
 def materialised_buffers(model: nn.Module, engine: Engine) -> Iterator[Buffers]:
     """Context manager that registers real tensors in place of the meta buffers of `model`, and yields the `Buffers` to fill them.
-    At the end they are cast to `Precision.buffers`. After an error the meta buffers are registered again."""
+    At the end floating-point ones are cast to `Precision.buffers`. After an error the meta buffers are registered again."""
     with torch.inference_mode(False), torch.no_grad():
         buffers = Buffers(model, engine)
         try:
@@ -165,7 +156,10 @@ def materialised_buffers(model: nn.Module, engine: Engine) -> Iterator[Buffers]:
             for b in buffers.all:
                 b.module._buffers[b.key] = b.meta
             raise
-        buffers.cast()
+        dtype = engine.precision.buffers
+        for b in buffers.all if dtype is not None else ():
+            if b.current is not None and b.current.is_floating_point():
+                b.module._buffers[b.key] = b.current.to(dtype)
 
 
 # -- methods that initialise modules
@@ -205,14 +199,14 @@ def _init_as_transformers(top: Any) -> None:
     top.initialize_weights()
 
 
-def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """Return the method that resets a module's own parameters; None if it has none."""
+def _reset_own(module: nn.Module) -> None:
+    """Call the method of `module` that resets its own parameters. Do nothing if it has none."""
     for name in ("reset_parameters", "_reset_parameters"):  # the second is of torch's attention and transformer modules
         # A method that a wrapper's `__getattr__` returns belongs to the module inside.
         method = getattr(module, name, None) if name in vars(module) or hasattr(type(module), name) else None
         if callable(method):
-            return method  # type: ignore[no-any-return]
-    return None
+            method()
+            return
 
 
 def _reset(
@@ -225,38 +219,35 @@ def _reset(
 ) -> None:
     """Reset a module and its submodules, children first, in the order of `nn.Module.apply`.
 
-    `adapters`: resets adapter layers. `only`: modules to reset; any other is skipped with its submodules. None: all. `families`:
-    initialise models of transformers too. `known`: packages whose modules an enclosing model has initialised; they are skipped.
+    `adapters`: resets adapter layers. `only`: modules to reset, None for all; any other is skipped with its submodules.
+    `families`: initialise models of transformers too. `known`: packages whose modules are skipped, because an enclosing model of
+    transformers has initialised them.
     """
     if only is not None and module not in only:
         return
+    package = type(module).__module__.partition(".")[0]
     if is_of_transformers(module):
         if families and not known:  # the outermost initialises those inside
             _init_as_transformers(module)
-        known = {*known, "torch", "transformers", _package_of(module)}
+        known = {*known, "torch", "transformers", package}
     inside = list(added_by(module)) if is_adapter(module) else ()
     for child in module.children():
         _reset(child, adapters, only, families=families, known=() if child in inside else known)
     if is_adapter(module):
         adapters.reset(module)
         adapters.follow(module)
-    elif _package_of(module) not in known:
-        reset = _reset_of(module)
-        if reset is not None:
-            reset()
+    elif package not in known:
+        _reset_own(module)
 
 
 def follow_loaded(model: nn.Module, params: Collection[int]) -> None:
-    """Compute the parameters with the ids `params` that adapters derive from other weights, after those were loaded."""
+    """Compute those parameters with the ids `params` that adapters derive from other weights (DoRA's magnitudes). Call after the
+    other weights were loaded. Collective."""
     adapters, holders = Resets.of(model), _holders(model, params)
     with init_mode(model, only=params):
         for module in model.modules():
             if module in holders and is_adapter(module):
                 adapters.follow(module)
-
-
-def _package_of(module: nn.Module) -> str:
-    return type(module).__module__.partition(".")[0]
 
 
 def _holders(model: nn.Module, params: Collection[int]) -> set[nn.Module]:

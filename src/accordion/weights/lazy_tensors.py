@@ -53,7 +53,7 @@ class Rows:
         return Rows(torch.Size([*self.shape[:dim], 1, *self.shape[dim:]]), self.dtype, fill)
 
     def in_blocks(self, size: int) -> Rows:
-        """Return these rows, (out, width), as (out * width / size, size)."""
+        """Return this tensor, (out, width), reshaped to (out * width / size, size), as a lazy tensor."""
         width = self.shape[1]
 
         def fill(into: Tensor, at: tuple[int, ...]) -> None:
@@ -116,10 +116,8 @@ def rows_of_folder(folder: Path) -> dict[str, Rows]:
 
 
 def _read(path: Path, stored: StoredTensor, into: Tensor, at: tuple[int, ...]) -> None:
-    """Fill `into` with the part of a stored tensor that begins at the index `at`. Raise `CheckpointError` if that fails.
-
-    Files are read and not mapped, because pages of a mapped file count as memory of this process.
-    """
+    """Fill `into` with the part of a stored tensor that begins at the index `at`. Raise `CheckpointError` if that fails."""
+    # Files are read and not mapped, because pages of a mapped file count as memory of this process.
     index = tuple(slice(a, a + n) for a, n in zip(at, into.shape, strict=True))
     try:
         with closing(LocalReader(path)) as reader:
@@ -185,7 +183,8 @@ LAZY: Mapping[Any, Callable[..., Any]] = {
 
 
 def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of `func` as lazy tensors: it runs on meta tensors now, for shapes, and on values at each read."""
+    """Return the result of the torch function `func` as lazy tensors. `func` runs on meta tensors now, for their shapes, and on
+    values at each read. A result that is no tensor, or no sequence of tensors, is returned as it is."""
 
     def run(tensor_of: Callable[[Rows], Tensor]) -> Any:
         def replaced(tree: Any) -> Any:

@@ -169,7 +169,8 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """The values in a folder for one tensor of a model. `stored_as`: names in the folder, several if they are combined."""
+    """The values in a folder for one tensor of a model. `stored_as`: the names of these values in the folder, several if tensors
+    of the folder are combined."""
 
     rows: Rows
     stored_as: tuple[str, ...]
@@ -219,7 +220,11 @@ def match(model: nn.Module, folder: Path, stored: Mapping[str, Rows], ignore: li
     Raises `CheckpointError` if a tensor is missing, does not fit, or is not in the model. `ignore`: shell patterns of names
     that may be missing on either side.
     """
-    wanted = _names_in_folder(model)
+    wanted = names_of(model)
+    for name, layer in four_bit_layers(model).items():  # folders have one plain tensor for the weight and its scales
+        for scales in ("absmax", "nested"):
+            wanted.pop(name.removesuffix("weight") + scales, None)
+        wanted[name] = torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype, device="meta")
     named, extra, wrong = _named(model, stored, wanted)
     # A copied layer may be tied to a layer that is in the folder.
     by_tensor = {id(wanted[name]): f for name, f in named.items()}
@@ -268,19 +273,9 @@ def names_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def four_bit_layers(model: nn.Module) -> dict[str, FourBitLinear]:
-    """Return name of the weight, as in `names_of` -> layer, for each layer that `quantize` made."""
+    """Return name of the weight, as in `names_of` -> layer, for each layer of `model` that `quantize` made."""
     modules = {without_wrappers(f"{name}.weight", INSIDE): module for name, module in model.named_modules()}
     return {name: module for name, module in modules.items() if isinstance(module, FourBitLinear)}
-
-
-def _names_in_folder(model: nn.Module) -> dict[str, Tensor]:
-    """Return the entries of `names_of`, but one plain tensor on meta for the weight and the scales of each four-bit layer."""
-    wanted = names_of(model)
-    for name, layer in four_bit_layers(model).items():
-        for scales in ("absmax", "nested"):
-            wanted.pop(name.removesuffix("weight") + scales, None)
-        wanted[name] = torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype, device="meta")
-    return wanted
 
 
 def copies_of_layers(model: nn.Module) -> dict[str, str]:
@@ -415,7 +410,7 @@ def _param_of(tensor: Tensor | None, engine: Engine) -> Param | None:
 
 
 def _read_four_bits(layer: FourBitLinear, rows: Rows, engine: Engine, team: Team) -> None:
-    """Fill this rank's shards of a four-bit layer from the plain weight `rows`, (out, in). Collective."""
+    """Quantise this rank's rows of the plain weight `rows`, (out, in), into its shards of a four-bit `layer`. Collective."""
     device, weight = engine.context.device, _param_of(layer.weight, engine)
     assert weight is not None, "shard() shards parameters of any size"
     blocks: Any = own_part(rows.in_blocks(BLOCK), weight)  # type: ignore[arg-type]

@@ -30,8 +30,9 @@ class WeightStream(Observer):
     """An iterable of (name, full tensor) that `stream_weights` returns; it is iterated once.
 
     The engine closes an open stream before this rank begins a forward, a backward or another collective. Closing takes part in
-    the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name -> digest of this
-    rank's shards, 0-d int64, if they are kept. `missing`: the items whose values this rank's consumer has not got.
+    the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name -> digest, 0-d int64,
+    of what this rank has of the tensor, in the dtype that is sent; empty if none are kept. `missing`: names of the items whose
+    values the consumer on this rank has not got.
     """
 
     # The end of the loop closes the stream: `break` and exceptions end the generator of `__iter__`, which runs its `finally`.
@@ -87,12 +88,12 @@ class WeightStream(Observer):
         self.close()
 
     def _begin_next(self) -> None:
-        """Begin to gather the next bucket, unless it is in flight or none is left."""
+        """Begin to gather the next bucket, unless that has begun or no bucket is left."""
         if self._buckets:
             self._buckets[0].begin()
 
     def _check(self) -> None:
-        """Raise `UsageError` if the stream is closed, or if weights were written since it was made."""
+        """Raise `UsageError` if the stream is closed, or if weights were written since it was created."""
         if not self._is_open:
             raise UsageError(
                 "this stream of weights is closed: it was iterated before, or this rank used the sharded model before its end; "

@@ -63,13 +63,8 @@ class RowGather:
         return full if around is None else around.whole(full)
 
 
-def item_bytes(item: Item, num_receivers: int) -> int:
-    """Return the most bytes of device memory that any rank needs to gather and deliver `item`."""
-    sizes = [_part_bytes(part, num_receivers) for part in item.parts]
-    return sum(sizes) + (2 * sizes[0] if item.merge or item.split else 0)
-
-
 def _part_bytes(part: ItemPart, num_receivers: int) -> int:
+    """Return the most bytes of device memory that any rank needs to gather `part`."""
     cut, context = part.cut, part.context
     if cut.dim is None:
         return 2 * cut.numel * part.dtype.itemsize
@@ -84,11 +79,12 @@ def _part_bytes(part: ItemPart, num_receivers: int) -> int:
 
 
 def in_buckets(items: Sequence[Item], num_receivers: int, most_bytes: int) -> list[list[Item]]:
-    """Return `items` in order, in lists that need at most `most_bytes` of device memory each (`item_bytes`); a larger item is
-    alone in its list. `num_receivers`: number of ranks that the items are delivered to."""
+    """Return `items` in order, in lists. To gather and deliver a list, no rank needs more than `most_bytes` of device memory; an
+    item that needs more is alone in its list. `num_receivers`: number of ranks that the items are delivered to."""
     buckets, left = list[list[Item]](), -1
     for item in items:
-        size = item_bytes(item, num_receivers)
+        sizes = [_part_bytes(part, num_receivers) for part in item.parts]
+        size = sum(sizes) + (2 * sizes[0] if item.merge or item.split else 0)
         if size > left:
             buckets.append([])
             left = most_bytes

@@ -43,10 +43,6 @@ class ItemPart:
         refuse_own_gather(param)
         return cls(param.sharded, dtype or param.dtype, param.cut, param.context, param.around)
 
-    @classmethod
-    def of_buffer(cls, buffer: Tensor, context: ShardingContext) -> ItemPart:
-        return cls(buffer, buffer.dtype, Cut(tuple(buffer.shape), None, 1), context)
-
     def local(self) -> Tensor:
         """Return what this rank has of the tensor, detached, in `dtype` on the device; a view of it if possible."""
         local: Tensor = _torch.local_or_same(self.value)
@@ -73,7 +69,12 @@ def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapte
     """
     layers: dict[str, Any] = {}
     if adapters == "alone":
-        named = _adapter_tensors(model)
+        if not is_peft(model):
+            raise UsageError(f'adapters="alone" takes a PEFT model, and this {type(model).__name__} has no adapters.')
+        from peft import get_peft_model_state_dict
+
+        values = dict(model.state_dict(keep_vars=True))
+        named = dict(get_peft_model_state_dict(model, state_dict=values, adapter_name=model.active_adapter))
     elif is_peft(model):
         named, layers = _base_tensors(model)
     else:
@@ -84,7 +85,7 @@ def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapte
             items.append(_merged_item(engine, name, layers[name], dtype))
         elif isinstance(value, Tensor) and id(value) not in seen:  # no tensor: from a module's `get_extra_state`
             seen.add(id(value))
-            part = ItemPart.of_buffer(value, engine.context)
+            part = ItemPart(value, value.dtype, Cut(tuple(value.shape), None, 1), engine.context)
             if (param := params.get(id(value))) is not None:
                 is_cast = dtype is not None and param.dtype.is_floating_point
                 part = ItemPart.of_param(param, dtype if is_cast else None)
@@ -94,8 +95,8 @@ def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapte
 
 
 def _as_saved(model: nn.Module, items: Sequence[Item]) -> list[Item]:
-    """Return the items under the names in files of transformers; those that it saves in parts, as fused experts, with a `split`.
-    Raises `UsageError` for tensors that it saves together as one."""
+    """Return `items` under the names that transformers gives them in files. Those that transformers saves in several tensors,
+    such as fused experts, have a `split`. Raises `UsageError` for tensors that it saves together as one."""
     from transformers.core_model_loading import revert_weight_conversion
 
     split = partial(revert_weight_conversion, model)
@@ -119,21 +120,11 @@ def _as_saved(model: nn.Module, items: Sequence[Item]) -> list[Item]:
 # -- PEFT
 
 
-def _adapter_tensors(model: Any) -> dict[str, Any]:
-    """Return name -> tensor of what PEFT saves of the active adapter. Raises `UsageError` if `model` is no PEFT model."""
-    if not is_peft(model):
-        raise UsageError(f'adapters="alone" takes a PEFT model, and this {type(model).__name__} has no adapters.')
-    from peft import get_peft_model_state_dict
-
-    values = dict(model.state_dict(keep_vars=True))
-    return dict(get_peft_model_state_dict(model, state_dict=values, adapter_name=model.active_adapter))
-
-
 def _base_tensors(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (name -> tensor of the model that PEFT wraps, name -> layer with adapters that are not merged in it).
+    """Return (name -> tensor of the model that PEFT wraps, name of a weight -> its layer with adapters that are not merged).
 
-    Tensors of which PEFT trains a copy (`modules_to_save`) are the active copy. Raises `UsageError` for adapters that belong
-    to no weight.
+    Of a layer that PEFT trains in a copy (`modules_to_save`), the tensors are those of the active copy. Raises `UsageError` for
+    adapters that belong to no weight.
     """
     for name, config in model.peft_config.items():
         if config.is_prompt_learning or getattr(config, "lora_bias", False):

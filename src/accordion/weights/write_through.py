@@ -36,10 +36,8 @@ VIEWS = {aten.detach.default, aten.alias.default, aten.view.default, aten.t.defa
 
 
 class Full:
-    """A full parameter whose storage has memory only while an operator uses it.
-
-    `writes_shard`: values written into `tensor` are written to the shard, else dropped. `filled`: the memory has values.
-    """
+    """A full parameter, `tensor`, whose storage has memory only while an operator uses it. `writes_shard`: True if values that
+    are written into it go to the shard, False if they are dropped. `filled`: True if the memory has values."""
 
     __slots__ = ("data", "filled", "num_bytes", "param", "storage", "tensor", "writes_shard")
 
@@ -59,7 +57,8 @@ class Full:
 
 class Fulls(_torch.DispatchMode):
     """Dispatch mode that gives memory to the full tensors that an operator uses, filled from the shards if the operator reads
-    them. Full tensors of earlier operators are written to the shards and freed. `replace` registers full tensors."""
+    them, which is collective. Full tensors of earlier operators are first written to the shards and freed. `replace` registers
+    full tensors."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,7 +98,8 @@ class Fulls(_torch.DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def close(self, but: Iterable[Full] = ()) -> None:
-        """Write all full tensors with memory, except those in `but`, to the shards, and free them unless numpy shares them."""
+        """Write all full tensors with memory, except those in `but`, to the shards. Then free their memory, unless numpy shares
+        it."""
         for full in [full for full in self._open if full not in but]:
             if full.filled:
                 full.take(full.data)

@@ -1,4 +1,4 @@
-"""Copies the inputs of recomputed units off the device during the forward, and back before they are used in the backward."""
+"""Copies the inputs of recomputed units off the device during the forward, and back for the backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accordion.offload.swap_file import CopyToDisk
 
 
 class ActivationOffload:
-    """Copies inputs of recomputed units into stores on the host or on disk, which are made at the first use and reused."""
+    """Copies inputs of recomputed units into stores on the host or on disk, which are created at the first use."""
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
@@ -39,13 +39,16 @@ class ActivationOffload:
         return sum(store.disk_bytes for store in self._stores.values())
 
     def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
-        """Start copying `tensor`, the input of a unit, to `place`, "host" or "disk:FOLDER". Return a handle to read it back.
-        First calls `finish_store`, which may raise, for the previous input, so that the memory of that one can be freed."""
+        """Start copying `tensor`, the input of a unit, to `place`, "host" or "disk:FOLDER". Return an object that copies it back.
+
+        First calls `finish_store` for the previous input, so that the device memory of that one can be freed. Raises `UsageError`
+        or `OffloadError` if there is no room.
+        """
         self.finish_store()
         if place not in self._stores:
-            folder = folder_of(place)
+            folder, resources = folder_of(place), self.resources
             self._stores[place] = (
-                HostActivationStore(self.resources) if folder is None else DiskActivationStore(folder, self.resources)
+                HostActivationStore(resources) if folder is None else DiskActivationStore(folder, resources)
             )
         slot = self._stores[place].take(room_for(tensor.nbytes))
         offloaded = OffloadedInput(self, tensor, slot, self._last)
@@ -53,7 +56,8 @@ class ActivationOffload:
         return offloaded
 
     def finish_store(self) -> None:
-        """Make the compute stream wait for the copy under way. Raise `UsageError` if its input was changed meanwhile."""
+        """Make the compute stream wait for the last started copy to a store. Do nothing if there is none, or if this was called
+        for it before. Raise `UsageError` if the copied tensor was changed in place meanwhile."""
         storing, self._storing = self._storing, None
         if storing is not None:
             move, tensor, version = storing
@@ -64,18 +68,10 @@ class ActivationOffload:
                     "to the host; change a clone of it, or leave out Offload(activations=...)."
                 )
 
-    def begin_backward(self) -> None:
-        """Record that a backward runs: the next offloaded input is then the first one of a new forward."""
-        self._last = None
-
-    def report(self, error: OffloadError) -> None:
-        """Report `error` to the other ranks, which may be waiting for this rank in the backward."""
-        self.resources.fetch_stream.waiter.tell(f"failed: {type(error).__name__}: {error}")
-
 
 class OffloadedInput:
-    """An input of a recomputed unit that is stored in `slot`. `before`: the previous offloaded input of this forward, which the
-    backward needs next; None for the first one. The slot is freed when this object is deleted."""
+    """An input of a recomputed unit that is stored in `slot`, which is freed when this object is deleted. The constructor starts
+    the copy. `before`: the previous offloaded input of this forward, which the backward needs next; None for the first one."""
 
     def __init__(
         self,
@@ -108,7 +104,7 @@ class OffloadedInput:
         and start fetching `before`. An `OffloadError` is reported to the other ranks and raised."""
         if self._live is not None:
             return self._live
-        self._owner.begin_backward()
+        self._owner._last = None  # a backward runs: the next offloaded input is the first one of a new forward
         try:
             with torch.no_grad():
                 self.fetch()
@@ -118,8 +114,8 @@ class OffloadedInput:
                 assert self._fetched is not None, "fetch() was called"
                 move, tensor = self._fetched
                 move.land()
-        except OffloadError as error:
-            self._owner.report(error)
+        except OffloadError as error:  # the other ranks may be waiting for this rank in the backward
+            self._owner.resources.fetch_stream.waiter.tell(f"failed: {type(error).__name__}: {error}")
             raise
         self._fetched = None
         return tensor.requires_grad_()

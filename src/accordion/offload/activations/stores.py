@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -30,19 +31,19 @@ class HostActivationStore:
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
         self.host_bytes = 0
-        self._free: list[Arena] = []
+        self.free: list[Arena] = []  # buffers without an input; slots put theirs back, on any thread
 
     def take(self, num_bytes: int) -> HostSlot:
         """Return a slot of at least `num_bytes`: the smallest free buffer that fits, or else a new one. A new buffer takes the
         place of the largest free one, if there is any. Raises `UsageError` if memory is lacking."""
-        fits = [buffer for buffer in self._free if buffer.num_bytes >= num_bytes]
+        fits = [buffer for buffer in self.free if buffer.num_bytes >= num_bytes]
         if fits:
             buffer = min(fits, key=lambda buffer: buffer.num_bytes)
-            self._free.remove(buffer)
+            self.free.remove(buffer)
             return HostSlot(self, buffer)
-        if self._free:  # inputs have grown: replace the largest free buffer by a larger one
-            largest = max(self._free, key=lambda buffer: buffer.num_bytes)
-            self._free.remove(largest)
+        if self.free:  # inputs have grown: replace the largest free buffer by a larger one
+            largest = max(self.free, key=lambda buffer: buffer.num_bytes)
+            self.free.remove(largest)
             self.host_bytes -= largest.num_bytes
             del largest
             # Larger than requested: if lengths grew a little in each step, each step would pin new memory and wait for it.
@@ -51,27 +52,24 @@ class HostActivationStore:
         self.host_bytes += num_bytes
         return HostSlot(self, buffer)
 
-    def give(self, buffer: Arena) -> None:
-        self._free.append(buffer)
-
 
 class HostSlot:
-    """A buffer of host memory for one input."""
+    """The place of one input in host memory, a `buffer` of `store`."""
 
     def __init__(self, store: HostActivationStore, buffer: Arena) -> None:
         self._store, self._buffer = store, buffer
         self._fetch: Transfer | None = None
 
     def store(self, tensor: Tensor, like: Tensor) -> Transfer:
-        """Start copying the input `tensor` to the host. `like`: a tensor of its shape and dtype, with the strides to store."""
+        """Start copying `tensor`, the input, to the host. `like`: a tensor of its shape and dtype, with the strides to store."""
         return self._store.resources.store_stream.copy(
-            copying(shaped(self._buffer.memory, like), tensor), [tensor], STORES
+            partial(_copy, shaped(self._buffer.memory, like), tensor), [tensor], STORES
         )
 
     def fetch(self, into: Tensor) -> Transfer:
         """Start copying the input into `into`, on the device, of the shape, dtype and strides with which it was stored."""
-        copies = copying(into, shaped(self._buffer.memory, into))
-        self._fetch = self._store.resources.fetch_stream.copy(copies, [into], FETCHES)
+        copy = partial(_copy, into, shaped(self._buffer.memory, into))
+        self._fetch = self._store.resources.fetch_stream.copy(copy, [into], FETCHES)
         return self._fetch
 
     def free(self, is_fetched: bool) -> None:
@@ -80,7 +78,7 @@ class HostSlot:
         if is_fetched and self._fetch is not None:
             self._fetch.join(self._store.resources.store_stream)
             self._fetch.land()
-        self._store.give(self._buffer)
+        self._store.free.append(self._buffer)
 
 
 class DiskActivationStore:
@@ -90,7 +88,8 @@ class DiskActivationStore:
     def __init__(self, folder: Path, resources: Resources) -> None:
         self.resources, self.file = resources, SwapFile(folder, 0)
         self._free: list[tuple[int, int]] = []  # (start, stop) in bytes of free ranges, sorted, adjacent ones joined
-        self._released: deque[tuple[int, int, list[DiskCalls]]] = deque()  # free when their reads and writes have ended
+        # Ranges to which slots add on any thread; each is free when its reads and writes have ended.
+        self.released: deque[tuple[int, int, list[DiskCalls]]] = deque()
         self._stages = [Stage() for _ in range(NUM_STAGES)]  # the least recently used first
 
     @property
@@ -102,8 +101,8 @@ class DiskActivationStore:
         return sum(stage.buffer.num_bytes for stage in self._stages if stage.buffer is not None)
 
     def take(self, num_bytes: int) -> DiskSlot:
-        """Return a slot of `num_bytes`: in the smallest free range that fits, or else at the end of the file, which grows. First
-        waits for reads and writes of ranges that were freed. Raises `OffloadError` if the disk has no room."""
+        """Return a slot of `num_bytes`, whole pages: in the smallest free range that fits, or else at the end of the file, which
+        grows. First waits for reads and writes of ranges that were freed. Raises `OffloadError` if the disk has no room."""
         self._collect()
         fits = [(stop - start, start, stop) for start, stop in self._free if stop - start >= num_bytes]
         if fits:
@@ -120,42 +119,34 @@ class DiskActivationStore:
         return DiskSlot(self, start, num_bytes)
 
     def _collect(self) -> None:
-        while self._released:
-            start, stop, moves = self._released.popleft()
+        while self.released:
+            start, stop, moves = self.released.popleft()
             for move in moves:
                 move.settle()
             self._free.append((start, stop))
         self._free = joined(self._free)
 
-    def give(self, start: int, stop: int, moves: list[DiskCalls]) -> None:
-        """Free the range [start, stop) of the file, in bytes, after `moves`, its reads and writes; callable on any thread."""
-        self._released.append((start, stop, moves))
-
     def stage(self, num_bytes: int) -> Stage:
-        """Return the least recently used host buffer, replaced if it is smaller than `num_bytes`. First waits for its last use,
-        and raises the error of that use."""
+        """Return the least recently used stage, with a buffer of at least `num_bytes`, which is replaced if it is smaller. First
+        waits for the last use of that stage, and raises the error of that use."""
         self._stages.append(self._stages.pop(0))
         stage = self._stages[-1]
-        stage.clear()
+        stage.content = None
+        while stage.uses:  # an error is raised once
+            stage.uses.pop(0)()
         if stage.buffer is None or stage.buffer.num_bytes < num_bytes:
             stage.buffer = None  # free the smaller one before allocating
             stage.buffer = self.resources.make_arena(num_bytes, self.resources.device)
         return stage
 
 
+@dataclass(eq=False, slots=True)
 class Stage:
-    """A buffer of host memory between the device and the file."""
+    """A buffer of host memory through which inputs are copied between the device and the file, one at a time."""
 
-    def __init__(self) -> None:
-        self.buffer: Arena | None = None
-        self.content: object = None  # the `DiskSlot` whose input is in the buffer
-        self.uses: list[Callable[[], None]] = []  # each waits for one use of the buffer
-
-    def clear(self) -> None:
-        """Forget the content and wait for all uses of the buffer. Raise the error of a failed use, once."""
-        self.content = None
-        while self.uses:
-            self.uses.pop(0)()
+    buffer: Arena | None = None
+    content: DiskSlot | None = None  # whose input is in the buffer
+    uses: list[Callable[[], None]] = field(default_factory=list)  # each waits for one use of the buffer
 
     def memory(self, num_bytes: int) -> Tensor:
         assert self.buffer is not None, "stage() has allocated it"
@@ -163,7 +154,7 @@ class Stage:
 
 
 class DiskSlot:
-    """A range of the file for one input, with its reads and writes under way."""
+    """The place of one input in the file, `num_bytes` from byte `start` on, with its reads and writes under way."""
 
     def __init__(self, store: DiskActivationStore, start: int, num_bytes: int) -> None:
         self.activation_store, self.start, self.num_bytes = store, start, num_bytes
@@ -178,7 +169,7 @@ class DiskSlot:
         store, resources = self.activation_store, self.activation_store.resources
         self._stage = stage = store.stage(self.num_bytes)
         memory, stage.content = stage.memory(self.num_bytes), self
-        copy = resources.store_stream.copy(copying(shaped(memory, like), tensor), [tensor], STORES)
+        copy = resources.store_stream.copy(partial(_copy, shaped(memory, like), tensor), [tensor], STORES)
         writes = in_chunks(store.file.write, self.start, memory)
         self._stored = CopyToDisk(copy, writes, resources.pool(), late=resources.store_stream.late)
         stage.uses.append(partial(self._end, self._stored.synchronize))
@@ -187,8 +178,8 @@ class DiskSlot:
     def fetch(self, into: Tensor) -> Transfer:
         """Start copying the input back into `into`, on the device: from its host buffer if that was not reused, else from the
         file. Raises `OffloadError` if writing the input failed."""
-        assert self._stage is not None, "what is fetched was stored"
-        assert self._stored is not None, "what is fetched was stored"
+        assert self._stage is not None, "an input is stored before it is fetched"
+        assert self._stored is not None, "an input is stored before it is fetched"
         store, stage, reads = self.activation_store, self._stage, None
         if stage.content is not self:
             self._stored.synchronize()  # the write has ended, because its buffer was reused: this raises its error
@@ -207,7 +198,7 @@ class DiskSlot:
         return self._fetch
 
     def _end(self, wait: Callable[[], None]) -> None:
-        """Call `wait`, and ignore an `OffloadError` if `free` was called."""
+        """Call `wait`. An `OffloadError` that it raises is ignored if `free` was called."""
         try:
             wait()
         except OffloadError:
@@ -221,12 +212,13 @@ class DiskSlot:
         moves = [] if self._stored is None else self._stored.cancel()
         if is_fetched and self._fetch is not None:
             self._end(self._fetch.land)  # the next use of the stage waits for the copy
-        moves += [] if self._reads is None else [self._reads]
-        self.activation_store.give(self.start, self.start + self.num_bytes, moves)
+        if self._reads is not None:
+            moves.append(self._reads)
+        self.activation_store.released.append((self.start, self.start + self.num_bytes, moves))
 
 
 def joined(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the ranges (start, stop) sorted, with adjacent ones joined."""
+    """Return the ranges `parts`, each (start, stop), sorted and with adjacent ones joined."""
     result: list[tuple[int, int]] = []
     for start, stop in sorted(parts):
         if result and result[-1][1] == start:
@@ -240,11 +232,8 @@ def shaped(memory: Tensor, like: Tensor) -> Tensor:
     return memory[: like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
 
 
-def copying(to: Tensor, source: Tensor) -> Callable[[], None]:
-    def copy() -> None:
-        to.copy_(source.detach(), non_blocking=True)
-
-    return copy
+def _copy(to: Tensor, source: Tensor) -> None:
+    to.copy_(source.detach(), non_blocking=True)
 
 
 def room_for(num_bytes: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from accordion.errors import UsageError
 from accordion.offload.arena import ALIGN_BYTES, page_aligned
 from accordion.offload.host_shards import OffDeviceShards
-from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of, has_elements, local_of, write_back
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of, has_elements, write_back
 from accordion.offload.swap_file import FileRange, Values
 
 CHUNK_NUMEL = 2**21  # largest chunk: 8 MiB of each float32 state
@@ -21,7 +21,8 @@ NUM_CHUNKS = 100  # number of chunks of a step between these limits, so that buf
 
 @dataclass(frozen=True, slots=True)
 class StateBlock:
-    """Optimizer states of the parameters of one unit, param group and dtype. Each state is one flat run of all parameters.
+    """Optimizer states of the parameters of one unit, param group and dtype. Each state is one flat run of all parameters, in
+    which each parameter begins at a page of the smallest dtype. Chunks are whole pages of that dtype too.
 
     Args: `runs`: name of a state -> its `numel` elements in memory or in a file, for each state that has the parameter's shape;
     `itemsize`: bytes of the smallest element of parameter, gradient, row (the shard's copy in the gathered dtype) and states;
@@ -37,11 +38,6 @@ class StateBlock:
     disk_bytes: int = 0
     total_bytes: int = 0
 
-    @property
-    def step(self) -> int:
-        """Number of elements at whose multiples parameters begin and chunks are split: a page of the smallest dtype."""
-        return ALIGN_BYTES // self.itemsize
-
     def buffer_bytes(self, *, on_device: bool) -> int:
         """Return the bytes of the largest chunk in a buffer of the device, or else of the host."""
         states = sum(run.dtype.itemsize for run in self.runs.values() if on_device or isinstance(run, FileRange))
@@ -56,9 +52,8 @@ class StatePlace:
     block: StateBlock
     start: int
     shown: dict[str, Tensor]  # name -> the state in the shape of the shard, for `optimizer.state`
-    shard_buffer: tuple[OffDeviceShards, int] | None = (
-        None  # with the parameter's index there; None if it is on the device
-    )
+    # With the index of the parameter in the shard buffer; None if the parameter is on the device.
+    shard_buffer: tuple[OffDeviceShards, int] | None = None
 
 
 @dataclass(slots=True)
@@ -72,30 +67,24 @@ class ParamStep:
 
     def spans(self, low: int, high: int) -> list[Span]:
         """Return the elements [low, high) of the shard, of its gradient and, if the step writes a row too, of the row."""
-        entry, (shard_buffer, i) = self.entry, self.place.shard_buffer or (None, 0)
-        row: Values | None = None
+        entry, row = self.entry, None
         shard: Values = flat_of(entry.local, entry.local)
         grad: Values = flat_of(entry.grad, entry.local)
-        if shard_buffer is not None:
-            slot = shard_buffer.grads.slots[i]
+        if self.place.shard_buffer is not None:
+            shard_buffer, i = self.place.shard_buffer
             shard, row = shard_buffer.shard(i), shard_buffer.row(i)
-            grad = slot.file_range if slot.file_range is not None and slot.is_on_disk(entry.grad) else grad
+            grad = shard_buffer.grads.slots[i].file_range_of(entry.grad) or grad
         spans = [Span(shard[low:high], reads=True, writes=True), Span(grad[low:high], reads=True, writes=False)]
         return spans if row is None else [*spans, Span(row[low:high], reads=False, writes=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A range of a shard, gradient or state that the step of a chunk uses."""
+    """A range of elements of a shard, gradient, row or state that the step of a chunk uses."""
 
     values: Values
     reads: bool  # the step needs the values
     writes: bool  # the step changes the values
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in a buffer and in a file, in whole pages."""
-        return page_aligned(self.values.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +110,14 @@ class Chunk:
 
 def chunk_numel(itemsize: int, total: int) -> int:
     """Return the number of elements of the largest chunk of a step of `total` elements: a whole number of pages in each dtype.
-
-    Args: `itemsize`: bytes per element of the smallest dtype.
-    """
+    `itemsize`: bytes per element of the smallest dtype."""
     step = ALIGN_BYTES // itemsize
     return max(step, min(CHUNK_NUMEL, max(LEAST_NUMEL, total // NUM_CHUNKS)) // step * step)
 
 
 def chunks_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
-    """Yield the chunks of the steps `todos`, block by block, in the order of the states in a block. A chunk may have elements
-    of several parameters whose states are adjacent, but none of a parameter that is not in `todos`."""
+    """Yield the chunks of the steps `todos`, one block of states after the other, in the order of the states in a block. A chunk
+    may have elements of several parameters whose states are adjacent, but none of a parameter that is not in `todos`."""
     by_block: dict[int, list[ParamStep]] = {}
     for todo in todos:
         by_block.setdefault(id(todo.place.block), []).append(todo)
@@ -139,7 +126,7 @@ def chunks_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
         runs: list[tuple[int, int, list[ParamStep]]] = []
         for todo in members:  # adjacent parameters share chunks
             start = todo.place.start
-            stop = start + -(-todo.entry.local.numel() // block.step) * block.step
+            stop = start + page_aligned(todo.entry.local.numel() * block.itemsize) // block.itemsize
             if runs and runs[-1][1] == start:
                 runs[-1] = (runs[-1][0], stop, [*runs[-1][2], todo])
             else:
@@ -167,8 +154,9 @@ def _chunk(block: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]
 
 
 def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Step the parameters of `chunk` in place. `views`: one 1-D tensor for each of its spans, all on one device. Raises
-    `UsageError` if the optimizer creates a state of a parameter's shape that it did not have when it was wrapped."""
+    """Step the elements of `chunk` in place, and keep the new states in `ParamStep.states`. `views`: a 1-D tensor with the values
+    of each span of the chunk, all on one device. Raises `UsageError` if the optimizer creates a state of a parameter's shape
+    that it did not have when it was wrapped."""
     work = []
     blocks = dict(zip(chunk.block.runs, views, strict=False))
     for part in chunk.parts:
@@ -207,4 +195,4 @@ def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tens
 def finish(todo: ParamStep) -> None:
     """Write the new states of the parameter of `todo` into `optimizer.state`. Call after all of its chunks were stepped."""
     entry, shown = todo.entry, todo.place.shown
-    write_back(entry.state, {k: shown.get(k, v) for k, v in todo.states.items()}, entry.param, local_of(entry.param))
+    write_back(entry.state, {k: shown.get(k, v) for k, v in todo.states.items()}, entry.param)

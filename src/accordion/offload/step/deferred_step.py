@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
+from accordion._torch import local_or_same
 from accordion.config import DEVICE
 from accordion.engine.engine import Engine
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.chunks import ParamStep, chunks_of, finish, step_chunk
-from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of, step_entries
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, step_entries
 from accordion.offload.step.state_store import States, Wanted
 from accordion.offload.tiers import Tiers
 
@@ -30,7 +31,7 @@ OWNER = "_accordion_owner"  # attribute of an offloaded parameter, an `Owner`
 
 
 class Owner:
-    """Weak references from an offloaded parameter to its engine and unit; copies and pickles have none."""
+    """Weak references from an offloaded parameter to its engine and unit. A copied or unpickled `Owner` refers to neither."""
 
     __slots__ = ("engine", "unit")
 
@@ -70,7 +71,7 @@ def refuse_unwrapped(optimizer: Optimizer) -> None:
 
 
 def owner_of(param: Tensor) -> tuple[Engine, Unit] | None:
-    """Return the engine and the unit of an offloaded parameter; None for any other tensor."""
+    """Return the engine and the unit of an offloaded parameter; None for any other tensor, or if the model is gone."""
     owner = vars(param).get(OWNER) if isinstance(param, DTensor) else None
     if not isinstance(owner, Owner):
         return None
@@ -95,10 +96,8 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
 
 
 class UnitStep:
-    """The step of one unit's parameters, `entries`, on the host; keeps their gradients alive until it has ended.
-
-    `todos`: the steps of those `entries` that are stepped chunk by chunk, with their states in `states`.
-    """
+    """The step of one unit's parameters, `entries`, on the host; keeps their gradients alive until it has ended. `todos`: the
+    steps of those `entries` that are stepped chunk by chunk, with their states in `states`, which is None if there are none."""
 
     def __init__(
         self,
@@ -126,8 +125,9 @@ class UnitStep:
                 local.fill_(float("nan"))
 
     def wait(self, engine: Engine) -> None:
-        """Wait until all parameters are stepped and written, then write their new states into `optimizer.state`. An error is
-        reported to the other ranks and raised. Adds the time to `Tiers.waited_s`."""
+        """Wait until all parameters are stepped and written, then write their new states into `optimizer.state`. Runs the step
+        itself if `begin` has not started it. An error is reported to the other ranks and raised. Adds the time to
+        `Tiers.waited_s`."""
         start = time.perf_counter()
         with reported(engine):
             if self._running is not None:
@@ -162,17 +162,17 @@ class UnitStep:
 
 
 def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None:
-    """Allocate the states of parameters of `optimizer` that are stepped chunk by chunk, if they have none yet.
+    """Allocate the states of those parameters of `optimizer` that are stepped chunk by chunk and have none yet, and take over
+    states that a load has put into `optimizer.state`.
 
-    Returns the `OptimizerCopy` that a small step was tried with, to find the states; None if no parameter is stepped chunk by
-    chunk. `kind`: the optimizer's class before wrapping. Raises `OffloadError` or `UsageError` if memory or disk space is
-    lacking.
+    Returns a copy of `optimizer`; None if it has no parameter that is stepped chunk by chunk. `kind`: the optimizer's class
+    before wrapping. Raises `OffloadError` or `UsageError` if memory or disk space is lacking.
     """
     owned, optimizer_copy = owned_by(optimizer), None
     for engine in engines_of(optimizer):
         tiers = tiers_of(engine)
         wanted = [
-            Wanted(unit.index, tiers.offloads[unit.index], group, p, local_of(p), tiers.shard_buffer_of(unit, p))
+            Wanted(unit.index, tiers.offloads[unit.index], group, p, local_or_same(p), tiers.shard_buffer_of(unit, p))
             for group, p, owner, unit in owned
             if owner is engine and tiers.offloads[unit.index].streams
         ]
@@ -201,7 +201,7 @@ def reported(engine: Engine) -> Iterator[None]:
 
 
 def expose(optimizer: Optimizer) -> None:
-    """Record that a caller gets access to `optimizer.state`: the next step first reads the states that the caller may write."""
+    """Record that a caller gets access to `optimizer.state` and may write states: the next step first takes these over."""
     for engine in engines_of(optimizer):
         states = tiers_of(engine).states.get(optimizer)
         if states is not None:
@@ -226,7 +226,9 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
         for p in group["params"]:
             if p.grad is None:
                 continue
-            entry, owner = _entry(optimizer, i, p, p.grad), owner_of(p)
+            local, owner = local_or_same(p), owner_of(p)
+            torch.autograd.graph.increment_version(local)  # not by the thread, whose own increment comes at any time
+            entry = Entry(i, p, local, local_or_same(p.grad), optimizer.state[p])
             if owner is None:
                 not_offloaded.append(entry)
             else:
@@ -240,17 +242,11 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
         hook(optimizer, (), {})
 
 
-def _entry(optimizer: Optimizer, group: int, p: Tensor, grad: Tensor) -> Entry:
-    local = local_of(p)
-    torch.autograd.graph.increment_version(local)  # not by the thread, whose own increment comes at any time
-    return Entry(group, p, local, local_of(grad), optimizer.state[p])
-
-
 def _start(
     engine: Engine, units: list[tuple[Unit, list[Entry]]], optimizer_copy: OptimizerCopy, optimizer: Optimizer
 ) -> None:
-    """Step those `units` (unit, entries to step) that are stepped on the device, and start the steps of the others on the thread,
-    in the order in which the next forward is expected to need them."""
+    """Step those of `units`, pairs (unit, its entries to step), that are stepped on the device. Start the steps of the others on
+    a thread, in the order in which the next forward is expected to need the units."""
     tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
     states = tiers.states.get(optimizer)
     if states is not None and states.is_exposed:

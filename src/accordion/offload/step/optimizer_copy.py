@@ -38,9 +38,9 @@ Part: TypeAlias = tuple[int, Tensor, Tensor, dict[str, Any]]
 class OptimizerCopy:
     """A copy of `optimizer` with its hyperparameters at the time of the copy, which can step some of its parameters later.
 
-    `after`: the values, except parameters and their states, that the optimizer has after a step: one dict per param group, one
-    of states without a parameter, one of attributes. None for optimizers of torch, whose steps change none of these. `kind`:
-    the optimizer's class before wrapping.
+    `kind`: the optimizer's class before wrapping. `after`: the values, except parameters and their states, that the optimizer
+    has after a step: one dict per param group, one of states without a parameter, one of attributes. None for optimizers of
+    torch, whose steps change no such values.
     """
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
@@ -55,9 +55,8 @@ class OptimizerCopy:
         # For a step on the host, hyperparameters on an accelerator are copied now; `_host_ready` is waited for at their use.
         self._for_host: Sequence[dict[str, Any]] = self._values
         self._host_ready: Any = None
-        on_device = [
-            v for each in self._values for v in each.values() if isinstance(v, Tensor) and v.device.type != "cpu"
-        ]
+        tensors = [v for each in self._values for v in each.values() if isinstance(v, Tensor)]
+        on_device = [v for v in tensors if v.device.type != "cpu"]
         if on_device:
             self._for_host = [
                 # a non-blocking copy from a device goes to pinned memory
@@ -71,16 +70,15 @@ class OptimizerCopy:
         self._firsts = {i: group["params"][0] for i, group in enumerate(groups) if group["params"]}
         self.after: list[dict[str, Any]] | None = None
         if params:
-            small: list[Part] = [
-                (i, p, _small(p.dtype, torch.device("cpu"), p.dim()), {}) for i, p in self._firsts.items()
-            ]
+            cpu = torch.device("cpu")
+            small: list[Part] = [(i, p, _small(p.dtype, cpu, p.dim()), {}) for i, p in self._firsts.items()]
             self.after = self._extras(self._stepped(small), small)
 
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
         """Step the tensors of `todo` in place. Return tensor -> its new state.
 
-        Raises `UsageError` if a value in `after` is another one after this step: it then depends on the choice of parameters that
-        are stepped.
+        Raises `UsageError` if this step leaves another value than the one in `after`, such as a hyperparameter: it then depends
+        on the choice of parameters that are stepped.
         """
         if not todo:
             return {}
@@ -135,9 +133,9 @@ class OptimizerCopy:
                     target[key] = value
 
     def scalar(self, group: int, key: str, value: Any, local: Tensor) -> Any:
-        """Return a copy of the tensor `value`, the state `key` of a parameter, such as its step count; other objects unchanged.
-        The copy stays on the device of `value`, but a "step" goes to that of `local` if options of the param group with index
-        `group` (fused, capturable) need it there."""
+        """Return a copy of `value`, the state `key` of a parameter, such as its step count; an object that is no tensor itself.
+        The copy is on the device of `value`. A "step" is copied to the device of `local` if the param group with index `group`
+        is fused or capturable, which need it there."""
         if not isinstance(value, Tensor):
             return value
         options = self._values[group]
@@ -152,8 +150,8 @@ class OptimizerCopy:
 
 
 def copied(tree: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of nested lists, tuples, sets and dicts with their tensors, which shares all other objects. `memo`: id of an
-    object -> what takes its place in the copy; copies are added, as `copy.deepcopy` does."""
+    """Return a copy of `tree`, nested lists, tuples, sets and dicts, and of the tensors in it. All other objects are shared.
+    `memo`: id of an object -> its replacement in the copy; the ids of copied objects are added to it, as by `copy.deepcopy`."""
     if id(tree) in memo:
         return memo[id(tree)]
     result = tree
@@ -172,8 +170,8 @@ def copied(tree: Any, memo: dict[int, Any]) -> Any:
 
 
 def exchange(tree: Any, swap: Callable[[Tensor], Tensor]) -> Any:
-    """Replace each tensor in nested lists, dicts, tuples and sets by `swap(tensor)`. Lists and dicts are changed in place. Return
-    `tree`, or what takes its place if it is a tensor, tuple or set."""
+    """Replace each tensor in `tree`, nested lists, dicts, tuples and sets, by `swap(tensor)`. Lists and dicts are changed in
+    place. Return `tree`, or its replacement if it is a tensor, tuple or set."""
     if isinstance(tree, Tensor):
         return swap(tree)
     if isinstance(tree, list):
@@ -196,7 +194,8 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def has_elements(tree: Any, local: Tensor) -> bool:
-    """Return True if the state `tree` is a tensor of the shape of `local`, or has one in nested lists and dicts."""
+    """Return True if the state `tree` is a tensor of the shape of `local`, or has one in nested lists and dicts. Scalars do not
+    count."""
     return any(isinstance(v, Tensor) and v.dim() > 0 and v.shape == local.shape for v in leaves(tree))
 
 
@@ -227,28 +226,25 @@ def step_entries(optimizer_copy: OptimizerCopy, entries: Sequence[Entry]) -> Non
         for entry in entries:
             entry.local.grad = None
     for entry in entries:
-        write_back(entry.state, states.get(entry.local, {}), entry.param, entry.local)
+        write_back(entry.state, states.get(entry.local, {}), entry.param)
 
 
-def local_state(entry: dict[str, Any]) -> dict[str, Any]:
+def local_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return the states of one parameter with local tensors in place of DTensors."""
-    return {k: _torch.local_of(v) if isinstance(v, DTensor) else v for k, v in entry.items()}
+    return {k: _torch.local_or_same(v) for k, v in state.items()}
 
 
-def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor, local: Tensor) -> None:
-    """Write the states `inner` of a step into `outer`, the states of `p`. Tensors of the shape of `local` become DTensors."""
+def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor) -> None:
+    """Write the states `inner` of a step into `outer`, the states of `p`. If `p` is a DTensor, tensors of the shape of its shard
+    become DTensors."""
     for key, value in inner.items():
         current = outer.get(key)
         if current is value or (isinstance(current, DTensor) and _torch.local_of(current) is value):
             continue
-        is_shard = (
-            isinstance(value, Tensor) and isinstance(p, DTensor) and local.dim() > 0 and value.shape == local.shape
-        )
-        outer[key] = _torch.as_dtensor(value, p) if is_shard and isinstance(p, DTensor) else value
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    return _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        if isinstance(value, Tensor) and isinstance(p, DTensor) and value.dim() > 0:
+            outer[key] = _torch.as_dtensor(value, p) if value.shape == _torch.local_of(p).shape else value
+        else:
+            outer[key] = value
 
 
 def flat_of(tensor: Tensor, like: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.streams import Transfer
+from accordion.offload.arena import page_aligned
 from accordion.offload.host_shards import Resources
-from accordion.offload.step.chunks import Chunk, Span
+from accordion.offload.step.chunks import Chunk
 from accordion.offload.swap_file import FileRange
 
 NUM_BUFFERS = 4  # host buffers: the chunk in one is stepped, those in the others are read or written
@@ -23,7 +24,7 @@ NUM_DEVICE_BUFFERS = 3  # the chunk in one is stepped, one is copied in, one is 
 
 
 class HostPipeline:
-    """Steps chunks on the host in any order: a thread of `pool` reads, steps and writes one chunk in one of `buffers`.
+    """Steps chunks on the host in any order: each thread of `pool` reads, steps and writes one chunk in one of `buffers`.
 
     Only one chunk is stepped at a time, because its kernel uses several threads itself. `buffers`: 1-D uint8.
     """
@@ -36,8 +37,9 @@ class HostPipeline:
             self._free.put(buffer)
 
     def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Read `chunk`, call `step(chunk, views)` and write it back, on a thread. Return a future that ends after the write.
-        `views`: a tensor for each span. Blocks until a buffer is free. A chunk with new states is done before this returns."""
+        """Read `chunk`, call `step(chunk, views)` and write the chunk back, on a thread. Return a future of all of that.
+        `views`: a tensor for each span of the chunk. Blocks until a buffer is free. A chunk with a state that does not exist yet
+        is stepped and written before this returns."""
         buffer = self._free.get()
         if any(not span.reads for span in chunk.spans[: len(chunk.block.runs)]):
             # This step creates states outside of the buffer. Each thread's allocator would keep that memory after it is freed,
@@ -82,12 +84,11 @@ class DevicePipeline:
         host_buffers: Sequence[Tensor],
         device_buffers: Sequence[Tensor],
     ) -> None:
-        self._chunks: list[Chunk | None] = list(chunks)
+        self._chunks = dict(enumerate(chunks))  # those that are not stepped yet, by number
         self._pool, self._host_buffers, self._device_buffers = resources.pool(), host_buffers, device_buffers
         self._fetch_stream, self._store_stream = resources.fetch_stream, resources.store_stream
-        self._fetched: dict[
-            int, tuple[Transfer, list[Tensor]]
-        ] = {}  # number of the chunk -> copy, tensors on the device
+        # Number of the chunk -> (the copy to the device, tensors on the device).
+        self._fetched: dict[int, tuple[Transfer, list[Tensor]]] = {}
         self._stores: dict[int, Transfer] = {}  # index of the device buffer -> the last copy from it to the host
         self._refills: list[Future[None]] = [
             self._pool.submit(self._refill, None, None, i) for i in range(min(NUM_BUFFERS, len(self._chunks)))
@@ -97,12 +98,12 @@ class DevicePipeline:
         """Call `step(chunk, views)` for each chunk, and wait until all chunks are copied back and written. Can be called once.
         `views`: a tensor on the device for each span of the chunk."""
         try:
-            for which in range(len(self._chunks)):
+            for which in list(self._chunks):
                 self._fetch(which)
                 self._fetch(which + 1)
                 transfer, views = self._fetched[which]
                 transfer.land()
-                step(self._chunk(which), views)
+                step(self._chunks[which], views)
                 self._store(which)
             for transfer in self._stores.values():
                 transfer.synchronize()
@@ -115,31 +116,27 @@ class DevicePipeline:
             wait(self._refills)
             raise
 
-    def _chunk(self, which: int) -> Chunk:
-        chunk = self._chunks[which]
-        assert chunk is not None, "a chunk is stepped once"
-        return chunk
-
     def _host_views(self, which: int, chunk: Chunk) -> list[Tensor]:
         return views_of(chunk, self._host_buffers[which % NUM_BUFFERS] if self._host_buffers else None)
 
     def _refill(self, stepped: Chunk | None, after: Callable[[], None] | None, which: int) -> None:
-        """Call `after`, which waits until the host buffer has the results of the chunk `stepped`; write these, and read chunk
-        number `which` into the buffer. Either chunk may be missing."""
+        """Call `after`, which waits until a host buffer has the results of the chunk `stepped`. Write these to their files, and
+        read chunk number `which` into the buffer. Skips what is None, and a chunk after the last one."""
         if after is not None:
             after()
         if stepped is not None:
             write(stepped, self._host_views(which, stepped))
-        chunk = self._chunks[which] if which < len(self._chunks) else None
+        chunk = self._chunks.get(which)
         if chunk is not None:
             read(chunk, self._host_views(which, chunk))
 
     def _fetch(self, which: int) -> None:
-        """Start copying chunk number `which` to the device, once it is read, unless that was started already."""
-        if which >= len(self._chunks) or which in self._fetched:
+        """Start copying chunk number `which` to the device, once it is read. Do nothing if that was started already, or if there
+        is no such chunk."""
+        if which not in self._chunks or which in self._fetched:
             return
         self._refills[which % NUM_BUFFERS].result()
-        chunk, slot = self._chunk(which), which % NUM_DEVICE_BUFFERS
+        chunk, slot = self._chunks[which], which % NUM_DEVICE_BUFFERS
         if slot in self._stores:
             self._stores.pop(slot).join(self._fetch_stream)
         buffer = self._device_buffers[slot]
@@ -149,22 +146,23 @@ class DevicePipeline:
         self._fetched[which] = transfer, views
 
     def _store(self, which: int) -> None:
-        """Start copying chunk number `which`, which was stepped, to the host; a thread then writes it and reads a later one."""
-        (_, views), chunk = self._fetched.pop(which), self._chunk(which)
+        """Start copying chunk number `which`, which was stepped, to the host. A thread then writes it to its files, and reads the
+        next chunk that uses the same host buffer."""
+        (_, views), chunk = self._fetched.pop(which), self._chunks.pop(which)
         host_views = self._host_views(which, chunk)
         pairs = [(h, v) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.writes]
         transfer = self._store_stream.copy(partial(_copy, pairs), [], "copies chunks of a step to the host")
         if self._store_stream.late:
             transfer.synchronize()
         self._stores[which % NUM_DEVICE_BUFFERS] = transfer
-        self._chunks[which] = None  # which also frees the gradients
         self._refills[which % NUM_BUFFERS] = self._pool.submit(self._refill, chunk, transfer.block, which + NUM_BUFFERS)
 
 
 def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = None) -> list[Tensor]:
-    """Return one tensor per span of `chunk`: the memory of its values, or the next part of `buffer` (1-D uint8) in its place.
+    """Return one tensor per span of `chunk`: its values in memory, or the next part of `buffer`, 1-D uint8, to copy them to.
 
-    Args: `device`: None: only spans in files use `buffer`; an accelerator: all spans that are not on it; "cpu": all spans.
+    Spans in files always use `buffer`. `device`: None if no other span uses it; an accelerator if each span that is not on that
+    device uses it; the CPU if all spans use it.
     """
     result: list[Tensor] = []
     at = 0
@@ -173,25 +171,26 @@ def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = 
         if isinstance(values, FileRange) or (device is not None and (values.device != device or device.type == "cpu")):
             assert buffer is not None, "there are buffers if a span needs one"
             values = buffer[at : at + values.nbytes].view(values.dtype)
-            at += span.num_bytes
+            at += page_aligned(values.nbytes)
         result.append(values)
     return result
 
 
 def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Read the spans of `chunk` that are in files into `views`, and set states on the host that do not exist yet to zero."""
+    """Read the spans of `chunk` that are in files into `views`, and set those `views` to zero that are on the host and of states
+    that do not exist yet."""
     for i, (span, view) in enumerate(zip(chunk.spans, views, strict=True)):
         if isinstance(span.values, FileRange) and span.reads:
-            span.values.file.read(span.values.offset, whole_pages(view, span))
+            span.values.file.read(span.values.offset, whole_pages(view))
         elif not span.reads and i < len(chunk.block.runs) and view.device.type == "cpu":
             view.zero_()  # a new state; on a device, this thread's stream would not be ordered after the others
 
 
 def write(chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Write the changed spans of `chunk` that are in files from `views`."""
+    """Write `views` to the files of `chunk`, except spans that a step does not change."""
     for span, view in zip(chunk.spans, views, strict=True):
         if isinstance(span.values, FileRange) and span.writes:
-            span.values.file.write(span.values.offset, whole_pages(view, span))
+            span.values.file.write(span.values.offset, whole_pages(view))
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -200,9 +199,8 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         _torch.foreach_copy_(list(to), list(source), non_blocking=True)
 
 
-def whole_pages(view: Tensor, span: Span) -> Tensor:
+def whole_pages(view: Tensor) -> Tensor:
     """Return the memory of `view`, a part of a buffer, up to the end of its last page, as a 1-D uint8 tensor."""
     storage: Any = view.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(
-        storage, view.storage_offset() * view.itemsize, (span.num_bytes,), (1,)
-    )
+    offset, size = view.storage_offset() * view.itemsize, (page_aligned(view.nbytes),)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, offset, size, (1,))

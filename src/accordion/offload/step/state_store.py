@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accordion._torch import local_or_same
 from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.shards import own_storage, zeros_on
-from accordion.offload.arena import ALIGN_BYTES, Arena
+from accordion.offload.arena import ALIGN_BYTES, Arena, page_aligned
 from accordion.offload.host_shards import OffDeviceShards, Resources
 from accordion.offload.step.chunks import Chunk, ParamStep, StateBlock, StatePlace, chunk_numel, chunks_of, finish
-from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, local_of, write_back
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, write_back
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline
 from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, Values, aligned_buffer
 
@@ -41,7 +41,7 @@ class States:
     def __init__(self, resources: Resources) -> None:
         self._resources, self._device = resources, resources.device
         self._places: dict[int, StatePlace] = {}  # by id of the parameter, which the place keeps alive
-        self._blocks: list[StateBlock] = []
+        self.blocks: list[StateBlock] = []
         self._arenas: list[Arena] = []  # which keep memory of states pinned
         self.files: list[SwapFile] = []
         self._buffers: list[Tensor] = []
@@ -56,12 +56,6 @@ class States:
     def buffer_bytes(self) -> int:
         return sum(buffer.numel() for buffer in self._buffers)
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the largest single read or write of states in a file."""
-        pairs = [(b, run) for b in self._blocks for run in b.runs.values() if isinstance(run, FileRange)]
-        return max((min(b.max_numel, b.numel) * run.dtype.itemsize for b, run in pairs), default=0)
-
     def cover(self, wanted: Sequence[Wanted], optimizer_copy: OptimizerCopy) -> None:
         """Allocate the states of the parameters `wanted` that have none yet; `optimizer_copy` steps a small tensor to find
         which states there are. Raise `OffloadError` or `UsageError` if there is no room."""
@@ -72,14 +66,18 @@ class States:
         if not by_block:
             return
         self._total = self._total or sum(w.local.numel() for members in by_block.values() for w in members)
-        by_place: dict[str, list[_Layout]] = {}
+        by_place: dict[str, list[tuple[StateBlock, list[Wanted], dict[str, torch.dtype]]]] = {}
         for (place, _, group, dtype), members in by_block.items():
             on = self._device if members[0].offload.stepped_on == DEVICE else torch.device("cpu")
-            by_place.setdefault(place, []).append(_Layout(members, optimizer_copy.shaped_states(group, dtype, on)))
-        for place, layouts in by_place.items():
-            allocate = self._allocator(place, sum(layout.num_bytes for layout in layouts))
-            for layout in layouts:
-                self._allocate(layout, allocate)
+            dtypes = optimizer_copy.shaped_states(group, dtype, on)
+            block = _unallocated_block(members, dtypes.values(), self._total)
+            by_place.setdefault(place, []).append((block, members, dtypes))
+        for place, blocks in by_place.items():
+            num_bytes = sum(block.numel * dtype.itemsize for block, _, dtypes in blocks for dtype in dtypes.values())
+            allocate = self._allocator(place, num_bytes)
+            for block, members, dtypes in blocks:
+                runs = {key: allocate(block.numel, dtype) for key, dtype in dtypes.items()}
+                self._add(replace(block, runs=runs), members)
         self._size_buffers()
         log.info(
             "offload: optimizer states take %d bytes of host memory and %d bytes on disk, their buffers %d bytes on the "
@@ -102,32 +100,23 @@ class States:
         self.host_bytes += num_bytes
         return self._arenas[-1].take
 
-    def _allocate(self, layout: _Layout, allocate: Callable[[int, torch.dtype], Values]) -> None:
-        runs = {key: allocate(layout.numel, dtype) for key, dtype in layout.keys.items()}
-        block = StateBlock(
-            runs=runs,
-            numel=layout.numel,
-            itemsize=layout.itemsize,
-            max_numel=chunk_numel(layout.itemsize, self._total),
-            steps_on_device=layout.members[0].offload.stepped_on == DEVICE,
-            disk_bytes=layout.disk_bytes,
-            total_bytes=layout.total_bytes,
-        )
-        self._blocks.append(block)
-        for w, start in zip(layout.members, layout.starts, strict=True):
+    def _add(self, block: StateBlock, members: Sequence[Wanted]) -> None:
+        """Add `block`, with memory for the states of `members` in their order."""
+        self.blocks.append(block)
+        start = 0
+        for w in members:
             shown = {}
-            for key, run in runs.items():
+            for key, run in block.runs.items():
                 own = run[start : start + w.local.numel()]
                 flat = own.mapped() if isinstance(own, FileRange) else own_storage(own)
                 shown[key] = flat.as_strided(w.local.shape, w.local.stride())
             self._places[id(w.param)] = StatePlace(w.param, block, start, shown, w.shard_buffer)
+            start += page_aligned(w.local.numel() * block.itemsize) // block.itemsize
 
     def _size_buffers(self) -> None:
         # Chunks stepped on the host are limited by the number of buffers, also if nothing of them is in a file.
-        largest = max(
-            b.buffer_bytes(on_device=False) or (0 if b.steps_on_device else ALIGN_BYTES) for b in self._blocks
-        )
-        over = max((b.buffer_bytes(on_device=True) for b in self._blocks if b.steps_on_device), default=0)
+        largest = max(b.buffer_bytes(on_device=False) or (0 if b.steps_on_device else ALIGN_BYTES) for b in self.blocks)
+        over = max((b.buffer_bytes(on_device=True) for b in self.blocks if b.steps_on_device), default=0)
         if largest and (not self._buffers or self._buffers[0].numel() < largest):
             if over and self._device.type != "cpu":
                 self._pinned = self._resources.make_arena(NUM_BUFFERS * largest, self._device)
@@ -147,9 +136,9 @@ class States:
             p = place.param
             for key in place.shown if p in state else ():
                 value = state[p].get(key)
-                if isinstance(value, Tensor) and local_of(value).data_ptr() != place.shown[key].data_ptr():
-                    place.shown[key].copy_(local_of(value))
-                    write_back(state[p], {key: place.shown[key]}, p, local_of(p))
+                if isinstance(value, Tensor) and local_or_same(value).data_ptr() != place.shown[key].data_ptr():
+                    place.shown[key].copy_(local_or_same(value))
+                    write_back(state[p], {key: place.shown[key]}, p)
                     self.is_exposed = True
 
     def flush(self) -> None:
@@ -182,26 +171,26 @@ class States:
             finish(todo)
 
 
-class _Layout:
-    """The layout of the states of the parameters `members` in one `StateBlock`.
-
-    `keys`: name -> dtype of the states that have the parameter's shape. `starts`: elements of each state at which those of each
-    parameter begin. `numel`: elements of each state, `num_bytes`: of all states. `itemsize`: of the smallest dtype.
-    `total_bytes`: per element of parameter, gradient and row; `disk_bytes`: the part of `total_bytes` that is on disk.
-    """
-
-    def __init__(self, members: Sequence[Wanted], keys: dict[str, torch.dtype]) -> None:
-        self.members, self.keys = members, keys
-        itemsizes = {dtype.itemsize for dtype in keys.values()}
-        self.disk_bytes = self.total_bytes = 0
-        for w in members:
-            values: list[Values] = (
-                [w.local, w.local] if w.shard_buffer is None else w.shard_buffer[0].stored(w.shard_buffer[1])
-            )
-            itemsizes |= {v.dtype.itemsize for v in values}
-            self.total_bytes = max(self.total_bytes, sum(v.dtype.itemsize for v in values))
-            self.disk_bytes = max(self.disk_bytes, sum(v.dtype.itemsize for v in values if isinstance(v, FileRange)))
-        self.itemsize = min(itemsizes)
-        step = ALIGN_BYTES // self.itemsize
-        *self.starts, self.numel = accumulate((-(-w.local.numel() // step) * step for w in members), initial=0)
-        self.num_bytes = sum(dtype.itemsize for dtype in keys.values()) * self.numel
+def _unallocated_block(members: Sequence[Wanted], dtypes: Iterable[torch.dtype], total: int) -> StateBlock:
+    """Return the block for the states of `members`, with `runs` left empty. `dtypes`: of the states; `total`: the elements of all
+    parameters that are stepped chunk by chunk."""
+    itemsizes = {dtype.itemsize for dtype in dtypes}
+    disk_bytes = total_bytes = 0
+    for w in members:
+        values: list[Values] = [w.local, w.local]  # parameter and gradient
+        if w.shard_buffer is not None:
+            shard_buffer, i = w.shard_buffer
+            values = shard_buffer.stored(i)
+        itemsizes |= {v.dtype.itemsize for v in values}
+        total_bytes = max(total_bytes, sum(v.dtype.itemsize for v in values))
+        disk_bytes = max(disk_bytes, sum(v.dtype.itemsize for v in values if isinstance(v, FileRange)))
+    itemsize = min(itemsizes)
+    return StateBlock(
+        runs={},
+        numel=sum(page_aligned(w.local.numel() * itemsize) for w in members) // itemsize,
+        itemsize=itemsize,
+        max_numel=chunk_numel(itemsize, total),
+        steps_on_device=members[0].offload.stepped_on == DEVICE,
+        disk_bytes=disk_bytes,
+        total_bytes=total_bytes,
+    )
