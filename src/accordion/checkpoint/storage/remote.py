@@ -76,7 +76,7 @@ class Remote:
         return 0  # checkpoints on remote storage are never replaced
 
     def begin(self, save: str) -> Remote:
-        """Mark this folder as being saved by this job, remove files of a killed save, and return this folder. Raises
+        """Create this folder, mark it as being saved by this job, remove files of a killed save, and return it. Raises
         `CheckpointError` if it has a checkpoint or other files, or if another job that may still run is saving here."""
         try:
             sizes = self.sizes()
@@ -102,7 +102,7 @@ class Remote:
         return self
 
     def _owner(self) -> dict[str, Any]:
-        """Return the content of the file `SAVING`: "save", "host" and "pid" of the job that saves here; {} without one."""
+        """Return the "save", "host" and "pid" of the job that saves here, from the file `SAVING`; {} without a sound one."""
         try:
             owner = json.loads(self.read(SAVING))
         except (FileNotFoundError, ValueError):
