@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -22,21 +22,19 @@ from accordion.safety.liveness.polling import poll
 
 log = logging.getLogger("accordion")
 
-T = TypeVar("T")
 GRACE_S = 60.0  # how long a save waits for the other ranks once this program is ending
 LONGEST_PAUSE_S = 0.1
-SAVERS: WeakKeyDictionary[nn.Module, Saver] = (
-    WeakKeyDictionary()
-)  # not an attribute, which copies of a model would share
+# By model; not an attribute, which copies of a model would share.
+SAVERS: WeakKeyDictionary[nn.Module, Saver] = WeakKeyDictionary()
 
 
 class Saving:
-    """Handle of a save, with `is_done` and `wait()`. A save in the foreground returns one that is done."""
+    """Handle of a save, with `is_done` and `wait()`. The handle of a save in the foreground is done from the beginning."""
 
     def __init__(self, write: Callable[[], None] | None = None, saver: Saver | None = None) -> None:
-        """Start a thread that calls `write`; without `write` the save counts as finished without an error.
+        """Start a thread that calls `write` and keeps its error for `wait`. Without `write` the save counts as done.
 
-        `saver`: referenced until the thread ends, so that `saver.end` waits for it even if the model has been freed by then.
+        `saver`: referenced until the thread ends, so that `saver.end` waits for the thread even if the model has been freed.
         """
         self._failure: CheckpointError | None = None
         self._saver = saver
@@ -80,7 +78,7 @@ class Saver:
         self._ends_with_program = False
 
     def wait(self) -> None:
-        """Wait for the latest save, if any. Raises `CheckpointError` if it failed and no call has raised its error yet."""
+        """Wait for the latest save, if any. Raises `CheckpointError` if that failed and its error has not been raised yet."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
@@ -111,7 +109,7 @@ class Saver:
         return saving
 
     def end(self) -> None:
-        """When the program ends: wait for the save in progress, and log its error, which nothing else would report."""
+        """Wait for the save in progress, and log its error, which nothing else would report. Called when the program ends."""
         if self._agreement is not None:
             self._agreement.program_ends.set()
         try:
@@ -132,8 +130,7 @@ def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
     # remote storage look up addresses in such pools, so a save that is only waited for as a thread would fail. Python has no
     # public name for this moment; 3.11 to 3.13 (and the newest in 2026) have the one that `concurrent.futures` itself uses.
     def call() -> None:
-        end = method()
-        if end is not None:
+        if (end := method()) is not None:
             end()
 
     try:
@@ -149,10 +146,12 @@ def saver_of(model: nn.Module) -> Saver:
 
 
 class ThreadAgreement:
-    """Callable that replaces `Team.agree` in a background thread: ranks exchange messages over the connections of a `Hub`."""
+    """Callable that replaces `Team.agree` in a background thread: ranks exchange messages over the connections of a `Hub`.
+
+    `name`: unique name of the save, the same on all ranks.
+    """
 
     def __init__(self, team: Team, name: str) -> None:
-        """`name`: unique name of the save, the same on all ranks."""
         self._team, self._name, self._num_agreed = team, f"accordion/save/{name}", 0
         self._hub: Hub | None = None
         self._lease: Any = None  # keeps the hub open if the job's process groups end before the save does
@@ -160,8 +159,10 @@ class ThreadAgreement:
         self.program_ends = threading.Event()  # set by `Saver.end`
 
     def meet(self) -> None:
-        """Choose or create the `Hub`, which connects all ranks of the team and detects ranks that exit. Collective. Does nothing
-        for a team of one rank."""
+        """Choose or create the `Hub`, which connects all ranks of the team and detects ranks that exit. Collective.
+
+        Does nothing for a team of one rank.
+        """
         if len(self._team.ranks) < 2:
             return
         # A hub that contains all of these ranks exists on each of them, so the smallest one is the same on all.
@@ -173,7 +174,7 @@ class ThreadAgreement:
         self._lease = self._hub.lease()
 
     def during(self, save: Callable[[], None]) -> None:
-        """Call `save`, then release the hub. If this rank has stopped waiting for others (`_lost`), report that to them."""
+        """Call `save`, then release the hub. If this rank has given up waiting for other ranks, report that to them first."""
         try:
             save()
         finally:
@@ -181,11 +182,12 @@ class ThreadAgreement:
                 self._hub.post(self._name, {"gives up": self._lost})
             self._lease = None
 
-    def __call__(self, action: Callable[[], T], /) -> T:
+    def __call__(self, action: Callable[[], object], /) -> object:
         return agreed(action, self._shared)
 
     def _shared(self, text: str) -> list[str]:
-        """Send `text` over the hub; return the texts of all ranks. Collective. Raises `CheckpointError` if a rank is lost."""
+        """Send `text` over the hub; return the texts of all ranks, in order. Collective. Raises `CheckpointError` if a rank has
+        exited, has given up, or does not answer in time."""
         hub, ranks = self._hub, self._team.ranks
         if hub is None:
             return [text]
@@ -202,10 +204,8 @@ class ThreadAgreement:
         return [texts[rank] for rank in ranks]
 
     def _check(self, hub: Hub, name: str) -> Callable[[float], None]:
-        """Return a callback for `poll`, which raises `CheckpointError` to end the wait for the exchange `name`.
-
-        It does so if a rank has exited or stopped waiting, or if this program began to end `GRACE_S` ago.
-        """
+        """Return a callback for `poll` that ends the wait for the exchange `name` by a `CheckpointError`: if a rank has exited or
+        given up, or if this program began to end `GRACE_S` ago."""
         ended_s: float | None = None
 
         def check(waited_s: float) -> None:

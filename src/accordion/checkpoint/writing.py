@@ -12,15 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accordion.checkpoint.boxes import Box, box_of
-from accordion.checkpoint.checksums import (
-    DIGITS,
-    PIECE_BYTES,
-    SUMMED_BYTES,
-    Buffer,
-    kind_here,
-    pieces,
-    running,
-)
+from accordion.checkpoint.checksums import DIGITS, PIECE_BYTES, SUMMED_BYTES, Buffer, kind_here, pieces, running
 from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import OF_RANKS, Contents, local_data, own_box, own_coordinate, rank_prefix, writes
 from accordion.checkpoint.format import (
@@ -73,6 +65,7 @@ def layout_of(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Te
     """Return the layout of this rank's file: the boxes of `saved_once.tensors` that this rank writes, and all `rank_tensors`.
 
     The last tensor in the file is JSON with the checksums of the parts: {name of a part in the file: [sum of each piece, ...]}.
+    Raises `CheckpointError` for a dtype that safetensors lacks, and for placements that a checkpoint cannot hold.
     """
     parts = []
     for name, tensor in saved_once.tensors.items():
@@ -101,10 +94,8 @@ def _as_json(sums: dict[str, list[str]]) -> bytes:
 
 
 def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None = None) -> None:
-    """Create the file `name` in `folder` as `plan` lays it out, with checksums, and wait until it is on the disk.
-
-    `host`: the bytes of all parts, one after the other; if None, parts are copied from their devices one at a time.
-    """
+    """Create the file `name` in `folder` as `plan` lays it out, with checksums, and wait until it is on the disk. `host`: the
+    bytes of all parts, one after the other; if None, parts are copied from their devices one at a time."""
     # safetensors' own writer needs all tensors in host memory at once and refuses views of one storage, which shards are.
     begin = running(plan.kind)
     sums: dict[str, list[str]] = {}
@@ -131,7 +122,7 @@ def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None =
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host as a view of its memory, without a copy."""
+    """Return a view, without a copy, of the memory of a contiguous tensor on the host as bytes."""
     return tensor.detach().flatten().view(torch.uint8).numpy().data
 
 
@@ -142,8 +133,8 @@ class HostBuffer:
         self._arena: Arena | None = None  # torch's pinned allocator would take up to twice as much memory
 
     def copy(self, plan: FileLayout) -> memoryview:
-        """Copy all parts of `plan` to host memory, one after the other; return the bytes, which the next call overwrites. The
-        memory is kept. Raises `UsageError` if it cannot be allocated."""
+        """Copy all parts of `plan` to host memory, one after the other; return the bytes. The memory is kept, and the next call
+        overwrites it. Raises `UsageError` if it cannot be allocated."""
         device = next((part.data.device for part in plan.parts if part.data.device.type != "cpu"), None)
         if self._arena is None or self._arena.num_bytes < plan.num_bytes:
             self._arena = None  # frees the old arena before the new one is allocated
@@ -164,10 +155,8 @@ class HostBuffer:
 
 
 def described(form: Manifest, folder: Folder) -> Manifest:
-    """Return the manifest `form` with its files and chunks filled in, from the headers and checksums of the files in `folder`.
-
-    Raises `CheckpointError` if the chunks in the files do not make up the tensors in `form`.
-    """
+    """Return the manifest `form` with files and chunks filled in, as read from the safetensors files in `folder`. Raises
+    `CheckpointError` if their chunks do not make up the tensors in `form`, or if `folder` is gone."""
     files: dict[str, File] = {}
     chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
     of_ranks: dict[str, TensorEntry] = {}
