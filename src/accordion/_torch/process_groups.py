@@ -58,10 +58,8 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
 
 
 def named_group(name: str, ranks: list[int], device: torch.device | None, timeout: timedelta | None = None) -> Any:
-    """Return a new process group of `ranks`. A collective of these ranks alone, which all pass the same unused `name`.
-
-    `device`: the device that the group is bound to, unless the job is bound to one. No public names.
-    """
+    """Return a new process group of `ranks`. A collective of these ranks alone, which all pass the same unused `name`. `device`:
+    the device that the group is bound to, unless the job is bound to one. No public names."""
     # `new_group(use_local_synchronization=True)` derives the name from the number of groups that a rank knows. If ranks know
     # different numbers (after one `new_group([0])`), each waits forever for the others under its own name. The group is
     # not split from the job's communicator either, as torch does if `init_process_group` was given a device: all ranks of the

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
@@ -32,10 +33,8 @@ class Saving:
     """Handle of a save, with `is_done` and `wait()`. The handle of a save in the foreground is done from the beginning."""
 
     def __init__(self, write: Callable[[], None] | None = None, saver: Saver | None = None) -> None:
-        """Start a thread that calls `write` and keeps its error for `wait`. Without `write` the save counts as done.
-
-        `saver`: referenced until the thread ends, so that `saver.end` waits for the thread even if the model has been freed.
-        """
+        """Start a thread that calls `write` and keeps its error for `wait`. Without `write` the save counts as done. `saver`:
+        referenced until the thread ends, so that `saver.end` waits for the thread even if the model has been freed."""
         self._failure: CheckpointError | None = None
         self._saver = saver
         self._thread: threading.Thread | None = None
@@ -75,7 +74,6 @@ class Saver:
         self._saving: Saving | None = None
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._agreement: ThreadAgreement | None = None  # of the latest save
-        self._ends_with_program = False
 
     def wait(self) -> None:
         """Wait for the latest save, if any. Raises `CheckpointError` if that failed and its error has not been raised yet."""
@@ -98,9 +96,9 @@ class Saver:
         """
         host = team.agree(lambda: self._buffer.copy(plan))
         agree.meet()
+        if self._agreement is None:
+            before_pools_end(weakref.WeakMethod(self.end))
         self._agreement = agree
-        if not self._ends_with_program:
-            self._ends_with_program = before_pools_end(weakref.WeakMethod(self.end))
         self._saving = saving = Saving(partial(agree.during, partial(run, agree, host)), self)
         for optimizer in optimizers:
             if optimizer not in self._watched:
@@ -123,8 +121,8 @@ class Saver:
             self.wait()
 
 
-def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
-    """Register `method` to be called at the program's end, while thread pools still work; return False if that fails."""
+def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Have `method` called at the program's end, while thread pools still work. Does nothing if this Python cannot do so."""
 
     # Python closes the pools of `concurrent.futures` first, then waits for threads, then runs `atexit` functions. Libraries for
     # remote storage look up addresses in such pools, so a save that is only waited for as a thread would fail. Python has no
@@ -133,11 +131,8 @@ def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
         if (end := method()) is not None:
             end()
 
-    try:
+    with suppress(AttributeError, RuntimeError):  # another version of Python, or the program is ending already
         threading._register_atexit(call)  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):  # another version of Python, or the program is ending already
-        return False
-    return True
 
 
 def saver_of(model: nn.Module) -> Saver:
@@ -147,9 +142,7 @@ def saver_of(model: nn.Module) -> Saver:
 
 class ThreadAgreement:
     """Callable that replaces `Team.agree` in a background thread: ranks exchange messages over the connections of a `Hub`.
-
-    `name`: unique name of the save, the same on all ranks.
-    """
+    `name`: unique name of the save, the same on all ranks."""
 
     def __init__(self, team: Team, name: str) -> None:
         self._team, self._name, self._num_agreed = team, f"accordion/save/{name}", 0
@@ -159,10 +152,8 @@ class ThreadAgreement:
         self.program_ends = threading.Event()  # set by `Saver.end`
 
     def meet(self) -> None:
-        """Choose or create the `Hub`, which connects all ranks of the team and detects ranks that exit. Collective.
-
-        Does nothing for a team of one rank.
-        """
+        """Choose or create the `Hub`, which connects all ranks of the team and detects ranks that exit. Collective. Does nothing
+        for a team of one rank."""
         if len(self._team.ranks) < 2:
             return
         # A hub that contains all of these ranks exists on each of them, so the smallest one is the same on all.
@@ -187,7 +178,7 @@ class ThreadAgreement:
 
     def _shared(self, text: str) -> list[str]:
         """Send `text` over the hub; return the texts of all ranks, in order. Collective. Raises `CheckpointError` if a rank has
-        exited, has given up, or does not answer in time."""
+        exited, has given up, or does not answer in time, or if this program began to end `GRACE_S` ago."""
         hub, ranks = self._hub, self._team.ranks
         if hub is None:
             return [text]
@@ -195,22 +186,11 @@ class ThreadAgreement:
         self._num_agreed += 1
         hub.arrive(name, len(ranks), text)
         timeout_s = _torch.timeout_s_of_job()
-        over = poll(lambda: hub.over(name), timeout_s, self._check(hub, name), hub.pause, longest_s=LONGEST_PAUSE_S)
-        if over is None:
-            self._give_up(hub, timeout_s)
-        if over.reports is None:
-            return [text] * len(ranks)
-        texts = {rank: text for rank, text, _ in over.reports}
-        return [texts[rank] for rank in ranks]
-
-    def _check(self, hub: Hub, name: str) -> Callable[[float], None]:
-        """Return a callback for `poll` that ends the wait for the exchange `name` by a `CheckpointError`: if a rank has exited or
-        given up, or if this program began to end `GRACE_S` ago."""
         ended_s: float | None = None
 
         def check(waited_s: float) -> None:
             nonlocal ended_s
-            needed = (*self._team.ranks, hub.ranks[0])  # the hub's first rank passes on all messages
+            needed = (*ranks, hub.ranks[0])  # the hub's first rank passes on all messages
             lost = next((f"rank {rank} {text}" for rank, text in list(hub.lost.items()) if rank in needed), "")
             lost = lost or next((post["gives up"] for post in hub.posts(self._name).values()), "")
             if lost and not hub.has_over(name):
@@ -221,7 +201,13 @@ class ThreadAgreement:
             if ended_s is not None and waited_s > ended_s + GRACE_S:
                 self._give_up(hub, waited_s)
 
-        return check
+        over = poll(lambda: hub.over(name), timeout_s, check, hub.pause, longest_s=LONGEST_PAUSE_S)
+        if over is None:
+            self._give_up(hub, timeout_s)
+        if over.reports is None:
+            return [text] * len(ranks)
+        texts = {rank: text for rank, text, _ in over.reports}
+        return [texts[rank] for rank in ranks]
 
     def _give_up(self, hub: Hub, waited_s: float) -> NoReturn:
         others = hub.others(self._team.ranks)

@@ -109,10 +109,8 @@ class NameLock:
 
     @classmethod
     def take(cls, path: Path, timeout_s: float = 0.0) -> NameLock:
-        """Lock the name of the checkpoint at `path`, on all machines that share the locks of its file system.
-
-        Raises `CheckpointError` if another job still has the lock after `timeout_s`, `OSError` if no lock file can be created.
-        """
+        """Lock the name of the checkpoint at `path`, on all machines that share the locks of its file system. Raises
+        `CheckpointError` if another job still has the lock after `timeout_s`, `OSError` if no lock file can be created."""
         file, deadline = hidden(path, "lock"), time.monotonic() + timeout_s
         while True:
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)

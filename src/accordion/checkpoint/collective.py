@@ -23,10 +23,8 @@ MESSAGE_BYTES = 32768  # longer error messages are cut, as each rank receives th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """The ranks that save or load one checkpoint together, with collectives among them.
-
-    `ranks`: global ranks; `index`: position of this rank in `ranks`; `groups`: this rank's process group for each mesh axis.
-    """
+    """The ranks that save or load one checkpoint together, with collectives among them. `ranks`: global ranks; `index`: position
+    of this rank in `ranks`; `groups`: this rank's process group for each mesh axis."""
 
     ranks: tuple[int, ...]
     index: int
@@ -41,9 +39,7 @@ class Team:
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Team:
         """Return the team of all ranks on the mesh of the DTensors in `tensors`; without DTensors, of all ranks of the job.
-
-        Raises `CheckpointError` if the DTensors are on different sets of ranks.
-        """
+        Raises `CheckpointError` if the DTensors are on different sets of ranks."""
         meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
         if not meshes and not dist.is_initialized():
             return cls.alone()
@@ -64,10 +60,8 @@ class Team:
         return cls(ranks=(0,), index=0, groups=(), device=torch.device("cpu"))
 
     def agree(self, action: Callable[[], T]) -> T:
-        """Call `action` and return its result once it has succeeded on all ranks. Collective.
-
-        If it fails on any rank, all raise: `UsageError` if all the errors are of that class, else `CheckpointError`.
-        """
+        """Call `action` and return its result once it has succeeded on all ranks. Collective. If it fails on any rank, all raise:
+        `UsageError` if all the errors are of that class, else `CheckpointError`."""
         return agreed(action, self.shared)
 
     def shared(self, text: str, most: int | None = MESSAGE_BYTES) -> list[str]:

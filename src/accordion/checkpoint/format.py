@@ -177,10 +177,8 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def parse(text: bytes) -> Manifest:
-    """Return the manifest in `text`, the bytes of `manifest.json`, after checking all file names, boxes and byte ranges.
-
-    Raises `CheckpointError` with the fault; the caller adds the path.
-    """
+    """Return the manifest in `text`, the bytes of `manifest.json`, after checking all file names, boxes and byte ranges. Raises
+    `CheckpointError` with the fault; the caller adds the path."""
     try:
         with without_collections():
             return _parsed(text)

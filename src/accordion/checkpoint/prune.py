@@ -111,10 +111,8 @@ def _fault(folder: Folder) -> str | None:
 
 
 def fault_of(folder: Folder) -> str | None:
-    """Return the fault of the checkpoint at `folder` as text; None if it is complete, "" if no checkpoint is there.
-
-    It is complete if its manifest is undamaged and its files have their sizes. Raises `OSError` if it cannot be read.
-    """
+    """Return the fault of the checkpoint at `folder` as text; None if it is complete, "" if no checkpoint is there. It is
+    complete if its manifest is undamaged and its files have their sizes. Raises `OSError` if it cannot be read."""
     ours = False
     try:
         sizes = folder.sizes()

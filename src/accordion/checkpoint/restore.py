@@ -137,10 +137,10 @@ def restored(
 def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tensor | None, has_blocks: bool) -> Tensor:
     """Return the tensor to fill from `entry`: the optimizer's `present` one if its shape and dtype fit, else a new one.
 
-    A new tensor with the shape of `param` is sharded like `param`. A step count, a tensor that was saved plain, and any other
-    state of a plain `param` is plain, on the CPU. The rest are DTensors on the mesh of `param`: sharded on dim 0 if they were
-    saved sharded, or if the states of `param` are low-bit (`has_blocks`) and they have one element for each block; replicated
-    otherwise.
+    A step count is plain, on the CPU. Any other new tensor with the shape of `param` is sharded like `param`. One of another
+    shape is plain, on the CPU, if it was saved plain or `param` is no DTensor. Otherwise it is a DTensor on the mesh of `param`:
+    sharded on dim 0 if it was saved sharded, or if `param` has low-bit states (`has_blocks`) and the tensor has one element for
+    each block; replicated if not.
     """
     # torch keeps the step count as a plain tensor. Its shape does not show that, since a parameter may be 0-d too.
     dtype, step = DTYPES[entry.dtype], name.endswith("/step")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -124,8 +123,8 @@ def export(options: ExportOptions) -> Exported:
 
 
 def _form_of(options: ExportOptions) -> str:
-    """Return the format to write: `options.format`, or by default the one that TARGET's suffix names. Raises `UsageError` if the
-    format contradicts that suffix, or if packages for `onnx` are not installed."""
+    """Return the format to write: `options.format`, or if that is None the one that TARGET's suffix names. Raises `UsageError` if
+    the format contradicts that suffix, or if packages for `onnx` are not installed."""
     suffix = Path(options.target).suffix.lower()
     form = options.format or ("safetensors" if suffix == ".safetensors" else "hf")
     if suffix in (".safetensors", ".onnx") and form != "safetensors":
@@ -144,7 +143,7 @@ def _form_of(options: ExportOptions) -> str:
 def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None) -> Exported:
     """Write the model in the checkpoint at `path` in the format `form`, and return what was written. Transformers need not know
     the model. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises `UsageError` or `CheckpointError` if the
-    checkpoint is damaged, or if it does not fit the model in `--like`."""
+    checkpoint is damaged, or if it does not fit the model in the folder `options.like`."""
     stored = model = None
     if form == "hf":
         with suppress(UsageError):  # a checkpoint without a model type, or of one that transformers does not know
@@ -152,10 +151,7 @@ def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dt
             model = None if options.like is None else meta_model(stored)
     if stored is not None and model is not None:
         check_weights(model, stored)
-    has_config = stored is not None and options.like is None
-    beside: Callable[[Path], list[str]] = (
-        partial(_tokenizer, stored) if has_config and stored is not None else lambda folder: []
-    )
+    beside = partial(_tokenizer, stored if options.like is None else None)
     files = convert.export(path, options.target, form, like=options.like, dtype=dtype, ema=options.ema, beside=beside)
     left = []
     if form == "hf" and not any(file.endswith("config.json") for file in files):
@@ -163,9 +159,9 @@ def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dt
     return Exported(files, left)
 
 
-def _tokenizer(stored: StoredModel, folder: Path) -> list[str]:
-    """Save the tokenizer of `stored`, if there is one, into `folder`. Return the names of the new files."""
-    if stored.tokenizer is None:
+def _tokenizer(stored: StoredModel | None, folder: Path) -> list[str]:
+    """Save the tokenizer of `stored` into `folder`; return the names of the new files, [] without a model or tokenizer."""
+    if stored is None or stored.tokenizer is None:
         return []
     before = set(folder.iterdir())
     tokenizer_of(stored).save_pretrained(folder)
@@ -189,9 +185,8 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str
 
 
 def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
-    """Write the adapter of `stored` and the tokenizer to the folder `draft`, and return the file names. The adapter's config
-    names the path of the base. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises `UsageError` without an
-    adapter."""
+    """Write the adapter of `stored`, its configuration with the path of the base, and the tokenizer to the folder `draft`; return
+    the file names. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises `UsageError` without an adapter."""
     if stored.adapter is None:
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
     weights = adapter_weights(stored)
