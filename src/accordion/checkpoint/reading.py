@@ -182,7 +182,7 @@ class Files:
     """Reads the files of one checkpoint: compares checksums and fills tensors. Opens each file when it is first read. The owner
     calls `close`."""
 
-    def __init__(self, folder: Folder, manifest: Manifest, *, mark: object = None, digest: int = 0) -> None:
+    def __init__(self, folder: Folder, manifest: Manifest, *, mark: object, digest: int) -> None:
         """`mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256, as an int64."""
         self.folder, self.manifest, self.mark, self.digest = folder, manifest, mark, digest
         self._begin_sum = running(manifest.checksum)

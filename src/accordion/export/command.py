@@ -66,14 +66,6 @@ class ExportOptions:
     ema: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The result of an export, for the user."""
-
-    files: list[str]  # paths that were written
-    left: list[str]  # descriptions of what was left out
-
-
 def run(words: list[str]) -> int:
     """Run `accordion export` with the arguments `words`, print the written files and what was left out, and return the exit
     code 0. Raises `AccordionError` for wrong input, or if a file cannot be read or written."""
@@ -81,16 +73,16 @@ def run(words: list[str]) -> int:
     if options is None:
         return 0
     try:
-        result = export(options)
+        files, left = export(options)
     except OSError as error:
         raise AccordionError(f"nothing was written: {error.filename or options.target}: {error.strerror}.") from error
-    print("\n".join([*(f"written: {file}" for file in result.files), *(f"left out: {what}" for what in result.left)]))
+    print("\n".join([*(f"written: {file}" for file in files), *(f"left out: {what}" for what in left)]))
     return 0
 
 
-def export(options: ExportOptions) -> Exported:
-    """Write the model as `options` say, and return what was written. Raises `UsageError` for wrong options or input, and
-    `CheckpointError` for a damaged source. An error leaves no files."""
+def export(options: ExportOptions) -> tuple[list[str], list[str]]:
+    """Write the model as `options` say; return (paths of the written files, descriptions of what was left out). Raises
+    `UsageError` for wrong options or input, `CheckpointError` for a damaged source. An error leaves no files."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")
@@ -117,9 +109,9 @@ def export(options: ExportOptions) -> Exported:
         files = write(stored, draft, dtype)
         if form == "safetensors":
             (draft / files[0]).rename(at)
-            return Exported([str(at)], [])
+            return [str(at)], []
         draft.rename(at)
-    return Exported([str(at / name) for name in files], [])
+    return [str(at / name) for name in files], []
 
 
 def _form_of(options: ExportOptions) -> str:
@@ -140,10 +132,12 @@ def _form_of(options: ExportOptions) -> str:
     return form
 
 
-def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None) -> Exported:
-    """Write the model in the checkpoint at `path` in the format `form`, and return what was written. Transformers need not know
-    the model. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises `UsageError` or `CheckpointError` if the
-    checkpoint is damaged, or if it does not fit the model in the folder `options.like`."""
+def _of_checkpoint(
+    path: str, options: ExportOptions, form: str, dtype: torch.dtype | None
+) -> tuple[list[str], list[str]]:
+    """Write the model in the checkpoint at `path` in the format `form`; return (paths of the written files, descriptions of what
+    was left out). Transformers need not know the model. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises
+    `UsageError` or `CheckpointError` if the checkpoint is damaged, or does not fit the model in the folder `options.like`."""
     stored = model = None
     if form == "hf":
         with suppress(UsageError):  # a checkpoint without a model type, or of one that transformers does not know
@@ -156,7 +150,7 @@ def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dt
     left = []
     if form == "hf" and not any(file.endswith("config.json") for file in files):
         left.append("config.json: the checkpoint does not say of which model it is; give --like a folder that has it")
-    return Exported(files, left)
+    return files, left
 
 
 def _tokenizer(stored: StoredModel | None, folder: Path) -> list[str]:
@@ -191,7 +185,7 @@ def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[s
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
     weights = adapter_weights(stored)
     sources = [TensorSource(name, t.dtype, tuple(t.shape), t.clone).cast(dtype) for name, t in sorted(weights.items())]
-    write_safetensors(draft / ADAPTER_WEIGHTS, sources, PLAIN)
+    write_safetensors(draft / ADAPTER_WEIGHTS, sources)
     config = adapter_config(stored.adapter, stored.lora, os.path.abspath(stored.path))
     config.inference_mode = True
     config.save_pretrained(draft)

@@ -281,11 +281,10 @@ def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
     )
 
 
-def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: str = "adapter.targets") -> nn.Module:
+def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None) -> nn.Module:
     """Freeze `model`, which is on meta, add LoRA layers to it, and return it as a PEFT model in train mode. `lora`: `r`, `alpha`,
-    `dropout`, `targets`. `base`: path of the base's weights. `key`: name of the option with the targets, for errors. Raises
-    `UsageError` if `model` lacks a layer in `lora["targets"]`, if a target cannot have an adapter, or if PEFT is not
-    installed."""
+    `dropout`, `targets`. `base`: path of the base's weights. Raises `UsageError` if `model` lacks a layer in `lora["targets"]`,
+    if a target cannot have an adapter, or if PEFT is not installed."""
     config = lora_config(lora, base)
     from peft import get_peft_model
 
@@ -293,14 +292,14 @@ def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: 
     for name in lora["targets"].split(",") if lora["targets"] != AUTO else ():
         if name.strip() not in known:
             raise UsageError(
-                f"{key} names {name.strip()!r}, which is no layer of the model; {nearest(name.strip(), known)}"
+                f"adapter.targets names {name.strip()!r}, which is no layer of the model; {nearest(name.strip(), known)}"
             )
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT's warnings about its own calls of transformers
             adapted: nn.Module = get_peft_model(model, config)
     except Exception as error:  # PEFT raises errors of many kinds for layers that it has no adapter for
-        raise UsageError(f"{key} {lora['targets']!r} cannot have adapters: {brief(error)}") from None
+        raise UsageError(f"adapter.targets {lora['targets']!r} cannot have adapters: {brief(error)}") from None
     adapted.peft_config[NAME].base_model_name_or_path = base  # type: ignore[index, union-attr]
     return adapted.train()
 

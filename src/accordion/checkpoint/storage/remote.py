@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from accordion.checkpoint.format import MANIFEST
@@ -112,10 +111,8 @@ class Remote:
     def begun(self, save: str) -> Remote:
         return self
 
-    @contextmanager
-    def create(self, name: str) -> Iterator[Any]:
-        with self._storage.open(self._at(name), "wb") as file:
-            yield file
+    def create(self, name: str) -> Any:
+        return self._storage.open(self._at(name), "wb")
 
     def commit(self, manifest: bytes) -> None:
         if self._owner().get("save") != self._save:
