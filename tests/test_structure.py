@@ -262,17 +262,17 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # Lines that each folder may have, and the files beside them. Raising one takes a line in CHANGELOG.md that names the user who
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
-    "_torch": 1010,
+    "_torch": 990,
     "bench": 1130,
-    "checkpoint": 4300,
+    "checkpoint": 4130,
     "compat": 3490,
     "doctor": 560,
     "engine": 4540,
-    "export": 580,
+    "export": 560,
     "generate": 580,
     "integrations": 1340,
     "losses": 470,
-    "models": 530,
+    "models": 520,
     "observe": 1230,
     "offload": 2950,
     "optimizers": 1370,

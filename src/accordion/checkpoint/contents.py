@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
 
 from accordion._torch import StridedShard, local_of
 from accordion.checkpoint.boxes import Box, DimCut, box_of
@@ -45,7 +46,7 @@ class Contents:
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith("model/")}
 
 
-def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: Only = None) -> Contents:
+def contents(model: nn.Module, optimizer: Optimizer | None, only: Only = None) -> Contents:
     """Return the tensors and values that a save writes or a load fills, without copies.
 
     `only` selects tensors of the model; the states of all parameters of the optimizer are included in any case. Raises
@@ -101,7 +102,7 @@ def without_wrappers(name: str, wrappers: Iterable[str] = WRAPPERS) -> str:
     return name
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> tuple[Json, dict[str, Tensor]]:
+def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[Json, dict[str, Tensor]]:
     """Return (JSON of the optimizer's class names, groups and states; {name: tensor to which the JSON refers}).
 
     In the JSON, names of parameters take the place of indices. `names`: id of a parameter -> its name in the model. Raises
@@ -132,16 +133,13 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
                 f"{name} is a {kind.__name__}, a tensor subclass that a checkpoint cannot hold; keep its inner tensors in the "
                 "optimizer's state as plain tensors, or save without the optimizer."
             )
-    parts = [_kinds(part) for part in parts_of(optimizer)]
-    kinds = parts[0] if len(parts) == 1 else [" + ".join(kinds[0] for kinds in parts)]
+    # For each optimizer the names of its classes, its own first, without `Optimizer`.
+    classes = [
+        [k.__name__ for k in type(part).__mro__ if issubclass(k, Optimizer)][:-1] for part in parts_of(optimizer)
+    ]
+    kinds = list(dict.fromkeys(classes[0])) if len(classes) == 1 else [" + ".join(names[0] for names in classes)]
     words = {"kind": kinds, "groups": groups, "state": state}
     return words | ({"shared": shared} if shared else {}), tensors
-
-
-def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the classes of `optimizer`, its own first, without `Optimizer`."""
-    classes = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)]
-    return list(dict.fromkeys(kind.__name__ for kind in classes[:-1]))
 
 
 def optimizer_name(words: Json) -> str:
@@ -149,7 +147,7 @@ def optimizer_name(words: Json) -> str:
     return "no optimizer" if words is None else str((words.get("kind") or ["an optimizer"])[0])
 
 
-def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+def param_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     """Return the names of the optimizer's parameters in order. Raises `CheckpointError` for a parameter that is not in `names`
     (id -> name)."""
     ordered = []

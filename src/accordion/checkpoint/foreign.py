@@ -64,8 +64,8 @@ def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
 
 
 def of_torch_file(path: Path) -> Foreign:
-    """Return the model in a file of `torch.save`, memory-mapped. No code in the file is run. Raises `CheckpointError` if the file
-    is damaged, holds no state dict, or names more than tensors and plain values."""
+    """Return the model in a file of `torch.save`, memory-mapped: its state dict is the content, or the part of it under one of
+    `MODEL_KEYS`. Raises `CheckpointError` if the file is damaged, holds no dict, or names code to run."""
     with opened(path) as file:
         if file.read(4) != ARCHIVE:
             raise CheckpointError(
@@ -74,7 +74,12 @@ def of_torch_file(path: Path) -> Foreign:
             )
         with named(f"{path} cannot be read as tensors alone"):
             _check_archive(file)
-            state, left = _model_state(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if not isinstance(saved, dict):
+                raise CheckpointError(f"it holds a {type(saved).__name__} and no state dict.")
+            own = next((key for key in MODEL_KEYS if isinstance(saved.get(key), dict)), None)
+            state: dict[Any, Any] = saved if own is None else saved[own]
+            left = [] if own is None else [str(key) for key in saved if key != own]
             tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             for key, tensor in tensors.items():
                 plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
@@ -101,14 +106,3 @@ def _check_archive(file: BinaryIO) -> None:
             with archive.open(record) as stream:
                 while record.CRC and stream.read(CHECKED_BYTES):
                     pass
-
-
-def _model_state(saved: Any) -> tuple[dict[Any, Any], list[str]]:
-    """Return (the model's state dict, keys of `saved` that are left out). The state dict is the value of `saved` under the first
-    of `MODEL_KEYS` with a dict, or else `saved` itself. Raises `CheckpointError` if `saved` is no dict."""
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"it holds a {type(saved).__name__} and no state dict.")
-    for key in MODEL_KEYS:
-        if isinstance(saved.get(key), dict):
-            return saved[key], [str(other) for other in saved if other != key]
-    return saved, []
