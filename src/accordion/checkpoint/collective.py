@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,9 +49,7 @@ class Team:
                 f"the model's tensors are on different ranks, {' and '.join(map(str, dict.fromkeys(ranks_of)))}; "
                 "a checkpoint needs all of them on the same ranks."
             )
-        world = dist.group.WORLD
-        assert world is not None
-        groups = meshes[0].get_all_groups() if meshes else [world]
+        groups: list[Any] = meshes[0].get_all_groups() if meshes else [dist.group.WORLD]
         device = torch.device(meshes[0].device_type if meshes else device_type_of_job())
         return cls(ranks=ranks_of[0], index=ranks_of[0].index(dist.get_rank()), groups=tuple(groups), device=device)
 
