@@ -262,9 +262,9 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # Lines that each folder may have, and the files beside them. Raising one takes a line in CHANGELOG.md that names the user who
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
-    "_torch": 990,
+    "_torch": 980,
     "bench": 1130,
-    "checkpoint": 4130,
+    "checkpoint": 4120,
     "compat": 3490,
     "doctor": 560,
     "engine": 4540,

@@ -31,9 +31,7 @@ will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 def walks_everything(leaf: Tensor) -> bool:
     """Return True if the running backward computes all gradients; False in `autograd.grad` and in a backward with `inputs`.
-
-    `leaf`: a leaf in the graph that users never see and thus cannot pass as `inputs`; only a full backward executes its node.
-    """
+    `leaf`: a leaf in the graph that users never see and thus cannot pass as `inputs`; only a full backward executes its node."""
     return will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 

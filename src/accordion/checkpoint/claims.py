@@ -65,10 +65,8 @@ def _names(folder: Path) -> list[str]:
 
 
 def check_free(path: Path) -> None:
-    """Raise `CheckpointError`, naming what is at `path`, unless a save may create or replace the folder `path`.
-
-    A save may if nothing is there, or an empty folder, or a folder with a checkpoint, damaged or not, and no other files.
-    """
+    """Raise `CheckpointError`, naming what is at `path`, unless a save may create or replace the folder `path`. A save may if
+    nothing is there, or an empty folder, or a folder with a checkpoint, damaged or not, and no other files."""
     if what := _occupied(path):
         raise CheckpointError(f"{path} {what}; pass another path, a folder in it for example, or move it away.")
 

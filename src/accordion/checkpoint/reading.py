@@ -237,10 +237,8 @@ class Files:
         return json.loads(bytes(self.whole(name).tolist()))
 
     def faults(self, reads: Iterable[Read]) -> list[str]:
-        """Compare the checksums of all bytes that `reads` need; return the faults as texts that name file and tensor.
-
-        Fills the tensors of those reads for which `Read.at_once` returns memory, before it is known if their checksums match.
-        """
+        """Compare the checksums of all bytes that `reads` need; return the faults as texts that name file and tensor. Fills the
+        tensors of those reads for which `Read.at_once` returns memory, before it is known if their checksums match."""
         wanted: dict[tuple[str, int], tuple[str, str, int, memoryview | None]] = {}
         size = self.manifest.piece_bytes
         for read in reads:
