@@ -88,7 +88,7 @@ import torch
 from accordion.checkpoint.writing import HostBuffer
 
 data = torch.arange(5 << 20, dtype=torch.uint8, device="sim")
-part = SimpleNamespace(data=data, num_bytes=data.nbytes)
+part = SimpleNamespace(data=data)
 copy = HostBuffer().copy(SimpleNamespace(parts=[part], num_bytes=data.nbytes))
 assert bytes(copy) == bytes(data.cpu().numpy())
 """

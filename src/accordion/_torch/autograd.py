@@ -31,9 +31,7 @@ will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 def walks_everything(leaf: Tensor) -> bool:
     """Return True if the running backward computes all gradients; False in `autograd.grad` and in a backward with `inputs`.
-
-    `leaf`: a leaf in the graph that users never see and thus cannot pass as `inputs`; only a full backward executes its node.
-    """
+    `leaf`: a leaf in the graph that users never see and thus cannot pass as `inputs`; only a full backward executes its node."""
     return will_execute(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
@@ -49,10 +47,8 @@ def node_of(tensor: Tensor) -> Any:
 
 
 def reserve_number() -> int:
-    """Return the next sequence number of autograd nodes on this thread, and skip it, for later use with `set_number`.
-
-    autograd runs the ready node with the highest number first. No public names.
-    """
+    """Return the next sequence number of autograd nodes on this thread, and skip it, for later use with `set_number`. autograd
+    runs the ready node with the highest number first. No public names."""
     number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     torch._C._functions.UndefinedGrad()
     return int(number)
@@ -82,10 +78,8 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)`, in 12 instead of 21 us; no transform of torch.func may be active.
-
-    Calls the method in C, which takes the same arguments as the public override in Python (all versions).
-    """
+    """Return `function.apply(*args)`, in 12 instead of 21 us; no transform of torch.func may be active. Calls the method in C,
+    which takes the same arguments as the public override in Python (all versions)."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -96,10 +90,8 @@ def run_at_once(function: type[torch.autograd.Function]) -> type[torch.autograd.
 
 
 def pass_hooks_by(mode: Any) -> Any:
-    """Make a context of `create_selective_checkpoint_contexts` keep results without saved-tensor hooks, and return it.
-
-    Older versions always do so; torch 2.15 warns under such hooks if this is not chosen. No public name.
-    """
+    """Make a context of `create_selective_checkpoint_contexts` keep results without saved-tensor hooks, and return it. Older
+    versions always do so; torch 2.15 warns under such hooks if this is not chosen. No public name."""
     if hasattr(mode, "respect_saved_tensors_hooks"):
         mode.respect_saved_tensors_hooks = False
     return mode

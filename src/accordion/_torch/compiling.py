@@ -25,7 +25,7 @@ def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return True if `Module.compile` was called on the model or a module inside. No public name (all versions)."""
+    """Return True if `Module.compile` was called on `model` or on one of its submodules. No public name (all versions)."""
     return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
 
 

@@ -49,10 +49,8 @@ def fake_metadata(tensor: Any) -> Any:
 
 
 def fake_like(tensor: Any) -> Callable[[Any], Any] | None:
-    """Return a function that ignores its argument and returns a new fake tensor like `tensor`, faster than the fake mode.
-
-    Returns None if `tensor` does not fill its storage, or `fake_metadata` returns None for it.
-    """
+    """Return a function that ignores its argument and returns a new fake tensor like `tensor`, faster than the fake mode. Returns
+    None if `tensor` does not fill its storage, or `fake_metadata` returns None for it."""
     metadata = fake_metadata(tensor)
     if metadata is None or tensor.storage_offset():
         return None
@@ -70,10 +68,8 @@ def fake_like(tensor: Any) -> Callable[[Any], Any] | None:
 
 
 def fake_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the result of the view operator `func`, a fake tensor or several, in a tenth of the time of the fake mode.
-
-    Returns None if `fake_metadata` returns None for the first of `args`, the tensor that is viewed.
-    """
+    """Return the result of the view operator `func`, a fake tensor or several, in a tenth of the time of the fake mode. Returns
+    None if `fake_metadata` returns None for the first of `args`, the tensor that is viewed."""
     tensor: Any = args[0] if args else None
     if fake_metadata(tensor) is None:
         return None
@@ -88,9 +84,7 @@ def fake_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def around_propagation(inside: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Context manager that enters `inside()` whenever DTensor runs an operator on fake tensors to find the result's full shape.
-
-    These tensors are no part of a rank's step, and a memory tracker should not count them. No public name (2.11 to 2.13).
-    """
+    These tensors are no part of a rank's step, and a memory tracker should not count them. No public name (2.11 to 2.13)."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     owner, name = ShardingPropagator, "_propagate_tensor_meta_non_cached"

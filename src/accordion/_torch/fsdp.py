@@ -28,10 +28,8 @@ def classes_without_mixed_precision(mixed: Any) -> Sequence[type]:
 
 
 def fsdp_module_base() -> type:
-    """Return a base class for our `FSDPModule`: torch's own on torch 2.15 and later; before that `object`.
-
-    Before 2.15, pipelines of torch read private state of each `FSDPModule`, which ours lacks, but not of other modules.
-    """
+    """Return a base class for our `FSDPModule`: torch's own on torch 2.15 and later; before that `object`. Before 2.15, pipelines
+    of torch read private state of each `FSDPModule`, which ours lacks, but not of other modules."""
     from torch.distributed.fsdp import FSDPModule
 
     return FSDPModule if hasattr(FSDPModule, "finalize_backward") else object

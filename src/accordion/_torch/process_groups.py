@@ -58,10 +58,8 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
 
 
 def named_group(name: str, ranks: list[int], device: torch.device | None, timeout: timedelta | None = None) -> Any:
-    """Return a new process group of `ranks`. A collective of these ranks alone, which all pass the same unused `name`.
-
-    `device`: the device that the group is bound to, unless the job is bound to one. No public names.
-    """
+    """Return a new process group of `ranks`. A collective of these ranks alone, which all pass the same unused `name`. `device`:
+    the device that the group is bound to, unless the job is bound to one. No public names."""
     # `new_group(use_local_synchronization=True)` derives the name from the number of groups that a rank knows. If ranks know
     # different numbers (after one `new_group([0])`), each waits forever for the others under its own name. The group is
     # not split from the job's communicator either, as torch does if `init_process_group` was given a device: all ranks of the
@@ -91,9 +89,7 @@ def kept_with_job(name: str) -> list[Any]:
 
 def abandon_works(group: Any, works: list[Any]) -> None:
     """Keep unfinished gloo `works`, for which nobody will wait, alive until `destroy_process_group`, and `group` for ever.
-
-    Deleting a send or receive would close its connection, and deleting a group waits for its collectives, at exit too.
-    """
+    Deleting a send or receive would close its connection, and deleting a group waits for its collectives, at exit too."""
     # No public switch; `abort` and `shutdown` of gloo's groups do not end them (2.11 to 2.15).
     keep_with_job(f"accordion/abandoned/{id(works)}", works)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -155,10 +151,8 @@ def flattened_mesh(mesh: Any, name: str) -> Any:
 
 
 def debug_frontend() -> Any:
-    """Return the module with `DebugHandler`, the base of handlers for `start_debug_server`. No public name (2.13 to 2.15).
-
-    None before torch 2.13, whose server takes no handlers, and without jinja2, which the module imports.
-    """
+    """Return the module with `DebugHandler`, the base of handlers for `start_debug_server`. No public name (2.13 to 2.15). None
+    before torch 2.13, whose server takes no handlers, and without jinja2, which the module imports."""
     try:
         from torch.distributed.debug import _frontend
     except ImportError:

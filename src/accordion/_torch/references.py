@@ -30,10 +30,8 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def are_ours(grads: Sequence[Tensor | None]) -> list[bool]:
-    """Return, for each gradient, True if nothing else refers to its memory, so that it may be overwritten.
-
-    Call it first in the backward of an autograd Function, with its arguments: further references would count as others.
-    """
+    """Return, for each gradient, True if nothing else refers to its memory, so that it may be overwritten. Call it first in the
+    backward of an autograd Function, with its arguments: further references would count as others."""
     # autograd may pass one tensor to several nodes (`x + w`) or keep it for a later node, and hooks may have stored it. The
     # reference counts of the Python object, the tensor and the storage show that, as in autograd's own `AccumulateGrad`.
     return [_references(grads, i) in _alone() for i in range(len(grads))]

@@ -27,7 +27,7 @@ foreach_norm = torch._foreach_norm
 
 def chunk_cat(tensors: Sequence[Tensor], num_chunks: int, out: Tensor) -> None:
     """Fill row r of `out` (num_chunks, n) with the r-th chunks along dim 0 of all tensors, each padded with zeros and cast."""
-    torch._chunk_cat(list(tensors), 0, num_chunks, out=out)  # out: (num_chunks, n)
+    torch._chunk_cat(list(tensors), 0, num_chunks, out=out)
 
 
 def marks_of(param: Tensor) -> dict[str, Any]:
@@ -60,10 +60,8 @@ def assert_on_device(condition: Tensor, text: str) -> None:
 
 
 def asked_grad_dtype(param: Tensor) -> tuple[bool, torch.dtype | None]:
-    """Return (True if the user has set `param.grad_dtype`, its value); the value None allows gradients of any dtype.
-
-    Before torch 2.15, the value counts as not set by the user if it is the parameter's own dtype.
-    """
+    """Return (True if the user has set `param.grad_dtype`, its value); the value None allows gradients of any dtype. Before torch
+    2.15, the value counts as not set by the user if it is the parameter's own dtype."""
     dtype = param.grad_dtype
     was_set = getattr(param, "_has_grad_dtype_override", dtype != param.dtype)
     return bool(was_set), dtype
@@ -120,9 +118,7 @@ def as_dtensor(local: Tensor, like: Tensor) -> DTensor:
 
 def rows_dtensor(local: Tensor, like: Tensor, shape: Sequence[int]) -> DTensor:
     """Return a DTensor of `shape`, divided on dim 0 over the ranks that divide `like`. `local`: its rows on this rank.
-
-    `from_local` would move a tensor on the host to the mesh's device.
-    """
+    `from_local` would move a tensor on the host to the mesh's device."""
     spec = like._spec  # type: ignore[attr-defined]
     full = torch.empty(tuple(shape), device="meta")
     meta = spec.tensor_meta._replace(shape=full.shape, stride=full.stride(), dtype=local.dtype)
@@ -151,10 +147,8 @@ def has_rule(operator: Any) -> bool:
 
 
 def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:
-    """Make DTensor call `answer(operator, args, kwargs)` for an aten operator, in this process, and return True.
-
-    Returns False, and changes nothing, if there is another handler. No public name.
-    """
+    """Make DTensor call `answer(operator, args, kwargs)` for an aten operator, in this process, and return True. Returns False,
+    and changes nothing, if there is another handler. No public name."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     return handlers.setdefault(operator, answer) is answer
 

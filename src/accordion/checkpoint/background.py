@@ -6,8 +6,9 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -22,22 +23,18 @@ from accordion.safety.liveness.polling import poll
 
 log = logging.getLogger("accordion")
 
-T = TypeVar("T")
 GRACE_S = 60.0  # how long a save waits for the other ranks once this program is ending
 LONGEST_PAUSE_S = 0.1
-SAVERS: WeakKeyDictionary[nn.Module, Saver] = (
-    WeakKeyDictionary()
-)  # not an attribute, which copies of a model would share
+# By model; not an attribute, which copies of a model would share.
+SAVERS: WeakKeyDictionary[nn.Module, Saver] = WeakKeyDictionary()
 
 
 class Saving:
-    """Handle of a save, with `is_done` and `wait()`. A save in the foreground returns one that is done."""
+    """Handle of a save, with `is_done` and `wait()`. The handle of a save in the foreground is done from the beginning."""
 
     def __init__(self, write: Callable[[], None] | None = None, saver: Saver | None = None) -> None:
-        """Start a thread that calls `write`; without `write` the save counts as finished without an error.
-
-        `saver`: referenced until the thread ends, so that `saver.end` waits for it even if the model has been freed by then.
-        """
+        """Start a thread that calls `write` and keeps its error for `wait`. Without `write` the save counts as done. `saver`:
+        referenced until the thread ends, so that `saver.end` waits for the thread even if the model has been freed."""
         self._failure: CheckpointError | None = None
         self._saver = saver
         self._thread: threading.Thread | None = None
@@ -77,10 +74,9 @@ class Saver:
         self._saving: Saving | None = None
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._agreement: ThreadAgreement | None = None  # of the latest save
-        self._ends_with_program = False
 
     def wait(self) -> None:
-        """Wait for the latest save, if any. Raises `CheckpointError` if it failed and no call has raised its error yet."""
+        """Wait for the latest save, if any. Raises `CheckpointError` if that failed and its error has not been raised yet."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
@@ -100,9 +96,9 @@ class Saver:
         """
         host = team.agree(lambda: self._buffer.copy(plan))
         agree.meet()
+        if self._agreement is None:
+            before_pools_end(weakref.WeakMethod(self.end))
         self._agreement = agree
-        if not self._ends_with_program:
-            self._ends_with_program = before_pools_end(weakref.WeakMethod(self.end))
         self._saving = saving = Saving(partial(agree.during, partial(run, agree, host)), self)
         for optimizer in optimizers:
             if optimizer not in self._watched:
@@ -111,7 +107,7 @@ class Saver:
         return saving
 
     def end(self) -> None:
-        """When the program ends: wait for the save in progress, and log its error, which nothing else would report."""
+        """Wait for the save in progress, and log its error, which nothing else would report. Called when the program ends."""
         if self._agreement is not None:
             self._agreement.program_ends.set()
         try:
@@ -125,22 +121,18 @@ class Saver:
             self.wait()
 
 
-def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> bool:
-    """Register `method` to be called at the program's end, while thread pools still work; return False if that fails."""
+def before_pools_end(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Have `method` called at the program's end, while thread pools still work. Does nothing if this Python cannot do so."""
 
     # Python closes the pools of `concurrent.futures` first, then waits for threads, then runs `atexit` functions. Libraries for
     # remote storage look up addresses in such pools, so a save that is only waited for as a thread would fail. Python has no
     # public name for this moment; 3.11 to 3.13 (and the newest in 2026) have the one that `concurrent.futures` itself uses.
     def call() -> None:
-        end = method()
-        if end is not None:
+        if (end := method()) is not None:
             end()
 
-    try:
+    with suppress(AttributeError, RuntimeError):  # another version of Python, or the program is ending already
         threading._register_atexit(call)  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError):  # another version of Python, or the program is ending already
-        return False
-    return True
 
 
 def saver_of(model: nn.Module) -> Saver:
@@ -149,10 +141,10 @@ def saver_of(model: nn.Module) -> Saver:
 
 
 class ThreadAgreement:
-    """Callable that replaces `Team.agree` in a background thread: ranks exchange messages over the connections of a `Hub`."""
+    """Callable that replaces `Team.agree` in a background thread: ranks exchange messages over the connections of a `Hub`.
+    `name`: unique name of the save, the same on all ranks."""
 
     def __init__(self, team: Team, name: str) -> None:
-        """`name`: unique name of the save, the same on all ranks."""
         self._team, self._name, self._num_agreed = team, f"accordion/save/{name}", 0
         self._hub: Hub | None = None
         self._lease: Any = None  # keeps the hub open if the job's process groups end before the save does
@@ -173,7 +165,7 @@ class ThreadAgreement:
         self._lease = self._hub.lease()
 
     def during(self, save: Callable[[], None]) -> None:
-        """Call `save`, then release the hub. If this rank has stopped waiting for others (`_lost`), report that to them."""
+        """Call `save`, then release the hub. If this rank has given up waiting for other ranks, report that to them first."""
         try:
             save()
         finally:
@@ -181,11 +173,12 @@ class ThreadAgreement:
                 self._hub.post(self._name, {"gives up": self._lost})
             self._lease = None
 
-    def __call__(self, action: Callable[[], T], /) -> T:
+    def __call__(self, action: Callable[[], object], /) -> object:
         return agreed(action, self._shared)
 
     def _shared(self, text: str) -> list[str]:
-        """Send `text` over the hub; return the texts of all ranks. Collective. Raises `CheckpointError` if a rank is lost."""
+        """Send `text` over the hub; return the texts of all ranks, in order. Collective. Raises `CheckpointError` if a rank has
+        exited, has given up, or does not answer in time, or if this program began to end `GRACE_S` ago."""
         hub, ranks = self._hub, self._team.ranks
         if hub is None:
             return [text]
@@ -193,6 +186,7 @@ class ThreadAgreement:
         self._num_agreed += 1
         hub.arrive(name, len(ranks), text)
         timeout_s = _torch.timeout_s_of_job()
+<<<<<<< HEAD
         over = poll(
             lambda: hub.over.pop(name, None), timeout_s, self._check(hub, name), hub.pause, longest_s=LONGEST_PAUSE_S
         )
@@ -208,11 +202,13 @@ class ThreadAgreement:
 
         It does so if a rank has exited or stopped waiting, or if this program began to end `GRACE_S` ago.
         """
+=======
+>>>>>>> h-k-ckpt
         ended_s: float | None = None
 
         def check(waited_s: float) -> None:
             nonlocal ended_s
-            needed = (*self._team.ranks, hub.ranks[0])  # the hub's first rank passes on all messages
+            needed = (*ranks, hub.ranks[0])  # the hub's first rank passes on all messages
             lost = next((f"rank {rank} {text}" for rank, text in list(hub.lost.items()) if rank in needed), "")
             lost = lost or next((post["gives up"] for post in hub.posts(self._name).values()), "")
             if lost and name not in hub.over:
@@ -223,7 +219,13 @@ class ThreadAgreement:
             if ended_s is not None and waited_s > ended_s + GRACE_S:
                 self._give_up(hub, waited_s)
 
-        return check
+        over = poll(lambda: hub.over(name), timeout_s, check, hub.pause, longest_s=LONGEST_PAUSE_S)
+        if over is None:
+            self._give_up(hub, timeout_s)
+        if over.reports is None:
+            return [text] * len(ranks)
+        texts = {rank: text for rank, text, _ in over.reports}
+        return [texts[rank] for rank in ranks]
 
     def _give_up(self, hub: Hub, waited_s: float) -> NoReturn:
         others = hub.others(self._team.ranks)

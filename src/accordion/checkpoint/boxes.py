@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DimCut:
-    """A split along `dim` into `num_chunks`, sized as by `torch.chunk` (the last may be empty); chunk `index` is kept."""
+    """A split of a tensor along `dim` into `num_chunks`, sized as by `torch.chunk`, of which chunk `index` is kept. The last
+    chunks may be empty."""
 
     dim: int
     num_chunks: int
@@ -34,7 +35,7 @@ class Box:
 
 
 def box_of(shape: Sequence[int], cuts: Iterable[DimCut]) -> Box:
-    """Return the box, possibly empty, that is kept of a tensor of `shape` by the splits `cuts`, applied one after the other."""
+    """Return the box, possibly empty, that is kept of a tensor of `shape` after the splits `cuts`, one after the other."""
     offset, sizes = [0] * len(shape), list(shape)
     for cut in cuts:
         rows = sizes[cut.dim]
@@ -46,7 +47,7 @@ def box_of(shape: Sequence[int], cuts: Iterable[DimCut]) -> Box:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """Return the intersection of two boxes, None if it is empty."""
+    """Return the intersection of two boxes; None if it is empty."""
     offset = tuple(map(max, a.offset, b.offset))
     ends = [min(p + n, q + m) for p, n, q, m in zip(a.offset, a.shape, b.offset, b.shape, strict=True)]
     sizes = tuple(end - start for start, end in zip(offset, ends, strict=True))

@@ -36,9 +36,7 @@ class _Crc32:
 
 def running(kind: str) -> Callable[[], Any]:
     """Return the class for checksums of `kind`, "xxh3_64" or "crc32", with the methods `update` and `hexdigest` of hashlib.
-
-    Raises `CheckpointError` for "xxh3_64" if the package `xxhash` is not installed.
-    """
+    Raises `CheckpointError` for "xxh3_64" if the package `xxhash` is not installed."""
     if kind == "crc32":
         return _Crc32
     assert kind == "xxh3_64", "parse() refuses other kinds"

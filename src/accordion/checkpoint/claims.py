@@ -42,18 +42,16 @@ def replaced(text: str) -> str | None:
 
 
 def drafts(folder: Path) -> list[tuple[str, Path]]:
-    """Return (checkpoint's name, path) of each `.NAME.HEX.tmp` in `folder`, of running jobs and of jobs that were killed."""
+    """Return (`NAME`, path) of each folder `.NAME.HEX.tmp` in `folder`, of running jobs and of jobs that were killed."""
     matches = filter(None, map(HIDDEN.fullmatch, sorted(_names(folder))))
     return [(match[1], folder / match[0]) for match in matches if match[2] != "old"]
 
 
 def leftovers(folder: Path) -> list[tuple[str, Path]]:
-    """Return the `drafts(folder)` of killed jobs: not empty, without other programs' files, and not locked by a running job."""
-    return [
-        (name, path)
-        for name, path in drafts(folder)
-        if _names(path) and not foreign_in(path) and not is_locked(folder / name)
-    ]
+    """Return (`NAME`, path) of each folder `.NAME.HEX.tmp` in `folder` that a killed job has left: no running job has locked
+    `NAME`. Empty ones, and those with files of other programs, are left out."""
+    left = [(name, path) for name, path in drafts(folder) if _names(path) and not foreign_in(path)]
+    return [(name, path) for name, path in left if not is_locked(folder / name)]
 
 
 def _names(folder: Path) -> list[str]:
@@ -67,16 +65,14 @@ def _names(folder: Path) -> list[str]:
 
 
 def check_free(path: Path) -> None:
-    """Raise `CheckpointError`, naming what is at `path`, unless a save may create or replace it.
-
-    It may if nothing is there, or an empty folder, or one with a checkpoint of ours, damaged or not, and no other files.
-    """
+    """Raise `CheckpointError`, naming what is at `path`, unless a save may create or replace the folder `path`. A save may if
+    nothing is there, or an empty folder, or a folder with a checkpoint, damaged or not, and no other files."""
     if what := _occupied(path):
         raise CheckpointError(f"{path} {what}; pass another path, a folder in it for example, or move it away.")
 
 
 def _occupied(path: Path) -> str:
-    """Describe what is at `path`, as the end of a sentence; return "" if a save may create or replace it."""
+    """Return what is at `path`, as the end of a sentence; "" if a save may create or replace the folder `path`."""
     if path.is_symlink():
         return f"is a link to {os.readlink(path)}, and a save replaces none"
     try:
@@ -96,7 +92,7 @@ def _occupied(path: Path) -> str:
 
 
 def foreign_in(path: Path) -> list[str]:
-    """Return the names in the folder `path` that no save writes; none if there is no such folder."""
+    """Return the names in the folder `path` that no save writes; [] if there is no such folder."""
     return [text for text in _names(path) if text != MANIFEST and not OF_SAVES.fullmatch(text)]
 
 
@@ -104,18 +100,15 @@ def foreign_in(path: Path) -> list[str]:
 
 
 class NameLock:
-    """A file lock on the name of a checkpoint, which a job holds to save or remove it, until `release` or the process ends."""
+    """A file lock on the name of a checkpoint. A job holds it to save or remove the checkpoint, until `release` or its end."""
 
     def __init__(self, file: Path, handle: int) -> None:
-        self._file = file
-        self._handle: int | None = handle
+        self._file, self._handle = file, handle
 
     @classmethod
     def take(cls, path: Path, timeout_s: float = 0.0) -> NameLock:
-        """Lock the name of the checkpoint at `path`, on all machines that share the locks of its file system.
-
-        Raises `CheckpointError` if another job still has the lock after `timeout_s`, `OSError` if no lock file can be created.
-        """
+        """Lock the name of the checkpoint at `path`, on all machines that share the locks of its file system. Raises
+        `CheckpointError` if another job still has the lock after `timeout_s`, `OSError` if no lock file can be created."""
         file, deadline = hidden(path, "lock"), time.monotonic() + timeout_s
         while True:
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -137,8 +130,8 @@ class NameLock:
 
     def release(self) -> None:
         """Unlock the name and remove the lock file. Further calls do nothing."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
             # Removed before it is unlocked, so that a job that has opened it meanwhile opens it again.
             with suppress(OSError):
                 os.unlink(self._file)
@@ -158,7 +151,7 @@ def is_locked(path: Path) -> bool:
 
 
 def _locks(handle: int) -> bool:
-    """Try to lock an open file; return False if another job has locked it, True otherwise, also without support for locks."""
+    """Try to lock an open file. Return False if another job has locked it, else True, also on a file system without locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -167,7 +160,7 @@ def _locks(handle: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Rename a folder to `.NAME.HEX.tmp`, unless that is its name, and delete it, so that it is never read half deleted. Raises
+    """Rename a folder to `.NAME.HEX.tmp`, unless it has such a name, then delete it. So it is never read half deleted. Raises
     `OSError` if this fails."""
     match = HIDDEN.fullmatch(path.name)
     if match is None or match[2] == "old":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,8 @@ MESSAGE_BYTES = 32768  # longer error messages are cut, as each rank receives th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """The ranks that save or load one checkpoint together, with collectives among them.
-
-    `ranks`: global ranks; `index`: position of this rank in `ranks`; `groups`: this rank's process group for each mesh axis.
-    """
+    """The ranks that save or load one checkpoint together, with collectives among them. `ranks`: global ranks; `index`: position
+    of this rank in `ranks`; `groups`: this rank's process group for each mesh axis."""
 
     ranks: tuple[int, ...]
     index: int
@@ -41,44 +39,32 @@ class Team:
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Team:
         """Return the team of all ranks on the mesh of the DTensors in `tensors`; without DTensors, of all ranks of the job.
-
-        Raises `CheckpointError` if the DTensors are on different sets of ranks.
-        """
+        Raises `CheckpointError` if the DTensors are on different sets of ranks."""
         meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
-        if not meshes:
-            if not dist.is_initialized():
-                return cls.alone()
-            group = dist.group.WORLD
-            assert group is not None
-            return cls._of(range(dist.get_world_size()), [group], device_type_of_job())
-        ranks_of = [tuple(mesh.mesh.flatten().tolist()) for mesh in meshes]
+        if not meshes and not dist.is_initialized():
+            return cls.alone()
+        ranks_of = [tuple(mesh.mesh.flatten().tolist()) for mesh in meshes] or [tuple(range(dist.get_world_size()))]
         if any(set(ranks) != set(ranks_of[0]) for ranks in ranks_of):
             raise CheckpointError(
                 f"the model's tensors are on different ranks, {' and '.join(map(str, dict.fromkeys(ranks_of)))}; "
                 "a checkpoint needs all of them on the same ranks."
             )
-        return cls._of(ranks_of[0], meshes[0].get_all_groups(), meshes[0].device_type)
+        groups: list[Any] = meshes[0].get_all_groups() if meshes else [dist.group.WORLD]
+        device = torch.device(meshes[0].device_type if meshes else device_type_of_job())
+        return cls(ranks=ranks_of[0], index=ranks_of[0].index(dist.get_rank()), groups=tuple(groups), device=device)
 
     @classmethod
     def alone(cls) -> Team:
         return cls(ranks=(0,), index=0, groups=(), device=torch.device("cpu"))
 
-    @classmethod
-    def _of(cls, ranks: Iterable[int], groups: Iterable[dist.ProcessGroup], device_type: str) -> Team:
-        ranks = tuple(ranks)
-        index = ranks.index(dist.get_rank())
-        return cls(ranks=ranks, index=index, groups=tuple(groups), device=torch.device(device_type))
-
     def agree(self, action: Callable[[], T]) -> T:
-        """Call `action` and return its result once it has succeeded on all ranks. Collective.
-
-        If it fails on any rank, all raise: `UsageError` if all the errors are of that class, else `CheckpointError`.
-        """
+        """Call `action` and return its result once it has succeeded on all ranks. Collective. If it fails on any rank, all raise:
+        `UsageError` if all the errors are of that class, else `CheckpointError`."""
         return agreed(action, self.shared)
 
     def shared(self, text: str, most: int | None = MESSAGE_BYTES) -> list[str]:
-        """All-gather `text`: return the texts of all `ranks`, in order, each cut to `most` bytes (None: whole). Collective.
-        Raises `CheckpointError` if a rank cannot be reached."""
+        """All-gather `text`: return the texts of all `ranks`, in order, each cut to its first `most` bytes (None: whole).
+        Collective. Raises `CheckpointError` if a rank cannot be reached."""
         data = text.encode(errors="backslashreplace")[:most]
         longest = max(self.gathered(len(data)))
         if not longest:
@@ -110,17 +96,17 @@ class Team:
 
 
 def agreed(action: Callable[[], T], shared: Callable[[str], list[str]]) -> T:
-    """Call `action` and return its result once it has succeeded on all ranks. Collective.
+    """Call `action`, exchange the ranks' errors by `shared`, which all-gathers a text, and return the result of `action`.
 
-    If it fails on any rank, all raise an error with the messages of those that failed: `UsageError` if all their errors are of
-    that class, else `CheckpointError`. `shared`: all-gathers a text.
+    Collective. If `action` fails on any rank, all ranks raise an error with the messages of those that failed: `UsageError` if
+    all their errors are of that class, else `CheckpointError`.
     """
     failure: Exception | None = None
+    message = ""
     try:
         result = action()
     except Exception as error:
-        failure = error
-    message = "" if failure is None else message_of(failure)
+        failure, message = error, message_of(error)
     marked = shared(BY_CALLER * isinstance(failure, UsageError) + message)
     if any(marked):
         kind = UsageError if all(text.startswith(BY_CALLER) for text in marked if text) else CheckpointError
@@ -129,14 +115,15 @@ def agreed(action: Callable[[], T], shared: Callable[[str], list[str]]) -> T:
 
 
 def message_of(error: Exception) -> str:
-    """Return the message of `error` as text that UTF-8 can encode, after its class unless it is an `AccordionError`."""
+    """Return the message of `error` as text that UTF-8 can encode. The name of its class comes first, unless it is an
+    `AccordionError` with a text."""
     text = (isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}"
     return text.encode(errors="backslashreplace").decode()  # paths and names may have any bytes
 
 
 def joined(texts: list[str]) -> str:
-    """Return one message from the `texts` of all ranks: the text itself if all are equal, else each text with the ranks that sent
-    it. Empty texts are left out."""
+    """Return one message from the `texts` of all ranks, in order: the text itself if all are equal, else each text after its
+    ranks. Empty texts are left out."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:

@@ -29,7 +29,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class PathOptions:
-    """Options of the subcommands that read one checkpoint, `inspect` and `verify`.
+    """Options of `inspect` and `verify`.
 
     Args:
         path: the checkpoint
@@ -75,12 +75,11 @@ def run(words: list[str]) -> int:
     except OSError as error:
         raise CheckpointError(str(error)) from error
     print(json.dumps(_plain(answer.data), indent=2) if options.json else "\n".join(answer.lines), flush=True)
-    code: int = answer.code
-    return code
+    return answer.code
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as JSON that any program can read: NaN, infinities and keys as strings, tuples as lists."""
+    """Return `value` with NaN, infinities and keys as strings and tuples as lists, for JSON that any program can read."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -89,10 +88,8 @@ def _plain(value: Any) -> Any:
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the manifest of the checkpoint at `path` as a dict: its writer, files, tensors, options of the optimizer, `extra`.
-
-    Raises `CheckpointError` if the manifest is missing or damaged.
-    """
+    """Return the manifest of the checkpoint at `path` as a dict for people: its writer, files, tensors, aliases, `extra`, and the
+    options of the optimizer's groups. Raises `CheckpointError` if the manifest is missing or damaged."""
     manifest = steady(lambda: checkpoint_at(path), read_manifest)
     optimizer = manifest.optimizer
     return {

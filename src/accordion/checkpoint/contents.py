@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
 
 from accordion._torch import StridedShard, local_of
 from accordion.checkpoint.boxes import Box, DimCut, box_of
@@ -45,28 +46,27 @@ class Contents:
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith("model/")}
 
 
-def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None, only: Only = None) -> Contents:
+def contents(model: nn.Module, optimizer: Optimizer | None, only: Only = None) -> Contents:
     """Return the tensors and values that a save writes or a load fills, without copies.
 
     `only` selects tensors of the model; the states of all parameters of the optimizer are included in any case. Raises
-    `CheckpointError` for values that a checkpoint cannot hold, `UsageError` if `only` selects none and is not ().
+    `CheckpointError` for values that a checkpoint cannot hold, `UsageError` if `only` is not () and selects nothing.
     """
     tensors, aliases = model_tensors(model)
     params = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
-    names = {id(tensor): name for name, tensor in params.items()}
     if only is not None:
         wanted = chosen(params, only)
         tensors = {f"model/{name}": tensor for name, tensor in wanted.items()}
         aliases = {name: source for name, source in aliases.items() if source in tensors}
     if optimizer is None:
         return Contents(tensors=tensors, aliases=aliases, params=params)
-    words, state = optimizer_state(optimizer, names)
+    words, state = optimizer_state(optimizer, {id(tensor): name for name, tensor in params.items()})
     return Contents(tensors={**tensors, **state}, aliases=aliases, params=params, optimizer=words)
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ({name: parameter or persistent buffer}, {other name of a tied one: first name}). Names begin with "model/". Raises
-    `CheckpointError` if the state dict has other values than tensors."""
+    """Return ({name: parameter or persistent buffer}, {further name of a tied tensor: its first name}). All names begin with
+    "model/". Raises `CheckpointError` if the state dict has a value that is no tensor, or a name twice."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
@@ -80,8 +80,8 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def named_tensors(model: nn.Module, wrappers: Iterable[str] = WRAPPERS) -> dict[str, Tensor]:
-    """Return {name without `wrappers`: parameter or persistent buffer}, tied ones under each of their names. Raises
-    `CheckpointError` if the state dict has other values than tensors, or if two names are equal without `wrappers`."""
+    """Return {name without the texts `wrappers`: parameter or persistent buffer}, tied ones under each of their names. Raises
+    `CheckpointError` if the state dict has a value that is no tensor, or if two names are equal without `wrappers`."""
     tensors: dict[str, Tensor] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
@@ -102,11 +102,11 @@ def without_wrappers(name: str, wrappers: Iterable[str] = WRAPPERS) -> str:
     return name
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> tuple[Json, dict[str, Tensor]]:
+def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[Json, dict[str, Tensor]]:
     """Return (JSON of the optimizer's class names, groups and states; {name: tensor to which the JSON refers}).
 
     In the JSON, names of parameters take the place of indices. `names`: id of a parameter -> its name in the model. Raises
-    `CheckpointError` for states that a checkpoint cannot hold.
+    `CheckpointError` for states that a checkpoint cannot hold and for parameters that are not in `names`.
     """
     tensors: dict[str, Tensor] = {}
     by_index = dict(enumerate(param_names(optimizer, names)))
@@ -133,25 +133,23 @@ def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
                 f"{name} is a {kind.__name__}, a tensor subclass that a checkpoint cannot hold; keep its inner tensors in the "
                 "optimizer's state as plain tensors, or save without the optimizer."
             )
-    parts = [_kinds(part) for part in parts_of(optimizer)]
-    kinds = parts[0] if len(parts) == 1 else [" + ".join(kinds[0] for kinds in parts)]
+    # For each optimizer the names of its classes, its own first, without `Optimizer`.
+    classes = [
+        [k.__name__ for k in type(part).__mro__ if issubclass(k, Optimizer)][:-1] for part in parts_of(optimizer)
+    ]
+    kinds = list(dict.fromkeys(classes[0])) if len(classes) == 1 else [" + ".join(names[0] for names in classes)]
     words = {"kind": kinds, "groups": groups, "state": state}
     return words | ({"shared": shared} if shared else {}), tensors
 
 
-def _kinds(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the classes of `optimizer`, its own first, without `Optimizer`."""
-    classes = [kind for kind in type(optimizer).__mro__ if issubclass(kind, torch.optim.Optimizer)]
-    return list(dict.fromkeys(kind.__name__ for kind in classes[:-1]))
-
-
 def optimizer_name(words: Json) -> str:
-    """Return the class name, for messages, from `words`, the JSON that `optimizer_state` returns; "no optimizer" for None."""
+    """Return the optimizer's class name from `words`, the JSON that `optimizer_state` returns; "no optimizer" for None."""
     return "no optimizer" if words is None else str((words.get("kind") or ["an optimizer"])[0])
 
 
-def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the names of the optimizer's parameters in order. Raises `CheckpointError` for one not in `names` (id -> name)."""
+def param_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Return the names of the optimizer's parameters in order. Raises `CheckpointError` for a parameter that is not in `names`
+    (id -> name)."""
     ordered = []
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -165,11 +163,12 @@ def param_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> l
 
 
 def own_box(name: str, tensor: Tensor) -> Box:
-    """Return the box of `tensor` that this rank has: of a plain tensor, all of it. Raises `CheckpointError` if the local tensor
-    of a DTensor has another shape than its placements give."""
+    """Return the box of `tensor` that this rank has; a plain tensor it has whole. Raises `CheckpointError`, with `name`, if the
+    local tensor of a DTensor has another shape than its placements give."""
     if not isinstance(tensor, DTensor):
         return box_of(tensor.shape, ())
-    box, local_shape = box_of(tensor.shape, cuts(name, tensor, own_coordinate(tensor))), tuple(local_of(tensor).shape)
+    box = box_of(tensor.shape, cuts(name, tensor, own_coordinate(tensor)))
+    local_shape = tuple(local_of(tensor).shape)
     if local_shape != box.shape:
         raise CheckpointError(
             f"{name} of shape {tuple(tensor.shape)} is placed {tensor.placements}, which gives this rank {box.shape}, "
@@ -185,7 +184,7 @@ def own_coordinate(tensor: DTensor) -> tuple[int, ...]:
 
 
 def writes(tensor: DTensor, coordinate: tuple[int, ...]) -> bool:
-    """Return True if the rank at `coordinate` of the mesh writes its shard: the first of all ranks that have this shard."""
+    """Return True if the rank at `coordinate` of the mesh is the first of those that have its shard, and thus writes it."""
     placed = zip(tensor.placements, coordinate, strict=True)
     return not any(isinstance(placement, Replicate) and index for placement, index in placed)
 
@@ -221,9 +220,7 @@ def cuts(name: str, tensor: DTensor, coordinate: tuple[int, ...]) -> list[DimCut
 
 def placement_words(tensor: Tensor) -> tuple[str, ...] | None:
     """Return the placements of `tensor` as text for the manifest, one for each mesh axis; None for a plain tensor."""
-    if not isinstance(tensor, DTensor):
-        return None
-    return tuple(str(placement) for placement in tensor.placements)
+    return tuple(map(str, tensor.placements)) if isinstance(tensor, DTensor) else None
 
 
 def local_data(tensor: Tensor) -> Tensor:
@@ -241,10 +238,10 @@ def state_name(rank: int) -> str:
 
 
 def object_states(state: Mapping[str, Stateful], team: Team) -> tuple[dict[str, DTensor], dict[str, Tensor]]:
-    """Return two dicts, name in the checkpoint -> tensor, of the objects in `state=`: their sharded tensors, and their plain
-    tensors on this rank, with one tensor of JSON that refers to all. Both are {} without objects.
+    """Return two dicts, name in the checkpoint -> tensor, of the objects in `state=`: (their sharded tensors, the tensors of this
+    rank alone). The latter are their plain tensors, and one of JSON that refers to all tensors. Both are {} without objects.
 
-    Raises `CheckpointError` for values that a checkpoint cannot hold, and for tensors that are sharded over other ranks.
+    Raises `CheckpointError` for values that a checkpoint cannot hold, and for tensors sharded over ranks other than `team`.
     """
     if not state:
         return {}, {}

@@ -54,7 +54,12 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
     that it lists or has them twice, or is not safe to read; `UsageError` for an unknown format, quantised weights, and a source
     on remote storage.
     """
-    foreign = _open_source(local_path(source))
+    folder = folder_at(source)
+    if not isinstance(folder, Local):
+        raise UsageError(
+            f"{folder} is on remote storage, and other formats are read and written on this machine only; copy it."
+        )
+    foreign = _open_source(folder.path)
     contents = Contents(tensors=foreign.tensors, aliases={}, params={})
     team = Team.alone()
     job = SaveJob(
@@ -70,27 +75,15 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
     return foreign
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """Return `path` as a path of this machine. Raises `UsageError` for a URL of remote storage."""
-    folder = folder_at(path)
-    if isinstance(folder, Local):
-        return folder.path
-    raise UsageError(
-        f"{folder} is on remote storage, and other formats are read and written on this machine only; copy it."
-    )
-
-
 def _open_source(path: Path) -> Foreign:
-    """Return the model in the file or folder `path` of another format.
-
-    Raises `UsageError` for an unknown format or quantised weights, `CheckpointError` if it is damaged or not safe to read.
-    """
+    """Return the model in `path`, a file or folder of another format. Raises `UsageError` for an unknown format or quantised
+    weights, `CheckpointError` if `path` is damaged, holds no tensors, or is not safe to read."""
     if (path / DCP_METADATA).is_file():
         raise UsageError(f"{path} is a folder of torch.distributed.checkpoint; {FROM_DCP}.")
     if (path / HF_SINGLE).is_file() or (path / HF_INDEX).is_file():
         source = of_safetensors(read_folder(path))
     elif path.is_file() and path.suffix == ".safetensors":
-        source = of_safetensors(read_files(path.parent, [path.name]))
+        source = of_safetensors(read_files(path.parent, [path.name], {}))
     elif path.is_file():
         source = of_torch_file(path)
     else:
@@ -160,22 +153,39 @@ def export(
 
 
 def _export_hf(files: Files, folder: Path, like: str | os.PathLike[str] | None, dtype: torch.dtype | None) -> list[str]:
-    """Write the model's weights and configuration to `folder` as transformers does; return the names of the files. With `like`
-    the names of tensors lose the prefixes of wrappers."""
+    """Write the model's weights and configuration to `folder` as transformers does; return the names of the files.
+
+    Without `like` the configuration is the one in the checkpoint, if there is one. With `like` it is copied from that folder,
+    and names of tensors lose the prefixes of wrappers. Raises `UsageError` if `like` has no config.json or is quantised.
+    """
     sources = sources_of(files, dtype)
-    if like is not None:
-        plain = plain_names(source.name for source in sources)
-        sources = [replace(source, name=plain[source.name]) for source in sources]
-    return write_shards(folder, sources, SHARD_BYTES) + _configuration(files, folder, like, dtype)
+    if like is None:
+        names = write_shards(folder, sources, SHARD_BYTES)
+        extra = files.manifest.extra if isinstance(files.manifest.extra, dict) else {}
+        config, generation = extra.get("model_config"), extra.get("generation_config")
+        if not isinstance(config, dict):
+            return names
+        return names + write_config(folder, config, dtype, generation if isinstance(generation, dict) else None)
+    plain = plain_names(source.name for source in sources)
+    names = write_shards(folder, [replace(source, name=plain[source.name]) for source in sources], SHARD_BYTES)
+    if not (Path(like) / CONFIG).is_file():
+        raise UsageError(f"like {str(like)!r} has no {CONFIG}; give a folder of transformers.")
+    names += copy_beside(Path(like), folder)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    check_quantised(config, f"like {str(like)!r}")
+    write_config(folder, config, dtype)
+    return names
 
 
 def check_model(files: Files) -> None:
-    """Read every byte of the model, and raise `CheckpointError` if a checksum does not match."""
-    files.check(lambda name: name.startswith(MODEL))
+    """Read every byte of the model. Raises `CheckpointError` if a checksum does not match or a file has a wrong size."""
+    files.check_sizes()
+    if faults := files.damage(lambda name: name.startswith(MODEL)):
+        raise CheckpointError(f"{files.folder} is damaged: {'; '.join(faults)}.")
 
 
 def sources_of(files: Files, dtype: torch.dtype | None = None) -> list[TensorSource]:
-    """Return the model's tensors, not read yet, tied ones once. `dtype`: for floating-point ones; None keeps theirs."""
+    """Return the model's tensors, not read yet, tied ones once. `dtype`: dtype of floating-point tensors; None keeps theirs."""
     return [
         TensorSource(name.removeprefix(MODEL), DTYPES[e.dtype], e.shape, partial(files.whole, name)).cast(dtype)
         for name, e in files.manifest.tensors.items()
@@ -184,29 +194,9 @@ def sources_of(files: Files, dtype: torch.dtype | None = None) -> list[TensorSou
 
 
 def ties_of(files: Files) -> dict[str, str]:
-    """Return a dict: other name of a tied tensor -> the name under which it is saved."""
+    """Return {further name of a tied tensor of the model: the name under which it is saved}, without the prefix "model/"."""
     aliases = files.manifest.aliases.items()
     return {a.removeprefix(MODEL): b.removeprefix(MODEL) for a, b in aliases if a.startswith(MODEL)}
-
-
-def _configuration(
-    files: Files, folder: Path, like: str | os.PathLike[str] | None, dtype: torch.dtype | None
-) -> list[str]:
-    """Write the configuration of `like`, or else of the checkpoint, to `folder`; return the file names, [] if there is none.
-    Raises `UsageError` if `like` has no config.json or is quantised."""
-    if like is not None:
-        if not (Path(like) / CONFIG).is_file():
-            raise UsageError(f"like {str(like)!r} has no {CONFIG}; give a folder of transformers.")
-        names = copy_beside(Path(like), folder)
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        check_quantised(config, f"like {str(like)!r}")
-        write_config(folder, config, dtype)
-        return names
-    extra = files.manifest.extra if isinstance(files.manifest.extra, dict) else {}
-    configuration, generation = extra.get("model_config"), extra.get("generation_config")
-    if not isinstance(configuration, dict):
-        return []
-    return write_config(folder, configuration, dtype, generation if isinstance(generation, dict) else None)
 
 
 def copy_beside(source: Path, folder: Path) -> list[str]:
@@ -234,7 +224,7 @@ def write_config(
 
 
 def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Read and return the model's state dict, in `dtype` unless None; tied tensors are one tensor under each of their names."""
-    read = [(source, files.whole(MODEL + source.name)) for source in sources_of(files, dtype)]
-    tensors = {source.name: tensor.to(source.dtype) for source, tensor in read}
+    """Read and return the model's state dict; tied tensors are one tensor under each of their names. `dtype`: dtype of
+    floating-point tensors; None keeps theirs."""
+    tensors = {source.name: source.read().to(source.dtype) for source in sources_of(files, dtype)}
     return tensors | {a: tensors[b] for a, b in ties_of(files).items() if b in tensors}

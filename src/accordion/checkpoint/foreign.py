@@ -14,13 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from accordion.checkpoint.format import CODES
-from accordion.checkpoint.untrusted_files import (
-    StoredTensor,
-    check_names,
-    named,
-    opened,
-    plain_names,
-)
+from accordion.checkpoint.untrusted_files import StoredTensor, check_names, named, opened, plain_names
 from accordion.errors import CheckpointError
 
 ARCHIVE = b"PK\3\4"  # first bytes of a file of torch.save since torch 1.6
@@ -40,7 +34,7 @@ class Foreign:
 
 
 def check_unique(names: Mapping[Any, str]) -> None:
-    """Raise `CheckpointError` if `names` (key of a tensor -> its new name) has a name twice, or one that is not Unicode."""
+    """Raise `CheckpointError` if `names` (key of a tensor -> its new name) has a name twice, or one that is not valid Unicode."""
     first: dict[str, Any] = {}
     for key, name in names.items():
         if name in first:
@@ -55,8 +49,8 @@ def check_unique(names: Mapping[Any, str]) -> None:
 
 
 def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
-    """Return the model in safetensors files. `tensors`: name -> (path of its file, tensor). Raises `CheckpointError` if two names
-    are equal without the prefixes of wrappers, or a name is no Unicode."""
+    """Return the model in safetensors files, memory-mapped. `tensors`: name -> (path of its file, tensor). Raises
+    `CheckpointError` if two names are equal without the prefixes of wrappers, or a name is not valid Unicode."""
     plain = plain_names(tensors)
     check_unique(plain)
     ours: dict[str, Tensor] = {}
@@ -70,7 +64,8 @@ def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
 
 
 def of_torch_file(path: Path) -> Foreign:
-    """Return the model in a file of `torch.save`. Raises `CheckpointError` if it is damaged or not safe to read."""
+    """Return the model in a file of `torch.save`, memory-mapped: its state dict is the content, or the part of it under one of
+    `MODEL_KEYS`. Raises `CheckpointError` if the file is damaged, holds no dict, or names code to run."""
     with opened(path) as file:
         if file.read(4) != ARCHIVE:
             raise CheckpointError(
@@ -79,7 +74,12 @@ def of_torch_file(path: Path) -> Foreign:
             )
         with named(f"{path} cannot be read as tensors alone"):
             _check_archive(file)
-            state, left = _model_state(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            if not isinstance(saved, dict):
+                raise CheckpointError(f"it holds a {type(saved).__name__} and no state dict.")
+            own = next((key for key in MODEL_KEYS if isinstance(saved.get(key), dict)), None)
+            state: dict[Any, Any] = saved if own is None else saved[own]
+            left = [] if own is None else [str(key) for key in saved if key != own]
             tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             for key, tensor in tensors.items():
                 plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
@@ -106,14 +106,3 @@ def _check_archive(file: BinaryIO) -> None:
             with archive.open(record) as stream:
                 while record.CRC and stream.read(CHECKED_BYTES):
                     pass
-
-
-def _model_state(saved: Any) -> tuple[dict[Any, Any], list[str]]:
-    """Return (the model's state dict, keys of `saved` that are left out). The state dict is the value of `saved` for a key such
-    as "model", or else `saved` itself. Raises `CheckpointError` if `saved` is no dict."""
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"it holds a {type(saved).__name__} and no state dict.")
-    for key in MODEL_KEYS:
-        if isinstance(saved.get(key), dict):
-            return saved[key], [str(other) for other in saved if other != key]
-    return saved, []

@@ -74,6 +74,10 @@ class TensorEntry:
     def num_bytes(self, box: Box) -> int:
         return box.numel * DTYPES[self.dtype].itemsize
 
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return True if `tensor` has the shape of this entry and its values may be cast to the dtype of `tensor`."""
+        return self.shape == tuple(tensor.shape) and holds(tensor.dtype, DTYPES[self.dtype])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
@@ -103,7 +107,8 @@ class Manifest:
 
 
 def holds(to: torch.dtype, saved: torch.dtype) -> bool:
-    """Return True if `saved` may be cast to `to`: floats to floats, complex to complex, integers if `to` holds all of `saved`."""
+    """Return True if values of dtype `saved` may be cast to `to`: floats to floats, complex to complex, and integers if `to` has
+    their whole range."""
     if saved == to:
         return True
     if saved.is_floating_point or saved.is_complex:
@@ -112,10 +117,6 @@ def holds(to: torch.dtype, saved: torch.dtype) -> bool:
         return False
     a, b = torch.iinfo(saved), torch.iinfo(to)
     return b.min <= a.min and a.max <= b.max
-
-
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
 
 
 def entry_name(name: str, offset: Sequence[int]) -> str:
@@ -137,8 +138,8 @@ def code_of(name: str, dtype: torch.dtype) -> str:
 
 
 def header(entries: Sequence[tuple[str, str, tuple[int, ...]]], about: Mapping[str, str] | None = None) -> bytes:
-    """Return the beginning of a safetensors file: the header's length and the header. `entries`: (name, code of the dtype, shape)
-    of each tensor, in the order of the data. `about`: texts for the header's metadata."""
+    """Return the bytes of a safetensors file before its data: the length of the header, and the header. `entries`: (name, code of
+    the dtype, shape) of each tensor, in the order of the data. `about`: texts for the header's metadata; None for no metadata."""
     words: dict[str, Json] = {} if about is None else {"__metadata__": dict(about)}
     at = 0
     for name, code, shape in entries:
@@ -176,10 +177,8 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def parse(text: bytes) -> Manifest:
-    """Return the manifest in `text`, the bytes of `manifest.json`, after checking all file names, boxes and byte ranges.
-
-    Raises `CheckpointError` with the fault; the caller adds the path.
-    """
+    """Return the manifest in `text`, the bytes of `manifest.json`, after checking all file names, boxes and byte ranges. Raises
+    `CheckpointError` with the fault; the caller adds the path."""
     try:
         with without_collections():
             return _parsed(text)
@@ -226,22 +225,18 @@ def without_twins(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _check_values(optimizer: Json, saved_by: Json) -> None:
-    """Raise an error unless the entries "optimizer" and "saved_by" of a manifest have the structure that a load needs. `parse`
-    makes it a `CheckpointError`."""
+    """Raise an error unless the entries "optimizer" and "saved_by" of a manifest have the structure that a load needs: a
+    `CheckpointError`, or one of the errors that `parse` turns into that."""
     if not isinstance(saved_by, dict):
         raise CheckpointError("its saved_by is no object.")
     if optimizer is None:
         return
     groups, states = optimizer["groups"], (optimizer["state"], optimizer.get("shared", {}))
-    described = all(isinstance(group["options"], dict) and all(map(_is_text, group["params"])) for group in groups)
-    if not (described and all(isinstance(state, dict) for state in states)):
+    dicts, names = [*states, *(group["options"] for group in groups)], [n for group in groups for n in group["params"]]
+    if not (all(isinstance(value, dict) for value in dicts) and all(isinstance(name, str) for name in names)):
         raise CheckpointError("its optimizer does not consist of groups and state.")
-    if not all(map(_is_text, optimizer.get("kind", []))):
+    if not all(isinstance(name, str) for name in optimizer.get("kind", [])):
         raise CheckpointError("its optimizer's kind is not a list of names.")
-
-
-def _is_text(value: Json) -> bool:
-    return isinstance(value, str)
 
 
 def _file(name: str, words: Json) -> File:
@@ -299,7 +294,7 @@ def _entry(name: str, words: Json) -> TensorEntry:
 def make_up(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     """Return True if `boxes`, none of them empty, make up a tensor of `shape` without overlaps.
 
-    To bound the work, also return False if the grid of all boxes' edges has many more cells than boxes, as no save writes it.
+    To bound the work, return False too if the grid of all boxes' edges has many more cells than boxes. No save writes such boxes.
     """
     ends = [(box, [start + size for start, size in zip(box.offset, box.shape, strict=True)]) for box in boxes]
     inside = all(len(end) == len(shape) and all(a <= b for a, b in zip(end, shape, strict=True)) for _, end in ends)

@@ -16,7 +16,7 @@ Json: TypeAlias = Any  # a value that `json` reads and writes
 
 
 def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None) -> Json:
-    """Return `value` as JSON from which `decode` makes an equal value: None, numbers, strings, lists, tuples, dicts, tensors.
+    """Return `value` (None, a number, string, list, tuple, dict or tensor) as JSON from which `decode` makes an equal value.
 
     Each tensor is added to the dict `tensors` under a name that begins with `path`, and the JSON refers to it by that name.
     Raises `CheckpointError` for objects of other types, and for a tensor if `tensors` is None.
@@ -48,8 +48,8 @@ def as_bytes(value: Json) -> Tensor:
 
 
 def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the Python value that `encode` made into `value`. `tensor`: returns a tensor by name. Raises `CheckpointError` if
-    `value` has a kind of object that this version does not know."""
+    """Return the Python value of which `encode` made the JSON `value`. `tensor`: returns a tensor by its name. Raises
+    `CheckpointError` if `value` has an object of a kind that this version does not know."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -69,7 +69,7 @@ def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def renamed(value: Json, names: Mapping[str, str]) -> Json:
-    """Return JSON from `encode` that refers to its tensors by other names: `names`, name -> new name; others stay."""
+    """Return the JSON `value`, a result of `encode`, with its tensors renamed by `names` (name -> new name)."""
     if isinstance(value, list):
         return [renamed(item, names) for item in value]
     if isinstance(value, dict) and "$tensor" in value:

@@ -27,7 +27,7 @@ from accordion.checkpoint.contents import (
     own_box,
     state_name,
 )
-from accordion.checkpoint.format import DTYPES, Manifest, TensorEntry, holds
+from accordion.checkpoint.format import Manifest, TensorEntry
 from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.optimizer_list import OptimizerList
 from accordion.checkpoint.optimizer_states import same_kind_on_all
@@ -102,13 +102,12 @@ class _Request:
 
 
 def _checked(files: Files, request: _Request) -> _Plan:
-    """Plan this load, compare all checksums, and return the plan. Collective. Raises `CheckpointError` on every rank if the
-    checkpoint is damaged or does not fit, or if ranks were given different checkpoints."""
+    """Plan this load, compare the checksums of all that it reads, and return the plan. Collective. Raises `CheckpointError` on
+    every rank if the checkpoint is damaged or does not fit, or if ranks were given different checkpoints."""
     team = request.team
     if len(set(team.gathered(files.digest))) > 1:
-        folders = joined(
-            team.shared(f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}")
-        )
+        folder = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
+        folders = joined(team.shared(folder))
         raise CheckpointError(
             f"ranks were given different checkpoints, {folders}; pass the path of the same one on all ranks."
         )
@@ -152,9 +151,10 @@ class _Plan:
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, only_try: bool) -> None:
-    """Load `state` into the optimizer; restore its previous groups and states if that fails, or with `only_try` in any case.
+    """Load `state` into the optimizer. If that fails, restore its previous groups and states, and raise the error.
 
-    `only_try`: test if the optimizer accepts `state`, whose tensors need not be filled yet. Raises `CheckpointError` if not.
+    `only_try`: restore the previous groups and states in any case: only test if the optimizer accepts `state`, whose tensors need
+    not be filled yet. Raises `CheckpointError` if it does not.
     """
     if isinstance(optimizer, OptimizerList):
         for part, of_part in optimizer.divided(state):
@@ -203,51 +203,46 @@ def _plan(files: Files, wanted: Contents, request: _Request) -> _Plan:
     of_optimizer: list[Read] = []
     for name, tensor in wanted.of_model().items():
         entry = manifest.tensors.get(source := manifest.aliases.get(name, name))
-        if entry and entry.shape == tuple(tensor.shape) and holds(tensor.dtype, DTYPES[entry.dtype]):
+        if entry and entry.fits(tensor):
             of_model += _reads(source, entry, tensor)
     sharded = _sharded_states(manifest, request)
     for name, tensor in tensors.items():
         of_optimizer += _reads(name, manifest.tensors[name], tensor, fresh=id(tensor) not in present)
+    of_state = [read for name, t in sharded.items() for read in _reads(name, manifest.tensors[name], t)]
+    extra = decode(manifest.extra, dict[str, Tensor]().__getitem__)  # `extra` cannot hold tensors
+    state_of_rank = None
+    if request.state:
+        saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.split("/")[2:] == ["state"]}
+        if not saved:
+            raise CheckpointError("it was saved without state=; load it without state=.")
+        # If as many ranks saved as load, each loads its own states; otherwise all load those of the first rank.
+        own = state_name(request.team.index)
+        state_of_rank = own if len(saved) == len(request.team.ranks) and own in saved else min(saved)
     return _Plan(
         of_model=of_model,
         of_optimizer=of_optimizer,
-        of_state=[read for name, t in sharded.items() for read in _reads(name, manifest.tensors[name], t)],
+        of_state=of_state,
         sharded=sharded,
         optimizer=state,
-        extra=decode(manifest.extra, dict[str, Tensor]().__getitem__),  # `extra` cannot hold tensors
-        state=_state_to_load(manifest, request.team) if request.state else None,
+        extra=extra,
+        state=state_of_rank,
         left=unlike,
     )
 
 
-def _state_to_load(manifest: Manifest, team: Team) -> str:
-    """Return the name of the tensor with the saved `state=`: this rank's if as many ranks saved as load, else the first rank's.
-    Raises `CheckpointError` if there is none."""
-    saved = {name for name in manifest.tensors if name.startswith(OF_RANKS) and name.split("/")[2:] == ["state"]}
-    if not saved:
-        raise CheckpointError("it was saved without state=; load it without state=.")
-    name = state_name(team.index)
-    return name if len(saved) == len(team.ranks) and name in saved else min(saved)
-
-
 def _sharded_states(manifest: Manifest, request: _Request) -> dict[str, DTensor]:
-    """Return the sharded tensors of the objects in `state=` by their names in a checkpoint. Objects that saved none are left out.
-    Raises `CheckpointError` if names, shapes or kinds differ from the saved ones."""
-    of_state = {name: entry for name, entry in manifest.tensors.items() if name.startswith(OF_STATE)}
-    # Only of objects that have some in the checkpoint: a data loader's `state_dict` may begin an iteration.
+    """Return {name in the checkpoint: sharded tensor} of the objects in `state=`, except those that saved no sharded tensors.
+    Raises `CheckpointError` if names, shapes or kinds of the tensors differ from the saved ones."""
+    # `state_dict` is called only if it is needed, since that of a data loader may begin an iteration.
     prefixes = {key: f"{OF_STATE}{key}/" for key in request.state}
-    having = [key for key, prefix in prefixes.items() if any(name.startswith(prefix) for name in of_state)]
-    saved = {name: entry for name, entry in of_state.items() if name.startswith(tuple(prefixes[key] for key in having))}
+    having = [key for key, prefix in prefixes.items() if any(name.startswith(prefix) for name in manifest.tensors)]
+    begins = tuple(prefixes[key] for key in having)
+    saved = {name: entry for name, entry in manifest.tensors.items() if name.startswith(begins)}
     present, _ = object_states({key: request.state[key] for key in having}, request.team)
-    both = [(name, saved[name], tensor) for name, tensor in present.items() if name in saved]
     unlike = {
         "missing in the checkpoint": [name for name in present if name not in saved],
         "in the checkpoint alone": [name for name in saved if name not in present],
-        "of another shape or kind": [
-            name
-            for name, entry, tensor in both
-            if entry.shape != tuple(tensor.shape) or not holds(tensor.dtype, DTYPES[entry.dtype])
-        ],
+        "of another shape or kind": [name for name, t in present.items() if name in saved and not saved[name].fits(t)],
     }
     texts = [f"{len(names)} {what}: {some_of(names, SHOWN)}" for what, names in unlike.items() if names]
     if texts:
@@ -256,28 +251,26 @@ def _sharded_states(manifest: Manifest, request: _Request) -> dict[str, DTensor]
 
 
 def _check(files: Files, plan: _Plan, team: Team) -> None:
-    """Compare the checksums of all bytes that this load uses; the first rank also compares those of the `state=` of all ranks.
+    """Compare the checksums of all bytes that this rank loads, and on the first rank also those of the `state=` of all ranks.
     Raises `CheckpointError` if one differs."""
     reads = [*plan.of_model, *plan.of_optimizer, *plan.of_state]
     for name, entry in files.manifest.tensors.items():
         is_used = plan.state is not None and (name == plan.state or name.startswith(plan.state + "/"))
         if is_used or (team.leads and name.startswith(OF_RANKS)):
             reads += [Read(name, entry, chunk, chunk.box, None) for chunk in entry.chunks]
-    faults = files.faults(reads)
-    if faults:
+    if faults := files.faults(reads):
         raise CheckpointError(f"{files.folder} is damaged: {some_of(faults, SHOWN, '; ')}.")
 
 
 def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Return {key: saved state} of all objects that were saved with `state=`; {} if this load has none. Raises `CheckpointError`
-    if a key of `state` is missing."""
+    """Read and return {key: saved state} of all objects that were saved with `state=`; {} if this load has none. Raises
+    `CheckpointError` if a key of `state` is missing."""
     if plan.state is None:
         return {}
-
-    def tensor(name: str) -> Tensor:
-        return plan.sharded[name] if name in plan.sharded else files.whole(name)
-
-    saved: dict[str, Any] = decode(files.words(plan.state), tensor)
+    words = files.words(plan.state)
+    saved: dict[str, Any] = decode(
+        words, lambda name: plan.sharded[name] if name in plan.sharded else files.whole(name)
+    )
     lost = [key for key in state if key not in saved]
     if lost:
         raise CheckpointError(

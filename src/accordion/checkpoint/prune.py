@@ -43,9 +43,10 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Newest:
-    """The `path` of the newest complete checkpoint in a folder, and texts with path and fault of each newer one, newest first.
+    """The newest complete checkpoint of a folder, if any, and the damaged ones that are newer.
 
-    If `path` is None and `passed_over` is not empty, all checkpoints are damaged, and to begin anew would be a mistake.
+    `path`: its path. `passed_over`: path and fault of each damaged one, as text, newest first. If there are some and `path` is
+    None, all checkpoints are damaged, and to begin anew would be a mistake.
     """
 
     path: str | None
@@ -62,10 +63,8 @@ class Newest:
 
 
 def newest(folder: str | os.PathLike[str]) -> Newest:
-    """Find the newest complete checkpoint in `folder`; return its path, and the faults of damaged ones that are newer.
-
-    Raises `CheckpointError` if a checkpoint that may be the newest cannot be read.
-    """
+    """Find the newest complete checkpoint in `folder`; return its path, and the faults of newer, damaged ones. Raises
+    `CheckpointError` if a checkpoint that may be the newest cannot be read."""
     at, listed, wrong = folder_at(folder), None, list[str]()
     for _ in range(TURNS):
         candidates, wrong = _by_age(at), []
@@ -85,12 +84,6 @@ def newest(folder: str | os.PathLike[str]) -> Newest:
             break
         listed = names  # if they change, a job saves there, and may have removed the newest of the previous list
     return Newest(path=None, passed_over=tuple(wrong))
-
-
-def _split(folder: Folder) -> tuple[Folder, str]:
-    """Return (the parent of `folder`, the name of `folder` in it)."""
-    parent, _, name = str(folder).rpartition("/")
-    return folder_at(parent or "/"), name
 
 
 def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -> list[Folder]:
@@ -113,16 +106,13 @@ def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -
 
 
 def _fault(folder: Folder) -> str | None:
-    """Return `fault_of(folder)`, None without a fault. If it finds a fault and another save replaced the checkpoint meanwhile,
-    call it again."""
+    """Return `fault_of(folder)`, called again if it finds a fault and a save replaced the checkpoint meanwhile."""
     return steady(partial(readable, folder), fault_of, lambda why: why is not None)
 
 
 def fault_of(folder: Folder) -> str | None:
-    """Return the fault of the checkpoint at `folder` as text; None if it is complete, "" if no checkpoint is there.
-
-    It is complete if its manifest is undamaged and its files have their sizes. Raises `OSError` if it cannot be read.
-    """
+    """Return the fault of the checkpoint at `folder` as text; None if it is complete, "" if no checkpoint is there. It is
+    complete if its manifest is undamaged and its files have their sizes. Raises `OSError` if it cannot be read."""
     ours = False
     try:
         sizes = folder.sizes()
@@ -150,11 +140,11 @@ def prune_before(saved: Folder, keep: int) -> None:
 
     The `keep` newest complete ones stay, and `saved`, and all newer ones. Damaged ones, and those with other programs' files,
     stay and do not count. Leftovers of killed saves are removed too. Raises `CheckpointError` if a checkpoint cannot be removed
-    completely; a later call tries again and does not raise for it.
+    completely; a later call tries again to remove what is left, without an error.
     """
     try:
-        at, last = _split(saved)
-        stem = NUMBER.sub("", last)
+        parent, _, last = str(saved).rpartition("/")
+        at, stem = folder_at(parent or "/"), NUMBER.sub("", last)
         good = _good(_by_age(at, lambda name: NUMBER.sub("", name) == stem))
         names = [str(one) for one, _ in good]
         older = good[: names.index(str(saved)) if str(saved) in names else 0]
@@ -162,13 +152,19 @@ def prune_before(saved: Folder, keep: int) -> None:
             if NUMBER.sub("", name) == stem:
                 claims.remove_quietly(path)
         for one, mark in older[: max(0, len(good) - keep)]:
-            _remove(str(one), partial(one.remove, mark))
+            try:
+                one.remove(mark)
+            except FileNotFoundError:  # another job was faster
+                continue
+            except OSError as error:
+                raise CheckpointError(f"{one} cannot be removed completely: {error}") from error
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{saved} is written, but not all older ones are removed: {error}") from error
 
 
 def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:
-    """Return (folder, its `mark()`) of each complete checkpoint that is no link and holds no files of other programs."""
+    """Return (folder, its `mark()`) of each complete checkpoint among `candidates`, without links and without folders that hold
+    files of other programs."""
     good = []
     for one in candidates:
         with suppress(OSError, CheckpointError):  # a checkpoint that cannot be read does not count
@@ -178,12 +174,3 @@ def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:
             if not is_excluded and _fault(one) is None:
                 good.append((folder, mark))
     return good
-
-
-def _remove(name: str, remove: Callable[[], None]) -> None:
-    try:
-        remove()
-    except FileNotFoundError:
-        return  # another job was faster
-    except OSError as error:
-        raise CheckpointError(f"{name} cannot be removed completely: {error}") from error

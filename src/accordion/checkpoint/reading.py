@@ -36,15 +36,15 @@ STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """Return the manifest of the checkpoint in `folder`. Raises `CheckpointError` if it is missing, unreadable or damaged."""
+    """Return the manifest of the checkpoint in `folder`. Raises `CheckpointError` if it is missing, damaged or unreadable."""
     return opened(folder).manifest
 
 
 def opened(folder: Folder, ema: str | None = None) -> Files:
-    """Read the manifest in `folder`; return it with the files, none opened yet. Raises `CheckpointError` if it is unusable.
+    """Read the manifest in `folder`; return it with the files of tensors, which are not opened yet.
 
-    `ema`: decay of an `acc.EMA`, whose averages take the place of the model's tensors. Raises `UsageError` if none of that decay
-    was saved.
+    `ema`: decay of an `acc.EMA`, whose averages take the place of the model's tensors; None keeps these. Raises `UsageError` if
+    no average of that decay was saved, `CheckpointError` if the manifest is missing, damaged, or cannot be read.
     """
     try:
         files = look_into(folder)
@@ -69,8 +69,8 @@ def _with_averages(manifest: Manifest, decay: str) -> Manifest:
 
 
 def look_into(folder: Folder) -> Files:
-    """Read the manifest in `folder`; return it with the files, none opened yet. Raises `CheckpointError` if it is missing or
-    unusable, `OSError` if the folder is missing or cannot be read."""
+    """Read the manifest in `folder`; return it with the files of tensors, which are not opened yet. Raises `CheckpointError` if
+    the manifest is missing or damaged, `OSError` if the folder is missing or cannot be read."""
     mark, sizes = folder.mark(), folder.sizes()
     if MANIFEST not in sizes:
         instead = ""
@@ -94,10 +94,10 @@ def look_into(folder: Folder) -> Files:
 def steady(
     find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda result: False
 ) -> T:
-    """Return `act(find())`. If that raises or `is_bad(result)`, and a save replaced the checkpoint meanwhile, call both again.
+    """Return `act(find())`, where `find` returns a checkpoint's folder. If `act` raises an error or `is_bad(result)`, and a save
+    replaced the checkpoint meanwhile, call both again; without a replacement raise that error or return that result.
 
-    `find`: returns the checkpoint's folder. Without a replacement, a bad result is returned and the error of `act` is raised.
-    Raises `CheckpointError` if replacements go on for `TURNS` calls.
+    Raises `CheckpointError` if the checkpoint is replaced during each of `TURNS` calls.
     """
     for _ in range(TURNS):
         before = place_of(find)
@@ -138,7 +138,7 @@ class Read:
     fresh: bool = False
 
     def span(self) -> tuple[int, int]:
-        """Return (start, end), the range of bytes in the chunk that has all rows (along dim 0) in which `box` has elements."""
+        """Return (start, end), the bytes of the chunk that have all rows (along dim 0) in which `box` has elements."""
         rows, shape = self.box.within(self.chunk.box), self.chunk.box.shape
         if not rows:
             return 0, self.entry.num_bytes(self.chunk.box)
@@ -146,8 +146,8 @@ class Read:
         return rows[0].start * row_bytes, rows[0].stop * row_bytes
 
     def at_once(self) -> memoryview | None:
-        """Return the memory of `into` if the whole chunk may be read into it before checksums are compared, else None. It may if
-        `into` is `fresh`, contiguous, on the CPU, of the saved dtype, and of the chunk's shape."""
+        """Return the memory of `into` if the whole chunk may be read into it before checksums are compared: if it is `fresh`,
+        contiguous, on the CPU, and has the saved dtype and the chunk's shape. Otherwise return None."""
         into = self.into
         if into is None or not self.fresh or self.box.shape != self.chunk.box.shape:
             return None
@@ -161,7 +161,8 @@ def _takes_bytes(into: Tensor, dtype: torch.dtype) -> bool:
 def fill_part(
     into: Tensor, reader: Reader, at: int, dtype: torch.dtype, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> None:
-    """Fill `into` with the slices `index` of a tensor of `shape` and `dtype`, stored from byte `at` on; cast it if needed."""
+    """Fill `into` with the slices `index` of a tensor of `shape` and `dtype`, which `reader` has from byte `at` on. Elements are
+    cast to the dtype of `into`."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows = index[0] if index else slice(0, 1)
     if tuple(into.shape[1:]) == shape[1:] and _takes_bytes(into, dtype):
@@ -178,9 +179,10 @@ def fill_part(
 
 
 class Files:
-    """The manifest and files of one checkpoint, opened when first read, until `close`: compares checksums and fills tensors."""
+    """Reads the files of one checkpoint: compares checksums and fills tensors. Opens each file when it is first read. The owner
+    calls `close`."""
 
-    def __init__(self, folder: Folder, manifest: Manifest, *, mark: object = None, digest: int = 0) -> None:
+    def __init__(self, folder: Folder, manifest: Manifest, *, mark: object, digest: int) -> None:
         """`mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256, as an int64."""
         self.folder, self.manifest, self.mark, self.digest = folder, manifest, mark, digest
         self._begin_sum = running(manifest.checksum)
@@ -194,17 +196,18 @@ class Files:
     def check_sizes(self) -> None:
         """Raise `CheckpointError` if a file is missing or has another size than in the manifest."""
         sizes = self.folder.sizes()
-        wrong = []
-        for file, about in self.manifest.files.items():
-            size = sizes.get(file, 0)
-            if file not in sizes or size != about.num_bytes:
-                differs = f" has {size} bytes and {about.num_bytes} in the manifest"
-                wrong.append(f"{file}{differs if file in sizes else ': No such file'}")
+        wrong = [
+            f"{file} has {sizes[file]} bytes and {about.num_bytes} in the manifest"
+            if file in sizes
+            else f"{file}: No such file"
+            for file, about in self.manifest.files.items()
+            if sizes.get(file) != about.num_bytes
+        ]
         if wrong:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 
     def opened(self, file: str) -> Reader:
-        """Return the reader of `file`; the first call opens it. Raises `CheckpointError` if it or its header is damaged."""
+        """Return the reader of `file`, which the first call opens. Raises `CheckpointError` if it or its header is damaged."""
         if file not in self._open:
             about = self.manifest.files[file]
             try:
@@ -221,12 +224,6 @@ class Files:
             Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in self.manifest.chunks() if wanted(name)
         )
 
-    def check(self, wanted: Callable[[str], bool], consequence: str = "") -> None:
-        """Raise `CheckpointError`, with text `consequence`, if a file has a wrong size or a `wanted` tensor is damaged."""
-        self.check_sizes()
-        if faults := self.damage(wanted):
-            raise CheckpointError(f"{self.folder} is damaged{consequence}: {'; '.join(faults)}.")
-
     def whole(self, name: str) -> Tensor:
         """Read the tensor `name` whole into new host memory, without comparing its checksums."""
         entry = self.manifest.tensors[name]
@@ -240,10 +237,8 @@ class Files:
         return json.loads(bytes(self.whole(name).tolist()))
 
     def faults(self, reads: Iterable[Read]) -> list[str]:
-        """Compare the checksums of all bytes that `reads` need; return the faults as texts that name file and tensor.
-
-        Also fills, with what was read, the tensors for which `Read.at_once` returns their memory.
-        """
+        """Compare the checksums of all bytes that `reads` need; return the faults as texts that name file and tensor. Fills the
+        tensors of those reads for which `Read.at_once` returns memory, before it is known if their checksums match."""
         wanted: dict[tuple[str, int], tuple[str, str, int, memoryview | None]] = {}
         size = self.manifest.piece_bytes
         for read in reads:
@@ -266,8 +261,8 @@ class Files:
         return list(faults)
 
     def _sum(self, reader: Reader, at: int, num_bytes: int, into: memoryview | None = None) -> str:
-        """Read `num_bytes` from byte `at` on into `into`, or else into a buffer that all calls share; return their checksum.
-        Raises `OSError` if the file ends earlier."""
+        """Read `num_bytes` from byte `at` on, into `into` unless it is None, and return their checksum. Raises `OSError` if the
+        file ends earlier."""
         if at + num_bytes > reader.num_bytes:
             raise OSError(f"it ends at byte {reader.num_bytes}")
         total = self._begin_sum()
@@ -278,8 +273,8 @@ class Files:
         return str(total.hexdigest())
 
     def fill_all(self, reads: Iterable[Read]) -> None:
-        """Fill the tensors of `reads`, without comparing checksums. Call `faults` first: it fills those for which `Read.at_once`
-        returns memory, which are skipped here."""
+        """Fill the tensors of `reads`, without comparing checksums. Those for which `Read.at_once` returns memory are skipped,
+        because `faults`, which is called first, has filled them."""
         for read in reads:
             if read.at_once() is None:
                 assert read.into is not None

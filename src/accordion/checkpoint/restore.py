@@ -22,7 +22,7 @@ from accordion.optimizers.low_bit import LowBitStates, packed_shape
 
 
 def differences(manifest: Manifest, contents: Contents) -> list[str]:
-    """Return texts that describe each difference between the checkpoint and `contents`; empty if the checkpoint fits."""
+    """Return texts that describe the differences between the checkpoint and `contents`; [] if the checkpoint fits."""
     wanted = contents.of_model()
     sources = {name: manifest.aliases.get(name, name) for name in wanted}
     used = set(sources.values())
@@ -73,7 +73,7 @@ def _optimizer_differences(saved: Json, current: Json) -> list[str]:
 
 
 def _misfit(saved: Json, current: Json) -> str:
-    """Return the reason for which the optimizer `current` can take no state of `saved`; "" if it can."""
+    """Return the reason why the optimizer `current` can take no state of the optimizer `saved`; "" if it can."""
     if saved is None:
         return "it was saved without an optimizer; load it without one"
     theirs, ours = saved.get("kind") or [], current["kind"]
@@ -88,7 +88,7 @@ def _misfit(saved: Json, current: Json) -> str:
 
 
 def _sources(saved: Json, current: Json) -> list[list[int]]:
-    """Return for each group of `current` the indices of the groups of `saved` that contain any of its parameters."""
+    """Return, for each group of the optimizer `current`, the indices of the groups of `saved` that have any of its parameters."""
     theirs = {name: i for i, group in enumerate(saved["groups"]) for name in group["params"]}
     return [sorted({theirs[name] for name in group["params"] if name in theirs}) for group in current["groups"]]
 
@@ -100,7 +100,7 @@ def restored(
 
     A parameter keeps its current states if the saved optimizer lacks it, or if it was saved with another shape. Any other
     parameter gets its saved states, or none if none were saved. If the saved optimizer does not fit, for example because it is of
-    another class, the state dict is the current one. Raises `CheckpointError` if a saved state is no dict.
+    another class, return the current state dict and {}. Raises `CheckpointError` if a saved state is no dict.
     """
     tensors: dict[str, Tensor] = {}
     low_bit = [part.param_groups for part in parts_of(optimizer) if isinstance(part, LowBitStates)]
@@ -137,17 +137,16 @@ def restored(
 def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tensor | None, has_blocks: bool) -> Tensor:
     """Return the tensor to fill from `entry`: the optimizer's `present` one if its shape and dtype fit, else a new one.
 
-    A new one with the shape of `param` is sharded like `param`. Another one is plain, on the CPU, if it was saved as a plain
-    tensor or `param` is plain, and so is a step count. Otherwise it is a DTensor on the mesh of `param`. That is sharded on dim 0
-    if it was saved sharded, or if it has one element for each block of `param` and `has_blocks` (the states of `param` are
-    low-bit). Else it is replicated.
+    A step count is plain, on the CPU. Any other new tensor with the shape of `param` is sharded like `param`. One of another
+    shape is plain, on the CPU, if it was saved plain or `param` is no DTensor. Otherwise it is a DTensor on the mesh of `param`:
+    sharded on dim 0 if it was saved sharded, or if `param` has low-bit states (`has_blocks`) and the tensor has one element for
+    each block; replicated if not.
     """
     # torch keeps the step count as a plain tensor. Its shape does not show that, since a parameter may be 0-d too.
     dtype, step = DTYPES[entry.dtype], name.endswith("/step")
     like = param is not None and entry.shape == tuple(param.shape) and not step
     placed = isinstance(param, DTensor) and not step and (like or entry.placements is not None)
-    same = present is not None and tuple(present.shape) == entry.shape and holds(present.dtype, dtype)
-    if present is not None and same and isinstance(present, DTensor) == placed:
+    if present is not None and entry.fits(present) and isinstance(present, DTensor) == placed:
         return present
     if like:
         assert param is not None
@@ -155,10 +154,8 @@ def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tenso
     if not placed or param is None:
         return torch.empty(entry.shape, dtype=dtype, device="cpu")
     assert isinstance(param, DTensor)
-    block, none = (
-        param.numel() // max(1, math.prod(entry.shape)),
-        torch.empty(0, dtype=dtype, device=local_of(param).device),
-    )
+    block = param.numel() // max(1, math.prod(entry.shape))
+    none = torch.empty(0, dtype=dtype, device=local_of(param).device)
     is_packed = has_blocks and block > 0 and entry.shape == packed_shape(param.shape, block)
     if is_packed or any(placement != "R" for placement in entry.placements or ()):
         splits = cuts(name, rows_dtensor(none, param, entry.shape), own_coordinate(param))

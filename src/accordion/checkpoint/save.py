@@ -17,15 +17,8 @@ from torch.distributed.tensor import DTensor
 from accordion.checkpoint.background import Saving, ThreadAgreement, saver_of
 from accordion.checkpoint.checksums import PIECE_BYTES, kind_here
 from accordion.checkpoint.collective import Team
-from accordion.checkpoint.contents import (
-    Contents,
-    Stateful,
-    contents,
-    model_tensors,
-    object_states,
-    placement_words,
-)
-from accordion.checkpoint.format import Manifest, TensorEntry, code_of, dump, file_name
+from accordion.checkpoint.contents import Contents, Stateful, contents, model_tensors, object_states, placement_words
+from accordion.checkpoint.format import Manifest, TensorEntry, code_of, dump
 from accordion.checkpoint.json_values import Json, encode
 from accordion.checkpoint.optimizer_list import as_one, parts_of
 from accordion.checkpoint.optimizer_states import same_on_all
@@ -94,10 +87,10 @@ def save(
 def finish_work(
     model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None, call: str
 ) -> tuple[Team, torch.optim.Optimizer | None]:
-    """Wait for all work in progress of `model`, also a background save; return its ranks, and the optimizer that steps.
+    """Wait for all work in progress of `model`, also a background save; return (the model's ranks, the optimizer that steps).
 
-    Collective. The optimizer is the inner one if `optimizer` wraps another, an `OptimizerList` for a list, None for None. `call`:
-    "save" or "load". Raises the error of a failed background save. Raises `UsageError` inside `full_params`, for a load into a
+    Collective. The latter is the inner optimizer if `optimizer` wraps one, an `OptimizerList` for a list, None for None. `call`:
+    "save" or "load". Raises `CheckpointError` if the background save failed, `UsageError` inside `full_params`, for a load into a
     parked model, and if `optimizer` is no optimizer.
     """
     engine = engine_of(model)
@@ -116,7 +109,7 @@ def finish_work(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """Everything that a save needs on this rank, collected before the first byte is written."""
+    """A save on this rank, with everything that it needs, collected before the first byte is written. `run` does it."""
 
     target: Folder
     name: str  # 8 hexadecimal digits, unique for each save, the same on all ranks
@@ -127,7 +120,8 @@ class SaveJob:
     keep: int
 
     def run(self, agree: Callable[[Callable[[], object]], object], host: memoryview | None = None) -> None:
-        """Write the checkpoint, then remove older ones as `keep` says. Collective. If writing fails, remove what was written.
+        """Write the checkpoint, then remove older ones as `keep` says. Collective. If writing fails, remove what was written and
+        raise the error.
 
         `agree`: calls a function on each rank and raises on all ranks if one fails, as `Team.agree` does. `host`: the bytes of
         this rank's parts in host memory; None reads them from their devices.
@@ -148,18 +142,16 @@ class SaveJob:
         agree(lambda: prune_before(self.target, self.keep) if leads and self.keep else None)
 
     def _write_file(self, begun: Folder, host: memoryview | None) -> None:
-        """Write this rank's file into `begun`. Raises `CheckpointError` if `begun` is missing because rank 0 saves to another
-        path."""
         if isinstance(begun, Local) and not begun.path.is_dir() and str(self.target) != self.place:
             raise CheckpointError(
                 f"this rank saves to {self.target} and rank 0 to {self.place}; pass the same path on all ranks, on storage "
                 "that all of them share."
             )
-        write(begun, file_name(self.team.index), self.plan, host)
+        write(begun, f"rank-{self.team.index:05d}.safetensors", self.plan, host)
 
 
 def form_of(saved_once: Contents, team: Team, extra: Json) -> Manifest:
-    """Return the manifest of a save, with all tensors but still without files and chunks. `extra`: as JSON."""
+    """Return the manifest of a save, with all tensors but without files and chunks, which are not known yet. `extra`: as JSON."""
     tensors = {
         name: TensorEntry(
             dtype=code_of(name, tensor.dtype), shape=tuple(tensor.shape), placements=placement_words(tensor), chunks=()

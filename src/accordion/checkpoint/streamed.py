@@ -25,7 +25,7 @@ PLAIN = {"format": "pt"}  # metadata that transformers requires
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """A tensor to write in `dtype`. `read`: reads it from its file when it is needed, possibly in another dtype."""
+    """A tensor to write in `dtype`. `read`: returns its values when they are needed, possibly in another dtype."""
 
     name: str
     dtype: torch.dtype
@@ -37,11 +37,11 @@ class TensorSource:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def cast(self, dtype: torch.dtype | None) -> TensorSource:
-        """Return a source that writes this tensor in `dtype`; this source if `dtype` is None or the tensor has no floats."""
+        """Return a source of this tensor in `dtype`; this source if `dtype` is None or the tensor is not floating-point."""
         return replace(self, dtype=dtype) if dtype is not None and self.dtype.is_floating_point else self
 
     def pieces(self) -> Iterator[memoryview]:
-        """Read the tensor and iterate over its bytes, cast to `dtype`, in blocks. It is freed after the last one."""
+        """Read the tensor and iterate over its bytes, cast to `dtype`, in blocks. Its memory is freed after the last one."""
         tensor = self.read().detach()
         assert tuple(tensor.shape) == self.shape, (
             f"{self.name} has the shape {tuple(tensor.shape)} and was described with {self.shape}"
@@ -66,8 +66,8 @@ def write_safetensors(path: Path, sources: Sequence[TensorSource], about: Mappin
 
 
 def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int) -> list[str]:
-    """Write `sources` to `folder` as one safetensors file if they fit into `shard_bytes`, else as several and an index.
-    A tensor larger than that has a file of its own. Return the file names."""
+    """Write `sources` to `folder` as one safetensors file if they fit into `shard_bytes`, else as several and an index. A tensor
+    larger than `shard_bytes` gets a file of its own. Return the file names."""
     shards: list[list[TensorSource]] = [[]]
     for source in sources:
         if shards[-1] and sum(s.num_bytes for s in shards[-1]) + source.num_bytes > shard_bytes:
@@ -88,11 +88,8 @@ def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int
 
 @contextmanager
 def draft_of(at: Path) -> Iterator[Path]:
-    """Context manager that yields a new hidden folder next to `at`. The body fills it and renames it, or what is in it, to `at`;
-    what is left is removed at the end.
-
-    Raises `UsageError` if `at` exists, or nothing can be created next to it.
-    """
+    """Context manager that yields a new hidden folder next to `at`. Its body renames the folder, or a file in it, to `at`; at the
+    end, what is left is removed. Raises `UsageError` if `at` exists or the folder cannot be created."""
     if at.exists():
         raise UsageError(f"{at} exists; pass another path or remove it.")
     begun = at.with_name(f".{at.name}.{secrets.token_hex(4)}.tmp")

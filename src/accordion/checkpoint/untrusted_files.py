@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
@@ -79,7 +78,7 @@ def check_quantised(config: Mapping[str, Any], source: str, names: Iterable[str]
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """Return {name: name without the prefixes of torch.compile and activation checkpointing}. DDP's "module." is removed too, if
-    all names begin with it."""
+    all names begin with that."""
     plain_of = {name: without_wrappers(name) for name in names}
     while plain_of and all(plain.startswith("module.") for plain in plain_of.values()):
         plain_of = {name: plain.removeprefix("module.") for name, plain in plain_of.items()}
@@ -90,10 +89,8 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """Read the header of a safetensors file; return its tensors, in the order of their bytes.
-
-    Raises `CheckpointError` for another file, an unknown dtype, a key twice, and tensors that overlap or leave a gap in it.
-    """
+    """Read the header of a safetensors file; return its tensors, in the order of their bytes. Raises `CheckpointError` for any
+    other file, an unknown dtype, a key twice, and tensors that overlap or leave a gap."""
     with opened(path) as file, named(f"{path} is no safetensors file"):
         try:
             with safe_open(path, framework="np"):
@@ -105,8 +102,8 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 
 def stored_in(head: bytes, start: int) -> list[StoredTensor]:
-    """Return the tensors that the safetensors header `head` describes, in the order of their bytes, which begin at `start` of
-    the file. Raises `CheckpointError` for an unknown dtype and for an impossible size."""
+    """Return the tensors that `head`, a safetensors header without its length, describes, in the order of their bytes. `start`:
+    byte of the file at which the data begin. Raises `CheckpointError` for an unknown dtype and for an impossible size."""
     words = json.loads(head.decode(), object_pairs_hook=without_twins)
     words.pop("__metadata__", None)
     tensors = []
@@ -123,30 +120,32 @@ def stored_in(head: bytes, start: int) -> list[StoredTensor]:
 def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
     """Return {name: (path of its file, tensor)} for a folder of safetensors as transformers writes it; read headers alone.
 
-    Raises `CheckpointError` unless there is a single file or an index, each tensor in the index is in its file, and no tensor
-    is in two files.
+    Raises `CheckpointError` if there is neither a single file nor an index, if the index or a header is damaged, if a tensor in
+    the index is not in its file, or if one without an entry there is in two files.
     """
     if (folder / HF_SINGLE).exists() and not (folder / HF_SINGLE).is_dir():
-        return read_files(folder, [HF_SINGLE])
+        return read_files(folder, [HF_SINGLE], {})
     if not (folder / HF_INDEX).exists():
         raise CheckpointError(f"{folder} has neither {HF_SINGLE} nor {HF_INDEX}; other formats are not read.")
-    promised = read_index(folder)
+    path = folder / HF_INDEX
+    with opened(path) as file, named(f"{path} is no index of safetensors"):
+        promised = json.loads(file.read().decode(), object_pairs_hook=without_twins)["weight_map"]
+        bad = [name for name in promised.values() if not is_plain(name)]
+        check_names(promised)
+    if bad:
+        raise CheckpointError(f"{path} names {bad[0][:100]!r}, which is not the plain name of a safetensors file.")
     tensors = read_files(folder, sorted(set(promised.values())), promised)
     lost = [f"{key} in {name}" for key, name in promised.items() if key not in tensors]
     if lost:
-        raise CheckpointError(
-            f"{folder / HF_INDEX} names {len(lost)} tensors that are not there: {some_of(lost, SHOWN)}."
-        )
+        raise CheckpointError(f"{path} names {len(lost)} tensors that are not there: {some_of(lost, SHOWN)}.")
     return tensors
 
 
-def read_files(
-    folder: Path, names: Iterable[str], promised: Mapping[str, str] = MappingProxyType({})
-) -> dict[str, tuple[Path, StoredTensor]]:
+def read_files(folder: Path, names: Iterable[str], promised: Mapping[str, str]) -> dict[str, tuple[Path, StoredTensor]]:
     """Return {name: (path of its file, tensor)} for the safetensors files `names` in `folder`; read headers alone.
 
-    `promised`: tensor -> file name, from an index; a tensor that is promised in another file is left out. Raises
-    `CheckpointError` if a tensor is in two files.
+    `promised`: tensor -> file name, from an index; a copy of a tensor in a file other than the promised one is left out. Raises
+    `CheckpointError` if a header is damaged or a tensor without a promise is in two files.
     """
     tensors: dict[str, tuple[Path, StoredTensor]] = {}
     for name in names:
@@ -157,18 +156,6 @@ def read_files(
                 raise CheckpointError(f"{stored.name} is in {tensors[stored.name][0].name} and in {name} of {folder}.")
             tensors[stored.name] = folder / name, stored
     return tensors
-
-
-def read_index(folder: Path) -> dict[str, str]:
-    """Return {tensor: file name} from the index in `folder`. Raises `CheckpointError` if it is damaged or has a path as name."""
-    path = folder / HF_INDEX
-    with opened(path) as file, named(f"{path} is no index of safetensors"):
-        places = json.loads(file.read().decode(), object_pairs_hook=without_twins)["weight_map"]
-        bad = [name for name in places.values() if not is_plain(name)]
-        check_names(places)
-    if bad:
-        raise CheckpointError(f"{path} names {bad[0][:100]!r}, which is not the plain name of a safetensors file.")
-    return dict(places)
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -11,16 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from accordion.checkpoint.boxes import Box, box_of
-from accordion.checkpoint.checksums import (
-    DIGITS,
-    PIECE_BYTES,
-    SUMMED_BYTES,
-    Buffer,
-    kind_here,
-    pieces,
-    running,
-)
+from accordion.checkpoint.boxes import Box
+from accordion.checkpoint.checksums import DIGITS, PIECE_BYTES, SUMMED_BYTES, Buffer, kind_here, pieces, running
 from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import OF_RANKS, Contents, local_data, own_box, own_coordinate, rank_prefix, writes
 from accordion.checkpoint.format import (
@@ -43,15 +35,11 @@ from accordion.offload.arena import Arena
 
 @dataclass(frozen=True, slots=True)
 class WritePart:
-    """The part `box` of the tensor `name`, which this rank writes. `data`: the elements of the box, on any device."""
+    """A part of the tensor `name`, which this rank writes. `key`: its name in the file; `data`: its elements, on any device."""
 
     name: str
-    box: Box
+    key: str
     data: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,45 +54,41 @@ class FileLayout:
     @property
     def num_bytes(self) -> int:
         """Number of bytes of the parts alone."""
-        return sum(part.num_bytes for part in self.parts)
+        return sum(part.data.nbytes for part in self.parts)
 
 
 def layout_of(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Team) -> FileLayout:
     """Return the layout of this rank's file: the boxes of `saved_once.tensors` that this rank writes, and all `rank_tensors`.
 
     The last tensor in the file is JSON with the checksums of the parts: {name of a part in the file: [sum of each piece, ...]}.
+    Raises `CheckpointError` for a dtype that safetensors lacks, and for placements that a checkpoint cannot hold.
     """
     parts = []
     for name, tensor in saved_once.tensors.items():
         box = own_box(name, tensor)
         is_writer = writes(tensor, own_coordinate(tensor)) if isinstance(tensor, DTensor) else team.leads
         if is_writer and box.numel:
-            parts.append(WritePart(name, box, local_data(tensor)))
-    parts += [WritePart(name, box_of(t.shape, ()), t.detach()) for name, t in rank_tensors.items() if t.numel()]
+            parts.append(WritePart(name, entry_name(name, box.offset), local_data(tensor)))
+    whole = [(name, tensor.detach()) for name, tensor in rank_tensors.items() if tensor.numel()]
+    parts += [WritePart(name, entry_name(name, (0,) * tensor.dim()), tensor) for name, tensor in whole]
     # Large elements come first, so that each part begins at a multiple of its element's size.
     parts.sort(key=lambda part: -part.data.element_size())
     kind = kind_here()
     zero = "0" * DIGITS[kind]
-    empty = {_entry_name(part): [zero for _ in pieces(0, part.num_bytes, PIECE_BYTES)] for part in parts}
+    empty = {part.key: [zero for _ in pieces(0, part.data.nbytes, PIECE_BYTES)] for part in parts}
     length = len(_as_json(empty))
-    words = [(_entry_name(part), code_of(part.name, part.data.dtype), tuple(part.data.shape)) for part in parts]
+    words = [(part.key, code_of(part.name, part.data.dtype), tuple(part.data.shape)) for part in parts]
     sums = (entry_name(f"{rank_prefix(team.index)}sums", (0,)), "U8", (length,))
     return FileLayout(header([*words, sums]), tuple(parts), kind, length)
-
-
-def _entry_name(part: WritePart) -> str:
-    return entry_name(part.name, part.box.offset)
 
 
 def _as_json(sums: dict[str, list[str]]) -> bytes:
     return json.dumps(sums, separators=(",", ":")).encode()
 
 
-def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None = None) -> None:
-    """Create the file `name` in `folder` as `plan` lays it out, with checksums, and wait until it is on the disk.
-
-    `host`: the bytes of all parts, one after the other; if None, parts are copied from their devices one at a time.
-    """
+def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None) -> None:
+    """Create the file `name` in `folder` as `plan` lays it out, with checksums, and wait until it is on the disk. `host`: the
+    bytes of all parts, one after the other; if None, parts are copied from their devices one at a time."""
     # safetensors' own writer needs all tensors in host memory at once and refuses views of one storage, which shards are.
     begin = running(plan.kind)
     sums: dict[str, list[str]] = {}
@@ -115,9 +99,9 @@ def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None =
             if host is None:
                 data = bytes_of(part.data.cpu().contiguous())
             else:
-                data = host[at : at + part.num_bytes]
-                at += part.num_bytes
-            sums[_entry_name(part)] = part_sums = []
+                data = host[at : at + part.data.nbytes]
+                at += part.data.nbytes
+            sums[part.key] = part_sums = []
             for start, end in pieces(0, len(data), PIECE_BYTES):
                 total = begin()
                 # Summed and written in small blocks, which stay in the processor's cache: a quarter of the time of whole pieces.
@@ -131,7 +115,7 @@ def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None =
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host as a view of its memory, without a copy."""
+    """Return a view, without a copy, of the memory of a contiguous tensor on the host as bytes."""
     return tensor.detach().flatten().view(torch.uint8).numpy().data
 
 
@@ -142,8 +126,8 @@ class HostBuffer:
         self._arena: Arena | None = None  # torch's pinned allocator would take up to twice as much memory
 
     def copy(self, plan: FileLayout) -> memoryview:
-        """Copy all parts of `plan` to host memory, one after the other; return the bytes, which the next call overwrites. The
-        memory is kept. Raises `UsageError` if it cannot be allocated."""
+        """Copy all parts of `plan` to host memory, one after the other; return the bytes. The memory is kept, and the next call
+        overwrites it. Raises `UsageError` if it cannot be allocated."""
         device = next((part.data.device for part in plan.parts if part.data.device.type != "cpu"), None)
         if self._arena is None or self._arena.num_bytes < plan.num_bytes:
             self._arena = None  # frees the old arena before the new one is allocated
@@ -152,9 +136,9 @@ class HostBuffer:
             )
         memory, at = self._arena.memory, 0
         for part in plan.parts:
-            into = memory[at : at + part.num_bytes].view(part.data.dtype).view(part.data.shape)
+            into = memory[at : at + part.data.nbytes].view(part.data.dtype).view(part.data.shape)
             into.copy_(part.data, non_blocking=device is not None)
-            at += part.num_bytes
+            at += part.data.nbytes
         if device is not None:
             torch.accelerator.synchronize(device)
         return bytes_of(memory[:at])
@@ -164,10 +148,8 @@ class HostBuffer:
 
 
 def described(form: Manifest, folder: Folder) -> Manifest:
-    """Return the manifest `form` with its files and chunks filled in, from the headers and checksums of the files in `folder`.
-
-    Raises `CheckpointError` if the chunks in the files do not make up the tensors in `form`.
-    """
+    """Return the manifest `form` with files and chunks filled in, as read from the safetensors files in `folder`. Raises
+    `CheckpointError` if their chunks do not make up the tensors in `form`, or if `folder` is gone."""
     files: dict[str, File] = {}
     chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
     of_ranks: dict[str, TensorEntry] = {}

@@ -55,7 +55,9 @@ def merged(
             f"SOURCE {stored.adapter!r} changes one of the tied tensors {', '.join(ties)}, and config.json has no "
             "tie_word_embeddings to untie them with; merge it with PEFT."
         )
-    sources = _as_trained(sources, four_bit_layers(model))
+    # The adapter was trained next to the rounded weights of its base.
+    rounded = {name: partial(_rounded, layer) for name, layer in four_bit_layers(model).items()}
+    sources = [replace(s, read=partial(rounded[s.name], s.read)) if s.name in rounded else s for s in sources]
     by_name = {source.name: source for source in sources}
     lost = sorted({*layers, *copies} - set(by_name) - set(ties))
     if lost:
@@ -74,19 +76,9 @@ def merged(
     return result, left
 
 
-def _as_trained(sources: Sequence[TensorSource], layers: Mapping[str, FourBitLinear]) -> list[TensorSource]:
-    """Return `sources`, changed as follows: a source whose name is in `layers` (name -> four-bit layer) reads a weight that is
-    rounded to four bits."""
-    # The adapter was trained next to the rounded weights of its base.
-    return [
-        replace(source, read=partial(_rounded, layers[source.name], source.read)) if source.name in layers else source
-        for source in sources
-    ]
-
-
 def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
-    """Return the merged weight of a PEFT layer: the base weight that `read` returns, plus the adapter in `layer`. The layer
-    itself stays unmerged, with its base weight on meta. Raises `UsageError` if PEFT cannot merge it."""
+    """Return the merged weight of the PEFT layer `layer`: the base weight that `read` returns, plus its adapter. The layer stays
+    unmerged, with its base weight on meta. Raises `UsageError` if PEFT cannot merge it."""
     below = layer.get_base_layer()
     meta, below.weight = below.weight, nn.Parameter(read(), requires_grad=False)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,14 +66,6 @@ class ExportOptions:
     ema: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """The result of an export, for the user."""
-
-    files: list[str]  # paths that were written
-    left: list[str]  # descriptions of what was left out
-
-
 def run(words: list[str]) -> int:
     """Run `accordion export` with the arguments `words`, print the written files and what was left out, and return the exit
     code 0. Raises `AccordionError` for wrong input, or if a file cannot be read or written."""
@@ -82,16 +73,16 @@ def run(words: list[str]) -> int:
     if options is None:
         return 0
     try:
-        result = export(options)
+        files, left = export(options)
     except OSError as error:
         raise AccordionError(f"nothing was written: {error.filename or options.target}: {error.strerror}.") from error
-    print("\n".join([*(f"written: {file}" for file in result.files), *(f"left out: {what}" for what in result.left)]))
+    print("\n".join([*(f"written: {file}" for file in files), *(f"left out: {what}" for what in left)]))
     return 0
 
 
-def export(options: ExportOptions) -> Exported:
-    """Write the model as `options` say, and return what was written. Raises `UsageError` for wrong options or input, and
-    `CheckpointError` for a damaged source. An error leaves no files."""
+def export(options: ExportOptions) -> tuple[list[str], list[str]]:
+    """Write the model as `options` say; return (paths of the written files, descriptions of what was left out). Raises
+    `UsageError` for wrong options or input, `CheckpointError` for a damaged source. An error leaves no files."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")
@@ -118,14 +109,14 @@ def export(options: ExportOptions) -> Exported:
         files = write(stored, draft, dtype)
         if form == "safetensors":
             (draft / files[0]).rename(at)
-            return Exported([str(at)], [])
+            return [str(at)], []
         draft.rename(at)
-    return Exported([str(at / name) for name in files], [])
+    return [str(at / name) for name in files], []
 
 
 def _form_of(options: ExportOptions) -> str:
-    """Return the format to write: `options.format`, or by default the one that TARGET's suffix names. Raises `UsageError` if the
-    format contradicts that suffix, or if packages for `onnx` are not installed."""
+    """Return the format to write: `options.format`, or if that is None the one that TARGET's suffix names. Raises `UsageError` if
+    the format contradicts that suffix, or if packages for `onnx` are not installed."""
     suffix = Path(options.target).suffix.lower()
     form = options.format or ("safetensors" if suffix == ".safetensors" else "hf")
     if suffix in (".safetensors", ".onnx") and form != "safetensors":
@@ -141,10 +132,12 @@ def _form_of(options: ExportOptions) -> str:
     return form
 
 
-def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dtype | None) -> Exported:
-    """Write the model in the checkpoint at `path` in the format `form`, and return what was written. Transformers need not know
-    the model. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises `UsageError` or `CheckpointError` if the
-    checkpoint is damaged, or if it does not fit the model in `--like`."""
+def _of_checkpoint(
+    path: str, options: ExportOptions, form: str, dtype: torch.dtype | None
+) -> tuple[list[str], list[str]]:
+    """Write the model in the checkpoint at `path` in the format `form`; return (paths of the written files, descriptions of what
+    was left out). Transformers need not know the model. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises
+    `UsageError` or `CheckpointError` if the checkpoint is damaged, or does not fit the model in the folder `options.like`."""
     stored = model = None
     if form == "hf":
         with suppress(UsageError):  # a checkpoint without a model type, or of one that transformers does not know
@@ -152,20 +145,17 @@ def _of_checkpoint(path: str, options: ExportOptions, form: str, dtype: torch.dt
             model = None if options.like is None else meta_model(stored)
     if stored is not None and model is not None:
         check_weights(model, stored)
-    has_config = stored is not None and options.like is None
-    beside: Callable[[Path], list[str]] = (
-        partial(_tokenizer, stored) if has_config and stored is not None else lambda folder: []
-    )
+    beside = partial(_tokenizer, stored if options.like is None else None)
     files = convert.export(path, options.target, form, like=options.like, dtype=dtype, ema=options.ema, beside=beside)
     left = []
     if form == "hf" and not any(file.endswith("config.json") for file in files):
         left.append("config.json: the checkpoint does not say of which model it is; give --like a folder that has it")
-    return Exported(files, left)
+    return files, left
 
 
-def _tokenizer(stored: StoredModel, folder: Path) -> list[str]:
-    """Save the tokenizer of `stored`, if there is one, into `folder`. Return the names of the new files."""
-    if stored.tokenizer is None:
+def _tokenizer(stored: StoredModel | None, folder: Path) -> list[str]:
+    """Save the tokenizer of `stored` into `folder`; return the names of the new files, [] without a model or tokenizer."""
+    if stored is None or stored.tokenizer is None:
         return []
     before = set(folder.iterdir())
     tokenizer_of(stored).save_pretrained(folder)
@@ -189,14 +179,13 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str
 
 
 def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
-    """Write the adapter of `stored` and the tokenizer to the folder `draft`, and return the file names. The adapter's config
-    names the path of the base. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises `UsageError` without an
-    adapter."""
+    """Write the adapter of `stored`, its configuration with the path of the base, and the tokenizer to the folder `draft`; return
+    the file names. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises `UsageError` without an adapter."""
     if stored.adapter is None:
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")
     weights = adapter_weights(stored)
     sources = [TensorSource(name, t.dtype, tuple(t.shape), t.clone).cast(dtype) for name, t in sorted(weights.items())]
-    write_safetensors(draft / ADAPTER_WEIGHTS, sources, PLAIN)
+    write_safetensors(draft / ADAPTER_WEIGHTS, sources)
     config = adapter_config(stored.adapter, stored.lora, os.path.abspath(stored.path))
     config.inference_mode = True
     config.save_pretrained(draft)

@@ -66,8 +66,8 @@ def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]
 
 
 def _traced(model: nn.Module, buffers: dict[str, Tensor]) -> Any:
-    """Trace `model` and return its onnx_ir model. Replaces all parameters of `model`, and its buffers that `buffers` names, by
-    fake tensors. Raises `UsageError` if torch cannot trace it."""
+    """Trace `model` and return its graph, an onnx_ir model. Replaces all parameters of `model`, and the buffers named in
+    `buffers`, by fake tensors. Raises `UsageError` if torch cannot trace the model."""
     with _torch.fake_tensors(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quiet = logging.getLogger("torch.onnx")
@@ -83,7 +83,7 @@ def _traced(model: nn.Module, buffers: dict[str, Tensor]) -> Any:
         try:
             program = torch.onnx.export(
                 LogitsAlone(model),
-                (tokens, torch.ones(SAMPLE, dtype=torch.int64, device="cpu")),
+                (tokens, torch.ones_like(tokens)),
                 input_names=["input_ids", "attention_mask"],
                 output_names=["logits"],
                 dynamic_shapes={"input_ids": free, "attention_mask": free},
@@ -110,10 +110,8 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Compute the buffers of `model` that no state dict has, by transformers' own code. Return {name: buffer on the host}.
-
-    The results also replace the buffers in `model`. Raises `UsageError` if that code leaves one of the buffers as it was.
-    """
+    """Compute the buffers of `model` that no state dict has, by transformers' own code; return {name: buffer on the host}. They
+    also replace the buffers in `model`. Raises `UsageError` if that code leaves one of the buffers as it was."""
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     owners = {
         f"{prefix}.{key}".lstrip("."): module
@@ -132,8 +130,8 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _computed(model: nn.Module, owners: Mapping[str, nn.Module], start: int) -> dict[str, Tensor]:
-    """Fill the buffers `owners` (name -> module) with `start`, then let `model` initialise these modules, except those that have
-    parameters. Return {name: buffer}."""
+    """Fill the buffers `owners` (name -> module) with `start`, let `model` initialise those modules that have no parameters, and
+    return {name: buffer}."""
     for name, module in owners.items():
         key = name.rpartition(".")[2]
         buffer = module._buffers[key]

@@ -31,10 +31,10 @@ class NamedTensors:
 
 
 @contextmanager
-def tensors_of(stored: StoredModel, dtype: torch.dtype | None = None) -> Iterator[NamedTensors]:
-    """Context manager that yields the tensors of a stored model, readable until the `with` block ends. An adapter is merged
-    into them. `dtype`: cast floating-point tensors to this dtype; None keeps theirs. Raises `CheckpointError` if the source is
-    damaged or of another model, and `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be merged."""
+def tensors_of(stored: StoredModel, dtype: torch.dtype | None) -> Iterator[NamedTensors]:
+    """Context manager that yields the tensors of a stored model, which can be read until its body ends. An adapter is merged into
+    them. `dtype`: cast floating-point tensors to this dtype; None keeps theirs. Raises `CheckpointError` if the source is damaged
+    or of another model, and `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be merged."""
     with _as_stored(stored) as tensors:
         if stored.adapter is not None:
             sources, ties = merged(stored, tensors.sources, tensors.ties)

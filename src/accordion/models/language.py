@@ -21,8 +21,8 @@ def is_encoder(config: Any) -> bool:
 
 
 def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Module:
-    """Return the masked language model of `config` on meta, in float32. Raises `UsageError` if transformers cannot build it.
-    `where`: name of `config` in errors. `attention`: `attn_implementation` of transformers, or None for its default."""
+    """Return the masked language model of `config` on meta, in float32. `where`: name of `config` in errors. `attention`:
+    `attn_implementation` of transformers; None: its default. Raises `UsageError` if transformers cannot build the model."""
     from transformers import AutoModelForMaskedLM
 
     return built(AutoModelForMaskedLM, config, where, attention, torch.float32)
@@ -31,10 +31,8 @@ def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Mo
 def language_model(
     config: Any, where: str, attention: str | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Return the causal language model of `config` on the meta device. Raises `UsageError` if transformers cannot build one.
-
-    Args: `where`: name of `config` in errors; `attention`: `attn_implementation` of transformers, or None for its default.
-    """
+    """Return the causal language model of `config` on meta, in `dtype`. `where`: name of `config` in errors. `attention`:
+    `attn_implementation` of transformers; None: its default. Raises `UsageError` if transformers cannot build the model."""
     with without_collections():
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -46,8 +44,8 @@ def language_model(
 
 
 def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torch.dtype) -> nn.Module:
-    """Build a model of `config` with `auto`, an `Auto` class of transformers, and return it on meta, in train mode. Raises
-    `UsageError` if `auto` fails. `where`: name of `config` in errors. `attention`: `attn_implementation`; None: the default."""
+    """Return a model of `config`, built by `auto`, an `Auto` class of transformers, on meta and in train mode. `where`: name of
+    `config` in errors. `attention`: `attn_implementation`; None: the default. Raises `UsageError` if `auto` fails."""
     how = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):

@@ -21,13 +21,7 @@ from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest
 from accordion.checkpoint.prune import newest
 from accordion.checkpoint.reading import opened, read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
-from accordion.checkpoint.untrusted_files import (
-    HF_INDEX,
-    HF_SINGLE,
-    check_quantised,
-    plain_names,
-    read_folder,
-)
+from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, plain_names, read_folder
 from accordion.errors import CheckpointError, UsageError, nearest, some_of
 from accordion.files import read_text
 from accordion.models.language import brief, language_model
@@ -65,16 +59,16 @@ class StoredModel:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return accordion's cache folder under XDG_CACHE_HOME of `environ`, or ~/.cache."""
+    """Return accordion's cache folder, which is in XDG_CACHE_HOME of `environ`, or else in ~/.cache. It may not exist yet."""
     return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
 
 
 def find_model(source: str, *, like: str | None = None) -> StoredModel:
     """Return the model that `source` names, without reading its weights. Raises `UsageError` if there is none.
 
-    `source`: a checkpoint, a run's folder, or a folder of transformers or PEFT. `like`: a folder of transformers, which is the
-    base model if `source` is an adapter. If `source` is a checkpoint of a whole model, the config.json in `like` replaces the
-    checkpoint's own configuration.
+    `source`: a checkpoint, a run's folder, or a folder of transformers or PEFT. `like`: a folder of transformers. It is the base
+    model if `source` is an adapter; its config.json replaces the configuration in a checkpoint of a whole model; for a folder of
+    transformers it does nothing.
     """
     kind, path = located(source)
     if kind == "checkpoint":
@@ -87,8 +81,8 @@ def find_model(source: str, *, like: str | None = None) -> StoredModel:
 
 
 def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], str]:
-    """Return (kind, path) of the model at `source`. Kinds: "checkpoint", "folder" (of transformers), "adapter" (of PEFT). For a
-    run's folder, return its newest good checkpoint. A URL counts as a checkpoint. Raises `UsageError` if there is no model."""
+    """Return (kind, path) of the model at `source`: of a run's folder, or any folder of checkpoints, the newest good one. Kinds:
+    "checkpoint", also for any URL, "folder" (of transformers), "adapter" (of PEFT). Raises `UsageError` if there is no model."""
     path = Path(source)
     if "://" in source or (path / MANIFEST).is_file():
         return "checkpoint", source
@@ -130,8 +124,8 @@ def _of_checkpoint(path: str, like: str | None) -> StoredModel:
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], like: str | None) -> str | None:
-    """Return the folder that has the tokenizer of the checkpoint at `path`; None if there is none. Looks in `path`, its two
-    parent folders, `like`, and the folder of the model that the run started from, which `extra` of the checkpoint names."""
+    """Return the first of these folders that has a tokenizer, None if none has: `path`, which is a checkpoint, its two parent
+    folders, `like`, and the folder of the model that the run started from, which `extra` of the checkpoint names."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
@@ -193,11 +187,10 @@ def configuration_of(stored: StoredModel) -> Any:
     """Return transformers' configuration of a stored model. Raises `UsageError` if transformers does not know the model."""
     from transformers import AutoConfig
 
-    words = {key: value for key, value in stored.config.items() if key != "model_type"}
     try:
         if stored.kind == "folder":
             return AutoConfig.from_pretrained(stored.path, local_files_only=True)
-        return AutoConfig.for_model(stored.config["model_type"], **words)
+        return AutoConfig.for_model(**stored.config)
     except Exception as error:  # transformers checks its configurations with errors of many kinds
         raise UsageError(f"SOURCE {stored.path!r} is of no model that transformers knows: {brief(error)}") from None
 
@@ -225,8 +218,8 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the id of the special token that the chat template puts after an answer; None if there is no such token, or if the
-    template is missing or fails."""
+    """Return the id of the first special token that the chat template puts after an answer; None if there is no such token, or
+    if the template is missing or fails."""
     talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
         closing = tokenizer.apply_chat_template(talk, tokenize=False).rpartition("answer")[2]
@@ -237,7 +230,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def ends_of(*eos: int | list[int] | None) -> list[int]:
-    """Return the token ids in some values of `eos_token_id`, which are ids, lists or None, as one list without repeats."""
+    """Return all token ids in several values of `eos_token_id` (an id, a list or None each) as one list without repeats."""
     listed = [ends if isinstance(ends, list) else [ends] for ends in eos]
     return list(dict.fromkeys(end for ends in listed for end in ends if end is not None))
 
@@ -288,11 +281,10 @@ def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
     )
 
 
-def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: str = "adapter.targets") -> nn.Module:
+def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None) -> nn.Module:
     """Freeze `model`, which is on meta, add LoRA layers to it, and return it as a PEFT model in train mode. `lora`: `r`, `alpha`,
-    `dropout`, `targets`. `base`: path of the base's weights. `key`: name of the option with the targets, for errors. Raises
-    `UsageError` if `model` lacks a layer in `lora["targets"]`, if a target cannot have an adapter, or if PEFT is not
-    installed."""
+    `dropout`, `targets`. `base`: path of the base's weights. Raises `UsageError` if `model` lacks a layer in `lora["targets"]`,
+    if a target cannot have an adapter, or if PEFT is not installed."""
     config = lora_config(lora, base)
     from peft import get_peft_model
 
@@ -300,21 +292,21 @@ def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None, key: 
     for name in lora["targets"].split(",") if lora["targets"] != AUTO else ():
         if name.strip() not in known:
             raise UsageError(
-                f"{key} names {name.strip()!r}, which is no layer of the model; {nearest(name.strip(), known)}"
+                f"adapter.targets names {name.strip()!r}, which is no layer of the model; {nearest(name.strip(), known)}"
             )
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT's warnings about its own calls of transformers
             adapted: nn.Module = get_peft_model(model, config)
     except Exception as error:  # PEFT raises errors of many kinds for layers that it has no adapter for
-        raise UsageError(f"{key} {lora['targets']!r} cannot have adapters: {brief(error)}") from None
+        raise UsageError(f"adapter.targets {lora['targets']!r} cannot have adapters: {brief(error)}") from None
     adapted.peft_config[NAME].base_model_name_or_path = base  # type: ignore[index, union-attr]
     return adapted.train()
 
 
 def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
-    """Return PEFT's configuration of an adapter. If `lora` is None, it is read from the folder `path`. Otherwise it is that of
-    `lora_config(lora, base)`; `base`: path of the base model. Raises `UsageError` if PEFT is not installed."""
+    """Return PEFT's configuration of an adapter: `lora_config(lora, base)`, or if `lora` is None the one in the folder `path`.
+    `base`: path of the base model. Raises `UsageError` if PEFT is not installed."""
     check_peft()
     from peft import PeftConfig
 
@@ -322,8 +314,8 @@ def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
 
 
 def adapter_weights(stored: StoredModel) -> dict[str, Tensor]:
-    """Return PEFT's name -> weight, on the CPU, of the adapter of `stored`, which is in a PEFT folder or in a checkpoint of
-    accordion. Raises errors of many types if the files are damaged."""
+    """Read and return {PEFT's name: weight on the CPU} of the adapter of `stored`, which is in a PEFT folder or in a checkpoint.
+    Raises errors of many types if the files are damaged."""
     assert stored.adapter is not None
     if stored.lora is None:  # a folder of PEFT
         from peft import load_peft_weights

@@ -16,10 +16,8 @@ Reader: TypeAlias = LocalReader | RemoteReader
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder of a path, or of a URL such as `s3://bucket/run`, which needs the package fsspec.
-
-    Raises `UsageError` for anything else, such as None or an empty string, and for a URL that fsspec cannot open.
-    """
+    """Return the folder of a path, or of a URL such as `s3://bucket/run`, which needs the package fsspec. Raises `UsageError` for
+    anything else, such as None or an empty string, and for a URL that fsspec cannot open."""
     if path is None:
         raise UsageError("the path is None; if `latest` returned it, there is no checkpoint yet.")
     text = os.fspath(path).removeprefix("file://") if isinstance(path, str | os.PathLike) else ""
@@ -29,13 +27,14 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 
 
 def checkpoint_at(path: str | os.PathLike[str]) -> Folder:
-    """Return the folder to read for the checkpoint at `path`: while a save replaces that, a hidden one with the older checkpoint.
-    Raises `UsageError` if `path` is no path, or a URL that fsspec cannot open."""
+    """Return the folder to read for the checkpoint at `path`: while a save replaces it, the hidden folder with the older one.
+    Raises `UsageError` if `path` is neither a path nor a URL that fsspec can open."""
     return readable(folder_at(path))
 
 
 def readable(folder: Folder) -> Folder:
-    """Return the folder to read for a checkpoint: `folder`, or the hidden older one while a save, maybe killed, replaces it."""
+    """Return the folder to read for the checkpoint in `folder`: `folder` itself, or the hidden folder with the older checkpoint
+    if a save, running or killed, is replacing it."""
     if isinstance(folder, Local):
         for _ in range(NUM_TRIES):
             if os.path.lexists(folder.path):

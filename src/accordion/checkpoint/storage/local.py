@@ -17,11 +17,11 @@ from accordion.errors import CheckpointError
 class Local:
     """A folder in a file system, with the files of one checkpoint or with several checkpoints as folders.
 
-    The `Local` that `begin` returns owns the lock on the checkpoint's name until `commit` or `discard`.
+    The `Local` that `begin` returns owns the `lock` on the name of the checkpoint `target` until `commit`, which renames the
+    folder to `target`, or `discard`.
     """
 
     def __init__(self, path: Path, target: Path | None = None, lock: claims.NameLock | None = None) -> None:
-        """`target`: the path to which `commit` renames this folder; `lock`: the lock on that name."""
         self.path, self._target, self._lock = path, target, lock
 
     def __str__(self) -> str:
@@ -38,8 +38,8 @@ class Local:
         return sizes
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in this one that are not hidden, and of checkpoints that a save is replacing. Returns
-        [] if this folder does not exist. Raises `NotADirectoryError` if it is a file."""
+        """Return the names of folders in this folder, without hidden ones, and of checkpoints that a save is replacing.
+        Return [] if this folder is missing. Raises `NotADirectoryError` if it is a file."""
         names: dict[str, None] = {}
         with suppress(FileNotFoundError):
             for _ in range(2):  # a folder that is renamed meanwhile may be missing in one listing
@@ -77,17 +77,21 @@ class Local:
         return old if old.mark() else None
 
     def begin(self, save: str) -> Local:
-        """Lock this name, remove leftovers of killed saves, and return an empty hidden folder for a new checkpoint.
+        """Lock this name, remove leftovers of killed saves, and return a new hidden folder, empty, for a checkpoint of this name.
 
         Missing parent folders are created. An older checkpoint that a killed save has renamed gets its name back. Raises
-        `CheckpointError` if the name is taken by something else or another job is saving under it.
+        `CheckpointError` if something else has the name, or if another job is saving under the name.
 
         Args:
             save: 8 hexadecimal digits, unique for each save, so that no two saves write into one folder.
         """
         path = self.path
         claims.check_free(path)
-        _make(path.parent)
+        missing = [above for above in path.parents if not above.exists()]
+        if missing:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        for above in missing:
+            _sync(above.parent)
         lock = claims.NameLock.take(path, claims.LOCK_TIMEOUT_S)
         try:
             if not os.path.lexists(path) and (old := self.replaced()) is not None:
@@ -124,10 +128,8 @@ class Local:
                 os.close(handle)
 
     def commit(self, manifest: bytes) -> None:
-        """Write the manifest into this folder, which `begin` returned, and rename the folder to the checkpoint's name.
-
-        An older checkpoint is removed and the name unlocked. Raises `CheckpointError` if another program has taken the name.
-        """
+        """Write the manifest into this folder, which `begin` returned, and rename the folder to the checkpoint's name. Afterwards
+        remove an older checkpoint and unlock the name. Raises `CheckpointError` if another program has taken the name."""
         assert self._target is not None
         assert self._lock is not None
         target, old = self._target, claims.hidden(self._target, "old")
@@ -165,8 +167,8 @@ class Local:
                 self._lock.release()
 
     def remove(self, mark: object) -> None:
-        """Remove this checkpoint. Does nothing if a job saves under its name, or if `mark()` no longer equals `mark`, because a
-        save has replaced it. Raises `OSError` if removing fails."""
+        """Remove this checkpoint. Does nothing if a job is saving under its name, or if `mark()` no longer equals `mark`, because
+        a save has replaced the checkpoint. Raises `OSError` if removing fails."""
         try:
             lock = claims.NameLock.take(self.path.with_name(claims.replaced(self.path.name) or self.path.name))
         except CheckpointError:
@@ -182,8 +184,6 @@ class Local:
 
 
 class LocalWriter:
-    """Appends to an open file."""
-
     def __init__(self, handle: int) -> None:
         self._handle, self._at = handle, 0
 
@@ -211,15 +211,6 @@ class LocalReader:
         self._file.close()
 
 
-def _make(folder: Path) -> None:
-    """Create a folder and its parents, and wait until their names are on the disk."""
-    missing = [above for above in (folder, *folder.parents) if not above.exists()]
-    if missing:
-        folder.mkdir(parents=True, exist_ok=True)
-    for above in missing:
-        _sync(above.parent)
-
-
 def _sync(folder: Path) -> None:
     """Wait until the names in `folder`, not the files' contents, are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
@@ -232,7 +223,7 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _with_path(path: Path) -> Iterator[None]:
-    """Context manager that adds the name `path` to an `OSError` that has none, such as that of a full disk, and raises it."""
+    """Context manager that turns an `OSError` that names no file, such as that of a full disk, into one that names `path`."""
     try:
         yield
     except OSError as error:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 from accordion.checkpoint.format import MANIFEST
@@ -18,10 +17,8 @@ STALE_S = 900.0  # age of `SAVING` at which a job on another machine is consider
 
 
 class Remote:
-    """A folder of remote storage, with the methods of `Local`. Files appear when complete; the manifest makes a checkpoint.
-
-    A checkpoint is never replaced: `begin` raises `CheckpointError` if there is one. A save writes into this folder itself.
-    """
+    """A folder of remote storage, with the methods of `Local`. Files appear when complete; the manifest makes a checkpoint. A
+    checkpoint is never replaced: `begin` raises `CheckpointError` if there is one. A save writes into this folder itself."""
 
     def __init__(self, storage: Any, path: str, protocol: str) -> None:
         self._storage, self._path, self._protocol = storage, path.rstrip("/"), protocol
@@ -76,7 +73,7 @@ class Remote:
         return 0  # checkpoints on remote storage are never replaced
 
     def begin(self, save: str) -> Remote:
-        """Mark this folder as being saved by this job, remove files of a killed save, and return this folder. Raises
+        """Create this folder, mark it as being saved by this job, remove files of a killed save, and return it. Raises
         `CheckpointError` if it has a checkpoint or other files, or if another job that may still run is saving here."""
         try:
             sizes = self.sizes()
@@ -102,7 +99,7 @@ class Remote:
         return self
 
     def _owner(self) -> dict[str, Any]:
-        """Return the content of the file `SAVING`: "save", "host" and "pid" of the job that saves here; {} without one."""
+        """Return the "save", "host" and "pid" of the job that saves here, from the file `SAVING`; {} without a sound one."""
         try:
             owner = json.loads(self.read(SAVING))
         except (FileNotFoundError, ValueError):
@@ -112,10 +109,8 @@ class Remote:
     def begun(self, save: str) -> Remote:
         return self
 
-    @contextmanager
-    def create(self, name: str) -> Iterator[Any]:
-        with self._storage.open(self._at(name), "wb") as file:
-            yield file
+    def create(self, name: str) -> Any:
+        return self._storage.open(self._at(name), "wb")
 
     def commit(self, manifest: bytes) -> None:
         if self._owner().get("save") != self._save:
