@@ -82,7 +82,9 @@ def checkpoint_of(folder: Path, at: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    save(at, model, extra={"model_config": json.loads(model.config.to_json_string(use_diff=False))})
+    save(
+        at, model, extra={"model_config": {**model.config.to_dict(), "id2label": {0: "no", 1: "yes"}}}
+    )  # keys are ints
     return at
 
 

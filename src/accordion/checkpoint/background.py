@@ -186,24 +186,6 @@ class ThreadAgreement:
         self._num_agreed += 1
         hub.arrive(name, len(ranks), text)
         timeout_s = _torch.timeout_s_of_job()
-<<<<<<< HEAD
-        over = poll(
-            lambda: hub.over.pop(name, None), timeout_s, self._check(hub, name), hub.pause, longest_s=LONGEST_PAUSE_S
-        )
-        if over is None:
-            self._give_up(hub, timeout_s)
-        if over.reports is None:
-            return [text] * len(ranks)
-        texts = {rank: text for rank, text, _ in over.reports}
-        return [texts[rank] for rank in ranks]
-
-    def _check(self, hub: Hub, name: str) -> Callable[[float], None]:
-        """Return a callback for `poll`, which raises `CheckpointError` to end the wait for the exchange `name`.
-
-        It does so if a rank has exited or stopped waiting, or if this program began to end `GRACE_S` ago.
-        """
-=======
->>>>>>> h-k-ckpt
         ended_s: float | None = None
 
         def check(waited_s: float) -> None:
@@ -219,7 +201,7 @@ class ThreadAgreement:
             if ended_s is not None and waited_s > ended_s + GRACE_S:
                 self._give_up(hub, waited_s)
 
-        over = poll(lambda: hub.over(name), timeout_s, check, hub.pause, longest_s=LONGEST_PAUSE_S)
+        over = poll(lambda: hub.over.pop(name, None), timeout_s, check, hub.pause, longest_s=LONGEST_PAUSE_S)
         if over is None:
             self._give_up(hub, timeout_s)
         if over.reports is None:

@@ -21,6 +21,7 @@ from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import Contents
 from accordion.checkpoint.foreign import Foreign, of_safetensors, of_torch_file
 from accordion.checkpoint.format import DTYPES
+from accordion.checkpoint.json_values import as_dict
 from accordion.checkpoint.reading import DCP_METADATA, FROM_DCP, Files, opened
 from accordion.checkpoint.save import SaveJob, form_of
 from accordion.checkpoint.storage.folders import checkpoint_at, folder_at
@@ -161,7 +162,7 @@ def _export_hf(files: Files, folder: Path, like: str | os.PathLike[str] | None, 
     sources = sources_of(files, dtype)
     if like is None:
         names = write_shards(folder, sources, SHARD_BYTES)
-        extra = files.manifest.extra if isinstance(files.manifest.extra, dict) else {}
+        extra = as_dict(files.manifest.extra)
         config, generation = extra.get("model_config"), extra.get("generation_config")
         if not isinstance(config, dict):
             return names

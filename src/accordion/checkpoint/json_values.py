@@ -47,6 +47,12 @@ def as_bytes(value: Json) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value, allow_nan=False).encode()), dtype=torch.uint8)
 
 
+def as_dict(extra: Json) -> dict[str, Any]:
+    """Return the `extra` of a manifest as the dict that the user saved; {} if it was no dict."""
+    value = decode(extra, dict[str, Tensor]().__getitem__)  # `extra` cannot hold tensors
+    return value if isinstance(value, dict) else {}
+
+
 def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
     """Return the Python value of which `encode` made the JSON `value`. `tensor`: returns a tensor by its name. Raises
     `CheckpointError` if `value` has an object of a kind that this version does not know."""

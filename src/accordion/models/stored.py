@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from accordion.checkpoint.convert import check_model, sources_of
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest
+from accordion.checkpoint.json_values import as_dict
 from accordion.checkpoint.prune import newest
 from accordion.checkpoint.reading import opened, read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
@@ -358,8 +359,7 @@ def manifest_at(path: str) -> Manifest:
 def extra_of(path: str) -> Mapping[str, Any]:
     """Return `extra`, the argument of `save`, from the manifest of a checkpoint; {} if it is no dict. Raises `UsageError`
     if the manifest cannot be read."""
-    extra = manifest_at(path).extra
-    return extra if isinstance(extra, dict) else {}
+    return as_dict(manifest_at(path).extra)
 
 
 def computing(model: nn.Module) -> Any:
