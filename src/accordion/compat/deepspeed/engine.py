@@ -144,8 +144,9 @@ class DeepSpeedEngine(nn.Module):
         super().__init__()
         self.module, self.optimizer, self.lr_scheduler, self.settings = model, optimizer, scheduler, settings
         self.sizes, self.scaler = settings.batch(dist.get_world_size()), settings.scaler(device_type)
-        index = None if device_type == "cpu" else torch.accelerator.current_device_index()
-        self.device = torch.device(device_type, index)
+        self.device = torch.device("cpu")
+        if device_type != "cpu":
+            self.device = torch.device(device_type, torch.accelerator.current_device_index())
         self.micro_steps = self.global_steps = self.skipped_steps = 0
         self._norm: Tensor | None = None
 
