@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from accordion.engine.tree import map_tensors
 from accordion.errors import CheckpointError, UsageError
 from accordion.optimizers.wrap import inner_of
 
-Tree = TypeVar("Tree")
 Pair = tuple[nn.Module, list[Any]]
 PLACED = "_accordion_placements"  # attribute of a full tensor: its placements when it was sharded
 
@@ -97,11 +96,11 @@ def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
     return map_tensors(gathered, value)
 
 
-def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
-    """Return `value` with each full tensor that `whole` has marked replaced by a DTensor.
+def placed(value: dict[str, Any], models: Iterable[nn.Module]) -> dict[str, Any]:
+    """Return `value`, a nested dict, with each full tensor that `whole(mark=True)` returned replaced by a DTensor.
 
-    It is sharded like a parameter of `models` that has its shape, if possible one with its former placements. If no parameter
-    has its shape, it is replicated. If `models` has no sharded parameter, nothing is replaced.
+    The DTensor is sharded like a parameter of `models` that has its shape, if possible one with its former placements. If no
+    parameter has its shape, it is replicated. If `models` have no sharded parameter, nothing is replaced.
     """
     params = [param for model in models for param in model.parameters() if isinstance(param, DTensor)]
 
