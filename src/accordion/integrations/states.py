@@ -115,7 +115,7 @@ def placed(value: dict[str, Any], models: Iterable[nn.Module]) -> dict[str, Any]
 
 
 class SavedFull:
-    """Wrapper of an object that a library saves: its state dict has full tensors, which are sharded again when it is loaded.
+    """Wrapper of an object that a library saves: `state_dict` returns full tensors, and `load_state_dict` shards them again.
 
     `keep`: True on ranks that save. On all others, `state_dict` has None in place of sharded tensors.
     """
@@ -147,8 +147,8 @@ def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_whole(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state dict with full tensors, equal on all ranks, into `optimizer`. States of sharded parameters are sharded like
-    these if their shapes are equal, and replicated otherwise. Collective."""
+    """Load a state dict with full tensors, equal on all ranks, into `optimizer`. A state of a sharded parameter is sharded like
+    the parameter if both have one shape, and replicated otherwise. Collective."""
     states = {index: dict(one) for index, one in state["state"].items()}
     for index, param in _numbered(optimizer, state):
         if isinstance(param, DTensor) and index in states:

@@ -269,7 +269,8 @@ def cut_like(value: Tensor, param: Param) -> Tensor:
 
 
 def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
-    """Return the qualified names of the parameters of each group of `optim`. Raises `UsageError` if `model` lacks one."""
+    """Return for each parameter group of `optim` the qualified names of its parameters in `model`. Raises `UsageError` if a
+    parameter is not in `model`."""
     names = {id(p): name for name, p in model.named_parameters()}
     for p in (p for group in optim.param_groups for p in group["params"]):
         if id(p) not in names:
@@ -283,8 +284,8 @@ def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
 def named_state(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """Convert `state`, a result of `optim.state_dict()`, to a state dict by qualified names. It is full (a collective) or
-    sharded, as `settings` say. If `settings` are full and have `rank0_only`, ranks other than the first get {}."""
+    """Convert `state`, a result of `optim.state_dict()`, to a state dict by qualified names. The tensors returned are full (a
+    collective) or shards, as `settings` say. If `settings` are full and have `rank0_only`, ranks other than the first get {}."""
     engines = _engines_of(model)
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     cpu = settings.optim_state_dict_config.offload_to_cpu

@@ -26,7 +26,7 @@ _Handle: Any = _torch.gradient_reduction_handle()
 
 
 class GradientReductionHandle(_Handle):  # type: ignore[misc]
-    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns. Gradients are complete by then."""
+    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns, which it does once gradients are complete."""
 
     def __init__(self) -> None: ...
 
@@ -189,9 +189,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         part.settings.scale = 1.0 / factor
         part.push()
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this module's own gradients by `factor`; torch's older name of `set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # torch's older name
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` with each 1-D buffer of reduced and divided gradients, on the stream of the reduce. The hook may write into
