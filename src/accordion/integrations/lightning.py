@@ -221,8 +221,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Context manager in which models are created on the host, or with `empty_init` on the meta device, instead of on the
-        accelerator."""
+        """Context manager in which models are created on the host, or with `empty_init` on the meta device."""
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 

@@ -205,7 +205,6 @@ class ShardedTrainer:
         self._load_weights(self.state.best_model_checkpoint)
 
     def _load_weights(self, folder: str) -> None:
-        """Load the model from our checkpoint in `folder` if there is one, else from the files that the Trainer writes."""
         if Path(folder, SHARDED).is_dir():
             load(os.path.join(folder, SHARDED), self.model, only=_saved_only(self.model))
         else:
@@ -245,8 +244,7 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
 
 
 def _saved_only(model: nn.Module) -> Only:
-    """Return the argument `only` for `save` and `load`: "trained" for a PEFT model, since its base is stored elsewhere; else
-    None."""
+    """Return the argument `only` of `save` and `load`: of a PEFT model not its base, which is stored elsewhere; else all."""
     return "trained" if is_peft(model) else None
 
 

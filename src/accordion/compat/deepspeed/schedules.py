@@ -48,7 +48,7 @@ class Schedule:
 
     @property
     def warmup(self) -> int:
-        """Number of warmup steps."""
+        """Number of warmup steps, at least 2."""
         return max(2, int(self.params.get("warmup_num_steps", 1000)))
 
     def lr(self, done: int, first_rate: float) -> float:
