@@ -95,7 +95,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Shard `model` in place with this accelerator's arguments, and return it. Does nothing if it is sharded already, or has
         no parameters. Collective."""
         if engine_of(model) is None and next(model.parameters(), None) is not None:
-            self.shard_arguments.applied(model, self.mixed_precision if self.native_amp else "no")
+            self.shard_arguments.apply(model, self.mixed_precision if self.native_amp else "no")
         return model
 
     def prepare_model(
@@ -182,9 +182,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             load(folder / name, model, optimizer, only=() if model in taken else None)
 
     def _complete(self, input_dir: str | None, names: list[str]) -> Path:
-        """Return `input_dir`, or by default the newest folder that accelerate has named and that has the complete checkpoints
-        `names`. Raises `CheckpointError` if the folder is incomplete or none is found, `UsageError` if neither caller nor
-        accelerate names folders."""
+        """Return the folder `input_dir`; if None, the newest folder with a name of accelerate in which all `names` are complete
+        checkpoints. Raises `CheckpointError` if one is incomplete in `input_dir`, or if there is no such folder. Raises
+        `UsageError` if `input_dir` is None and accelerate does not name folders."""
         if input_dir is not None:
             folder = Path(input_dir).expanduser()
             lost = [name for name in names if why_incomplete(folder / name)]
@@ -208,8 +208,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @contextmanager
     def _without(self, pairs: list[Pair], hooks: dict[int, Any]) -> Iterator[list[nn.Module]]:
         """Context manager in which accelerate's own save or load skips `pairs`, but still calls `hooks` with all models. Yields a
-        list of models that the caller must not save or load, because a hook does. It is filled on all ranks when hooks run, with
-        each model of `pairs` that a hook on the first rank removes from its list of models or weights."""
+        list of models that the caller must not save or load, because a hook does. The list is filled on all ranks when hooks run,
+        with each model of `pairs` that a hook on the first rank removes from its list of models or weights."""
         models, optimizers, objects, hidden = self._models, self._optimizers, self._custom_objects, dict(hooks)
         sharded, taken = [model for model, _ in pairs], list[nn.Module]()
 

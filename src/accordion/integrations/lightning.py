@@ -45,7 +45,7 @@ from accordion.state import no_sync, settle
 from accordion.weights.initialise import initialise
 from accordion.weights.pretrained import source_of
 
-MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}  # Lightning's names -> those of `ShardArguments.applied`
+MIXED = {"bf16-mixed": "bf16", "16-mixed": "fp16"}  # Lightning's names -> those of `ShardArguments.apply`
 META = "meta.pt"  # the rest of a checkpoint, without models and optimizers; written last, it marks a complete folder
 KINDS = ("full", "sharded")
 NOT_WRAPPED = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
@@ -83,18 +83,11 @@ class ShardedStrategy:
                 )
         super().__init__(*args, **kwargs)
 
-    def _sharded(self, module: nn.Module, precision: object) -> nn.Module:
-        """Shard `module` in place and return it. If it is on the meta device, then load its weights from the folder that it
-        remembers, or initialise it if there is none. Collective. `precision`: Lightning's name, such as "bf16-mixed"."""
+    def _shard_one(self, module: nn.Module, precision: object) -> None:
+        """Shard `module` in place. If it is on the meta device, then load its weights from the folder that it remembers, or
+        initialise it if there is none. Without a mesh in the arguments, the mesh is one of all ranks, for a hybrid strategy with
+        one replica per node. Collective. `precision`: Lightning's name, such as "bf16-mixed"."""
         on_meta = any(param.is_meta for param in module.parameters()) and source_of(module) is None
-        self._over_nodes().applied(module, MIXED.get(str(precision), "no"))
-        if on_meta:
-            _initialise(module)
-        return module
-
-    def _over_nodes(self) -> ShardArguments:
-        """Return the shard arguments. If they have no mesh, create one of all ranks and keep it; for a hybrid strategy it has one
-        replica per node."""
         if self.shard_arguments.mesh is None:
             ranks, device = dist.get_world_size(), self.root_device.type
             if self.shard_arguments.sharding.strategy.hybrid:
@@ -103,7 +96,9 @@ class ShardedStrategy:
             else:
                 mesh = init_device_mesh(device, (ranks,))
             self.shard_arguments = replace(self.shard_arguments, mesh=mesh)
-        return self.shard_arguments
+        self.shard_arguments.apply(module, MIXED.get(str(precision), "no"))
+        if on_meta:
+            _initialise(module)
 
     def _write_folder(self, folder: Path, pairs: list[Pair], rest: Any) -> None:
         """Write the models and optimizers in `pairs` to `folder`, then `rest`, all other content, to the file `META` in it. The
@@ -111,13 +106,12 @@ class ShardedStrategy:
         team = Team.of(())
 
         def begin() -> None:
-            if self.is_global_zero:
-                if folder.is_file():
-                    folder.unlink()
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / META).unlink(missing_ok=True)
+            if folder.is_file():
+                folder.unlink()
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / META).unlink(missing_ok=True)
 
-        team.agree(begin)
+        team.agree(lambda: begin() if self.is_global_zero else None)
         for name, model, optimizer in parts(pairs):
             save(folder / name, model, optimizer)
         team.agree(lambda: self.checkpoint_io.save_checkpoint(rest, folder / META) if self.is_global_zero else None)
@@ -142,8 +136,8 @@ class ShardedStrategy:
         return others
 
     def _write_file(self, path: str, content: Any, storage_options: Any) -> None:
-        """Write `content`, a full checkpoint, as the file `path` on the first rank. If `path` is a sharded checkpoint, a folder,
-        remove the folder first. Collective."""
+        """Write `content`, a full checkpoint, as the file `path` on the first rank. If `path` is the folder of a sharded
+        checkpoint, remove the folder first. Collective."""
 
         def write() -> None:
             if self.is_global_zero:
@@ -212,7 +206,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
         precision = getattr(self.precision_plugin, "precision", "32-true")
         roots = [model] if model.automatic_optimization else _models_in(model)
         for root in roots:
-            self._sharded(root, precision)
+            self._shard_one(root, precision)
         if model.automatic_optimization:
             for name in STEPS:
                 if not _is_lightnings(getattr(type(model), name)):
@@ -227,8 +221,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Context manager in which models are created on the host, or with `empty_init` on the meta device, instead of on the
-        accelerator."""
+        """Context manager in which models are created on the host, or with `empty_init` on the meta device."""
         with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
             yield
 
@@ -257,8 +250,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
     # -- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Wait for optimizer steps in progress, and return the state dict of the LightningModule. Its tensors are still sharded;
-        `save_checkpoint` gathers them. Collective."""
+        """Wait for optimizer steps in progress, and return the state dict of the LightningModule, with tensors that are still
+        sharded; `save_checkpoint` gathers them. Collective."""
         for engine in engines_of(self.roots):
             settle(engine, "takes the state dict")
         state = self.lightning_module.state_dict()
@@ -335,7 +328,7 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if engine_of(module) is None and next(module.parameters(), None) is not None:
-            self._sharded(module, getattr(self.precision, "precision", "32-true"))
+            self._shard_one(module, getattr(self.precision, "precision", "32-true"))
         self._modules.add(module)
         return module
 
@@ -438,8 +431,8 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
 
 
 def _initialise(module: nn.Module) -> None:
-    """Initialise the sharded `module` with the weights that one device would give it. Collective. If the ranks' CPU random
-    generators differ, all ranks take the first rank's initial seed, for this call alone."""
+    """Initialise the sharded `module` with the values that it would get on one device. Collective. If the ranks' CPU random
+    generators differ, all ranks use the first rank's initial seed, and get back their own generator state afterwards."""
     seen = Team.of(()).shared(str(zlib.crc32(bytes(torch.get_rng_state().tolist()))))
     if len(set(seen)) == 1:
         initialise(module)
@@ -455,29 +448,25 @@ def _is_lightnings(method: Callable[..., Any]) -> bool:
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost sharded modules in `model`, [] if nothing is sharded. Raises `UsageError` if some are sharded, and a
-    trained parameter is outside of them."""
+    """Return the outermost sharded modules in `model`, [] if nothing is sharded. Raises `UsageError` if some are sharded, and
+    `model` has a trained parameter outside of them."""
     roots: dict[int, nn.Module] = {}
     for module in model.modules():
-        hooks = attached_to(module)
-        if hooks is not None:
+        if (hooks := attached_to(module)) is not None:
             roots.setdefault(id(hooks.engine), module)
-    sharded = list(roots.values())
-    inside = {id(param) for root in sharded for param in root.parameters()}
+    inside = {id(param) for root in roots.values() for param in root.parameters()}
     left = [name for name, param in model.named_parameters() if id(param) not in inside and param.requires_grad]
-    if sharded and left:
+    if roots and left:
         raise UsageError(
             f"configure_model has sharded a part of {type(model).__name__}, but not its parameter {left[0]!r}, so its gradients "
             "would not be reduced. Shard the module that contains it too."
         )
-    return sharded
+    return list(roots.values())
 
 
 def _models_in(model: nn.Module) -> list[nn.Module]:
-    """Return the submodules to shard separately: children of `model`, and of lists among them, that have parameters.
-
-    Raises `UsageError` unless each parameter is in exactly one of them.
-    """
+    """Return the submodules to shard separately: children of `model` that have parameters, or in place of a container without
+    forward its children. Raises `UsageError` unless each parameter is in exactly one of them."""
     direct = [name for name, _ in model.named_parameters(recurse=False)]
     if direct:
         raise UsageError(

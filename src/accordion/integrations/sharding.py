@@ -48,22 +48,20 @@ class ShardArguments:
 
     @classmethod
     def of(cls, choice: Sharding | Mapping[str, Any] | None) -> ShardArguments:
-        """Convert a trainer's `sharding=`: a `Sharding`, a dict of arguments of `accordion.shard`, or None for the defaults.
-
-        Raises `UsageError` for another type, and for a wrong key or value in the dict.
-        """
+        """Return the arguments for a trainer's `sharding=`: a `Sharding`, a dict of arguments of `accordion.shard`, or None for
+        the defaults. Raises `UsageError` for another type, and for a wrong key or value in the dict."""
         if isinstance(choice, Sharding):
             return cls(sharding=choice)
         if not isinstance(choice, Mapping | None):
             raise UsageError(
                 f"sharding takes an accordion.Sharding, or a dict of the arguments of accordion.shard, not {choice!r}."
             )
-        others = {key: value for key, value in (choice or {}).items() if key in ("mesh", "sync", "debug")}
-        rest = {key: value for key, value in (choice or {}).items() if key not in others}
+        rest = dict(choice or {})
+        others = {key: rest.pop(key) for key in ("mesh", "sync", "debug") if key in rest}
         return cls(sharding=Sharding.from_config(rest), **others)
 
-    def applied(self, model: nn.Module, mixed_precision: str = "no") -> nn.Module:
-        """Shard `model` in place and return it; then load weights if `from_pretrained` put it on the meta device. Collective.
+    def apply(self, model: nn.Module, mixed_precision: str) -> None:
+        """Shard `model` in place; then load weights if `from_pretrained` put it on the meta device. Collective.
 
         Afterwards `generate` works as before, and every forward first broadcasts the first rank's buffers, as DDP does.
         `mixed_precision`: accelerate's name, "no", "bf16" or "fp16".
@@ -88,15 +86,12 @@ class ShardArguments:
         method = getattr(type(model), "generate", None)
         if callable(method) and not inspect.isgeneratorfunction(method):
             entry_point(model, "generate")
-        return model
 
 
 def step_on_shards(optimizer: Optimizer) -> None:
-    """Change `optimizer` in place so that it steps on shards, even if it was created before its model was sharded.
-
-    If its step is elementwise, it also gets the faster steps of `wrap_optimizer`. Nothing changes if its parameters are not
-    sharded. Raises `UsageError` for Adafactor on shards, because it needs whole matrices.
-    """
+    """Change `optimizer` in place so that it steps on shards, even if it was created before its model was sharded. If its step is
+    elementwise, also apply `wrap_optimizer`, which makes steps faster. Does nothing if the parameters are not sharded. Raises
+    `UsageError` for Adafactor on shards, because it needs whole matrices."""
     inner = inner_of(optimizer)
     follow_moved(inner)
     on_shards = any(isinstance(p, DTensor) for g in inner.param_groups for p in g["params"])

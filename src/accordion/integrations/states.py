@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from accordion.engine.tree import map_tensors
 from accordion.errors import CheckpointError, UsageError
 from accordion.optimizers.wrap import inner_of
 
-Tree = TypeVar("Tree")
 Pair = tuple[nn.Module, list[Any]]
 PLACED = "_accordion_placements"  # attribute of a full tensor: its placements when it was sharded
 
@@ -97,11 +96,11 @@ def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
     return map_tensors(gathered, value)
 
 
-def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
-    """Return `value` with each full tensor that `whole` has marked replaced by a DTensor.
+def placed(value: dict[str, Any], models: Iterable[nn.Module]) -> dict[str, Any]:
+    """Return `value`, a nested dict, with each full tensor that `whole(mark=True)` returned replaced by a DTensor.
 
-    It is sharded like a parameter of `models` that has its shape, if possible one with its former placements. If no parameter
-    has its shape, it is replicated. If `models` has no sharded parameter, nothing is replaced.
+    The DTensor is sharded like a parameter of `models` that has its shape, if possible one with its former placements. If no
+    parameter has its shape, it is replicated. If `models` have no sharded parameter, nothing is replaced.
     """
     params = [param for model in models for param in model.parameters() if isinstance(param, DTensor)]
 
@@ -116,7 +115,7 @@ def placed(value: Tree, models: Iterable[nn.Module]) -> Tree:
 
 
 class SavedFull:
-    """Wrapper of an object that a library saves: its state dict has full tensors, which are sharded again when it is loaded.
+    """Wrapper of an object that a library saves: `state_dict` returns full tensors, and `load_state_dict` shards them again.
 
     `keep`: True on ranks that save. On all others, `state_dict` has None in place of sharded tensors.
     """
@@ -148,8 +147,8 @@ def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_whole(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state dict with full tensors, equal on all ranks, into `optimizer`. States of sharded parameters are sharded like
-    these if their shapes are equal, and replicated otherwise. Collective."""
+    """Load a state dict with full tensors, equal on all ranks, into `optimizer`. A state of a sharded parameter is sharded like
+    the parameter if both have one shape, and replicated otherwise. Collective."""
     states = {index: dict(one) for index, one in state["state"].items()}
     for index, param in _numbered(optimizer, state):
         if isinstance(param, DTensor) and index in states:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 import torch
 import transformers
@@ -27,7 +27,6 @@ from accordion.weights.pretrained import local_folder, remember_source
 
 SHARDED = "sharded"  # name of our checkpoint in a checkpoint folder of the Trainer
 CHUNKED = ("chunked", "head_rows")  # values of `loss` that are ours
-Model = TypeVar("Model", bound=nn.Module)
 
 REFUSED = {
     "fsdp": "Accordion shards the model itself; leave --fsdp out",
@@ -206,7 +205,6 @@ class ShardedTrainer:
         self._load_weights(self.state.best_model_checkpoint)
 
     def _load_weights(self, folder: str) -> None:
-        """Load the model from a checkpoint folder: from our checkpoint if there is one, else from the Trainer's files."""
         if Path(folder, SHARDED).is_dir():
             load(os.path.join(folder, SHARDED), self.model, only=_saved_only(self.model))
         else:
@@ -246,8 +244,7 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
 
 
 def _saved_only(model: nn.Module) -> Only:
-    """Return the argument `only` for `save` and `load`: "trained" for a PEFT model, since its base is stored elsewhere; else
-    None."""
+    """Return the argument `only` of `save` and `load`: of a PEFT model not its base, which is stored elsewhere; else all."""
     return "trained" if is_peft(model) else None
 
 
@@ -275,8 +272,8 @@ def _checked(folder: str) -> str:
 
 
 def _why_torn(path: Path) -> str:
-    """Return why a checkpoint folder cannot be resumed; "" if it can. A complete one has the Trainer's state, written last."""
-    try:
+    """Return the reason why the checkpoint folder `path` cannot be resumed; "" if it can."""
+    try:  # the Trainer writes its state last
         json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return f"its {TRAINER_STATE_NAME} is missing or incomplete, so its save was interrupted"

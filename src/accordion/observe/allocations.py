@@ -14,8 +14,8 @@ from accordion.observe.storage_watch import StorageWatch
 
 
 class Allocations(StorageWatch):
-    """Context manager that counts live bytes: storages that operators make inside it, at their size, until they are freed. It may
-    be entered again. Attribute `live_bytes`: their sum at present.
+    """Context manager that counts live bytes: the sizes of storages that operators make inside it, until they are freed. It may
+    be entered again. Attribute `live_bytes`: the bytes live at present.
 
     Memory of the backend itself is not seen: gloo copies each message once more, NCCL does not. The profiler's memory events
     are no alternative, since they miss what gloo's threads free.
@@ -30,7 +30,7 @@ class Allocations(StorageWatch):
         self._starts: dict[int, int] = {}  # storage's key -> address of its memory
 
     def mark(self, name: str) -> None:
-        """Give the present moment a new name, for `live` and `peak`."""
+        """Name the present moment, for `live` and `peak`. Each name can be used once."""
         assert name not in self._marks, name
         self._marks[name] = len(self._history) - 1
 

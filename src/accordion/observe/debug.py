@@ -57,7 +57,8 @@ class RanksHandler(object if _frontend is None else _frontend.DebugHandler):  # 
 
 
 class PlaceObserver(Observer):
-    """Observer that keeps the units in which this rank is, and since when."""
+    """Observer that keeps the units in whose forward or backward this rank is, and since when. `position`: phase and collective
+    of this rank, which other code updates."""
 
     def __init__(self, position: Position) -> None:
         self._position = position
@@ -92,7 +93,8 @@ class PlaceObserver(Observer):
 
 
 def place_of_rank() -> str:
-    """Return JSON with the place of this rank in each of its models, and the stack of its main thread."""
+    """Return JSON: under "models" the place of this rank in each observed model (`PlaceObserver.as_values`), under "stack" the
+    frames of its main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     # torch's template escapes nothing, and a browser would take `<module>` for a tag.
     stack = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -18,8 +18,9 @@ REGATHERS = ("full_shard", "hybrid_shard", "hybrid_shard_optim")  # strategies t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitTimes:
-    """Microseconds per step of one unit on one rank: its forward and backward without waits, its transfers, and the waits for
-    them. `gathers`: gathers per step. `hits`: those of them for which the compute stream waited less than 10 % of their time."""
+    """Microseconds per step of one unit on one rank: its forward and backward without waits, its transfers, and the waits of the
+    compute stream for them. `unit`: its index. `gathers`: gathers per step. `hits`: gathers per step for which the compute stream
+    waited less than 10 % of their time."""
 
     unit: int
     forward_us: float
@@ -47,14 +48,13 @@ def unit_times(rank: RankTrace) -> list[UnitTimes]:
     waits = [span for span in rank.spans if span.lane == WAIT]
     for span in rank.spans:
         total[span.unit, span.lane, span.kind] += span.us
-    for part, wait in _overlaps([span for span in rank.spans if span.lane == COMPUTE], waits):
-        total[part.unit, COMPUTE, part.kind] -= min(part.end_us, wait.end_us) - max(part.start_us, wait.start_us)
+    for span, waited_us in _overlaps([span for span in rank.spans if span.lane == COMPUTE], waits):
+        total[span.unit, COMPUTE, span.kind] -= waited_us
     gathers = [span for span in rank.spans if span.lane == "gather"]
+    counts = Counter(gather.unit for gather in gathers)
     hits: dict[int, int] = defaultdict(int)
-    counts: dict[int, int] = defaultdict(int)
-    for gather, waited in _waits_of(gathers, waits):
-        counts[gather.unit] += 1
-        hits[gather.unit] += waited is None or waited.us < HIDDEN * gather.us
+    for gather, wait in _waits_of(gathers, waits):
+        hits[gather.unit] += wait is None or wait.us < HIDDEN * gather.us
     return [
         UnitTimes(
             unit=unit,
@@ -101,11 +101,11 @@ def _stragglers(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
 
 def _prefetch(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
     """Yield one finding if gathers could begin earlier: the compute stream waits for them while no other gather runs."""
-    gains = [_earlier(rank) for rank in ranks]
-    gain = min((sum(by_unit.values()) for by_unit in gains), default=0.0)
+    # Of the rank that gains least.
+    rank, by_unit = min(((rank, _earlier(rank)) for rank in ranks), key=lambda pair: sum(pair[1].values()))
+    gain = sum(by_unit.values())
     if not gain:
         return
-    rank, by_unit = min(zip(ranks, gains, strict=True), key=lambda pair: sum(pair[1].values()))
     worst = max(by_unit, key=lambda unit: by_unit[unit])
     largest = max(unit.full_bytes for unit in rank.units)
     wait = unit_times(rank)[worst].gather_wait_us
@@ -136,7 +136,12 @@ def _keep(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
     """If all ranks' strategies gather again for the backward, yield one finding: the time that the backward waits for gathers."""
     if any(rank.strategy not in REGATHERS for rank in ranks):
         return
-    gain = min(_backward_waits_us(rank) for rank in ranks)
+    waited_us = []  # per step, of each rank
+    for rank in ranks:
+        waits = [span for span in rank.spans if span.lane == WAIT and span.kind == "gather"]
+        backward = [span for span in rank.spans if span.lane == COMPUTE and span.kind == "backward"]
+        waited_us.append(sum(us for _, us in _overlaps(backward, waits)) / max(len(rank.steps), 1))
+    gain = min(waited_us)
     kept_bytes = sum(unit.full_bytes for unit in ranks[0].units)
     yield StepFinding(
         gain_us=gain,
@@ -145,20 +150,15 @@ def _keep(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
     )
 
 
-def _backward_waits_us(rank: RankTrace) -> float:
-    waits = [span for span in rank.spans if span.lane == WAIT and span.kind == "gather"]
-    backward = [span for span in rank.spans if span.lane == COMPUTE and span.kind == "backward"]
-    both = sum(min(a.end_us, b.end_us) - max(a.start_us, b.start_us) for a, b in _overlaps(backward, waits))
-    return both / max(len(rank.steps), 1)
-
-
-def _overlaps(spans: Sequence[TraceSpan], others: Sequence[TraceSpan]) -> Iterator[tuple[TraceSpan, TraceSpan]]:
-    """Yield the pairs (one of `spans`, one of `others`) that overlap in time. Spans of one list must not overlap each other."""
+def _overlaps(spans: Sequence[TraceSpan], others: Sequence[TraceSpan]) -> Iterator[tuple[TraceSpan, float]]:
+    """Yield (span, microseconds) for each overlap in time of one of `spans` with one of `others`. Spans of one list must not
+    overlap each other."""
     a, b = sorted(spans, key=lambda span: span.start_us), sorted(others, key=lambda span: span.start_us)
     i = j = 0
     while i < len(a) and j < len(b):
-        if min(a[i].end_us, b[j].end_us) > max(a[i].start_us, b[j].start_us):
-            yield a[i], b[j]
+        overlap_us = min(a[i].end_us, b[j].end_us) - max(a[i].start_us, b[j].start_us)
+        if overlap_us > 0:
+            yield a[i], overlap_us
         if a[i].end_us < b[j].end_us:
             i += 1
         else:
@@ -168,7 +168,8 @@ def _overlaps(spans: Sequence[TraceSpan], others: Sequence[TraceSpan]) -> Iterat
 def _waits_of(
     transfers: Sequence[TraceSpan], waits: Sequence[TraceSpan]
 ) -> Iterator[tuple[TraceSpan, TraceSpan | None]]:
-    """Yield (transfer, wait for it): the first unused wait of its unit and lane that ends after the transfer began, else None."""
+    """Yield (transfer, wait) for each of `transfers`, in order of time. wait: the first of `waits` for the transfer's unit and
+    lane that ended after the transfer began and belongs to no earlier transfer; None if there is none."""
     by_place: dict[tuple[int, str], list[TraceSpan]] = defaultdict(list)
     for wait in sorted(waits, key=lambda span: span.start_us, reverse=True):
         by_place[wait.unit, wait.kind].append(wait)

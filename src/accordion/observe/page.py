@@ -18,7 +18,7 @@ PLACE = "/*TRACE*/"  # in the template
 
 def as_html(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> str:
     """Return the HTML page of a trace. `planned`: a planned step, whose memory is drawn over the recorded one. If the page would
-    be larger than 2 MB, it leaves out the last steps and ranks, all but the first if needed, and says so."""
+    be larger than 2 MB, it leaves out the last steps and ranks, down to the first of each, and says so."""
     template = resources.files("accordion.observe").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(page_data(ranks, planned), separators=(",", ":")).replace("</", "<\\/")
     return template.replace(PLACE, data)
@@ -26,7 +26,8 @@ def as_html(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> str
 
 def page_data(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> dict[str, Any]:
     """Return the data of the page: lanes, findings, and for each rank its units, spans and memory in compact lists. Steps and
-    ranks that would exceed `MOST_BYTES` are left out."""
+    ranks that would exceed `MOST_BYTES` are left out. "plan": (fraction of the planned step's time, allocated bytes) of each
+    point."""
     drawn: list[dict[str, Any]] = []
     left = MOST_BYTES
     num_steps = len(ranks[0].steps)
@@ -38,20 +39,18 @@ def page_data(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> d
         if left < 0 and drawn:
             break
         drawn.append(data)
+    curve = None
+    if planned is not None:
+        (start_us, end_us), between = planned.steps[0], planned.shard_bytes + planned.state_bytes
+        curve = [(round((p.time_us - start_us) / (end_us - start_us), 4), between + p.total) for p in planned.memory]
     return {
         "lanes": [*LANES, UNITS],
         "ranks": drawn,
-        "plan": None if planned is None else _curve(planned),
+        "plan": curve,
         "findings": [finding.text for finding in findings(ranks)],
         "all_ranks": len(ranks),
         "all_steps": len(ranks[0].steps),
     }
-
-
-def _curve(planned: RankTrace) -> list[tuple[float, int]]:
-    """Return (fraction of the step's time, allocated bytes) for each point of a planned step."""
-    (start_us, end_us), between = planned.steps[0], planned.shard_bytes + planned.state_bytes
-    return [(round((p.time_us - start_us) / (end_us - start_us), 4), between + p.total) for p in planned.memory]
 
 
 def _rank_data(rank: RankTrace, num_steps: int) -> dict[str, Any]:

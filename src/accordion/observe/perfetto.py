@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from accordion.observe.values import COMPUTE, UNITS, WAIT, RankTrace, TraceSpan
+from accordion.observe.values import COMPUTE, UNITS, WAIT, RankTrace
 
 LANES = (COMPUTE, WAIT, "gather", "reduce", "all-reduce", "fetch", "store", "host", "host step", "disk", "copy in")
 FIRST_UNIT = 100  # thread number of the first unit's row
@@ -25,8 +25,9 @@ def _events(rank: RankTrace) -> Iterator[dict[str, Any]]:
         yield _name("thread_name", rank.rank, FIRST_UNIT + number, f"full: {unit.name}")
     for span in rank.spans:
         is_unit = span.lane == UNITS
+        kind = f"wait for {span.kind}" if span.lane == WAIT else span.kind
         yield {
-            "name": _title(rank, span),
+            "name": f"{kind} {rank.units[span.unit].name}" if span.unit >= 0 else kind,
             "cat": span.lane,
             "ph": "X",
             "ts": span.start_us,
@@ -42,8 +43,3 @@ def _events(rank: RankTrace) -> Iterator[dict[str, Any]]:
 
 def _name(kind: str, rank: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
-
-
-def _title(rank: RankTrace, span: TraceSpan) -> str:
-    unit = rank.units[span.unit].name if span.unit >= 0 else ""
-    return " ".join(part for part in (f"wait for {span.kind}" if span.lane == WAIT else span.kind, unit) if part)

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -29,7 +28,7 @@ from accordion.engine.streams import SideStream, Steps, Transfer
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.observe.allocations import Allocations
-from accordion.observe.clock import Mark, TraceClock, clock_of
+from accordion.observe.clock import DeviceClock, HostClock, Mark
 from accordion.observe.trace import Trace
 from accordion.observe.values import COMPUTE, UNITS, WAIT, MemoryPoint, RankTrace, TraceSpan, UnitFacts
 from accordion.offload.tiers import Tiers
@@ -75,7 +74,8 @@ def observe(model: nn.Module, *, steps: int = 3) -> Iterator[Trace]:
 
 @dataclass(slots=True)
 class StepLog:
-    """The record of one step, with marks in place of times. `end`: after its last optimizer step so far, None before.
+    """The record of one step, with marks of the recorder's clock in place of times. `end`: the mark after its last optimizer step
+    so far, None before.
 
     `switches`: (mark, kind, unit) when other work began on the compute stream. `spans`: (lane, kind, unit, start, end) of all
     other lanes. `points`: (mark, bytes of full parameters, of gradients, of all allocations).
@@ -96,7 +96,7 @@ class Recorder(Observer):
         # Allocations of the CPU are counted in a step of their own.
         self._counter = Allocations() if self._device.type == "cpu" else None
         self._counted: StepLog | None = None
-        self.clock: TraceClock = clock_of(self._device)
+        self.clock = HostClock() if self._device.type == "cpu" else DeviceClock(self._device)
         self._thread = threading.get_ident()  # other threads step offloaded parameters
         self._host_starts: dict[int, int] = {}  # thread -> start of its optimizer step under way, of the host's clock
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -111,7 +111,8 @@ class Recorder(Observer):
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
-        """Start recording: attach this observer to the engine and to optimizers, and replace `makes` of the side streams."""
+        """Attach this observer to the engine and to all optimizers, and make the side streams create recorded transfers, until
+        `detach`."""
         engine, context = self._engine, self._engine.context
         streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, "fetch": context.fetch_stream}
         if context.replicate_stream is not context.reduce_stream:
@@ -125,7 +126,7 @@ class Recorder(Observer):
         step_hooks().add(self)
 
     def _transfer(self, lane: str, *args: Any) -> Transfer:
-        """Return a new transfer on the side stream called `lane`, which is recorded if a step is. `args`: of `Transfer`."""
+        """Return a new transfer on the side stream `lane`, recorded if a step is being recorded. `args`: those of `Transfer`."""
         return Transfer(*args) if self.log is None else _Recorded(self, self.log, lane, *args)
 
     def detach(self) -> None:
@@ -149,10 +150,9 @@ class Recorder(Observer):
             self._counter.__enter__()
         self._full = {unit.index: self.log.start for unit in self._engine.units if unit.is_unsharded}
         self._full_bytes = sum(self._engine.units[index].full_bytes for index in self._full)
-        self._has_grads = {
-            unit.index for unit in self._engine.units if any(p.grad is not None for p in unit.trained.params)
-        }
-        self._grad_bytes, self._sent = sum(_grad_bytes(self._engine.units[index]) for index in self._has_grads), {}
+        grads = [(unit.index, p.grad) for unit in self._engine.units for p in unit.trained.params if p.grad is not None]
+        self._has_grads = {index for index, _ in grads}
+        self._grad_bytes, self._sent = sum(_torch.local_of(grad).nbytes for _, grad in grads), {}
         self._stack, self._ranges = [], []
         self.log.switches.append((self.log.start, *OTHER))
         self._note_memory()
@@ -170,7 +170,7 @@ class Recorder(Observer):
         self._counted = None if log.end is None else log
 
     def steps(self, optimizer: Optimizer) -> None:
-        """Called before a step of any optimizer; ignores those without a parameter of this model."""
+        """Record the start of a step of `optimizer`. Does nothing if it has no parameter of this model."""
         if self.log is None or not self._is_ours(optimizer):
             return
         if threading.get_ident() == self._thread:
@@ -180,7 +180,7 @@ class Recorder(Observer):
             self._host_starts[threading.get_ident()] = time.perf_counter_ns()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Called after a step of any optimizer; ignores those without a parameter of this model."""
+        """Record the end of a step of `optimizer`. Does nothing if it has no parameter of this model."""
         if self.log is None or not self._is_ours(optimizer):
             return
         if threading.get_ident() == self._thread:
@@ -228,7 +228,7 @@ class Recorder(Observer):
             name = f"{kind} {self._engine.units[unit].name or 'root'}" if unit != NO_UNIT else kind
             self._ranges.append(((kind, unit), record_function(name)))
             self._ranges[-1][1].__enter__()
-            self._switch()
+            self._switch(self.log)
 
     def _pop(self, kind: str, unit: int) -> None:
         """Remove the newest entry (`kind`, `unit`) of the stack. Do nothing without one, or if no step is being recorded."""
@@ -237,15 +237,14 @@ class Recorder(Observer):
             del self._stack[index]
             if any(work == (kind, unit) for work, _ in self._ranges):
                 ended = None
-                while ended != (kind, unit):  # ranges inside of it that an error left open end first
+                while ended != (kind, unit):  # ranges inside this one that an error left open end first
                     ended, named = self._ranges.pop()
                     named.__exit__(None, None, None)
-            self._switch()
+            self._switch(self.log)
 
-    def _switch(self) -> None:
-        if self.log is not None:
-            self.log.switches.append((self.clock.mark(), *(self._stack[-1] if self._stack else OTHER)))
-            self._note_memory()
+    def _switch(self, log: StepLog) -> None:
+        log.switches.append((self.clock.mark(), *(self._stack[-1] if self._stack else OTHER)))
+        self._note_memory()
 
     # -- memory
 
@@ -262,7 +261,7 @@ class Recorder(Observer):
             self._note_memory()
 
     def landed(self, lane: str, unit: int, before: Mark) -> None:
-        """Called when the compute stream has waited since the mark `before` for a transfer of `unit` on side stream `lane`."""
+        """Record that the compute stream has waited since the mark `before` for a transfer of `unit` on side stream `lane`."""
         if self.log is None:
             return
         self.log.spans.append((WAIT, lane, unit, before, self.clock.mark()))
@@ -270,9 +269,7 @@ class Recorder(Observer):
             self._grad_bytes -= self._sent.pop(unit)
             if unit not in self._has_grads:
                 self._has_grads.add(unit)
-                self._grad_bytes += sum(
-                    like.nbytes for like in map(_torch.local_of, self._engine.units[unit].trained.likes)
-                )
+                self._grad_bytes += sum(_torch.local_of(p).nbytes for p in self._engine.units[unit].trained.likes)
             self._note_memory()
 
     def _note_memory(self) -> None:
@@ -297,7 +294,8 @@ class Recorder(Observer):
             )
             for unit in engine.units
         ]
-        state = [leaf for optimizer in self._optimizers for leaf in tree_leaves(dict(optimizer.state))]
+        leaves = [leaf for optimizer in self._optimizers for leaf in tree_leaves(dict(optimizer.state))]
+        states = [_torch.local_or_same(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         trace = RankTrace(
             rank=dist.get_rank() if dist.is_initialized() else 0,
             device=self._device.type,
@@ -308,7 +306,7 @@ class Recorder(Observer):
             memory=[],
             memory_step=len(self._logs) - 1 if self._counter is None else -1,
             shard_bytes=sum(unit.shard_bytes for unit in units),
-            state_bytes=sum(_device_bytes(leaf, self._device) for leaf in state if isinstance(leaf, Tensor)),
+            state_bytes=sum(state.nbytes for state in states if state.device.type == self._device.type),
         )
         return replace(trace, memory=self._memory(trace))
 
@@ -331,9 +329,9 @@ class Recorder(Observer):
         return points
 
 
-def _spans_of(log: StepLog, clock: TraceClock, start_us: float) -> Iterator[TraceSpan]:
-    """Yield the spans of a step, with times in microseconds after `start_us`. They end with it, but those of `HOST_STEP`, whose
-    threads go on after `optimizer.step()`."""
+def _spans_of(log: StepLog, clock: HostClock, start_us: float) -> Iterator[TraceSpan]:
+    """Yield the spans of the step `log`, with times in microseconds after `start_us`. Spans that last longer than the step are
+    cut off at its end, except on the lane `HOST_STEP`, because threads may go on after `optimizer.step()`."""
     step_end_us = clock.us(log.end) - start_us
     ends = [mark for mark, _, _ in log.switches[1:]] + [log.end]
     works = [(COMPUTE, kind, unit, start, end) for (start, kind, unit), end in zip(log.switches, ends, strict=True)]
@@ -346,24 +344,12 @@ def _spans_of(log: StepLog, clock: TraceClock, start_us: float) -> Iterator[Trac
             yield TraceSpan(lane=lane, kind=kind, unit=unit, start_us=first, end_us=last)
 
 
-def _grad_bytes(unit: Unit) -> int:
-    return sum(_torch.local_of(p.grad).nbytes for p in unit.trained.params if p.grad is not None)
-
-
-def _device_bytes(tensor: Tensor, device: torch.device) -> int:
-    """Return the bytes of `tensor`, of a DTensor those of its local tensor; 0 if it is on another type of device."""
-    local = _torch.local_of(tensor) if isinstance(tensor, DTensor) else tensor
-    return local.nbytes if local.device.type == device.type else 0
-
-
 # -- side streams
 
 
 class _Recorded(Transfer):
-    """A transfer that adds two spans to the step log: its time on the side stream `lane`, and the compute stream's wait for it.
-
-    `what`, the message, names the unit of the spans if it contains "unit 3 ".
-    """
+    """A transfer that adds two spans to `log`: its time on the side stream `lane`, and, through `recorder`, the compute stream's
+    wait for it. Both spans are of unit 3 if `what`, the name of the transfer in messages, contains "unit 3 ", for example."""
 
     __slots__ = ("_ends", "_lane", "_log", "_num_works", "_recorder", "_start", "_unit")
 

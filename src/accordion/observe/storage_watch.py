@@ -18,7 +18,7 @@ class StorageWatch(_Mode):  # type: ignore[misc]
     `died`, and chooses the storages with `watch`.
 
     Operators on DTensors are seen as operators on their local tensors. Memory that a kernel allocates inside is not seen. While
-    the mode is active, `torch.UntypedStorage.resize_` is replaced.
+    the mode is active, `torch.UntypedStorage.resize_` is replaced for the whole process.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class StorageWatch(_Mode):  # type: ignore[misc]
         self._deaths: dict[int, weakref.ref[Any]] = {}
 
     def runs(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return `func(*args, **kwargs)`, an operator on local tensors. A subclass may `watch` storages before and after."""
+        """Call the operator `func` on local tensors, and return its result. A subclass may `watch` storages before and after."""
         raise NotImplementedError
 
     def resized(self, key: int, storage: torch.UntypedStorage) -> None:

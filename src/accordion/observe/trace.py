@@ -40,14 +40,15 @@ class Trace:
         ranks = self.recorded()
         durations = [end - start for rank in ranks for start, end in rank.steps]
         title = f"{len(ranks[0].steps)} steps on {len(ranks)} ranks, {median(durations) / 1e3:.1f} ms each (median)"
-        return [title, *(f"- {text}" for text in [finding.text for finding in findings(ranks)][:SHOWN] or [NOTHING])]
+        texts = [finding.text for finding in findings(ranks)[:SHOWN]] or [NOTHING]
+        return [title, *(f"- {text}" for text in texts)]
 
     def summary(self) -> None:
         """Print `lines()`."""
         print("\n".join(self.lines()))
 
     def html(self, path: str | Path, plan: Trace | None = None) -> None:
-        """Write the trace as one self-contained HTML page. `plan`: `acc.plan(...).trace()`, whose memory it draws as well."""
+        """Write the trace as one self-contained HTML page. `plan`: `acc.plan(...).trace()`, whose memory is drawn as well."""
         write_text(path, as_html(self.recorded(), None if plan is None else plan.recorded()[0]))
 
     def perfetto(self, path: str | Path) -> None:

@@ -58,9 +58,9 @@ class MemoryPoint:
 class RankTrace:
     """The recorded steps of one rank. `steps`: (start, end) of each step in microseconds.
 
-    `memory`: points of one step, with times after the start of that step. `memory_step`: its index in `steps`; -1 on CPU, where
-    allocations are counted in a step before these, because counting takes time. `shard_bytes`, `state_bytes`: parameters and
-    optimizer states between steps.
+    `memory`: points of one step, with times after the start of that step. `memory_step`: the index of that step in `steps`; -1 on
+    CPU, where it is an earlier step that is not in `steps`, because counting allocations takes time. `shard_bytes`,
+    `state_bytes`: parameters and optimizer states between steps.
     """
 
     rank: int

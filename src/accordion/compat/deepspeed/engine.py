@@ -32,10 +32,9 @@ LATEST = "latest"  # the file with the tag of the newest checkpoint in a folder
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
     """Create the process group; do nothing if there is one. Of `options`, `timeout`, `rank` and `world_size` are used, and all
     others are ignored."""
-    if dist.is_initialized():
-        return
-    used = {key: options[key] for key in ("timeout", "rank", "world_size") if options.get(key) not in (None, -1)}
-    dist.init_process_group(dist_backend, **used)
+    if not dist.is_initialized():
+        used = {key: options[key] for key in ("timeout", "rank", "world_size") if options.get(key) not in (None, -1)}
+        dist.init_process_group(dist_backend, **used)
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -102,10 +101,9 @@ def initialize(
 
 
 def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings: Settings) -> Optimizer:
-    """Return an optimizer of sharded parameters. If `choice` is an optimizer, replace the parameters in it, and return it.
-    Otherwise create an optimizer with the function `choice`, or as `settings` say if `choice` is None. `groups`: its parameters
-    or groups of them; None: all parameters that require gradients. Raises `UsageError` if `choice` has state, or if nothing names
-    an optimizer."""
+    """Return `choice`, an optimizer, with sharded parameters in place of its old ones. If `choice` is a function, or None for the
+    one in `settings`, return the optimizer that it makes of `groups` (by default all parameters of `model` that require
+    gradients). Raises `UsageError` for an optimizer with state, or if nothing names an optimizer."""
     if isinstance(choice, Optimizer):
         if choice.state:
             raise UsageError("initialize() got an optimizer with state; pass a new one, or a function that makes it.")
@@ -125,7 +123,8 @@ def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings
 
 
 def _sharded(param: Any) -> nn.Parameter:
-    """Return the sharded parameter that has replaced `param`, which may be a pair of `named_parameters()`."""
+    """Return the sharded parameter that has replaced `param`, or `param` if it was not sharded. `param` may be a (name,
+    parameter) pair of `named_parameters()`."""
     before = param[1] if isinstance(param, tuple) else param
     sharded: nn.Parameter = vars(before).get("moved_to", before)
     return sharded
@@ -145,8 +144,9 @@ class DeepSpeedEngine(nn.Module):
         super().__init__()
         self.module, self.optimizer, self.lr_scheduler, self.settings = model, optimizer, scheduler, settings
         self.sizes, self.scaler = settings.batch(dist.get_world_size()), settings.scaler(device_type)
-        index = torch.accelerator.current_device_index() if device_type != "cpu" else None
-        self.device = torch.device(device_type, index) if index is not None else torch.device("cpu")
+        self.device = torch.device("cpu")
+        if device_type != "cpu":
+            self.device = torch.device(device_type, torch.accelerator.current_device_index())
         self.micro_steps = self.global_steps = self.skipped_steps = 0
         self._norm: Tensor | None = None
 

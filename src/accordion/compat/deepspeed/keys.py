@@ -47,15 +47,13 @@ class Key:
         return cls(use, why, takes, **others)
 
 
-def _rows(table: dict[str, Any]) -> dict[str, Key]:
-    """Return dotted keys -> `Key` for one table of keys.toml. Several dotted keys that are treated alike are one entry, joined by
-    spaces. The table's entry `prefix` is put before each dotted key, and removed from `table`."""
-    prefix = table.pop("prefix", "")
-    return {" ".join(f"{prefix}{name}" for name in names.split()): Key.of(row) for names, row in table.items()}
-
-
-_TABLES = tomllib.loads(Path(__file__).with_name("keys.toml").read_text(encoding="utf-8"))
-PARTS = {title: _rows(table) for title, table in _TABLES.items()}
+# Title of a table in keys.toml -> dotted keys -> `Key`. Dotted keys that are treated alike are one entry, joined by spaces.
+PARTS: dict[str, dict[str, Key]] = {}
+for _title, _table in tomllib.loads(Path(__file__).with_name("keys.toml").read_text(encoding="utf-8")).items():
+    _prefix = _table.pop("prefix", "")  # of each dotted key in the table
+    PARTS[_title] = {
+        " ".join(f"{_prefix}{name}" for name in names.split()): Key.of(row) for names, row in _table.items()
+    }
 _NAMED = [(name, key) for part in PARTS.values() for names, key in part.items() for name in names.split()]
 KEYS: Mapping[str, Key] = {name.removesuffix(".*"): key for name, key in _NAMED}
 SECTIONS = {name.removesuffix(".*") for name, _ in _NAMED if name.endswith(".*")}

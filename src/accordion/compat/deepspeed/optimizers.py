@@ -43,20 +43,20 @@ class OptimizerChoice:
 
 
 def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
-    """Return the optimizer class and arguments for a section `optimizer`. `name`: its key `type`. `params`: its key `params`;
-    this dict is changed. Raises `UsageError` if torch.optim lacks the optimizer or steps it otherwise than DeepSpeed, or if the
-    class does not take an argument in `params`."""
+    """Return the optimizer class and its arguments for the section `optimizer` of a configuration. `name`, `params`: the values
+    of its keys `type` and `params`; the dict `params` is changed. Raises `UsageError` if torch.optim lacks the optimizer or steps
+    it otherwise than DeepSpeed, or if the class does not take an argument in `params`."""
     if not isinstance(name, str):
         raise UsageError(f"optimizer.type is {name!r}; it takes a name, AdamW for example.")
     ours = {key: params.pop(key) for key in OURS if key in params}
-    named = {key: value for key, value in vars(torch.optim).items() if isinstance(value, type)}
+    kinds = {key: value for key, value in vars(torch.optim).items() if isinstance(value, type)}
+    classes = {key: kind for key, kind in kinds.items() if issubclass(kind, Optimizer) and kind is not Optimizer}
     natively = {"adam": "AdamW" if ours.get("adam_w_mode", True) else "Adam", "adamw": "AdamW", "adagrad": "Adagrad"}
-    cls = named.get(natively.get(name.lower(), name))  # DeepSpeed ignores case in its own names only
-    if name.lower() in REFUSED or cls is None or not issubclass(cls, Optimizer) or cls is Optimizer:
-        names = [key for key, value in named.items() if issubclass(value, Optimizer) and value is not Optimizer]
+    cls = classes.get(natively.get(name.lower(), name))  # DeepSpeed ignores case in its own names only
+    if name.lower() in REFUSED or cls is None:
         raise UsageError(
             f"optimizer.type {name!r} is not supported: torch.optim lacks it, or steps it otherwise than DeepSpeed. Name a class "
-            f"of torch.optim, or leave the optimizer out of the file and create your own; {nearest(name, names)}"
+            f"of torch.optim, or leave the optimizer out of the file and create your own; {nearest(name, list(classes))}"
         )
     if name.lower() in ("adam", "adamw"):
         params.setdefault("fused", True)

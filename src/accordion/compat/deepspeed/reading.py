@@ -73,16 +73,16 @@ class Settings:
     ignored: tuple[str, ...]
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh | None:
-        """Return the mesh to pass to `shard`. For a hybrid strategy, create a mesh of two axes, which is collective. Otherwise
-        return None, which means all ranks."""
+        """Return the mesh to pass to `shard`. For a hybrid strategy, create a mesh of two axes ("replicate", "shard"), which is
+        collective. Otherwise return None, which means all ranks."""
         if self.group_ranks is None:
             return None
         replicas = self.replicas(dist.get_world_size())
         return init_device_mesh(device_type, (replicas, self.group_ranks), mesh_dim_names=("replicate", "shard"))
 
     def replicas(self, num_ranks: int) -> int:
-        """Return the number of sharded copies of the model on `num_ranks` ranks. Raises `UsageError` if `group_ranks` does not
-        divide `num_ranks`."""
+        """Return the number of sharded copies of the model on `num_ranks` ranks, 1 unless the strategy is hybrid. Raises
+        `UsageError` if `group_ranks` does not divide `num_ranks`."""
         if self.group_ranks is None:
             return 1
         if num_ranks % self.group_ranks:
@@ -125,10 +125,11 @@ def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | No
     docs/compat_deepspeed.md lists what each key becomes without an entry. Logs the keys that are not needed here. Raises
     `UsageError` if the file cannot be read, or if a key or value is wrong or not supported.
     """
+    auto = auto or {}
     values = dict(_flat(_content(source)))
-    keys = {name: _key(name, value) for name, value in {**dict.fromkeys(auto or {}), **values}.items()}
+    keys = {name: _key(name, value) for name, value in {**dict.fromkeys(auto), **values}.items()}
     autos = tuple(name for name, value in values.items() if value == "auto")
-    values = {name: _resolved(name, value, keys[name], auto or {}) for name, value in values.items()}
+    values = {name: _resolved(name, value, keys[name], auto) for name, value in values.items()}
     ignored = tuple(name for name in values if keys[name].use is Use.NOT_NEEDED)
     values = {n: _checked(n, v, keys[n]) for n, v in values.items() if v is not None and keys[n].use is Use.USED}
     strategy, group_ranks = _strategy(values)
@@ -163,7 +164,6 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
         return source
     if not isinstance(source, (str, Path)):
         raise UsageError(f"read() takes the path of a ds_config.json or a dict, not {type(source).__name__}.")
-
     try:
         content = json.loads(read_text(source))
     except OSError as error:
@@ -176,12 +176,10 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of each key in nested sections. A dict of which `KEYS` has no keys inside is yielded as a value.
-    Raises `UsageError` if a section is not a dict."""
+    """Yield (dotted key, value) for each key of `content` and of its nested sections, with `prefix` before the key. A dict is a
+    section if `KEYS` has dotted keys inside it, and otherwise a value. Raises `UsageError` if a section is not a dict."""
     for key, value in content.items():
-        name = f"{prefix}{key}"
-        if not prefix and key == "bfloat16":
-            name = "bf16"
+        name = "bf16" if f"{prefix}{key}" == "bfloat16" else f"{prefix}{key}"
         has_keys = any(known.startswith(f"{name}.") for known in KEYS)
         if has_keys and isinstance(value, Mapping):
             yield from _flat(value, f"{name}.")
@@ -192,20 +190,13 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield name, value
 
 
-def _row(name: str) -> str | None:
-    """Return the key in `KEYS` for the dotted key `name`: `name`, or a section that contains it and takes any key, or None."""
+def _key(name: str, value: Any) -> Key:
+    """Return the `Key` of the dotted key `name`, or of the section around it if that section takes any key. Raises `UsageError`
+    if there is no such key, or if its `value` is not supported."""
     row = name
     while row and row not in KEYS:
         row = row.rpartition(".")[0]
-        if row in KEYS and row not in {*SECTIONS, "optimizer.params"}:
-            return None
-    return row or None
-
-
-def _key(name: str, value: Any) -> Key:
-    """Return the `Key` of the dotted key `name`. Raises `UsageError` if there is none, or if its `value` is not supported."""
-    row = _row(name)
-    if row is None:
+    if not row or (row != name and row not in {*SECTIONS, "optimizer.params"}):
         by_leaf = {known.rpartition(".")[2]: known for known in reversed([*KEYS])}
         close = get_close_matches(name.rpartition(".")[2], by_leaf, n=1)
         hint = f"did you mean {by_leaf[close[0]]!r}?" if close else "docs/compat_deepspeed.md lists all."
@@ -260,25 +251,21 @@ def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _strategy(values: Mapping[str, Any]) -> tuple[Strategy, int | None]:
-    """Return (strategy, number of ranks that share one sharded copy, or None if the strategy is not hybrid). Raises `UsageError`
-    if the stage does not exist, or if the keys for groups of ranks contradict it or each other."""
+    """Return (strategy, number of ranks that share one sharded copy). The number is None unless the strategy is hybrid. Raises
+    `UsageError` if there is no such stage, if hpZ or MiCS is asked for in another stage than 3, or if both are asked for."""
     stage = values.get("zero_optimization.stage", 0)
     if stage > 3:
         raise UsageError(f"zero_optimization.stage is {stage}; valid: 0, 1, 2, 3.")
-    hpz, mics = (
-        values.get("zero_optimization.zero_hpz_partition_size", 1),
-        values.get("zero_optimization.mics_shard_size", -1),
-    )
+    hpz = values.get("zero_optimization.zero_hpz_partition_size", 1)
+    mics = values.get("zero_optimization.mics_shard_size", -1)
     if hpz > 1 and mics > 0:
         raise UsageError("zero_hpz_partition_size and mics_shard_size both set the ranks per copy; keep one of them.")
     if hpz <= 1 and mics <= 0:
         return STAGES[stage], None
-    name, size, strategy = (
-        ("zero_hpz_partition_size", hpz, HYBRID_SHARD_OPTIM) if hpz > 1 else ("mics_shard_size", mics, HYBRID_SHARD)
-    )
     if stage != 3:
+        name, size = ("zero_hpz_partition_size", hpz) if hpz > 1 else ("mics_shard_size", mics)
         raise UsageError(f"zero_optimization.{name} is {size}, which needs stage 3, but the stage is {stage}.")
-    return strategy, size
+    return (HYBRID_SHARD_OPTIM, hpz) if hpz > 1 else (HYBRID_SHARD, mics)
 
 
 def _offload(values: Mapping[str, Any]) -> Offload:

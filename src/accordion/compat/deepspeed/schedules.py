@@ -24,7 +24,7 @@ TAKES: Mapping[str, tuple[str, ...]] = {
 class Schedule:
     """A learning rate schedule of a `ds_config.json`. Call it with an optimizer to create a scheduler of torch. Rates are
     DeepSpeed's, step for step: the first two steps both count as the beginning of the warmup. The constructor raises `UsageError`
-    for a type or parameter that is not supported, and if `total_num_steps` is missing."""
+    for a type or parameter that is not supported, and if a type that needs `total_num_steps` lacks it."""
 
     type: str
     params: Mapping[str, Any]
@@ -48,13 +48,20 @@ class Schedule:
 
     @property
     def warmup(self) -> int:
-        """Number of warmup steps."""
+        """Number of warmup steps, at least 2."""
         return max(2, int(self.params.get("warmup_num_steps", 1000)))
 
     def lr(self, done: int, first_rate: float) -> float:
         """Return the learning rate after `done` steps for a parameter group whose rate in the optimizer was `first_rate`."""
         at = done - 1
-        rise = self._rise(at) if at < self.warmup else 1.0
+        if at < 0:
+            rise = 0.0
+        elif at >= self.warmup:
+            rise = 1.0
+        elif self.params.get("warmup_type", "log") == "log":
+            rise = math.log(at + 1) / math.log(self.warmup)
+        else:
+            rise = at / self.warmup
         if self.type == "WarmupCosineLR":
             if at < self.warmup:
                 first = float(self.params.get("warmup_min_ratio", 0.0))
@@ -68,13 +75,6 @@ class Schedule:
             total = int(self.params["total_num_steps"])
             rise = max(0.0, (total - at) / max(1.0, total - self.warmup))
         return least + (most - least) * rise
-
-    def _rise(self, at: int) -> float:
-        if at < 0:
-            return 0.0
-        if self.params.get("warmup_type", "log") == "log":
-            return math.log(at + 1) / math.log(self.warmup)
-        return at / self.warmup
 
 
 class Scheduled(LRScheduler):

@@ -144,9 +144,8 @@ class Arguments:
 
     @property
     def offload(self) -> Offload:
-        if self.cpu_offload is None or not self.cpu_offload.offload_params:
-            return Offload()
-        return Offload(params=HOST, optimizer=HOST)
+        offloads = self.cpu_offload is not None and self.cpu_offload.offload_params
+        return Offload(params=HOST, optimizer=HOST) if offloads else Offload()
 
 
 def ignored_parameters(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> list[nn.Parameter]:
@@ -161,9 +160,8 @@ def ignored_parameters(modules: Iterable[nn.Module] | None, states: Iterable[Any
             params.extend(state.parameters())
         elif isinstance(state, nn.Parameter) and modules is None:
             params.append(state)
+        elif modules is None:
+            raise UsageError(f"ignored_states contains a {type(state).__name__}; it takes parameters and modules.")
         else:
-            name, taken = (
-                ("ignored_states", "parameters and modules") if modules is None else ("ignored_modules", "modules")
-            )
-            raise UsageError(f"{name} contains a {type(state).__name__}; it takes {taken}.")
+            raise UsageError(f"ignored_modules contains a {type(state).__name__}; it takes modules.")
     return list(dict.fromkeys(params))

@@ -97,20 +97,19 @@ def _master(root: nn.Module) -> torch.dtype:
 
 @contextmanager
 def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
-    """Context manager that removes the parameters with ids in `ignored` from `root`; the exit puts them back in order."""
-    removed_from: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
-    for module in root.modules() if ignored else ():
-        if any(id(p) in ignored for p in module._parameters.values()):
-            removed_from.append((module, dict(module._parameters)))
-            for name in [name for name, p in module._parameters.items() if id(p) in ignored]:
-                del module._parameters[name]
+    """Context manager that removes the parameters whose ids are in `ignored` from the modules of `root`. The exit registers them
+    again, in the former order."""
+    before = [(m, dict(m._parameters)) for m in root.modules() if any(id(p) in ignored for p in m._parameters.values())]
+    for module, params in before:
+        for name in [name for name, p in params.items() if id(p) in ignored]:
+            del module._parameters[name]
     try:
         yield
     finally:
-        for module, before in removed_from:
+        for module, params in before:
             current = dict(module._parameters)
             module._parameters.clear()
-            module._parameters.update({name: current.get(name, p) for name, p in before.items()})
+            module._parameters.update({name: current.get(name, p) for name, p in params.items()})
 
 
 def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[tuple[nn.Module, Arguments]]) -> None:

@@ -120,7 +120,7 @@ class FullyShardedDataParallel(StateDicts):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """Return all wrappers in `module`, including itself; with `root_only` only those that are inside no other wrapper."""
-        wrappers = [m for m in walk(module) if isinstance(m, FullyShardedDataParallel)]
+        wrappers = [m for _, m in walk(module) if isinstance(m, FullyShardedDataParallel)]
         return [m for m in wrappers if m.check_is_root()] if root_only else wrappers
 
     # -- training
@@ -129,7 +129,7 @@ class FullyShardedDataParallel(StateDicts):
     def no_sync(self) -> Generator[None]:
         """Context manager in which each rank sums full gradients; the next backward outside reduces the sums. Raises
         `UsageError` on a wrapper inside another wrapper."""
-        self._root_engine("no_sync()")
+        self._require_root("no_sync()")
         with state.no_sync(self):
             yield
 
@@ -137,7 +137,7 @@ class FullyShardedDataParallel(StateDicts):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a global norm of at most `max_norm`, and return the norm before, 0-d float32. Collective. Raises
         `UsageError` on a wrapper inside another wrapper."""
-        self._root_engine("clip_grad_norm_()")
+        self._require_root("clip_grad_norm_()")
         return clip_grad_norm_(self, float(max_norm), float(norm_type))
 
     @staticmethod
@@ -158,9 +158,8 @@ class FullyShardedDataParallel(StateDicts):
         """
         if rank0_only and writeback:
             raise UsageError("summon_full_params(rank0_only=True) cannot write back: pass writeback=False.")
-        tops = list({id(w): w for w in (m._outermost() for m in wrappers_in(module))}.values())
         with contextlib.ExitStack() as stack:
-            for top in tops:
+            for top in dict.fromkeys(m._outermost() for m in wrappers_in(module)):
                 engine = top._engine("summon_full_params()")
                 if offload_to_cpu and engine.context.device.type != "cpu":
                     raise UsageError(
@@ -179,8 +178,8 @@ class FullyShardedDataParallel(StateDicts):
 
 
 def _check(module: nn.Module, policy: Any) -> None:
-    """Raise `UsageError` in three cases: `module` contains wrappers although a `policy` was passed; a wrapper in it has an engine
-    already; or it is a container without forward, so that nothing would gather its own parameters."""
+    """Raise `UsageError` if `module`, which is to be wrapped, contains wrappers although a `policy` was passed; if a wrapper in
+    it has an engine already; or if it is a list or dict of modules, without a forward that could gather its own parameters."""
     inside = wrappers_in(module)
     if inside and policy is not None:
         raise UsageError(
@@ -191,8 +190,8 @@ def _check(module: nn.Module, policy: Any) -> None:
             "a FullyShardedDataParallel inside this module has an engine already (by its policy, or a use of its parameters, "
             "state or forward). Wrap the outermost module before the first use, and pass the policy to the outermost only."
         )
-    wrapped = {id(m) for wrapper in inside for m in walk(wrapper)}
-    loose = [m for m in walk(module) if id(m) not in wrapped and any(p is not None for p in m._parameters.values())]
+    wrapped = {id(m) for wrapper in inside for _, m in walk(wrapper)}
+    loose = [m for _, m in walk(module) if id(m) not in wrapped and any(p is not None for p in m._parameters.values())]
     if isinstance(module, CONTAINERS) and (loose or policy is not None):
         raise UsageError(
             f"FullyShardedDataParallel cannot wrap a {type(module).__name__}: it has no forward, so nothing would gather its "
@@ -202,8 +201,8 @@ def _check(module: nn.Module, policy: Any) -> None:
 
 @contextlib.contextmanager
 def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> Generator[None]:
-    """Context manager in which parameters of `top` are full, and `with_grads` gradients too. With `writeback`, the exit writes
-    both back into the shards; without it, changes are lost."""
+    """Context manager in which the parameters of `top` are full, and if `with_grads` also their gradients. The exit writes
+    changes of full parameters and gradients into the shards if `writeback`; otherwise they are lost. Collective."""
     sharded = dict(nn.Module.named_parameters(top))
     entries = state_dicts.params_of([engine])
     with state.full_params(top, write=writeback):

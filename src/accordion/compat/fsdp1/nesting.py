@@ -54,7 +54,7 @@ class Wrapper(nn.Module):
         if self._built:
             return
         top = self._outermost()
-        wrappers = [(n, m) for n, m in named(top, "", set()) if isinstance(m, Wrapper)]
+        wrappers = [(n, m) for n, m in walk(top) if isinstance(m, Wrapper)]
         for _, wrapper in wrappers:
             wrapper._built = True  # the engine lists modules, which would call this method again
         try:
@@ -79,34 +79,33 @@ class Wrapper(nn.Module):
         self._ready()
         return state.sharded_engine(self, what)
 
-    def _root_engine(self, what: str) -> Engine:
+    def _require_root(self, what: str) -> None:
+        """Raise `UsageError`, which begins with `what`, if this wrapper is inside another. Otherwise build a missing engine."""
         if not self.check_is_root():
             raise UsageError(
                 f"{what} was called on a FullyShardedDataParallel inside another; call it on the outermost."
             )
-        return self._engine(what)
+        self._engine(what)
 
     def check_is_root(self) -> bool:
         return self._outer is None or self._outer() is None
 
 
-def walk(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield `module` and its submodules without `Wrapper.named_modules`, which would build an engine."""
-    return (each for _, each in named(module, "", set()))
-
-
-def named(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def walk(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) for `module` and all its submodules, each once. Unlike `Wrapper.named_modules`, which this replaces,
+    it builds no engine. `prefix`: the name of `module`. `seen`: ids of modules to skip, to which those yielded are added."""
+    seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from named(child, f"{prefix}.{name}" if prefix else name, seen)
+            yield from walk(child, f"{prefix}.{name}" if prefix else name, seen)
 
 
 def wrappers_in(module: nn.Module) -> list[Wrapper]:
-    return [m for m in walk(module) if isinstance(m, Wrapper)]
+    return [m for _, m in walk(module) if isinstance(m, Wrapper)]
 
 
 def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
@@ -115,13 +114,6 @@ def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
     if not wrappers:
         raise UsageError(f"{what} needs a FullyShardedDataParallel, but this {type(module).__name__} contains none.")
     return wrappers
-
-
-def engines_of(model: nn.Module, what: str) -> list[Engine]:
-    """Return the engine of each outermost wrapper that contains `model` or is in it. Builds missing engines, which is collective.
-    Raises `UsageError` if `model` contains no wrapper; `what` begins the message."""
-    tops = {id(w): w for w in (m._outermost() for m in some_wrappers(model, what))}
-    return [top._engine(what) for top in tops.values()]
 
 
 def _put_prefix(module: nn.Module, loaded: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Generator, Iterable, Mapping
+from itertools import count, islice
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
-from accordion.compat.fsdp1.nesting import Wrapper, clean, engines_of, some_wrappers
+from accordion.compat.fsdp1.nesting import Wrapper, clean, some_wrappers
 from accordion.engine.context import gathered, own_rows
 from accordion.engine.engine import Engine
 from accordion.engine.params import Param
@@ -63,13 +64,14 @@ class StateDicts(Wrapper):
 
     def _converted(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
         """Return `tensors` as full tensors (a collective) or shards, as `set_state_dict_type` chose. Buffers get back the dtype
-        from before mixed precision. The dict `tensors` is changed. With `rank0_only`, other ranks get {}."""
+        from before mixed precision. The dict `tensors` is changed. With `rank0_only`, ranks other than the first get {}.
+        `prefix`: the beginning of all names in `tensors`."""
         engine = self._engine("state_dict()")
         config = self._settings.state_dict_config
         for name, value in tensors.items():
             dtype = self._outermost()._own_dtypes.get(name.removeprefix(prefix))
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and dtype is not None:
-                tensors[name] = value.to(dtype)  # buffers are saved in the dtype that they had before mixed precision
+                tensors[name] = value.to(dtype)
         if self._settings.state_dict_type is StateDictType.FULL_STATE_DICT:
             rank0_only = bool(getattr(config, "rank0_only", False))
             return full_values(engine, tensors, rank0_only=rank0_only, cpu=config.offload_to_cpu)
@@ -233,6 +235,12 @@ def settings_for(
     return StateDictSettings(kind, *configs)  # type: ignore[arg-type]
 
 
+def _engines_of(model: nn.Module) -> list[Engine]:
+    """Return the engine of each outermost wrapper that contains `model` or is in it. Builds missing engines, which is collective.
+    Raises `UsageError` if `model` contains no wrapper."""
+    return [top._engine(OPTIM) for top in dict.fromkeys(m._outermost() for m in some_wrappers(model, OPTIM))]
+
+
 def params_of(engines: Iterable[Engine]) -> dict[int, Param]:
     """Return a dict from the id of each sharded parameter to the `Param` with which the engine manages it."""
     return {id(p.sharded): p for engine in engines for unit in engine.units for p in unit.params}
@@ -257,14 +265,12 @@ def cut_like(value: Tensor, param: Param) -> Tensor:
         if value.placements == like.placements and value.device_mesh == like.device_mesh:  # type: ignore[attr-defined]
             return value
         value = value.full_tensor()
-    if value.dim() == 0 or value.shape != like.shape:
-        return value
-    rows = own_rows(value, param.cut, param.context).to(_torch.local_of(like).device)
-    return _torch.as_dtensor(rows.contiguous(), like)
+    return value if value.dim() == 0 or value.shape != like.shape else own_dtensor(value, param)
 
 
 def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
-    """Return the qualified names of the parameters of each group of `optim`. Raises `UsageError` if `model` lacks one."""
+    """Return for each parameter group of `optim` the qualified names of its parameters in `model`. Raises `UsageError` if a
+    parameter is not in `model`."""
     names = {id(p): name for name, p in model.named_parameters()}
     for p in (p for group in optim.param_groups for p in group["params"]):
         if id(p) not in names:
@@ -278,9 +284,9 @@ def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
 def named_state(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """Convert `state`, a result of `optim.state_dict()`, to a state dict by qualified names. It is full (a collective) or
-    sharded, as `settings` say. If `settings` are full and have `rank0_only`, ranks other than the first get {}."""
-    engines = engines_of(model, OPTIM)
+    """Convert `state`, a result of `optim.state_dict()`, to a state dict by qualified names. The tensors returned are full (a
+    collective) or shards, as `settings` say. If `settings` are full and have `rank0_only`, ranks other than the first get {}."""
+    engines = _engines_of(model)
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     cpu = settings.optim_state_dict_config.offload_to_cpu
     params = params_of(engines)
@@ -316,7 +322,7 @@ def state_by_id(
     send the first rank's `state` to all ranks, without a comparison. Either of them makes this call collective. Raises
     `UsageError` if `state` is empty, or if its parameter groups are not those of `optim`.
     """
-    engines = engines_of(model, OPTIM)
+    engines = _engines_of(model)
     from_first = engines[0] if from_first_rank else None
     if full and from_first is None:
         _agree_on(state, engines[0])
@@ -334,10 +340,9 @@ def state_by_id(
             f"{[len(fqns) for fqns in names]}, or their names differ; create the optimizer with the groups that were saved."
         )
     entries: dict[int, Any] = {}
-    numbered, at = [], 0
+    numbered, numbers = [], count()
     for group, saved, fqns in zip(optim.param_groups, groups, names, strict=True):
-        ids = list(range(at, at + len(fqns)))
-        at += len(fqns)
+        ids = list(islice(numbers, len(fqns)))
         for i, p, name in zip(ids, group["params"], fqns, strict=True):
             entry = _shared(state["state"].get(name) if state else None, from_first)
             if entry is not None:
@@ -370,8 +375,8 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:
-    """Return the `value` of the first rank of the engine `from_first`, which is collective. If `from_first` is None, return this
-    rank's `value`."""
+    """Return the `value` that the first rank of the engine `from_first` passed, which is collective. If `from_first` is None,
+    return this rank's `value`."""
     if from_first is None:
         return value
     values = [value]

@@ -130,8 +130,8 @@ def _mesh_of(mesh: Any) -> DeviceMesh:
 def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
     """Return (keep, number of ranks) for `reshard`, the argument `reshard_after_forward`. keep: True to keep full parameters
     until the backward, False to free them after the forward, None if the engine decides. number of ranks: over how many ranks
-    parameters are resharded after the forward; None: over all. Raises `UsageError` unless `reshard` is None, a bool, or an int
-    that divides the ranks."""
+    parameters are resharded after the forward; None: over all. Raises `UsageError` unless `reshard` is None, a bool, or an int of
+    at least 1 that divides the ranks over which `mesh` shards."""
     if reshard is None or isinstance(reshard, bool):
         return None if reshard is None else not reshard, None
     ranks = mesh.size(mesh.ndim - 1)
@@ -143,8 +143,8 @@ def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
 
 
 def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter) -> tuple[int | None, DeviceMesh]:
-    """Return (dim on which to shard `param`, data-parallel mesh). These are dim 0 and `mesh`, unless `rule` chooses a dim or
-    mesh. The dim of a 0-d parameter is None. Raises `UsageError` if `rule` returns a dim or mesh that cannot be used."""
+    """Return (dim on which to shard `param`, data-parallel mesh): dim 0 and `mesh`, unless `rule` chooses another dim or mesh.
+    The dim of a 0-d parameter is None. Raises `UsageError` if `rule` returns a dim or mesh that cannot be used."""
     asked: Any = None if rule is None else rule(param)
     if _torch.is_shard_placement_result(asked):
         asked, info = asked.placement, asked.mesh_info

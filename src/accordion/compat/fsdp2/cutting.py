@@ -26,16 +26,16 @@ CutRule = Callable[[nn.Parameter], tuple[int | None, DeviceMesh]]
 
 
 def cut_parameters(part: Part, cut_dim: CutRule) -> None:
-    """Shard the parameters of one `fully_shard` call, `part`, in place, and move its buffers to the device. Parameters and
+    """Shard the parameters of `part`, one `fully_shard` call, in place, and move its buffers to the device. Parameters and
     buffers of inner calls are left out. `cut_dim` chooses the dim and mesh of a parameter. Parameters on the meta device stay
-    there. If a parameter cannot be sharded, raises `UsageError`; then none is sharded, and the modules lose their reference to
-    `part`."""
+    there. If one cannot be sharded, nothing is, `part` is removed from its modules, and `UsageError` is raised."""
     modules = part.alive()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     others = [top for p in parts_below(modules) if p is not part for top in p.alive()]
     others += [m for m in root.modules() if "replicate" in _torch.composed_with(m)]
     below = {id(m) for top in others for m in top.modules()}
     device = device_of(part.asked.mesh)
+    stored_on = torch.device("cpu") if part.asked.sharding.offload.offloads else device
     with torch.no_grad(), torch.inference_mode(False):
         try:
             owned = list(_uncut(part, root, below))
@@ -44,23 +44,15 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
             part.withdraw()
             raise
         for o, layout in zip(owned, layouts, strict=True):
-            tensor = local_part(o.original)
-            place = (
-                tensor.device
-                if tensor.is_meta
-                else torch.device("cpu")
-                if part.asked.sharding.offload.offloads
-                else device
-            )
+            tensor, c = local_part(o.original), layout.cut
+            place = tensor.device if tensor.is_meta else stored_on
             if not _torch.is_plain(tensor):
-                extended = extended_rows(tensor, layout.cut, layout.rank, place)
+                extended = extended_rows(tensor, c, layout.rank, place)
                 replace_by_subclass(o, extended, layout.mesh, layout.placements)
             else:
-                c = layout.cut
-                rows = tensor
                 if c.dim is not None:
-                    rows = tensor.narrow(c.dim, min(layout.rank * c.chunk, c.rows), c.rows_of(layout.rank))
-                local = rows.to(place, copy=True, memory_format=torch.contiguous_format)
+                    tensor = tensor.narrow(c.dim, min(layout.rank * c.chunk, c.rows), c.rows_of(layout.rank))
+                local = tensor.to(place, copy=True, memory_format=torch.contiguous_format)
                 replace(o, local, layout.mesh, layout.placements)
             part.layouts.update({(id(ref()), attr): layout for ref, attr in o.places})
         for module in root.modules():
@@ -71,8 +63,8 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
 
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
-    """Yield the parameters of `part`, a `fully_shard` call, that no call has sharded, without ignored ones. `below`: ids of the
-    modules of inner calls. Raises `UsageError` if one of the parameters is tied to a parameter of another call."""
+    """Yield the parameters in `root` that `part`, a `fully_shard` call, is to shard: all but ignored ones, and those of modules
+    whose ids are in `below`, the modules of inner calls. Raises `UsageError` if one is tied to a parameter of another call."""
     for o in owned_parameters(root, {}):
         places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
         if not places or o.original in part.asked.ignored:
@@ -86,32 +78,25 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
 
 
 def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
-    """Return the placements and shard (`Layout`) of the parameter `o`. Raises `UsageError` if the mesh cannot shard it."""
+    """Return the placements and rows (`Layout`) of the parameter `o`, on the dim and mesh that `cut_dim` chooses. Raises
+    `UsageError` if a tensor of this kind cannot be sharded. A parameter may be a DTensor if its mesh and the chosen one have
+    named axes without a common name; otherwise raises `UsageError`."""
     name = o.names[0]
     param: Any = o.original
     tensor, (dim, mesh) = local_part(param), cut_dim(param)
     check_tensor(name, tensor, offloads=part.asked.sharding.offload.offloads)
-    c = Cut(tuple(tensor.shape), dim, mesh.size(mesh.ndim - 1))
     if isinstance(param, DTensor):
-        _check_beside(name, param, mesh)
+        inner, names, outer = param.device_mesh, param.device_mesh.mesh_dim_names, mesh.mesh_dim_names
+        if inner == mesh or (names is not None and outer is not None and set(names) & set(outer)):
+            raise UsageError(
+                f"parameter {name!r} is sharded on the mesh {inner} already, by a call on an outer module. Shard inner modules "
+                "first, then outer ones. If tensor or expert parallelism sharded it, use other axes for that."
+            )
+        if names is None or outer is None:
+            raise UsageError(
+                f"parameter {name!r} is a DTensor on the mesh {inner}. To combine this with other parallelism, use slices of one "
+                "mesh with named axes: mesh['tp'] for parallelize_module, and mesh['dp'] here."
+            )
+    c = Cut(tuple(tensor.shape), dim, mesh.size(mesh.ndim - 1))
     placements: list[Placement] = [Replicate() if c.dim is None else Shard(c.dim)]
     return layout_of(param, c, mesh, [Replicate(), *placements] if mesh.ndim == 2 else placements)
-
-
-# -- placements
-
-
-def _check_beside(name: str, param: DTensor, mesh: DeviceMesh) -> None:
-    """Raise `UsageError` unless `mesh` and the mesh of the DTensor `param` both have named axes, and no name in common."""
-    inner, names = param.device_mesh, param.device_mesh.mesh_dim_names
-    outer = mesh.mesh_dim_names
-    if inner == mesh or (names is not None and outer is not None and set(names) & set(outer)):
-        raise UsageError(
-            f"parameter {name!r} is sharded on the mesh {inner} already, by a call on an outer module. Shard inner modules "
-            "first, then outer ones. If tensor or expert parallelism sharded it, use other axes for that."
-        )
-    if names is None or outer is None:
-        raise UsageError(
-            f"parameter {name!r} is a DTensor on the mesh {inner}. To combine this with other parallelism, use slices of one "
-            "mesh with named axes: mesh['tp'] for parallelize_module, and mesh['dp'] here."
-        )

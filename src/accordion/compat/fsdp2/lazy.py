@@ -38,7 +38,7 @@ from accordion.units import Owned, owned_parameters
 
 @dataclass(slots=True)
 class PartSettings:
-    """The settings that setters of `FSDPModule` made on the modules of one `fully_shard` call.
+    """What the setters of `FSDPModule` have set on the modules of one `fully_shard` call.
 
     Args:
         stays: do not free the memory of full parameters when they are resharded.
@@ -68,12 +68,12 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Lease:
-    """Keeps full parameters of a `Part`, one `fully_shard` call, after an explicit `unshard`, until `reshard` or the end of a
-    forward or backward."""
+    """Keeps the full parameters of a `Part`, one `fully_shard` call, in its modules, from an explicit `unshard` until `reshard`
+    or the end of a forward or backward."""
 
     def __init__(self, part: Part) -> None:
         self._part = weakref.ref(part)
-        self.shown: list[nn.Parameter] | None = None
+        self._shown: list[nn.Parameter] | None = None  # the full parameters in the modules
         self._hooks: list[Any] = []
 
     def begin(self) -> Unit:
@@ -82,7 +82,7 @@ class Lease:
         assert part is not None, "a part owns its lease"
         unit = part.ensure()
         engine = part.engine()
-        if self.shown is None and engine.depth == 0 and not _torch.is_in_backward():
+        if self._shown is None and engine.depth == 0 and not _torch.is_in_backward():
             engine.context.waiter.check()
             engine.recover()
             unit.drop_stale()
@@ -91,35 +91,33 @@ class Lease:
         return unit
 
     def take(self) -> None:
-        """Gather parameters, wait for them, and register them in the modules as plain leaf tensors. Does nothing if they are
-        registered already."""
+        """Gather parameters, wait for them, and register them in the modules as plain leaf tensors. Collective. Does nothing if
+        they are registered already. Builds the engine if there is none."""
         part, unit = self._part(), self.begin()
-        if part is None or self.shown is not None:
+        if part is None or self._shown is not None:
             return
+        engine = part.engine()
         with torch.inference_mode(False), torch.no_grad():
-            part.engine().acquire(unit)
-            self.shown = [
-                nn.Parameter(full, requires_grad=p.sharded.requires_grad)
-                for full, p in zip(
-                    unit.module_params.around([view.data for view in unit.views]), unit.params, strict=True
-                )
+            engine.acquire(unit)
+            fulls = unit.module_params.around([view.data for view in unit.views])
+            self._shown = [
+                nn.Parameter(full, requires_grad=param.sharded.requires_grad)
+                for full, param in zip(fulls, unit.params, strict=True)
             ]
-        for i, (leaf, param) in enumerate(zip(self.shown, unit.params, strict=True)):
+        for i, (leaf, param) in enumerate(zip(self._shown, unit.params, strict=True)):
             vars(leaf).update(_torch.marks_of(param.sharded))
             if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(
-                    partial(_collect, weakref.ref(part.engine()), weakref.ref(unit), i)
-                )
-        unit.module_params.show(self.shown)
+                leaf.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(engine), weakref.ref(unit), i))
+        unit.module_params.show(self._shown)
         ended = torch.compiler.disable(weakly(self.forward_ended))
         self._hooks = [m.register_forward_hook(ended, always_call=True) for m in part.alive()]
 
     def end(self) -> None:
         """Register the shards in the modules again, and free the full parameters. Does nothing if `take` has not run before."""
-        part, shown = self._part(), self.shown
+        part, shown = self._part(), self._shown
         if shown is None or part is None or part.unit is None:
             return
-        self.shown = None
+        self._shown = None
         for handle in self._hooks:
             handle.remove()
         # Their memory is freed below. A graph that saved one must fail by its version counter, and not read freed memory.
@@ -141,8 +139,9 @@ class Lease:
 
 
 def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
-    """Hook of `leaf`, the unsharded parameter number `i` of the unit `of`. Moves a gradient that did not come from a forward of
-    the unit from `leaf.grad` to the engine `by`, which reduces it. Drops the gradient if the engine is deleted."""
+    """Hook of `leaf`, the full parameter number `i` of the unit `of`, which runs after `leaf.grad` was accumulated. Moves
+    `leaf.grad` to the engine `by`, which reduces it as a gradient from outside of the unit's forward. Drops the gradient if the
+    engine or the unit is deleted."""
     engine, unit, grad = by(), of(), leaf.grad
     leaf.grad = None
     if engine is not None and unit is not None and grad is not None:
@@ -161,7 +160,8 @@ class UnshardLeases(Observer):
 
 
 class Part:
-    """One call of `fully_shard`: the modules that it gathers together, its arguments, and the unit once an engine exists."""
+    """One call of `fully_shard`: the modules that it gathers together, its arguments, and once an engine exists, its unit. The
+    constructor stores the part in the modules, removes engines of parts inside them, and registers hooks that build one."""
 
     def __init__(self, modules: Sequence[nn.Module], asked: Asked) -> None:
         self.modules = [weakref.ref(m) for m in modules]
@@ -185,7 +185,7 @@ class Part:
         self.arm()
 
     def withdraw(self) -> None:
-        """Remove this part and its hooks from the modules. Called if `fully_shard` raises an error."""
+        """Remove this part and its hooks from the modules, because `fully_shard` raises an error."""
         self.disarm()
         for module in self.alive():
             del module.__dict__[PART]
@@ -213,14 +213,14 @@ class Part:
         return self.unit
 
     def wired(self) -> ShardingContext:
-        """Return the context (streams, communicators) for engines of this part. If `shares` is set and that part has the same
-        mesh, it is that part's context. Collective the first time, because communicators are created."""
+        """Return the context (streams, communicators) for engines of this part: that of the part `shares` if its mesh is equal,
+        else this part's own. Collective the first time, because communicators are created."""
         source = None if self.shares is None else self.shares()
-        mesh, strategy = self.asked.mesh, self.asked.sharding.strategy
+        mesh = self.asked.mesh
         if source is not None and source.asked.mesh == mesh:
             return source.wired()
         if self.context is None:
-            self.context = wire(mesh, strategy, 1.0 / mesh.size(), late=False)
+            self.context = wire(mesh, self.asked.sharding.strategy, 1.0 / mesh.size(), late=False)
         return self.context
 
     # -- the first use
@@ -239,7 +239,8 @@ class Part:
         self._triggers = []
 
     def dissolve(self) -> None:
-        """Remove the engine of the tree, if there is one: parameters stay sharded, and the next use builds another engine."""
+        """Remove the engine, if there is one, from this part and all that share the engine: parameters stay sharded, and the next
+        use builds another engine. Raises `UsageError` in a forward or backward, or if there are unreduced gradients."""
         if self.tree is not None:
             self.tree.dissolve()
 
@@ -254,11 +255,10 @@ class Part:
                 group.full_buffer.stay(settings.stays)
             keep_parts(group, settings.keeps_parts)
             group.rescale(group.context.scale if settings.scale is None else settings.scale)
-        this_tree = self.tree
         for phase, parts in self.ahead.items():
             others = [part for part in (ref() for ref in parts) if part is not None]
             units = [(part.ensure(), part.tree) for part in others]
-            self.unit_policy.ahead[phase] = [unit.index for unit, tree in units if tree is this_tree]
+            self.unit_policy.ahead[phase] = [unit.index for unit, tree in units if tree is self.tree]
 
     def settle(self) -> None:
         """End an explicit unshard, and wait for an optimizer step that still runs, as it may with offload."""
@@ -354,9 +354,17 @@ def part_of(module: nn.Module) -> Part | None:
 
 
 def _checked_parameters(root: nn.Module, parts: list[Part]) -> list[tuple[Owned, Layout]]:
-    """Remove the engines of `parts`, and return (parameter, layout) for each sharded parameter of `parts`. Raises `UsageError` if
-    an engine cannot be removed now, or if a parameter cannot be used."""
-    _dissolve(root, parts)
+    """Remove the engines of `parts`, before one engine is built for all of them, and return (parameter, layout) for each sharded
+    parameter of `parts`. Raises `UsageError` in a forward or backward, if there are unreduced gradients, and if a parameter is on
+    the meta device, or was replaced since `fully_shard` by a tensor of another kind or placement."""
+    for part in parts:
+        part.dissolve()
+    on_meta = [name for name, p in root.named_parameters() if isinstance(p, DTensor) and p.is_meta]
+    if on_meta:
+        raise UsageError(
+            f"{len(on_meta)} parameters are still on the meta device, the first is {on_meta[0]!r}. Materialise them before the "
+            "first use: model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)."
+        )
     index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
     owned = list(_sharded(root, index, parts))
     for o, _ in owned:  # again, because `load_state_dict(assign=True)` may have brought other tensors
@@ -405,29 +413,17 @@ def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[
     return build_engine(context, strategy, top.asked.precision, top.asked.sharding.prefetch, specs, every, fill)
 
 
-def _dissolve(root: nn.Module, parts: list[Part]) -> None:
-    """Remove the engines of `parts`, before one engine is built for all of them; parameters stay sharded. Raises `UsageError` in
-    a forward or backward, if there are unreduced gradients, and for a parameter on the meta device."""
-    for part in parts:
-        part.dissolve()
-    on_meta = [name for name, p in root.named_parameters() if isinstance(p, DTensor) and p.is_meta]
-    if on_meta:
-        raise UsageError(
-            f"{len(on_meta)} parameters are still on the meta device, the first is {on_meta[0]!r}. Materialise them before the "
-            "first use: model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)."
-        )
-
-
 def _other_meshes(top: Part, layouts: Iterable[Layout]) -> list[DeviceMesh]:
-    """Return the meshes of `layouts` other than the model's. Raises `UsageError` if one has ranks that the model's lacks."""
-    meshes = [mesh for mesh in dict.fromkeys(layout.over for layout in layouts) if mesh != top.asked.mesh]
-    model_ranks = set(_torch.ranks_of(top.asked.mesh))
+    """Return the data-parallel meshes of `layouts` that are not the mesh of `top`, the outermost part. Raises `UsageError` if one
+    has ranks or devices that the mesh of `top` lacks."""
+    whole = top.asked.mesh
+    meshes = [mesh for mesh in dict.fromkeys(layout.over for layout in layouts) if mesh != whole]
     for mesh in meshes:
-        beyond = sorted(set(_torch.ranks_of(mesh)) - model_ranks)
-        if beyond or mesh.device_type != top.asked.mesh.device_type:
+        if set(_torch.ranks_of(mesh)) - set(_torch.ranks_of(whole)) or mesh.device_type != whole.device_type:
+            kind = " and ".join(type(m).__name__ for m in top.alive())
             raise UsageError(
-                f"a parameter inside {_kind(top)} is sharded on the mesh {mesh}, which has ranks or devices that the mesh of "
-                f"{_kind(top)}, {top.asked.mesh}, lacks. Shard the outermost module on the ranks of all meshes inside it."
+                f"a parameter inside {kind} is sharded on the mesh {mesh}, which has ranks or devices that the mesh of {kind}, "
+                f"{whole}, lacks. Shard the outermost module on the ranks of all meshes inside it."
             )
     return meshes
 
@@ -438,8 +434,8 @@ def _planned(
     context: ShardingContext,
     contexts: Mapping[DeviceMesh, ShardingContext],
 ) -> list[GroupPlan]:
-    """Return the groups of one unit's parameters: one for each dtype and mesh. `contexts`: mesh -> context, for meshes other than
-    the model's. Collective if `reshard_after_forward` is an int."""
+    """Return the groups of the parameters of one unit, one for each dtype and mesh. `contexts`: mesh -> context, for meshes other
+    than the model's, which has `context`. Collective if `reshard_after_forward` is an int. Tensor subclasses are left out."""
     by_context: dict[ShardingContext | None, list[tuple[Owned, Cut]]] = {}
     precision = part.asked.precision
     for o, layout in parameters:
@@ -458,10 +454,6 @@ def _planned(
     return planned
 
 
-def _kind(part: Part) -> str:
-    return " and ".join(type(m).__name__ for m in part.alive())
-
-
 def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Iterator[tuple[Owned, Layout]]:
     """Yield each sharded parameter with its layout; skip plain ones, which were never sharded, and ignored ones. Raises
     `UsageError` if a tensor of another kind or placement has been assigned since `fully_shard`."""
@@ -471,27 +463,21 @@ def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Itera
         param: Any = o.original
         places = ((id(ref()), attr) for ref, attr in o.places)
         layout = next((layouts[place] for place in places if place in layouts), None)
-        if not isinstance(param, DTensor) or id(param) in ignored:
-            if layout is not None:
-                raise _replaced(o, layout)
+        is_sharded = isinstance(param, DTensor) and id(param) not in ignored
+        if layout is None and not is_sharded:
             continue
         if layout is None:
             raise UsageError(
                 f"parameter {o.names[0]!r} is a DTensor that fully_shard did not create: it was added later, or replaces an "
                 "ignored parameter. Use plain tensors for such parameters, or build and shard the model again."
             )
-        same = param.device_mesh == layout.mesh and tuple(param.placements) == layout.placements
+        same = is_sharded and param.device_mesh == layout.mesh and tuple(param.placements) == layout.placements
         if not same or tuple(_torch.local_of(param).shape) != layout.local_shape:
-            raise _replaced(o, layout)
+            placed = "a plain tensor"
+            if isinstance(param, DTensor):
+                placed = f"placed as {param.placements} on {param.device_mesh}"
+            raise UsageError(
+                f"parameter {o.names[0]!r} was sharded as {layout.placements} on {layout.mesh}, but it is {placed} now. Assign a "
+                "DTensor with those placements, for example from distribute_tensor."
+            )
         yield o, layout
-
-
-def _replaced(o: Owned, layout: Layout) -> UsageError:
-    param = o.original
-    now = (
-        f"is placed as {param.placements} on {param.device_mesh}" if isinstance(param, DTensor) else "is a plain tensor"
-    )
-    return UsageError(
-        f"parameter {o.names[0]!r} was sharded as {layout.placements} on {layout.mesh}, but it {now} now. Assign a DTensor with "
-        "those placements, for example from distribute_tensor."
-    )

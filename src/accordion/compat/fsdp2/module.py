@@ -26,7 +26,7 @@ _Handle: Any = _torch.gradient_reduction_handle()
 
 
 class GradientReductionHandle(_Handle):  # type: ignore[misc]
-    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns. Gradients are complete by then."""
+    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns, which it does once gradients are complete."""
 
     def __init__(self) -> None: ...
 
@@ -41,14 +41,14 @@ class UnshardHandle:
         self._part = part
 
     def wait(self) -> None:
-        """Wait for the all-gather, then register the full parameters in the module."""
+        """Wait for the all-gather, then register the full parameters in the module. Does nothing at a second call."""
         part, self._part = self._part, None
         if part is not None:
             part.lease.take()
 
 
 def no_effect(why: str) -> Callable[..., None]:
-    """Return a setter that accepts any arguments and changes nothing; `why` is for its docstring."""
+    """Return a method that accepts any arguments and does nothing. Its docstring gives `why` as the reason."""
 
     def setter(self: object, *args: Any, **kwargs: Any) -> None: ...
 
@@ -61,8 +61,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
     also on the FSDP modules inside."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a new, unsharded module of the original class. Needed because `nn.Sequential` calls its own class for a
-        slice."""
+        # Makes an unsharded module of the original class, because `nn.Sequential` calls its own class for a slice.
         original: Any = next(kind for kind in cls.__mro__ if kind is not _Base and not issubclass(kind, FSDPModule))
         module = original.__new__(original)
         module.__init__(*args, **kwargs)
@@ -84,7 +83,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
     # -- full parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the full parameters of this module, but not those of FSDP modules inside it. Collective. The full ones are
+        """Gather the full parameters of this module, but not those of FSDP modules inside it. Collective. Full parameters are
         plain tensors in `parameters()` until `reshard`, a forward that reshards, or the end of a backward. With `async_op`,
         return a handle at once; its `wait` waits for the parameters and registers them. The first call builds the engine."""
         part = fsdp_part(self)
@@ -99,8 +98,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         fsdp_part(self).reshard()
 
     def reset_iter_state(self) -> None:
-        """Clean up after an exception in a forward or backward; unreduced gradients are dropped. Raises `RuntimeError` on a
-        module that is not the root."""
+        """Clean up after an exception in a forward or backward; unreduced gradients are dropped. Does nothing before the first
+        forward. Raises `RuntimeError` on a module that is not the root."""
         part = _root_part(self, "reset_iter_state")
         if part.unit is not None:
             part.engine().reset()
@@ -164,9 +163,10 @@ class FSDPModule(_Base):  # type: ignore[misc]
     set_reduce_scatter_unused_params = no_effect("missing gradients are always reduced as zeros")
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce gradients that were only summed on each rank. Then free full parameters, unless `set_reshard_after_backward`
-        keeps them. Does nothing before the first forward. Collective. With `async_op`, return a handle, although the reduce has
-        ended. Raises `RuntimeError` in a forward or backward, and on a module that is not the root."""
+        """Reduce gradients that were only summed on each rank, and wait. Then free full parameters, unless
+        `set_reshard_after_backward` keeps them. Does nothing before the first forward. Collective. With `async_op`, return a
+        handle whose `wait` has nothing to wait for. Raises `RuntimeError` in a forward or backward, and on a module that is not
+        the root."""
         part = _root_part(self, "finalize_backward")
         if part.unit is not None:
             engine = part.engine()
@@ -189,9 +189,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         part.settings.scale = 1.0 / factor
         part.push()
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this module's own gradients by `factor`; torch's older name of `set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # torch's older name
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` with each 1-D buffer of reduced and divided gradients, on the stream of the reduce. The hook may write into
@@ -281,9 +279,7 @@ def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not part.is_outermost():
         return None
     device = device_of(part.asked.mesh)
-    return map_tensors(lambda t: t.to(device), args), {
-        key: map_tensors(lambda t: t.to(device), value) for key, value in kwargs.items()
-    }
+    return map_tensors(lambda t: t.to(device), (args, kwargs))
 
 
 def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -291,8 +287,8 @@ def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-    """Pre-hook of `load_state_dict`: wait for steps in progress, and put DTensors of `state` on the mesh of the parameters.
-    With assign=True also remove the engine, since it has the old parameters."""
+    """Pre-hook of `load_state_dict`: end explicit unshards, wait for steps in progress, and replace DTensors from a file in
+    `state` by ones on the mesh of the parameters. With assign=True also remove the engine, since it has the old parameters."""
     for part in parts_below([module]):
         part.settle()
     named = module.named_parameters(remove_duplicate=False)
