@@ -68,8 +68,8 @@ class Sequences(Dataset[Row]):
 class GlobalOrder(Sampler[list[int]]):
     """Sampler of this rank's micro-batches, as lists of indices, without end.
 
-    Each epoch has a new order of all samples. Samples at its end that do not fill a global batch are left out, so that all
-    ranks have equally many batches. `num_read`: samples that all ranks have read.
+    Each epoch has a new order of all samples. Samples at its end that do not fill a global batch are left out, so that all ranks
+    have equally many batches. `num_read`: samples that all ranks together have read.
     """
 
     def __init__(self, count: int, share: Share, seed: int) -> None:
@@ -78,7 +78,7 @@ class GlobalOrder(Sampler[list[int]]):
         self.num_read = 0
 
     def notes(self, what: str) -> list[str]:
-        """Return lines for the user that describe a step and an epoch. `what`: name of the samples, such as "sequences"."""
+        """Return lines for the user on the sizes of a step and of an epoch. `what`: name of the samples, such as "sequences"."""
         sizes = f"{self.share.world} ranks x {self.share.micro_batch} x {self.share.accumulate}"
         num_dropped = self.count - self.steps_per_epoch * self.share.global_batch
         uneven = f"; the remaining {num_dropped} do not fill a step and are left out" if num_dropped else ""
@@ -99,11 +99,11 @@ class GlobalOrder(Sampler[list[int]]):
         return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
 
     def continues(self, state: dict[str, int]) -> bool:
-        """Return True if `state` is a position in this order: number of samples and seed of the shuffle are equal."""
+        """Return True if `state` is of an order with the number of samples and the seed of this one."""
         return (state["count"], state["seed"]) == (self.count, self.seed)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the position `state`, which a run on another number of ranks may have saved."""
+        """Continue at the position `state`, which may be of a run on another number of ranks."""
         assert self.continues(state)
         self.num_read = state["num_read"]
 
@@ -111,27 +111,23 @@ class GlobalOrder(Sampler[list[int]]):
 def loader_of(
     dataset: Any, order: GlobalOrder, collate: Callable[[list[Any]], Any] | None, *, pins: bool
 ) -> DataLoader[Any]:
-    """Return a loader of endless micro-batches of `dataset` for one rank, as `order` says. `pins`: use pinned memory."""
+    """Return a loader of the micro-batches of `dataset` whose indices `order` yields. `pins`: use pinned memory."""
     # A loader draws a number when it starts, and a resumed run starts one more. The run's random numbers must not change.
     generator = torch.Generator()
     return DataLoader(dataset, batch_sampler=order, collate_fn=collate, pin_memory=pins, generator=generator)
 
 
 def validation_order(count: int, most: int) -> Sequence[int]:
-    """Return the indices below `count` that a validation reads: `most` random ones, equal each time; all if `most` is 0."""
+    """Return the indices of the rows, of `count`, that a validation reads: `most` random ones, in ascending order and equal each
+    time; all if `most` is 0 or not below `count`."""
     return sorted(permutation(count, 0)[:most].tolist()) if 0 < most < count else range(count)
-
-
-def rows_read(order: Sequence[int], count: int) -> str:
-    """Return text for the number of validation rows in `order`, of `count`: `all 656 rows` or `256 of 656 rows`."""
-    return f"all {count:,} rows" if len(order) == count else f"{len(order):,} of {count:,} rows"
 
 
 def validation_batches(
     rows: Any, order: Sequence[int], share: Share, collate: Callable[[list[Any]], Any]
 ) -> Iterator[tuple[Any, int]]:
-    """Yield (batch, number of its rows that count) for this rank's share of the validation `rows` with indices in `order`.
-    Every rank must call the model equally often. So a rank that has no rows left gets a batch of one row, with number 0."""
+    """Yield (batch, number of its rows that count) for this rank's share of the validation `rows` with indices in `order`. All
+    ranks get equally many batches: a rank without rows left gets one row of another rank, and the number 0."""
     each = share.world * share.micro_batch
     for start in range(0, len(order), each):
         own = order[start + share.rank : start + each : share.world]
