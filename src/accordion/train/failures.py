@@ -32,8 +32,8 @@ class Failure:
 
 @contextmanager
 def recorded(run_dir: Path, rank: int, num_ranks: int) -> Iterator[None]:
-    """Context manager that writes an exception of its body into `run_dir`, except Ctrl-C and exits. If another rank may have
-    caused it, asks the others first what they do, which takes a second if one does not answer."""
+    """Context manager that writes an `Exception` of its body into `failure-RANK.json` in `run_dir`, and raises it again. If
+    another rank may have caused it, asks the others first what they do, which takes a second if one does not answer."""
     try:
         yield
     except Exception as error:
@@ -59,7 +59,7 @@ def _failure_of(error: Exception, rank: int, num_ranks: int) -> Failure:
 
 
 def failure_in(path: Path) -> Failure:
-    """Return the content of a file that `recorded` wrote. Raises `UsageError` if the file is none."""
+    """Return the content of a file that `recorded` wrote. Raises `UsageError` if `path` cannot be read or is no such file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return Failure(**{**values, "others": {int(rank): text for rank, text in values["others"].items()}})
