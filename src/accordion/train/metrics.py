@@ -59,11 +59,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class MetricsLog:
-    """Context manager that writes `metrics.jsonl` and passes metrics to trackers.
-
-    If the file or a tracker cannot be written (a full disk, a removed folder), this is reported, training continues, and no
-    later step is written there.
-    """
+    """Context manager that writes `metrics.jsonl` and passes metrics to trackers. If the file or a tracker cannot be written (a
+    full disk, a removed folder), this is reported, training continues, and no later step is written there."""
 
     def __init__(
         self,
@@ -72,8 +69,8 @@ class MetricsLog:
         say: Callable[[str], None],
         trackers: Mapping[str, RunTracker] | None = None,
     ) -> None:
-        """Open the file to continue after `first_step` steps, and remove the lines of later steps. Raises `OSError` if this
-        fails. `say`: shows a line. `trackers`: name -> open tracker. Leaving the context closes the trackers."""
+        """Open the file to continue after `first_step` steps, and remove its lines on later steps. Raises `OSError` if this
+        fails. `say`: shows a line. `trackers`: name -> open tracker; leaving the context closes them."""
         self._trackers = dict(trackers or {})
         path, self._say = run_dir / METRICS, say
         self._path: Path | None = path
@@ -117,7 +114,7 @@ class MetricsLog:
 
 
 def lines_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (line, its content) for each line of `path` that is JSON with a step; nothing if there is no file."""
+    """Yield (line, its content) for each line of the file `path` that is JSON with a step; nothing if there is no file."""
     yield from steps_in(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "")
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from accordion.errors import UsageError
 from accordion.train.config import JobConfig, LogConfig, flat
@@ -18,23 +18,6 @@ PACKAGES = ("wandb", "mlflow")
 FLUSH_S = 10  # maximum age of a figure before TensorBoard writes it
 
 
-class RunTracker(Protocol):
-    """Interface of a tracker of metrics. If a method raises, that is reported, and the tracker is not used any more."""
-
-    def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str | None:
-        """Start a run, or continue the run with the id `theirs` after `first_step` steps. Returns the id of the run; None if
-        the tracker does not need it to continue."""
-        ...
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Record the metrics `values` of a step without waiting for a service."""
-        ...
-
-    def close(self, *, failed: bool) -> None:
-        """End the run."""
-        ...
-
-
 def check_trackers(log: LogConfig) -> None:
     """Raise `UsageError` if `log` names a tracker whose package is not installed."""
     for name in PACKAGES:
@@ -43,7 +26,7 @@ def check_trackers(log: LogConfig) -> None:
 
 
 def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
-    """Open the trackers that `config.log` names, and store the ids of their runs in `run_dir`. Returns name -> tracker; a tracker
+    """Open the trackers that `config.log` names, store the ids of their runs in `run_dir`, and return name -> tracker. A tracker
     that fails is reported to `say` and left out. `first_step`: number of steps done before; if it is 0, new runs are started."""
     named: dict[str, tuple[bool, RunTracker]] = {
         "tensorboard": (config.log.tensorboard, _TensorBoard()),
@@ -73,8 +56,6 @@ def _ids(run_dir: Path) -> dict[str, str]:
 
 
 class _TensorBoard:
-    """Writes TensorBoard files into the run folder."""
-
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> None:
         if find_spec("tensorboard") is None:
             raise UsageError("it is not installed here; pip install tensorboard, or give --log.tensorboard false")
@@ -92,8 +73,6 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Weights & Biases. Its client passes metrics to another process, which waits for the service."""
-
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str:
         wandb: Any = importlib.import_module("wandb")
         self._run = wandb.init(
@@ -109,6 +88,7 @@ class _Wandb:
         return str(self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
+        # The client passes the values to another process, which waits for the service.
         self._run.log({**values, "step": step})
 
     def close(self, *, failed: bool) -> None:
@@ -116,8 +96,6 @@ class _Wandb:
 
 
 class _Mlflow:
-    """MLflow. Its client sends metrics from another thread."""
-
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str:
         self._mlflow: Any = importlib.import_module("mlflow")
         self._mlflow.set_experiment(config.log.mlflow)
@@ -127,7 +105,13 @@ class _Mlflow:
         return str(run.info.run_id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(dict(values), step=step, synchronous=False)
+        self._mlflow.log_metrics(dict(values), step=step, synchronous=False)  # sent by another thread
 
     def close(self, *, failed: bool) -> None:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+RunTracker = _TensorBoard | _Wandb | _Mlflow
+"""A tracker of metrics. `open` starts a run, or continues the run with the id `theirs` after `first_step` steps. It returns the
+id of the run; None if the tracker needs none to continue. `log` does not wait for a service. If a method raises, that is
+reported, and the tracker is not used any more."""
