@@ -18,8 +18,8 @@ MICRO, ACCUMULATION, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumul
 
 def settings_of(config: JobConfig, precision: str) -> Settings | None:
     """Read the file that the key `train.deepspeed` names, and return its settings; None if the key is not set. A value "auto" in
-    the file becomes the value of the run's key. `precision`: "bf16", "fp16", "fp32" or "auto", for the dtypes that are "auto" in
-    the file. Raises `UsageError` if the file cannot be read, or has a wrong or unsupported setting."""
+    the file becomes the value of the run's key. `precision`: "bf16", "fp16", "fp32" or "auto"; the value of dtypes that are
+    "auto" in the file. Raises `UsageError` if the file cannot be read, or has a wrong or unsupported setting."""
     if config.train.deepspeed is None:
         return None
     run = config.train
@@ -81,7 +81,8 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
 
 
 def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Yield (key of the run, its value by the file, keys of the file that can set it) for each key that the file sets."""
+    """Yield (key of the run, its value in the file, keys of the file that can set it) for each key of the run that the file sets;
+    for other keys, DeepSpeed's default is the value."""
     zero = "zero_optimization."
     groups = (f"{zero}zero_hpz_partition_size", f"{zero}mics_shard_size")
     yield "shard.strategy", settings.sharding.strategy.name, (f"{zero}stage", *groups)

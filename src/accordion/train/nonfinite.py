@@ -20,7 +20,7 @@ FLEETING = (
 
 
 class Skips:
-    """Counts skipped steps: all of them in `total`, and nonfinite ones in a row, of which `nonfinite` limits the number."""
+    """Counts skipped steps: all of them in `total`, and separately the nonfinite ones in a row, whose number is limited."""
 
     def __init__(self, most: int) -> None:
         """`most`: largest number of steps in a row that may be skipped; 0: the first nonfinite step ends the run."""
@@ -28,7 +28,7 @@ class Skips:
         self.total, self._in_row = 0, 0
 
     def passed(self) -> None:
-        """Record a finite step, which ends a row of nonfinite steps."""
+        """Record a finite step, so that the count of nonfinite steps in a row begins at 0 again."""
         self._in_row = 0
 
     def overflowed(self) -> None:
@@ -36,8 +36,8 @@ class Skips:
         self.total += 1
 
     def nonfinite(self, step: int, where: str) -> str:
-        """Record a nonfinite step and return a line to report. `where`: text on the source of NaN or inf. Raises
-        `NonFiniteError` if there are more such steps in a row than allowed."""
+        """Record a nonfinite step and return a line to report. `where`: text on the source of NaN or inf. Raises `NonFiniteError`
+        if there are more such steps in a row than allowed."""
         self._in_row += 1
         self.total += 1
         if not self._most:
@@ -51,10 +51,8 @@ class Skips:
 
 def source_of(model: nn.Module, again: Callable[[Callable[[Tensor], Tensor]], object], figures: str) -> str | None:
     """Repeat a step, and return text on the place where NaN or inf first appears; None if all values are finite this time.
-
     Collective; equal on all ranks. `again(scale)`: repeats forwards and backwards with the random numbers of the step, and
-    applies `scale` to each loss before its backward. `figures`: text of the values that were not finite.
-    """
+    applies `scale` to each loss before its backward. `figures`: text of the values that were not finite."""
     engine = engine_of(model)
     assert engine is not None, "the main job shards its model"
     check = FiniteCheck(engine)

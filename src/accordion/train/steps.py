@@ -55,7 +55,8 @@ class Steps:
 
     def take(self, step: int) -> None:
         """Run step number `step`: forward and backward of each micro-batch, and an optimizer step unless loss or gradients are
-        NaN or inf. Collective. May record the metrics only in the next call. Raises `NonFiniteError` if the run has to end."""
+        NaN or inf. Collective. Its metrics may be recorded only in the next call. Raises `NonFiniteError` if the run has to
+        end."""
         run, began_s = self._run, time.perf_counter()
         seen = [on_device(next(run.batches), run.device) for _ in range(run.share.accumulate)]
         drawn = RandomState().state_dict()  # reading the data draws random numbers too
@@ -81,10 +82,10 @@ class Steps:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and record the metrics of the last step, and take its optimizer step unless the device has. Then update learning
-        rates and averaged weights. Returns True if loss and gradients are finite, or if there is nothing left to record. For a
-        nonfinite step, repeats the step to find the cause, zeroes the gradients and returns False. Raises `NonFiniteError` if
-        the run has to end."""
+        """Read and record the metrics of the last step, take its optimizer step unless the device has, and update learning rates
+        and averaged weights. Returns True; also, without any of that, if there is no step to record. If loss or gradients are NaN
+        or inf, instead repeats the step to find the cause, zeroes the gradients and returns False. Collective. Raises
+        `NonFiniteError` if the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True
@@ -109,7 +110,7 @@ class Steps:
         return not metrics.skipped
 
     def _metrics(self, taken: Taken) -> StepMetrics:
-        """Return the metrics of a step without its duration. Records if a rank wishes to end the run. Waits for the device."""
+        """Return the metrics of a step without its duration, and record if a rank wishes to end the run. Waits for the device."""
         (loss_sum, norm_sum), (peak, wish), _ = taken.figures.read()
         self._run.ending.decide(wish)
         loss, norm = loss_sum / self._run.place.world, norm_sum / self._run.place.world
@@ -124,7 +125,6 @@ class Steps:
         )
 
     def _optimize(self, step: Callable[[], object] | None) -> None:
-        """Call the optimizer step `step`, if it is not None. Then update the gradient scaler and zero the gradients."""
         if step is not None:
             step()
         self._run.scaler.update()
@@ -160,8 +160,8 @@ class Steps:
 
 
 def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
-    """Run a step of a fused optimizer, which changes nothing if one of `sums` is NaN or inf. The host does not wait. Sets the
-    attribute `found_inf`, by which `torch.amp.GradScaler` reports overflowed gradients to a fused optimizer."""
+    """Run a step of a fused optimizer, which changes nothing if one of `sums` is NaN or inf. The host does not wait."""
+    # By this attribute `torch.amp.GradScaler` reports overflowed gradients to a fused optimizer.
     optimizer.found_inf = 1.0 - torch.isfinite(sums).all().float()
     try:
         optimizer.step()
@@ -170,8 +170,8 @@ def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
 
 
 def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> Tensor:
-    """Run forward and backward of `batches`, a step's micro-batches. `scale` is applied to each loss before its backward.
-    Returns this rank's unscaled loss, 0-d and detached; the mean over ranks is the loss of the step."""
+    """Run forward and backward of `batches`, a step's micro-batches. `scale(loss)` returns the value whose backward is run.
+    Returns this rank's unscaled loss, 0-d and detached; the mean over ranks is the loss of the step. Collective."""
     loss, counted = torch.zeros((), device=run.device), Counted(run.share)
     for i, batch in enumerate(batches):
         is_summed_later = run.sums_locally and i + 1 < len(batches)
@@ -189,8 +189,8 @@ def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> T
 class Counted:
     """Turns the (sum, count) losses of a step into the mean over all micro-batches of all ranks.
 
-    The total count is known only after the last forward, but backwards must not wait for it. So all sums are divided by the
-    count that results if every micro-batch is like the first, and gradients are multiplied by `left()` at the end.
+    The total count is known only after the last forward, but backwards must not wait for it. So all sums are divided by the count
+    that results if every micro-batch is like the first, and gradients are multiplied by `left()` at the end.
     """
 
     def __init__(self, share: Share) -> None:
@@ -199,8 +199,8 @@ class Counted:
         self._own: Tensor | None = None
 
     def mean_of(self, loss: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """Return `loss`, a mean or (sum, count) of a micro-batch, divided so that the sum over micro-batches, times `left()`,
-        is this rank's loss in the step. Collective for the first (sum, count) of a step."""
+        """Return `loss`, a mean or (sum, count) of a micro-batch, divided so that the sum over micro-batches, times `left()`, is
+        this rank's loss in the step. Collective for the first (sum, count) of a step."""
         if isinstance(loss, Tensor):
             return loss / self._share.accumulate
         total, count = loss
