@@ -48,9 +48,8 @@ class LoadedTask:
 
 
 def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
-    """Make an object of the class `parts["task"]` and return it as a task, with the optimizer of `parts["optimizer"]` if there
-    is one. Raises `UsageError` if the class does not exist or lacks a method of a task, and `TaskError` if the user's code
-    fails."""
+    """Make an object of the class `parts["task"]` and return it as a task, with the optimizer of `parts["optimizer"]` if there is
+    one. Raises `UsageError` if the class does not exist or lacks a method of a task, and `TaskError` if the user's code fails."""
     part = parts["task"]
     target = target_of("task", part.class_path)
     if not inspect.isclass(target):
@@ -62,8 +61,8 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
-    """Return a function that takes parameters and returns the optimizer `parts["optimizer"]` over them; None if `parts` names no
-    optimizer. Raises `UsageError` if the class or function does not exist."""
+    """Return a function that takes parameters and returns the optimizer `parts["optimizer"]` for them; None if `parts` names no
+    optimizer. Raises `UsageError` if its class or function does not exist, and `TaskError` if the import fails."""
     part = parts.get("optimizer")
     if part is None:
         return None
@@ -71,8 +70,8 @@ def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] 
 
 
 def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
-    """Call `make` with the trained parameters of `model`, and return the optimizer. Raises `UsageError` if the result is no
-    `torch.optim.Optimizer`."""
+    """Call `make` with the trained parameters of `model`, and return the optimizer that it returns. Raises `UsageError` if that
+    is no `torch.optim.Optimizer`."""
     optimizer: object = make([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
@@ -111,7 +110,7 @@ def of_object(task: object) -> LoadedTask:
 
 
 def split_task(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the words of a command line into (options `--task.*` with their values, all other words)."""
+    """Split the words of a command line into (flags `--task.*` and the words after them up to the next flag, all other words)."""
     task_words, others = list[str](), list[str]()
     into = others
     for word in words:
@@ -135,7 +134,7 @@ def read_task(class_path: str, words: Sequence[str], prog: str) -> LoadedTask:
 
 
 def model_of(task: LoadedTask) -> nn.Module:
-    """Call the task's `model()` and return its result. Raises `UsageError` unless that is a module with a trained parameter."""
+    """Call the task's `model()` and return the module. Raises `UsageError` unless it is one with a trained parameter."""
     model: object = task.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the task's model() returned a {type(model).__name__}; it must return a torch.nn.Module.")
@@ -157,7 +156,8 @@ def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
 
 
 def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Call the task's `loss` and return a mean or (sum, detached count), all 0-d. Raises `UsageError` for any other result."""
+    """Call the task's `loss` and return its result, a mean or (sum, detached count), all 0-d. Raises `UsageError` for any other
+    result."""
     loss = task.loss(model, batch)
     if isinstance(loss, tuple) and len(loss) == 2:
         return scalar_of(loss[0], "the task's loss"), count_of(loss[1], loss[0].device, "the task's loss")
