@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -60,24 +60,17 @@ def generate(
     printer = Printer(prompts, store, tokenizer, options, speaks=place.rank == 0)
     writer = TextWriter(model, tokenizer, stored, replace(options, max_new_tokens=new), device)
     indices = range(place.rank, len(prompts), place.world)
-    with torch.no_grad():
-        if full:
-            with acc.full_params(model):
-                _answer(writer, prompts, indices, options.batch, printer)
-        else:
-            steps = CommonSteps(model, device)
-            _answer(writer, prompts, indices, options.batch, printer)
+    with torch.no_grad(), acc.full_params(model) if full else nullcontext():
+        steps = None if full else CommonSteps(model, device)
+        for at in range(0, len(indices), options.batch):
+            chosen = {i: prompts[i].ids for i in indices[at : at + options.batch]}
+            printer.send(writer.write(chosen, printer.streamer()))
+            printer.show()
+        if steps is not None:
             steps.finish(printer)
     printer.end(f"{how}, {place.world} rank{'s' if place.world > 1 else ''}")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _answer(writer: TextWriter, prompts: Sequence[Prompt], indices: range, batch: int, printer: Printer) -> None:
-    for at in range(0, len(indices), batch):
-        chosen = indices[at : at + batch]
-        printer.send(writer.write({i: prompts[i].ids for i in chosen}, printer.streamer()))
-        printer.show()
 
 
 def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) -> int:

@@ -54,8 +54,14 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
     target = target_of("task", part.class_path)
     if not inspect.isclass(target):
         raise UsageError(f"task {part.class_path!r} is no class; write a class with model, dataset and loss.")
+    path, _, name = part.class_path.partition(":")
+    if path.endswith(".py"):  # "examples/digits.py:Task" -> "digits"
+        stem = path.removesuffix(".py").replace("\\", "/").rpartition("/")[2]
+        name = stem if name in ("", "Task") else f"{stem}-{name}"
+    else:  # "package.module:Corpus" -> "Corpus"
+        name = (name or path).rpartition(".")[2]
     with of_the_task(f"{target.__name__}()"):
-        task = replace(of_object(target(**part.options)), name=_short(part.class_path))
+        task = replace(of_object(target(**part.options)), name=name)
     optimizer = optimizer_of(parts)
     return task if optimizer is None else replace(task, optimizer=optimizer)
 
@@ -76,15 +82,6 @@ def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimi
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
     return optimizer
-
-
-def _short(class_path: str) -> str:
-    """Return a short name for a class path: `examples/digits.py:Task` -> `digits`, `package.module:Corpus` -> `Corpus`."""
-    module_path, _, name = class_path.partition(":")
-    if module_path.endswith(".py"):
-        module_path = module_path.removesuffix(".py").replace("\\", "/").rpartition("/")[2]
-        return module_path if name in ("", "Task") else f"{module_path}-{name}"
-    return (name or module_path).rpartition(".")[2]
 
 
 def of_object(task: object) -> LoadedTask:

@@ -162,7 +162,6 @@ class Draws:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

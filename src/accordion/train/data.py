@@ -99,7 +99,6 @@ class GlobalOrder(Sampler[list[int]]):
         return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
 
     def continues(self, state: dict[str, int]) -> bool:
-        """Return True if `state` is of an order with the number of samples and the seed of this one."""
         return (state["count"], state["seed"]) == (self.count, self.seed)
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -53,7 +53,14 @@ class Encoder:
             example, learnt = self._of_prompt(prompt, completion, row.where), [True]
         else:
             messages, learnt = messages_of(row)
-            example = self._of_messages(messages, learnt, _tools_of(row), row.where)
+            tools = row.values.get("tools")
+            try:
+                tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+            except ValueError:
+                raise UsageError(f"{row.where}: field 'tools' is text that is no JSON.") from None
+            if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+                raise UsageError(f"{row.where}: field 'tools' is {type(tools).__name__}; it takes a list of objects.")
+            example = self._of_messages(messages, learnt, without_nulls(tools) or None, row.where)
         if any(learnt) and not example.answers[1:].any():
             raise UsageError(f"{row.where} has no answer left as tokens; there is nothing to learn from it.")
         return example
@@ -184,19 +191,6 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _tools_of(row: DataRow) -> Tools:
-    """Return the tools in the field `tools` of `row`, which is a list of objects or its JSON text; None if there are none. Raises
-    `UsageError` if the field is anything else."""
-    tools = row.values.get("tools")
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-    except ValueError:
-        raise UsageError(f"{row.where}: field 'tools' is text that is no JSON.") from None
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise UsageError(f"{row.where}: field 'tools' is {type(tools).__name__}; it takes a list of objects.")
-    return without_nulls(tools) or None
 
 
 def messages_of(row: DataRow) -> tuple[list[Message], list[bool]]:

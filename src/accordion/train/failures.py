@@ -38,24 +38,20 @@ def recorded(run_dir: Path, rank: int, num_ranks: int) -> Iterator[None]:
         yield
     except Exception as error:
         with suppress(OSError, RuntimeError):  # must not hide the error
-            text = json.dumps(asdict(_failure_of(error, rank, num_ranks)))
-            write_whole(run_dir / FILES.replace("*", str(rank)), text)
+            hub = next(iter(hubs_of_job()), None)
+            is_own = not isinstance(error, DivergenceError) and not wording.is_echo(error)
+            doing = getattr(error, "doing", "") or wording.failure(error, "" if hub is None else hub.position.phase)
+            others = {} if hub is None or is_own else {**hub.where(hub.ranks), **hub.ended}
+            failure = Failure(
+                rank=rank,
+                num_ranks=num_ranks,
+                error=" ".join(str(error).split())[:LETTERS],
+                doing=doing[:LETTERS],
+                caused_by=rank if is_own else getattr(error, "of_rank", None),
+                others={other: text[:LETTERS] for other, text in sorted(others.items())[:MOST_RANKS] if other != rank},
+            )
+            write_whole(run_dir / FILES.replace("*", str(rank)), json.dumps(asdict(failure)))
         raise
-
-
-def _failure_of(error: Exception, rank: int, num_ranks: int) -> Failure:
-    hub = next(iter(hubs_of_job()), None)
-    is_own = not isinstance(error, DivergenceError) and not wording.is_echo(error)
-    doing = getattr(error, "doing", "") or wording.failure(error, "" if hub is None else hub.position.phase)
-    others = {} if hub is None or is_own else {**hub.where(hub.ranks), **hub.ended}
-    return Failure(
-        rank=rank,
-        num_ranks=num_ranks,
-        error=" ".join(str(error).split())[:LETTERS],
-        doing=doing[:LETTERS],
-        caused_by=rank if is_own else getattr(error, "of_rank", None),
-        others={other: text[:LETTERS] for other, text in sorted(others.items())[:MOST_RANKS] if other != rank},
-    )
 
 
 def failure_in(path: Path) -> Failure:

@@ -57,11 +57,9 @@ class Screen(AbstractContextManager["Screen"]):
         self._step_s = 0.0  # moving average
 
     def note(self, text: str) -> None:
-        """Show one line."""
         self._console.print(Text(text))
 
     def units(self, report: Report) -> None:
-        """Show a table of the bytes of each unit on a rank, and of the model's bytes without sharding."""
         self._console.print(units_table(report))
 
     def start(self, done: int, total: int) -> None:

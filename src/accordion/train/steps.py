@@ -6,8 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,7 +76,9 @@ class Steps:
         figures = HostCopy([sums, most, run.scaler.scale(torch.ones((), device=run.device))])
         self._unread = Taken(step=step, lr=lr, began_s=began_s, seen=seen, drawn=drawn, figures=figures)
         if run.decides_on_device:
-            self._optimize(partial(_step_if_finite, run.optimizer, sums))
+            _step_if_finite(run.optimizer, sums)
+            run.scaler.update()
+            run.optimizer.zero_grad()
         else:
             self.settle()
 
@@ -89,52 +90,46 @@ class Steps:
         taken, self._unread = self._unread, None
         if taken is None:
             return True
-        run, metrics = self._run, self._metrics(taken)
-        if metrics.skipped:
-            self._leave_out(taken, metrics)
-            run.optimizer.zero_grad()
+        run, work = self._run, self._run.prepared.work
+        (loss_sum, norm_sum), (peak, wish), scale = taken.figures.read()  # waits for the device
+        run.ending.decide(wish)
+        loss, norm = loss_sum / run.place.world, norm_sum / run.place.world
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        if is_finite:
+            run.skips.in_row = 0
         else:
-            run.skips.passed()
+            self._leave_out(taken, f"loss {loss}, gradient norm {norm}", scale)
+            run.optimizer.zero_grad()
         if not run.decides_on_device:
-            self._optimize(None if metrics.skipped else partial(run.scaler.step, run.optimizer))
-        if not metrics.skipped:
+            if is_finite:
+                run.scaler.step(run.optimizer)
+            run.scaler.update()
+            run.optimizer.zero_grad()
+        if is_finite:
             run.rates.after()
             # Here and not after the optimizer step: only now does the host know that the device has not skipped it.
             if run.ema is not None:
                 run.ema.update()
         now_s = time.perf_counter()
         step_s, self._recorded_s = now_s - max(taken.began_s, self._recorded_s), now_s
-        work = run.prepared.work
         speed: dict[str, Any] = {f"{work.counted}_per_s": work.num_counted(run.share, taken.seen) / step_s}
-        self._record(replace(metrics, step_s=step_s, **speed))
-        return not metrics.skipped
-
-    def _metrics(self, taken: Taken) -> StepMetrics:
-        """Return the metrics of a step without its duration, and record if a rank wishes to end the run. Waits for the device."""
-        (loss_sum, norm_sum), (peak, wish), _ = taken.figures.read()
-        self._run.ending.decide(wish)
-        loss, norm = loss_sum / self._run.place.world, norm_sum / self._run.place.world
-        return StepMetrics(
+        metrics = StepMetrics(
             step=taken.step,
             loss=loss,
             grad_norm=norm,
             lr=taken.lr,
-            step_s=0.0,
+            step_s=step_s,
             peak_bytes=peak,
-            skipped=not (math.isfinite(loss) and math.isfinite(norm)),
+            skipped=not is_finite,
+            **speed,
         )
+        self._record(metrics)
+        return is_finite
 
-    def _optimize(self, step: Callable[[], object] | None) -> None:
-        if step is not None:
-            step()
-        self._run.scaler.update()
-        self._run.optimizer.zero_grad()
-
-    def _leave_out(self, taken: Taken, metrics: StepMetrics) -> None:
+    def _leave_out(self, taken: Taken, figures: str, scale: float) -> None:
         """Repeat a nonfinite step at scale 1 to find the source of NaN or inf, and report that the step is skipped. Raises
         `NonFiniteError` if `train.on_nonfinite` allows no more skipped steps."""
         run, after = self._run, RandomState().state_dict()
-        figures = f"loss {metrics.loss}, gradient norm {metrics.grad_norm}"
 
         def again(scale: Callable[[Tensor], Tensor]) -> None:
             RandomState().load_state_dict(taken.drawn)
@@ -148,8 +143,7 @@ class Steps:
         where = source_of(run.model, again, figures)
         RandomState().load_state_dict(after)
         if where is None and run.scaler.is_enabled():
-            run.skips.overflowed()
-            *_, scale = taken.figures.read()
+            run.skips.total += 1
             run.screen.note(f"step {taken.step} is skipped: gradients overflowed at scale {scale:g}, which is lowered")
             return
         try:

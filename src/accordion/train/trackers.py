@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,11 @@ def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable
         "wandb": (config.log.wandb is not None, _Wandb()),
         "mlflow": (config.log.mlflow is not None, _Mlflow()),
     }
-    ids, opened = (_ids(run_dir) if first_step else {}), dict[str, RunTracker]()
+    ids, opened = dict[str, str](), dict[str, RunTracker]()
+    if first_step:
+        with suppress(OSError, ValueError):  # no file, or a damaged one: new runs
+            stored = json.loads((run_dir / IDS).read_text(encoding="utf-8"))
+            ids = {k: v for k, v in stored.items() if isinstance(v, str)} if isinstance(stored, dict) else {}
     for name, tracker in [(name, tracker) for name, (is_named, tracker) in named.items() if is_named]:
         try:
             theirs = tracker.open(config, run_dir, first_step, ids.get(name))
@@ -45,14 +50,6 @@ def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable
             ids[name] = theirs
             write_whole(run_dir / IDS, json.dumps(ids) + "\n")
     return opened
-
-
-def _ids(run_dir: Path) -> dict[str, str]:
-    try:
-        ids = json.loads((run_dir / IDS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {k: v for k, v in ids.items() if isinstance(v, str)} if isinstance(ids, dict) else {}
 
 
 class _TensorBoard:
