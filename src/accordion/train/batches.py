@@ -43,7 +43,7 @@ class OrderedBatches:
         return {}
 
     def resume(self, position: dict[str, Any]) -> bool:
-        if not ("count" in position and self.order.continues(position)):
+        if (position.get("count"), position.get("seed")) != (self.order.count, self.order.seed):
             return False
         self.order.load_state_dict(position)
         return True

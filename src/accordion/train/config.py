@@ -255,12 +255,10 @@ def flat(config: JobConfig) -> dict[str, Any]:
 
 def as_yaml(config: JobConfig) -> str:
     """Return the text of a run file with every key of `config`. Values are written as JSON, which is valid YAML."""
-    lines = [
-        line
-        for name, group in groups_of(config).items()
-        for line in (f"{name}:", *(f"  {key}: {json.dumps(value)}" for key, value in group.items()))
-    ]
-    return "".join(f"{line}\n" for line in lines)
+    text = ""
+    for name, group in groups_of(config).items():
+        text += f"{name}:\n" + "".join(f"  {key}: {json.dumps(value)}\n" for key, value in group.items())
+    return text
 
 
 def check(config: JobConfig) -> None:

@@ -34,11 +34,6 @@ class Share:
     def global_batch(self) -> int:
         return self.world * self.micro_batch * self.accumulate
 
-    def positions(self, micro_step: int) -> range:
-        """Return the positions, in the order of all samples, that this rank reads in micro-batch `micro_step` of an epoch."""
-        start = micro_step * self.micro_batch * self.world + self.rank
-        return range(start, start + self.micro_batch * self.world, self.world)
-
 
 @lru_cache(maxsize=2)
 def permutation(count: int, seed: int) -> np.ndarray:
@@ -93,17 +88,15 @@ class GlobalOrder(Sampler[list[int]]):
             epoch, start = divmod(self.num_read, used)
             self.num_read += each
             order = permutation(self.count, self.seed + epoch)
-            yield [int(order[position]) for position in self.share.positions(start // each)]
+            first = start // each * each + self.share.rank
+            yield [int(order[position]) for position in range(first, first + each, self.share.world)]
 
     def state_dict(self) -> dict[str, int]:
         return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
 
-    def continues(self, state: dict[str, int]) -> bool:
-        return (state["count"], state["seed"]) == (self.count, self.seed)
-
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue at the position `state`, which may be of a run on another number of ranks."""
-        assert self.continues(state)
+        assert (state["count"], state["seed"]) == (self.count, self.seed)
         self.num_read = state["num_read"]
 
 

@@ -34,12 +34,6 @@ class StepMetrics:
     peak_bytes: int
     skipped: bool
 
-    @property
-    def speed(self) -> str:
-        if self.tokens_per_s is not None:
-            return f"{self.tokens_per_s:,.0f} tok/s"
-        return f"{self.samples_per_s or 0.0:,.0f} samples/s"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:

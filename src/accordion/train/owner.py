@@ -15,7 +15,6 @@ from accordion.errors import UsageError
 FILE = ".owner"  # in the folder; a killed job leaves it
 EXIT_S = 5.0  # time for a job that was just ended to exit
 POLL_S = 0.2
-Say = Callable[[str], None]
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
@@ -55,7 +54,7 @@ def holder_of(folder: Path) -> str | None:
 class Claim:
     """Ownership of folders until `release`, or until this process ends."""
 
-    def __init__(self, folders: Mapping[str, Path], job: str | None, wait_s: float, say: Say) -> None:
+    def __init__(self, folders: Mapping[str, Path], job: str | None, wait_s: float, say: Callable[[str], None]) -> None:
         """Take `folders` (configuration key -> existing folder). If another job owns one, wait up to `EXIT_S` for it to exit; if
         an earlier start of this job does, wait up to `wait_s` seconds. Raises `UsageError` if a folder does not become free or
         its lock file cannot be opened; then no folder is taken. `job`: the launcher's name for this job. `say`: shows a line."""

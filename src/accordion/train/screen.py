@@ -82,7 +82,10 @@ class Screen(AbstractContextManager["Screen"]):
     def step(self, metrics: StepMetrics) -> None:
         """Show a step in the progress bar. Without a terminal, print a line instead, for about `PLAIN_LINES` steps of the run."""
         self._step_s = metrics.step_s if not self._step_s else self._step_s + RECENT * (metrics.step_s - self._step_s)
-        figures = f"loss {metrics.loss:.3f}  lr {metrics.lr:.1e}  {metrics.speed}  {human(metrics.peak_bytes)}/rank"
+        speed = f"{metrics.samples_per_s or 0.0:,.0f} samples/s"
+        if metrics.tokens_per_s is not None:
+            speed = f"{metrics.tokens_per_s:,.0f} tok/s"
+        figures = f"loss {metrics.loss:.3f}  lr {metrics.lr:.1e}  {speed}  {human(metrics.peak_bytes)}/rank"
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step, figures=figures)
         elif metrics.step == self._total or metrics.step % max(1, self._total // PLAIN_LINES) == 0:
