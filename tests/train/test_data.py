@@ -7,13 +7,13 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from accordion.train.data import (
     IGNORED,
     GlobalOrder,
     Sequences,
     Share,
-    loader_of,
     permutation,
     validation_batches,
     validation_order,
@@ -65,7 +65,7 @@ def read(share: Share, count: int, state: dict[str, int] | None = None) -> tuple
     order = GlobalOrder(len(SEQUENCES), share, seed=5)
     if state is not None:
         order.load_state_dict(state)
-    loader = loader_of(SEQUENCES, order, collate, pins=False)
+    loader = DataLoader(SEQUENCES, batch_sampler=order, collate_fn=collate)
     return [batch["input_ids"] for batch in islice(loader, count)], order.state_dict()
 
 

@@ -126,8 +126,7 @@ def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
 
 
 class Printer:
-    """Sends this rank's answers through the job's store; the rank that `speaks` prints those of all ranks, in order of
-    prompts."""
+    """Sends a rank's answers through the job's store; the rank that `speaks` prints all answers, in the order of the prompts."""
 
     def __init__(
         self, prompts: Sequence[Prompt], store: Store, tokenizer: Any, options: GenerateOptions, *, speaks: bool
@@ -151,8 +150,7 @@ class Printer:
             self._store.set(_key(answer.index), json.dumps(asdict(answer)))
 
     def show(self) -> None:
-        """Print the new answers in the store, in the order of prompts, up to the first missing one. Does nothing if this rank
-        does not print."""
+        """Print new answers, in the order of the prompts, up to the first missing one. Does nothing if this rank is silent."""
         while self._speaks and self._num_shown < len(self._prompts) and self._store.check([_key(self._num_shown)]):
             answer = WrittenText(**json.loads(self._store.get(_key(self._num_shown))))
             prompt = self._prompts[self._num_shown].text

@@ -30,8 +30,7 @@ class TaskError(AccordionError):
 
 @contextmanager
 def of_the_task(where: str) -> Iterator[None]:
-    """Context manager that turns an `Exception` of its body, if it is no `AccordionError`, into a `TaskError` that names
-    `where`."""
+    """Context manager that turns exceptions of its body, but no `AccordionError`, into a `TaskError` that names `where`."""
     try:
         yield
     except AccordionError:

@@ -76,8 +76,8 @@ def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] 
 
 
 def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
-    """Call `make` with the trained parameters of `model`, and return the optimizer that it returns. Raises `UsageError` if that
-    is no `torch.optim.Optimizer`."""
+    """Return the optimizer that `make` returns for the trained parameters of `model`. Raises `UsageError` if it is no
+    optimizer."""
     optimizer: object = make([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
@@ -153,8 +153,7 @@ def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
 
 
 def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Call the task's `loss` and return its result, a mean or (sum, detached count), all 0-d. Raises `UsageError` for any other
-    result."""
+    """Return the result of the task's `loss`: a mean or (sum, detached count), all 0-d. Raises `UsageError` for another one."""
     loss = task.loss(model, batch)
     if isinstance(loss, tuple) and len(loss) == 2:
         return scalar_of(loss[0], "the task's loss"), count_of(loss[1], loss[0].device, "the task's loss")

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from accordion.checkpoint import RandomState
 from accordion.errors import UsageError
 from accordion.tasks.loaded import count_of, is_indexed, is_loader, scalar_of
-from accordion.train.data import GlobalOrder, Share, loader_of, validation_batches
+from accordion.train.data import GlobalOrder, Share, validation_batches
 
 Collate = Callable[[list[Any]], Any]
 
@@ -28,7 +28,11 @@ class OrderedBatches:
 
     def __init__(self, dataset: Any, share: Share, seed: int, collate: Collate | None, *, pins: bool) -> None:
         self.order = GlobalOrder(len(dataset), share, seed)
-        self._loader = loader_of(dataset, self.order, collate, pins=pins)
+        # A loader draws a number when it starts, and a resumed run starts one more. The run's random numbers must not change.
+        generator = torch.Generator()
+        self._loader = DataLoader(
+            dataset, batch_sampler=self.order, collate_fn=collate, pin_memory=pins, generator=generator
+        )
         self._batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
@@ -50,12 +54,10 @@ class OrderedBatches:
 
 
 class LoaderBatches:
-    """Endless batches of a loader: each epoch starts it again, after a call of `set_epoch` if the loader has that.
-
-    Random numbers drawn while reading depend on the epoch alone, and are equal on all ranks. A loader with `state_dict` resumes
-    from its state; any other loader reads the batches of the epoch again. `counter`: key in `position()` under which the amount
-    read in this epoch is stored; each batch adds `size` to it. `next()` raises `UsageError` if an epoch has no batch.
-    """
+    """Endless batches of a loader: each epoch starts it again, after a call of `set_epoch` if the loader has that. Random numbers
+    drawn while reading depend on the epoch alone, and are equal on all ranks. A loader with `state_dict` resumes from its state;
+    any other loader reads the batches of the epoch again. `counter`: key in `position()` under which the amount read in this
+    epoch is stored; each batch adds `size` to it. `next()` raises `UsageError` if an epoch has no batch."""
 
     def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
         self._data, self._draws, self._counter, self._size = data, Draws(seed), counter, size
@@ -275,10 +277,8 @@ def means_of(
     device: torch.device,
 ) -> dict[str, float]:
     """Return name -> mean over the batches of all ranks; {} without batches. The model is in evaluation mode meanwhile, and then
-    its mode and the random generators are as before. Collective. Raises `UsageError` if a value is no number.
-
-    `batches`: (batch, number of its samples that count). `values_of(batch)` returns name -> mean of the batch or (sum, count).
-    """
+    its mode and the random generators are as before. Collective. Raises `UsageError` if a value is no number. `batches`: (batch,
+    number of its samples that count). `values_of(batch)` returns name -> mean of the batch or (sum, count)."""
     drawn, was_training = RandomState().state_dict(), model.training
     model.eval()
     sums: dict[str, Tensor] = {}  # name -> sum and count, (2,)

@@ -70,7 +70,7 @@ class Run:
 
 
 def agree(prepared: Prepared, place: RankPlace) -> None:
-    """Raise `DivergenceError`, on every rank, if ranks differ in data, tokenizer, checkpoint to resume from or DeepSpeed file.
+    """Raise `DivergenceError` on all ranks if they differ in data, tokenizer, checkpoint to resume, or DeepSpeed file.
     Collective."""
     file = prepared.config.train.deepspeed
     of_rank = {
@@ -90,8 +90,7 @@ def agree(prepared: Prepared, place: RankPlace) -> None:
 
 
 def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
-    """Build, shard and fill the model, then its optimizer, batches and the other objects of a `Run`, and return the `Run`.
-    Collective."""
+    """Build, shard and fill the model, and return it with its optimizer, batches and more as a `Run`. Collective."""
     config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
     # "auto" is fp32 on CPU, bf16 on accelerators that support it, else fp16.
     best = "fp32" if on_cpu else "bf16" if _torch.has_bf16(device) else "fp16"
@@ -154,8 +153,8 @@ def _optimizer(
     model: nn.Module, config: JobConfig, theirs: Settings | None, own: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
     """Return the optimizer for the trained parameters of `model`: the user's `own`, else that of the DeepSpeed configuration
-    `theirs`, else AdamW without weight decay for vectors. The optimizer is wrapped by `wrap_optimizer`, except an `own` one whose
-    step is not elementwise."""
+    `theirs`, else AdamW without weight decay for vectors. `wrap_optimizer` wraps it, except an `own` one whose step is not
+    elementwise."""
     options = config.train
     if own is not None:
         return wrap_optimizer(own) if is_elementwise(own) else own

@@ -29,11 +29,9 @@ def path_of(folder: Path, step: int) -> Path:
 
 def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path | None:
     """Return the checkpoint to resume from: the newest usable one in `folder`, the run's folder of checkpoints. If there is none,
-    return the path that the key `checkpoint.resume` names; None, for a fresh start, if that is "auto".
-
-    `say`: shows a line about unusable newer checkpoints, or about a named path that is not used. Raises `UsageError` if all
-    checkpoints in `folder` are unusable, if the named path is no folder, or if it is an older checkpoint in `folder`.
-    """
+    return the path that the key `checkpoint.resume` names; None, for a fresh start, if that is "auto". `say`: shows a line about
+    unusable newer checkpoints, or about a named path that is not used. Raises `UsageError` if all checkpoints in `folder` are
+    unusable, if the named path is no folder, or if it is an older checkpoint in `folder`."""
     try:
         latest = newest(folder)
     except CheckpointError as error:
@@ -61,8 +59,7 @@ def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path 
 
 
 def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the keys in both `before` and `current` (`group.key` -> value) with different values. Keys that do not change the
-    computation are left out."""
+    """Return the keys that change the computation and differ in `before` and `current`, each `group.key` -> value."""
     keys = [
         key
         for key in current
@@ -73,11 +70,9 @@ def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str
 
 def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
     """Return `config` with as many sequences in a step, on `num_ranks` ranks, as the run that saved the checkpoint `path` had.
-    That sets `train.accumulate`, and lowers `train.micro_batch` if it does not divide a rank's share of a step.
-
-    Returns `config` itself if `path` is None, if `num_ranks` does not divide that number of sequences, or if the user set one.
-    `named`: keys that the user set.
-    """
+    That sets `train.accumulate`, and lowers `train.micro_batch` if it does not divide a rank's share of a step. Returns `config`
+    itself if `path` is None, if `num_ranks` does not divide that number of sequences, or if the user set one. `named`: keys that
+    the user set."""
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
     before = None if path is None or decided else setting(path, BATCH)

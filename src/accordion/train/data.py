@@ -1,4 +1,4 @@
-"""The rows of each rank: windows of text, the global order, a rank's share of it, and a loader."""
+"""The rows of each rank: windows of text, the global order, a rank's share of it, and validation batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 IGNORED = -100  # label without a loss
 Row = list[tuple[Tensor, Tensor]]
@@ -19,11 +19,9 @@ Row = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's share of every global batch: position `p` in the order of all samples belongs to rank `p % world`.
-
-    A global batch has `world * micro_batch * accumulate` positions. With the same global batch, any number of ranks reads the
-    same samples in every step.
-    """
+    """One rank's share of every global batch: position `p` in the order of all samples belongs to rank `p % world`. A global
+    batch has `world * micro_batch * accumulate` positions. With the same global batch, any number of ranks reads the same samples
+    in every step."""
 
     rank: int
     world: int
@@ -42,10 +40,8 @@ def permutation(count: int, seed: int) -> np.ndarray:
 
 
 class Sequences(Dataset[Row]):
-    """Dataset of windows of `seq_len + 1` packed tokens: the inputs, and one more token for the labels.
-
-    Consecutive windows share one token. `rest`: include a last window that is shorter; otherwise its tokens are not used.
-    """
+    """Dataset of windows of `seq_len + 1` packed tokens: the inputs, and one more token for the labels. Consecutive windows share
+    one token. `rest`: include a last window that is shorter; otherwise its tokens are not used."""
 
     def __init__(self, tokens: Any, seq_len: int, *, rest: bool = False) -> None:  # an array of numpy or of Arrow
         self.tokens, self.seq_len = tokens, seq_len
@@ -61,11 +57,9 @@ class Sequences(Dataset[Row]):
 
 
 class GlobalOrder(Sampler[list[int]]):
-    """Sampler of this rank's micro-batches, as lists of indices, without end.
-
-    Each epoch has a new order of all samples. Samples at its end that do not fill a global batch are left out, so that all ranks
-    have equally many batches. `num_read`: samples that all ranks together have read.
-    """
+    """Sampler of this rank's micro-batches, as lists of indices, without end. Each epoch has a new order of all samples. Samples
+    at its end that do not fill a global batch are left out, so that all ranks have equally many batches. `num_read`: samples that
+    all ranks together have read."""
 
     def __init__(self, count: int, share: Share, seed: int) -> None:
         self.count, self.share, self.seed = count, share, seed
@@ -98,15 +92,6 @@ class GlobalOrder(Sampler[list[int]]):
         """Continue at the position `state`, which may be of a run on another number of ranks."""
         assert (state["count"], state["seed"]) == (self.count, self.seed)
         self.num_read = state["num_read"]
-
-
-def loader_of(
-    dataset: Any, order: GlobalOrder, collate: Callable[[list[Any]], Any] | None, *, pins: bool
-) -> DataLoader[Any]:
-    """Return a loader of the micro-batches of `dataset` whose indices `order` yields. `pins`: use pinned memory."""
-    # A loader draws a number when it starts, and a resumed run starts one more. The run's random numbers must not change.
-    generator = torch.Generator()
-    return DataLoader(dataset, batch_sampler=order, collate_fn=collate, pin_memory=pins, generator=generator)
 
 
 def validation_order(count: int, most: int) -> Sequence[int]:

@@ -18,11 +18,9 @@ SLOW_DISK = 100e6  # bytes/s; assumed speed of a rank's writes until a save was 
 
 
 class Signals(AbstractContextManager["Signals"]):
-    """Records SIGTERM and SIGUSR1 in `came` instead of ending the process, so that the current step or save can finish.
-
-    The constructor sets the signal handlers. Leaving the context restores the previous handlers, and then raises the recorded
-    signals again, unless the body ended with `SystemExit`. Outside of the main thread, nothing is recorded.
-    """
+    """Records SIGTERM and SIGUSR1 in `came` instead of ending the process, so that the current step or save can finish. The
+    constructor sets the signal handlers. Leaving the context restores the previous handlers, and then raises the recorded signals
+    again, unless the body ended with `SystemExit`. Outside of the main thread, nothing is recorded."""
 
     def __init__(self) -> None:
         self.came: set[int] = set()
@@ -74,9 +72,7 @@ class Ending:
 
 class Best:
     """Lowest validation loss so far (`loss`, at `step`), and number of validations since it fell by `min_delta` (`waited`).
-
-    `last`: step of the last validation. Checkpoints store `state()`.
-    """
+    `last`: step of the last validation. Checkpoints store `state()`."""
 
     def __init__(self, patience: int, min_delta: float) -> None:
         """`patience`: number of validations in a row without an improvement by more than `min_delta` after which `is_over` is

@@ -122,8 +122,7 @@ class Encoder:
         return mask
 
     def _render_marked(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return (rendered conversation, spans in it that the template marks as answers). Raises `UsageError` if the template
-        fails or marks no answer."""
+        """Return (rendered chat, spans in it marked as answers). Raises `UsageError` if the template fails or marks none."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -148,16 +147,6 @@ class Encoder:
         except Exception as error:  # as above
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
-    def _before_first(self, until: str, content: str, tools: Tools, where: str) -> str:
-        """Return the text before the answer `content` in `until`, a rendered conversation that consists of this answer alone."""
-        # transformers renders no prompt without messages, so the end of another prompt shows where the answer begins.
-        question = [{"role": "user", "content": "?"}]
-        prompt = self._render(question, tools, where, prompt=True)
-        begins = prompt.removeprefix(self._render(question, tools, where))
-        if begins and begins in until:
-            return until[: until.index(begins) + len(begins)]
-        return until.rpartition(content)[0]
-
     def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
         """Return (start, end) of each answer in `text`, the rendered conversation. An answer begins after the rendered messages
         before it, with the prompt for an answer. Raises `UsageError` if an answer cannot be located."""
@@ -170,7 +159,12 @@ class Encoder:
             if i:
                 before = self._render(messages[:i], tools, where, prompt=True)
             else:
-                before = self._before_first(until, content, tools, where)
+                # transformers renders no prompt without messages, so the end of another prompt shows where the answer begins.
+                question = [{"role": "user", "content": "?"}]
+                prompt = self._render(question, tools, where, prompt=True)
+                begins = prompt.removeprefix(self._render(question, tools, where))
+                at = until.find(begins) if begins else -1
+                before = until[: at + len(begins)] if at >= 0 else until.rpartition(content)[0]
             if text.startswith(until) and until.startswith(before):
                 spans.append((len(before), len(until)))
                 continue
@@ -186,8 +180,7 @@ class Encoder:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return `value`, JSON data, without the null fields of objects at every level. Arrow adds such fields, if other rows have
-    them."""
+    """Return JSON data without null fields of objects, at every level; Arrow adds a null for each field of another row."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -233,8 +226,7 @@ def _message(message: object, where: str) -> Message:
 
 
 def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
-    """Return a hash of `tokenizer`, one of transformers, and if `kind` is "chat", of its chat template. Tokenizers with equal
-    hashes return equal tokens."""
+    """Return a hash of `tokenizer`, and if `kind` is "chat", of its chat template: equal hashes mean equal tokens."""
     parts = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.eos_token_id), kind]
     if kind == "chat":
         parts += [str(tokenizer.get_chat_template()), json.dumps(tokenizer.special_tokens_map, default=str)]

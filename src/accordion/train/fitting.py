@@ -94,8 +94,7 @@ def _result(prepared: Prepared, outcome: loop.Outcome) -> Fit:
 
 @contextmanager
 def _reported_to_other_ranks() -> Iterator[None]:
-    """Context manager that reports an exception of its body to the ranks that share a model with this one, and raises it
-    again."""
+    """Context manager that reports an exception of its body, which goes on, to the ranks that shard a model with this one."""
     try:
         yield
     except BaseException as error:

@@ -219,10 +219,8 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 
 
 def label_losses(model: nn.Module, batch: Batch, *, kind: str = "plain") -> tuple[Tensor, Tensor]:
-    """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32.
-
-    `kind`: value of `model.loss`. If it is not "plain", the head computes the loss itself, without the logits of all tokens.
-    """
+    """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32. `kind`:
+    value of `model.loss`. If it is not "plain", the head computes the loss itself, without the logits of all tokens."""
     shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     labels: Tensor = batch["labels"]
     several = "position_ids" in shown
@@ -281,8 +279,8 @@ def check_apart(model: nn.Module) -> None:
 
 
 def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
-    """Return the generation settings (name -> value) of the model that the run starts from. Its `eos_token_id` is the list of its
-    end tokens and of `ends`."""
+    """Return the generation settings (name -> value) of the model that the run starts from, with `ends` added to its end
+    tokens."""
     base = configuration(config.model, config.data)
     settings = {key: getattr(base, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if config.model.path is not None:

@@ -135,8 +135,7 @@ def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host in `nodes`, a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`. Raises `ValueError` if it has
-    none."""
+    """Return the first host in a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`. Raises `ValueError` if it has none."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     if match is None:
         raise ValueError(f"node list {nodes!r}")
@@ -433,8 +432,8 @@ def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T
 
 
 def join_group(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:
-    """Set this rank's device, of type `kind`, initialise the process group of all ranks, and return the device. Collective.
-    `timeout_s`: timeout of collectives."""
+    """Join the process group of all ranks, and return this rank's device, of type `kind`, which becomes the current one.
+    `timeout_s`: timeout of collectives. Collective."""
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
     if kind != "cpu":
         torch.accelerator.set_device_index(place.local_rank)

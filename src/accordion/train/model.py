@@ -65,10 +65,8 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
 
 def check_loss_of_head(model: nn.Module, loss: str, units: UnitChoice) -> None:
     """Raise `UsageError` if the head of `model`, on the meta device, cannot compute the loss. `loss`: "chunked" or "head_rows".
-
     The head can if it is linear, and the logits are its unchanged output. For "head_rows" the head must also be one of the units
-    that `units` chooses, and must not share its weight with another layer.
-    """
+    that `units` chooses, and must not share its weight with another layer."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     outputs, logits = list[Any](), None
     if type(head) is nn.Linear:

@@ -39,11 +39,9 @@ from accordion.weights.initialise import initialise
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
-    """Interface of the training loop to a user's task: the object `task`, or if that is None, the class named in `parts`.
-
-    `size`: number of training samples; None if unknown. `counted`: unit of the reported speed. `loaded` and `validation` are
-    computed at first use and not pickled.
-    """
+    """Interface of the training loop to a user's task: the object `task`, or if that is None, the class named in `parts`. `size`:
+    number of training samples; None if unknown. `counted`: unit of the reported speed. `loaded` and `validation` are computed at
+    first use and not pickled."""
 
     parts: Mapping[str, PartConfig]
     task: object | None = None
@@ -69,8 +67,7 @@ class OwnTask:
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
         """Fill the weights of the sharded `model` with the task's `init`. Without an `init`, draw them if the model was built on
-        the meta device (`on_meta`), and keep them otherwise. Leaves the random generators seeded differently on each rank, for
-        dropout. Collective."""
+        the meta device (`on_meta`), else keep them. Leaves the random generators seeded differently on each rank. Collective."""
         seed_all(seed)
         if self.loaded.init is not None:
             self.loaded.init(model)
@@ -219,9 +216,8 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
-    """Try a task: read a training batch, and if `model` is small and on the CPU, compute the loss of that batch. Restores the
-    random generators afterwards. Raises `TaskError` if the user's code fails, and `UsageError` if the loss depends on no
-    parameter."""
+    """Try a task: read a training batch, and if `model` is small and on the CPU, compute its loss. Restores the random
+    generators. Raises `TaskError` if the user's code fails, and `UsageError` if the loss depends on no parameter."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))

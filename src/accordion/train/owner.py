@@ -18,8 +18,7 @@ POLL_S = 0.2
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
-    """Return the name that torchrun or srun gave this job in the variables `environ`; None if they gave none. A restart of the
-    job keeps the name."""
+    """Return the name of this job that torchrun or srun put into `environ`, and that restarts keep; None if there is none."""
     torchrun = environ.get("TORCHELASTIC_RUN_ID", "none")
     if torchrun != "none":
         return f"torchrun {torchrun}"

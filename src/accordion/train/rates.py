@@ -16,9 +16,7 @@ from accordion.train.config import TrainConfig
 
 class LearningRates:
     """Sets the learning rates of an optimizer, by `prescribed` or by `scheduler`. Without either they do not change.
-
-    `prescribed(step, first)` returns the rate of a parameter group in step 1, 2, ..., if its initial rate was `first`.
-    """
+    `prescribed(step, first)` returns the rate of a parameter group in step 1, 2, ..., if its initial rate was `first`."""
 
     def __init__(
         self, optimizer: Optimizer, prescribed: Callable[[int, float], float] | None = None, scheduler: Any = None

@@ -37,8 +37,7 @@ def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
 
 
 def flattened(content: dict[str, Any]) -> dict[str, Any]:
-    """Return `group.key` -> value for `content`, the content of a run file, which may have both groups of keys and
-    `group.key`."""
+    """Return `group.key` -> value for the content of a run file, in which groups of keys and `group.key` may be mixed."""
     values: dict[str, Any] = {}
     for name, group in content.items():
         values |= {f"{name}.{key}": value for key, value in group.items()} if isinstance(group, dict) else {name: group}

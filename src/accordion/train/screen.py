@@ -43,8 +43,7 @@ def lasting(seconds: float) -> str:
 
 
 class Screen(AbstractContextManager["Screen"]):
-    """Console and progress bar of rank 0; on other ranks (`speaks=False`) every call does nothing. Leaving the context ends the
-    progress bar."""
+    """Console and progress bar of rank 0; on other ranks (`speaks=False`) calls do nothing. Leaving the context ends the bar."""
 
     def __init__(self, *, speaks: bool = True) -> None:
         self._console = Console(file=lasting_stream(sys.stdout), quiet=not speaks, highlight=False, soft_wrap=True)

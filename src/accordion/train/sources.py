@@ -241,9 +241,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Data to read. `name`: for names of run folders. `label`: for messages. `files`: (name in the source, path) of each file.
-    `fields`: of a row. `stamp`: hash that changes when a file is added, removed or written. `unread`: name of a file that is left
-    out -> reason."""
+    """Data to read. `name`: for names of run folders. `label`: for messages. `files`: (name in the source, path) of each.
+    `stamp`: hash that changes when a file is added, removed or written. `unread`: name of a file that is left out -> reason."""
 
     name: str
     label: str
@@ -260,8 +259,7 @@ class Source:
                 yield from _rows_as_pieces(path, key, self.fields) if _has_rows(path) else self._text(path, key)
 
     def rows(self) -> Iterator[DataRow]:
-        """Yield every row in a fixed order. Raises `UsageError`, which names the file and the line or row, for a row that cannot
-        be read."""
+        """Yield all rows in a fixed order. Raises `UsageError`, which names file and line, for a row that cannot be read."""
         for key, path in self.files:
             with _named(path):
                 yield from read_rows(path, key, self.fields)

@@ -54,8 +54,7 @@ class Steps:
 
     def take(self, step: int) -> None:
         """Run step number `step`: forward and backward of each micro-batch, and an optimizer step unless loss or gradients are
-        NaN or inf. Collective. Its metrics may be recorded only in the next call. Raises `NonFiniteError` if the run has to
-        end."""
+        NaN or inf. Metrics may be recorded in the next call only. Collective. Raises `NonFiniteError` if the run has to end."""
         run, began_s = self._run, time.perf_counter()
         seen = [on_device(next(run.batches), run.device) for _ in range(run.share.accumulate)]
         drawn = RandomState().state_dict()  # reading the data draws random numbers too
@@ -181,11 +180,9 @@ def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> T
 
 
 class Counted:
-    """Turns the (sum, count) losses of a step into the mean over all micro-batches of all ranks.
-
-    The total count is known only after the last forward, but backwards must not wait for it. So all sums are divided by the count
-    that results if every micro-batch is like the first, and gradients are multiplied by `left()` at the end.
-    """
+    """Turns the (sum, count) losses of a step into the mean over all micro-batches of all ranks. The total count is known only
+    after the last forward, but backwards must not wait for it. So all sums are divided by the count that results if every
+    micro-batch is like the first, and gradients are multiplied by `left()` at the end."""
 
     def __init__(self, share: Share) -> None:
         self._share = share

@@ -109,8 +109,7 @@ def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[An
 
 
 def _streams(table: Any) -> dict[Split, ChunkedArray]:
-    """Return split -> its tokens in `table`, without a copy. If one split is empty, the last tokens of the other, 1 of 20, become
-    the validation split."""
+    """Return split -> its tokens in `table`, not copied. If one split is empty, the last 1/20 of the other is for validation."""
     import pyarrow as pa
 
     ids, held_out = table["ids"], table["held_out"].to_numpy()
@@ -178,8 +177,7 @@ def cached_examples(
 
 
 def _parts(table: Any) -> dict[Split, Examples]:
-    """Return split -> its examples in `table`. If one split is empty, the last of the other, 1 of 20, become the validation
-    split."""
+    """Return split -> its examples in `table`. If one split is empty, the last 1/20 of the other is for validation."""
     held_out = table["held_out"].to_numpy()
     train, validation = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     if not len(train):

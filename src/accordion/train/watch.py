@@ -74,8 +74,7 @@ def run(words: list[str]) -> int:
 
 
 def picture(folders: Sequence[Path], width: int) -> Table:
-    """Return a table with a panel for each run, as many side by side as fit into `width` columns. Raises `UsageError` if a folder
-    is not that of a run."""
+    """Return panels of runs, side by side as far as `width` columns allow. Raises `UsageError` if a folder is not of a run."""
     num = max(1, min(len(folders), width // NARROWEST))
     grid = Table.grid(expand=True)
     for _ in range(num):
