@@ -29,9 +29,8 @@ class OrderedBatches:
     def __init__(self, dataset: Any, share: Share, seed: int, collate: Collate | None, *, pins: bool) -> None:
         self.order = GlobalOrder(len(dataset), share, seed)
         # A loader draws a number when it starts, and a resumed run starts one more. The run's random numbers must not change.
-        generator = torch.Generator()
         self._loader = DataLoader(
-            dataset, batch_sampler=self.order, collate_fn=collate, pin_memory=pins, generator=generator
+            dataset, batch_sampler=self.order, collate_fn=collate, pin_memory=pins, generator=torch.Generator()
         )
         self._batches: Iterator[Any] | None = None
 

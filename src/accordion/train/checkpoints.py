@@ -60,12 +60,9 @@ def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path 
 
 def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return the keys that change the computation and differ in `before` and `current`, each `group.key` -> value."""
-    keys = [
-        key
-        for key in current
-        if not key.startswith(("shard.", "checkpoint.", "launch.", "run.", "log.")) or key == "shard.precision"
-    ]
-    return [key for key in keys if key in before and before[key] != current[key]]
+    changed = [key for key in current if key in before and before[key] != current[key]]
+    others = ("shard.", "checkpoint.", "launch.", "run.", "log.")  # keys that do not change the computation
+    return [key for key in changed if key == "shard.precision" or not key.startswith(others)]
 
 
 def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:

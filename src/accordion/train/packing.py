@@ -131,10 +131,8 @@ def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple
             parts.append((text[len(whole) :], is_learnt))
             whole = text
         room = max(80, LONGEST // max(1, len(parts)))
-        shown.append(
-            [
-                (text if len(text) <= room else f"{text[: room // 2]} […] {text[-room // 2 :]}", flag)
-                for text, flag in parts
-            ]
-        )
+        for i, (text, is_learnt) in enumerate(parts):
+            if len(text) > room:
+                parts[i] = f"{text[: room // 2]} […] {text[-room // 2 :]}", is_learnt
+        shown.append(parts)
     return shown
