@@ -137,8 +137,7 @@ class Printer:
         self._began_s = time.perf_counter()
 
     def streamer(self) -> Any:
-        """Return a streamer of transformers that prints text while it is generated; None on a rank that does not print, for
-        several prompts, and with --json."""
+        """Return a streamer that prints text while it is generated; None if silent, for several prompts, and with --json."""
         if not self._streams:
             return None
         from transformers import TextStreamer
@@ -195,8 +194,8 @@ class CommonSteps:
         dist.all_reduce(self._num_working)
 
     def finish(self, printer: Printer) -> None:
-        """Remove the hook, then make dummy calls until no rank generates, and print new answers meanwhile. Call this once, when
-        this rank has no prompts left."""
+        """When this rank has no prompts left: remove the hook, then make dummy calls and print new answers until none
+        generates."""
         self._handle.remove()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)  # (b, tokens)
         while True:

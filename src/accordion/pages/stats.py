@@ -34,8 +34,7 @@ def extremes(values: Sequence[float]) -> Spread:
 
 
 def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Spread:
-    """Return the median, lowest and highest of the ratios median(ours) / median(theirs), one ratio a round. `ours`, `theirs`: the
-    measurements of each round."""
+    """Return the median, lowest and highest of median(ours) / median(theirs) over rounds, each a list of measurements."""
     # By round, since measurements of a round are close in time, and a slow phase of the machine affects both.
     return extremes([median(a) / median(b) for a, b in zip(ours, theirs, strict=True)])
 

@@ -76,8 +76,7 @@ def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] 
 
 
 def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
-    """Return the optimizer that `make` returns for the trained parameters of `model`. Raises `UsageError` if it is no
-    optimizer."""
+    """Return the result of `make` for the trained parameters of `model`. Raises `UsageError` if that is no optimizer."""
     optimizer: object = make([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
@@ -161,15 +160,14 @@ def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Te
 
 
 def mean_loss(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor:
-    """Return the task's mean loss of a batch, 0-d. If the task returns (sum, count), this is their quotient. Raises `UsageError`
-    if the task returns anything else."""
+    """Return the task's mean loss of a batch, 0-d: for (sum, count), their quotient. Raises `UsageError` as `loss_of` does."""
     loss = loss_of(task, model, batch)
     return loss if isinstance(loss, Tensor) else loss[0] / loss[1]
 
 
 def example_of(task: LoadedTask, micro_batch: int) -> Any:
-    """Return a first training batch: that of the task's loader, or else up to `micro_batch` samples, collated. Raises
-    `UsageError` if there is no sample."""
+    """Return a training batch: the loader's first, or up to `micro_batch` samples, collated. Raises `UsageError` without
+    samples."""
     data = data_of(task, "train", 0, 1)
     if data is None:
         raise UsageError(f"the task {task.name!r} has no training data: its dataset('train') returned None.")

@@ -70,8 +70,7 @@ class Run:
 
 
 def agree(prepared: Prepared, place: RankPlace) -> None:
-    """Raise `DivergenceError` on all ranks if they differ in data, tokenizer, checkpoint to resume, or DeepSpeed file.
-    Collective."""
+    """Raise `DivergenceError` if ranks differ in data, tokenizer, checkpoint to resume or DeepSpeed file. Collective."""
     file = prepared.config.train.deepspeed
     of_rank = {
         **prepared.work.agreed(),

@@ -68,8 +68,7 @@ def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str
 def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
     """Return `config` with as many sequences in a step, on `num_ranks` ranks, as the run that saved the checkpoint `path` had.
     That sets `train.accumulate`, and lowers `train.micro_batch` if it does not divide a rank's share of a step. Returns `config`
-    itself if `path` is None, if `num_ranks` does not divide that number of sequences, or if the user set one. `named`: keys that
-    the user set."""
+    itself if `path` is None, if `num_ranks` does not divide that number, or if keys set by the user (`named`) determine it."""
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
     before = None if path is None or decided else setting(path, BATCH)
@@ -155,9 +154,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
-    """Raise `UsageError` if this run cannot continue from the checkpoint `path`: if the checkpoint is beyond step `steps`, if its
-    run had another tokenizer, or if one of the two runs is on text and the other on a task. `tokenizer_digest`: hash of this
-    run's tokenizer; None for a task."""
+    """Raise `UsageError` if the checkpoint `path` is beyond step `steps`, if its run had another tokenizer, or if only one of the
+    two runs is on a task. `tokenizer_digest`: hash of this run's tokenizer; None for a task."""
     extra = _extra(path)
     if extra["step"] > steps:
         raise UsageError(
@@ -178,8 +176,7 @@ def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
 
 
 def check_base(path: Path, quantize: str) -> None:
-    """Raise `UsageError` if the run that saved the adapters in the checkpoint `path` had another `model.quantize` than this run's
-    `quantize`."""
+    """Raise `UsageError` if the run that saved the adapters in the checkpoint `path` had another `model.quantize`."""
     before = _extra(path)["config"].get("model.quantize", "none")
     if before != quantize:
         raise UsageError(
@@ -189,8 +186,7 @@ def check_base(path: Path, quantize: str) -> None:
 
 
 def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `UsageError`, which names the differences, if the checkpoint `path` is of another model. `shapes`: name -> shape of
-    each entry of the model's state dict."""
+    """Raise `UsageError` if the model in the checkpoint `path` is not one whose state dict has `shapes`, name -> shape."""
     manifest = read_manifest(checkpoint_at(path))
     saved = {
         name.removeprefix("model/"): entry.shape

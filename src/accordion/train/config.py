@@ -229,8 +229,7 @@ class Config(JobConfig, TextConfig):
 
 
 def max_skips_of(word: str) -> int:
-    """Return how many steps in a row a run may skip if `train.on_nonfinite` is `word`; 0 for "stop". Raises `UsageError` for an
-    unknown `word`."""
+    """Return how many steps in a row a run may skip if `train.on_nonfinite` is `word`. Raises `UsageError` for a wrong `word`."""
     choices = {"stop": 0, "skip": MAX_SKIPS}
     if word in choices:
         return choices[word]

@@ -95,8 +95,7 @@ class GlobalOrder(Sampler[list[int]]):
 
 
 def validation_order(count: int, most: int) -> Sequence[int]:
-    """Return the indices of the rows, of `count`, that a validation reads: `most` random ones, in ascending order and equal each
-    time; all if `most` is 0 or not below `count`."""
+    """Return the sorted indices of the rows that a validation reads: `most` of `count`, equal each time; all if `most` is 0."""
     return sorted(permutation(count, 0)[:most].tolist()) if 0 < most < count else range(count)
 
 

@@ -74,8 +74,7 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
 
 
 def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Yield (key of the run, its value in the file, keys of the file that can set it) for each key of the run that the file sets;
-    for other keys, DeepSpeed's default is the value."""
+    """Yield (key of the run, its value by the file or by DeepSpeed's defaults, keys of the file that can set it)."""
     zero = "zero_optimization."
     groups = (f"{zero}zero_hpz_partition_size", f"{zero}mics_shard_size")
     yield "shard.strategy", settings.sharding.strategy.name, (f"{zero}stage", *groups)

@@ -75,8 +75,7 @@ class Best:
     `last`: step of the last validation. Checkpoints store `state()`."""
 
     def __init__(self, patience: int, min_delta: float) -> None:
-        """`patience`: number of validations in a row without an improvement by more than `min_delta` after which `is_over` is
-        True; 0: `is_over` is always False."""
+        """`patience`: validations in a row without a fall by more than `min_delta` until `is_over` becomes True; 0: never."""
         self._patience, self._min_delta = patience, min_delta
         self.loss: float | None = None
         self.step, self.waited = 0, 0
@@ -84,8 +83,7 @@ class Best:
         self._mark = math.inf  # the loss to improve on, for patience
 
     def observe(self, step: int, loss: float) -> bool:
-        """Record the validation `loss` at `step` in the attributes, and return True if it is the lowest so far. All ranks must
-        pass an equal `loss`."""
+        """Record the validation `loss` at `step`, which is equal on all ranks, and return True if it is the lowest so far."""
         is_lower = loss < self._mark - self._min_delta
         self._mark, self.waited = (loss, 0) if is_lower else (self._mark, self.waited + 1)
         if not loss < (math.inf if self.loss is None else self.loss):

@@ -197,8 +197,7 @@ def unit_of(data: DataConfig) -> str:
 
 
 def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: int, where: str) -> None:
-    """Raise `UsageError` if a split in `rows` is empty, or if there are fewer training rows than `global_batch`. `where`: name of
-    the data, for the message."""
+    """Raise `UsageError`, which names `where`, if a split is empty or there are fewer training rows than `global_batch`."""
     empty = next((split for split, split_rows in rows.items() if not len(split_rows)), None)
     if empty is not None:
         raise UsageError(
@@ -279,8 +278,7 @@ def check_apart(model: nn.Module) -> None:
 
 
 def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
-    """Return the generation settings (name -> value) of the model that the run starts from, with `ends` added to its end
-    tokens."""
+    """Return the generation settings (name -> value) of the model to start from, with `ends` added to its end tokens."""
     base = configuration(config.model, config.data)
     settings = {key: getattr(base, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if config.model.path is not None:

@@ -87,8 +87,7 @@ class RankPlace:
 
 
 def place_of(environ: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank in the variables of torchrun or srun; None in a process that neither started. Raises `UsageError` if a
-    variable is invalid."""
+    """Return the rank in the variables of torchrun or srun; None without them. Raises `UsageError` if a variable is invalid."""
     try:
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return RankPlace(
@@ -205,8 +204,7 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
 
 
 class NothingStartedError(BaseException):
-    """Raised if a signal arrives while no rank can handle it. A `BaseException`, like `KeyboardInterrupt`, so that a task's code
-    does not catch it during the preparation."""
+    """Raised if a signal arrives while no rank can handle it. A `BaseException`, so that a task's code does not catch it."""
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
@@ -380,9 +378,8 @@ def give_up_store(store: Store, timeout_s: float) -> None:
 
 
 def _report(error: Exception, rank: int, store: Store) -> int:
-    """Print `error` if this rank is the first that failed, and return the exit code of the first rank that failed. Waits
-    `SECONDARY_S` before, if another rank may have caused `error`. If the job's store is gone, prints that, and returns the code
-    of this rank's `error`."""
+    """Print `error` if this rank failed first, and return the exit code of the rank that failed first. Waits `SECONDARY_S`
+    before, if another rank may have caused `error`. If the job's store is gone, prints that, and returns the code of `error`."""
     code = 2 if isinstance(error, UsageError) else DIVERGED if isinstance(error, DivergenceError) else 1
     if isinstance(error, RuntimeError) or is_echo(error):
         code = 1 if is_echo(error) else code
@@ -432,8 +429,7 @@ def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T
 
 
 def join_group(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:
-    """Join the process group of all ranks, and return this rank's device, of type `kind`, which becomes the current one.
-    `timeout_s`: timeout of collectives. Collective."""
+    """Join the process group of all ranks, make this rank's device of type `kind` the current one, and return it. Collective."""
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
     if kind != "cpu":
         torch.accelerator.set_device_index(place.local_rank)

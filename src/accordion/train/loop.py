@@ -125,8 +125,7 @@ def _observed(run: Run) -> Iterator[None]:
 
 
 def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Outcome | None:
-    """Validate, save and show a sample, each if it is due after `step`. Returns the outcome if training ends with this step, else
-    None; equal on all ranks. Collective."""
+    """Validate, save and show a sample, each if it is due after `step`. Returns what `_over` returns for `step`. Collective."""
     options, due = run.config.train, _due(run.config.train.eval_every, step)
     if run.ending.decided or step == options.steps or due:
         steps.settle()

@@ -93,8 +93,7 @@ class MetricsLog:
         self._each(lambda tracker: tracker.log(figures, metrics.step))
 
     def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
-        """Pass the loss and metrics of a validation to the trackers, with names that begin with `validation_`. They are not
-        written to `metrics.jsonl`, which has steps only."""
+        """Pass the results of a validation to trackers, with the prefix `validation_`, but not to `metrics.jsonl`."""
         figures = {f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}
         self._each(lambda tracker: tracker.log(figures, step))
 

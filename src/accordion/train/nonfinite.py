@@ -29,8 +29,8 @@ class Skips:
         self.total, self.in_row = 0, 0
 
     def nonfinite(self, step: int, where: str) -> str:
-        """Record a nonfinite step and return a line to report. `where`: text on the source of NaN or inf. Raises `NonFiniteError`
-        if there are more such steps in a row than allowed."""
+        """Count a nonfinite step and return a line to report, with the text `where`. Raises `NonFiniteError` if there are more
+        such steps in a row than allowed."""
         self.in_row += 1
         self.total += 1
         if not self._most:

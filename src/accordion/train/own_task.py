@@ -166,8 +166,8 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
     """Try to make an optimizer: call `make`, if it is not None, with the parameters of a small layer. Raises `UsageError` if
-    `make` rejects its options, returns no optimizer, or returns one whose step needs a closure. Exceptions of the user's own code
-    pass unchanged."""
+    `make` rejects its options, returns no optimizer, or one whose step needs a closure. Exceptions of the user's own code
+    pass."""
     if make is None:
         return
     params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))

@@ -137,8 +137,8 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
 
 
 def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if the file cannot be read, has two columns of one
-    name, or lacks a needed column."""
+    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if it is unreadable, or for double or missing
+    columns."""
     what, number = f"data file {str(path)!r}", 0
     try:
         names, tables = _tables(path, fields)
@@ -159,8 +159,7 @@ def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
 
 
 def _tables(path: Path, fields: Fields) -> tuple[list[str], Iterator[Any]]:
-    """Return (names of all columns, iterator of tables of consecutive rows) of a file. Of a parquet file, the tables have only
-    the columns in `fields`."""
+    """Return (names of all columns, iterator of tables with the rows) of a file. Parquet tables have only columns in `fields`."""
     suffix, options = suffix_of(path), dict[str, Any]()
     if suffix == ".parquet":
         from pyarrow import parquet

@@ -88,9 +88,8 @@ def _training_text(pieces: Iterable[Piece]) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield `text` in parts, split only inside runs of letters, signs or blanks that are longer than `LONGEST_WORD`. Ordinary
-    text has no such runs."""
-    # The trainer takes a run as one word, and its time is quadratic in the longest word.
+    """Yield `text` in parts, split only inside runs of letters, signs or blanks that are longer than `LONGEST_WORD`."""
+    # Ordinary text has no such runs. The trainer takes a run as one word, and its time is quadratic in the longest word.
     start, half = 0, LONGEST_WORD // 2
     for at in range(LONGEST_WORD, len(text) - half, LONGEST_WORD):
         if ONE_KIND.fullmatch(text, at - half, at + half + 1):
@@ -130,8 +129,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_fits(size: int, model_vocab: int, where: str) -> None:
-    """Raise `UsageError` if `size`, the tokens of the tokenizer, is more than `model_vocab`, those of the model. `where`: path or
-    name of the tokenizer, for the message."""
+    """Raise `UsageError` if the tokenizer of `where`, a path or name, has more tokens (`size`) than the model (`model_vocab`)."""
     if size > model_vocab:
         raise UsageError(
             f"the tokenizer of {where} has ids up to {size - 1}, but the model has a vocabulary of {model_vocab}; take the "

@@ -175,8 +175,7 @@ def _chart(values: Sequence[float], width: int) -> str:
 
 
 def _histogram(times_s: Sequence[float], width: int) -> list[tuple[str, str]]:
-    """Return (label, bar) for each of `BINS` bins of step times up to the 95th percentile; the last bin also has longer ones.
-    Empty for fewer steps than bins."""
+    """Return (label, bar) for `BINS` bins up to the 95th percentile; the last also has longer times. [] for fewer than `BINS`."""
     if len(times_s) < BINS:
         return []
     low, *_, high = sorted(times_s)[: math.ceil(0.95 * len(times_s))]
