@@ -281,7 +281,7 @@ BUDGETS = {
     "safety": 3450,
     "shard": 1540,
     "tasks": 510,
-    "train": 5840,
+    "train": 5820,
     "weights": 2160,
     "workers": 310,
     "files beside them": 2770,

@@ -87,7 +87,7 @@ class RankPlace:
 
 
 def place_of(environ: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank in the variables of torchrun or srun; None without them. Raises `UsageError` if a variable is invalid."""
+    """Return the rank that torchrun or srun gave this process; None if neither did. Raises `UsageError` for invalid variables."""
     try:
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return RankPlace(
