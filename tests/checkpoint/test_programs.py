@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 import accordion as acc
-from accordion.train.data import GlobalOrder, Share, loader_of
+from accordion.train.data import GlobalOrder, Share
 from tests.devices import device
 from tests.support import models
 from tests.support.checkpoints import differing
@@ -115,7 +116,10 @@ class Run:
         torch.manual_seed(100 * seed + mesh.get_rank())
 
     def batches(self):
-        return iter(loader_of(SEQUENCES, self.state["order"], None, pins=False))
+        order = self.state["order"]
+        return iter(
+            DataLoader(SEQUENCES, batch_sampler=order, generator=torch.Generator())
+        )  # draws no number of others
 
     def step(self, batches):
         """Return the inputs, the losses, and the scale afterwards."""

@@ -57,8 +57,8 @@ def _started_rank(place: launch.RankPlace, store: Store, options: GenerateOption
 
 
 def _prepared(options: GenerateOptions) -> tuple[StoredModel, list[Prompt]]:
-    """Return (the model to load, without its weights; tokenized prompts). Raises `UsageError` if there is no such model, if its
-    weights do not fit its configuration, or if a prompt cannot be used."""
+    """Return (description of the model at `options.source`, tokenized prompts). Reads no weights. Raises `UsageError` if there is
+    no such model, if its weights do not fit its configuration, or if a prompt cannot be used."""
     stored = find_model(options.source)
     prompts = read_prompts(options, tokenizer_of(stored), configuration_of(stored))
     try:

@@ -27,7 +27,24 @@ class Prompt:
 def read_prompts(options: GenerateOptions, tokenizer: Any, config: Any) -> list[Prompt]:
     """Read and tokenize all prompts, and return them in order. `config`: configuration of the model. Raises `UsageError` if they
     cannot be read, if one is empty, too long or has a token that the model lacks, or if --chat finds no chat template."""
-    prompts = _read(options)
+    prompts: list[tuple[str, str | list[Message]]] = []  # name in messages; text, or messages of a chat
+    if options.prompt is not None:
+        prompts = [("--prompt", options.prompt)]
+    else:
+        assert options.prompts is not None
+        path = Path(options.prompts)
+        try:
+            lines = read_text(path).splitlines()
+        except OSError as error:
+            raise UsageError(f"--prompts {options.prompts!r} cannot be read: {error.strerror}.") from None
+        except UnicodeDecodeError as error:
+            raise UsageError(f"--prompts {options.prompts!r} is no text in UTF-8: {error.reason}.") from None
+        for i, line in enumerate(lines, 1):
+            if line.strip():
+                where = f"line {i} of --prompts"
+                prompts.append((where, _of_json(where, line, options.chat) if path.suffix == ".jsonl" else line))
+        if not prompts:
+            raise UsageError(f"--prompts {options.prompts!r} holds no prompt; write one on each line.")
     if options.chat and not getattr(tokenizer, "chat_template", None):
         raise UsageError(
             "--chat needs the chat template of a tokenizer, and this model's has none; leave it out, or put the tokenizer of a "
@@ -37,41 +54,18 @@ def read_prompts(options: GenerateOptions, tokenizer: Any, config: Any) -> list[
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the number of tokens of the longest sequence that a model takes; None if its `config` has no limit."""
+    """Return the number of tokens of the longest sequence that a model takes; None if its `config` names no limit."""
     longest = getattr(config, "max_position_embeddings", None)
     return longest if isinstance(longest, int) else None
 
 
 def num_new(options: GenerateOptions, prompts: Sequence[Prompt], config: Any) -> int:
-    """Return the most tokens to generate for each prompt: `options.max_new_tokens`, or if that is None, 128. The 128 are lowered
-    to what the longest prompt leaves of the model's positions."""
+    """Return the most tokens to generate for each prompt: `options.max_new_tokens`, or if that is None, 128, or what the longest
+    prompt leaves of the model's positions if that is less."""
     if options.max_new_tokens is not None:
         return options.max_new_tokens
     longest = positions_of(config)
     return MANY if longest is None else min(MANY, longest - max(len(prompt.ids) for prompt in prompts))
-
-
-def _read(options: GenerateOptions) -> list[tuple[str, str | list[Message]]]:
-    """Return, for each prompt, (name in error messages, text or messages of a chat). Raises `UsageError` if the file cannot be
-    read or has no prompt, or if a line of a .jsonl file is wrong."""
-    if options.prompt is not None:
-        return [("--prompt", options.prompt)]
-    assert options.prompts is not None
-    path = Path(options.prompts)
-    try:
-        lines = read_text(path).splitlines()
-    except OSError as error:
-        raise UsageError(f"--prompts {options.prompts!r} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--prompts {options.prompts!r} is no text in UTF-8: {error.reason}.") from None
-    prompts: list[tuple[str, str | list[Message]]] = []
-    for i, line in enumerate(lines, 1):
-        if line.strip():
-            where = f"line {i} of --prompts"
-            prompts.append((where, _of_json(where, line, options.chat) if path.suffix == ".jsonl" else line))
-    if not prompts:
-        raise UsageError(f"--prompts {options.prompts!r} holds no prompt; write one on each line.")
-    return prompts
 
 
 def _of_json(where: str, line: str, chat: bool) -> str | list[Message]:

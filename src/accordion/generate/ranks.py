@@ -7,7 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,9 @@ TIMEOUT_S = 600  # how long a rank waits for another one before it exits
 def generate(
     place: RankPlace, store: Store, options: GenerateOptions, stored: StoredModel, prompts: Sequence[Prompt], kind: str
 ) -> None:
-    """Run one rank: load the model, and generate texts for this rank's share of `prompts`. Collective. Rank 0 prints the texts of
+    """Run one rank: load the model `stored`, and generate texts for this rank's share of `prompts`; rank 0 prints the texts of
     all ranks. Creates the process group and destroys it at the end. Turns off warnings of Python and transformers in this
-    process. `place`: rank and number of ranks. `store`: the job's store. `kind`: device type."""
+    process. Collective. `place`: rank and number of ranks. `store`: the job's store. `kind`: device type."""
     warnings.simplefilter("ignore")  # transformers warns about settings that are not the user's
     from transformers.utils import logging
 
@@ -60,31 +60,22 @@ def generate(
     printer = Printer(prompts, store, tokenizer, options, speaks=place.rank == 0)
     writer = TextWriter(model, tokenizer, stored, replace(options, max_new_tokens=new), device)
     indices = range(place.rank, len(prompts), place.world)
-    with torch.no_grad():
-        if full:
-            with acc.full_params(model):
-                _answer(writer, prompts, indices, options.batch, printer)
-        else:
-            steps = CommonSteps(model, device)
-            _answer(writer, prompts, indices, options.batch, printer)
+    with torch.no_grad(), acc.full_params(model) if full else nullcontext():
+        steps = None if full else CommonSteps(model, device)
+        for at in range(0, len(indices), options.batch):
+            chosen = {i: prompts[i].ids for i in indices[at : at + options.batch]}
+            printer.send(writer.write(chosen, printer.streamer()))
+            printer.show()
+        if steps is not None:
             steps.finish(printer)
     printer.end(f"{how}, {place.world} rank{'s' if place.world > 1 else ''}")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _answer(writer: TextWriter, prompts: Sequence[Prompt], indices: range, batch: int, printer: Printer) -> None:
-    for at in range(0, len(indices), batch):
-        chosen = indices[at : at + batch]
-        printer.send(writer.write({i: prompts[i].ids for i in chosen}, printer.streamer()))
-        printer.show()
-
-
 def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) -> int:
-    """Return the bytes that one rank needs for unsharded parameters, its shards, and the cache of keys and values.
-
-    `model`: on any device, in the dtype of the computation. `num_tokens`: length of the longest prompt with its answer.
-    """
+    """Return the bytes that one rank needs to keep all unsharded parameters, next to its shards and the cache of keys and values.
+    `model`: on any device, in the dtype of the computation. `num_tokens`: length of the longest prompt with its answer."""
     config: Any = model.config
     weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
     words = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -97,10 +88,8 @@ def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) ->
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> int:
-    """Return the free bytes of an accelerator. For the CPU, return those of the host divided by `num_ranks`, its number of ranks.
-
-    The host's free bytes are what the system or the control group has available, whichever is less; 0 if unknown.
-    """
+    """Return the free bytes of an accelerator. For the CPU, return those of the host divided by `num_ranks`, the ranks on it:
+    what the system or the control group has available, whichever is less; 0 if unknown."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[0])
     free = []
@@ -137,7 +126,7 @@ def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
 
 
 class Printer:
-    """Sends answers through the job's store; the rank that `speaks` prints those of all ranks, in the order of the prompts."""
+    """Sends a rank's answers through the job's store; the rank that `speaks` prints all answers, in the order of the prompts."""
 
     def __init__(
         self, prompts: Sequence[Prompt], store: Store, tokenizer: Any, options: GenerateOptions, *, speaks: bool
@@ -148,8 +137,7 @@ class Printer:
         self._began_s = time.perf_counter()
 
     def streamer(self) -> Any:
-        """Return a streamer of transformers that prints text while it is generated; None on a rank that does not print, for
-        several prompts, and with --json."""
+        """Return a streamer that prints text while it is generated; None if silent, for several prompts, and with --json."""
         if not self._streams:
             return None
         from transformers import TextStreamer
@@ -161,16 +149,23 @@ class Printer:
             self._store.set(_key(answer.index), json.dumps(asdict(answer)))
 
     def show(self) -> None:
-        """Print new answers in the store, in the order of prompts, up to the first missing one, if this rank prints."""
+        """Print new answers, in the order of the prompts, up to the first missing one. Does nothing if this rank is silent."""
         while self._speaks and self._num_shown < len(self._prompts) and self._store.check([_key(self._num_shown)]):
             answer = WrittenText(**json.loads(self._store.get(_key(self._num_shown))))
-            self._print(self._prompts[self._num_shown], answer)
+            prompt = self._prompts[self._num_shown].text
+            if self._as_json:
+                words = {"prompt": prompt, "text": answer.text, "tokens": answer.num_tokens, "ended": answer.ended}
+                print(json.dumps(words), flush=True)
+            elif len(self._prompts) > 1:
+                print(f"> {prompt}\n{answer.text}\n", flush=True)
+            elif not self._streams:
+                print(answer.text, flush=True)
             self._num_shown += 1
             self._num_tokens += answer.num_tokens
 
     def end(self, how: str) -> None:
-        """Wait for the remaining answers and print them, then print the speed and `how` to stderr. If this rank does not print,
-        return at once."""
+        """Wait for the remaining answers of all ranks and print them, then print the speed and the text `how` to stderr. Does
+        nothing if this rank does not print."""
         if not self._speaks:
             return
         while self._num_shown < len(self._prompts):
@@ -180,26 +175,15 @@ class Printer:
         speed = f"{self._num_tokens:,} tokens in {seconds:.1f} s, {self._num_tokens / seconds:,.1f} tokens/s"
         print(f"{speed}; {how}", file=sys.stderr, flush=True)
 
-    def _print(self, prompt: Prompt, answer: WrittenText) -> None:
-        if self._as_json:
-            words = {"prompt": prompt.text, "text": answer.text, "tokens": answer.num_tokens, "ended": answer.ended}
-            print(json.dumps(words), flush=True)
-        elif len(self._prompts) > 1:
-            print(f"> {prompt.text}\n{answer.text}\n", flush=True)
-        elif not self._streams:
-            print(answer.text, flush=True)
-
 
 def _key(index: int) -> str:
     return f"accordion/answer/{index}"
 
 
 class CommonSteps:
-    """Makes all ranks call a sharded model equally often, because a call all-gathers parameters: idle ranks make dummy calls.
-
-    A hook on `model` all-reduces, before each call, the number of ranks that still generate. So all ranks end together even if
-    their prompts differ in number and length.
-    """
+    """Makes all ranks call a sharded `model` equally often, since each call all-gathers parameters. The constructor adds a hook
+    to `model` which, before each call, sums over ranks how many still generate. In `finish`, idle ranks make dummy calls until
+    none does, so ranks may have different numbers of prompts."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -210,8 +194,8 @@ class CommonSteps:
         dist.all_reduce(self._num_working)
 
     def finish(self, printer: Printer) -> None:
-        """Make dummy calls until no rank generates, and print new answers meanwhile. Call this once, when this rank has no
-        prompts left. Removes the hook first."""
+        """When this rank has no prompts left: remove the hook, then make dummy calls and print new answers until none
+        generates."""
         self._handle.remove()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)  # (b, tokens)
         while True:

@@ -38,11 +38,9 @@ class TextWriter:
         self._model.generation_config = self._settings  # `generate` would merge the model's own settings into ours
 
     def write(self, prompts: Mapping[int, tuple[int, ...]], streamer: Any = None) -> list[WrittenText]:
-        """Generate text for `prompts` ({index: token ids}) in one batch, and return the texts in their order.
-
-        Seeds torch's generators with the option `seed` plus the lowest index. `streamer`: a streamer of transformers, which
-        prints the text of a single prompt while it is generated.
-        """
+        """Generate text for `prompts` (index -> token ids) in one batch, and return the texts in the order of `prompts`. Seeds
+        torch's generators with the option `seed` plus the lowest index. `streamer`: a streamer of transformers, which prints the
+        text of a single prompt while it is generated."""
         longest = max(len(ids) for ids in prompts.values())
         rows = [[self._pad] * (longest - len(ids)) + list(ids) for ids in prompts.values()]
         real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts.values()]
@@ -53,24 +51,21 @@ class TextWriter:
             generation_config=self._settings,
             streamer=streamer,
         )
-        return [self._answer(index, row[longest:].tolist()) for index, row in zip(prompts, written, strict=True)]
-
-    def _answer(self, index: int, ids: list[int]) -> WrittenText:
-        end = next((i for i, token in enumerate(ids) if token in self._ends), None)
-        text_ids = ids if end is None else ids[:end]
-        text = self._tokenizer.decode(text_ids, skip_special_tokens=True)
-        return WrittenText(
-            index=index, text=text, num_tokens=len(ids[: None if end is None else end + 1]), ended=end is not None
-        )
+        answers = []
+        for index, row in zip(prompts, written, strict=True):
+            ids = row[longest:].tolist()
+            end = next((i for i, token in enumerate(ids) if token in self._ends), None)
+            text = self._tokenizer.decode(ids[:end], skip_special_tokens=True)
+            num_tokens = len(ids) if end is None else end + 1
+            answers.append(WrittenText(index=index, text=text, num_tokens=num_tokens, ended=end is not None))
+        return answers
 
 
 def settings_of(
     model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions
 ) -> tuple[Any, frozenset[int], int]:
-    """Return (GenerationConfig, ids of tokens that end a text, id of the padding token).
-
-    Token ids come from the model's generation_config.json and the tokenizer, and the sampling from `options`.
-    """
+    """Return (GenerationConfig, ids of tokens that end a text, id of the padding token). Token ids come from the model's
+    generation_config.json and the tokenizer, and the sampling from `options`."""
     from transformers import GenerationConfig
 
     base: Any = getattr(model, "generation_config", None)

@@ -17,9 +17,15 @@ from accordion.version import VERSION
 def describe(device_type: str) -> dict[str, Any]:
     """Return hardware, versions and the number of devices of this machine as JSON data, for `Page.data`."""
     driver = _torch.runtime_version(device_type)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
+        processor = next(names, platform.machine())
+    except OSError:
+        processor = platform.processor()
     return {
         "system": platform.platform(),
-        "processor": _processor(),
+        "processor": processor,
         "cores": num_cores(),
         "memory_bytes": memory_bytes(),
         "device": name_of(device_type),
@@ -29,15 +35,6 @@ def describe(device_type: str) -> dict[str, Any]:
         **({} if device_type == "cpu" else {"devices": torch.accelerator.device_count()}),
         **({} if driver is None else {device_type: driver}),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
-    return next(named, platform.machine())
 
 
 def memory_bytes() -> int:

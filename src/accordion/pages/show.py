@@ -13,7 +13,7 @@ PLAIN_WIDTH = 200  # width of tables if the output is no terminal
 
 
 def show(page: Page) -> None:
-    """Print the page's tables and notes. On a narrow screen cells take several lines, and nothing is cut."""
+    """Print the tables of `page`, then its notes. On a narrow screen, cells take several lines, and nothing is cut off."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -29,7 +29,7 @@ def show(page: Page) -> None:
 
 
 def _words(table: Table) -> set[int]:
-    """Return the indices of the columns to align left: those in which a cell has `MANY` words, or no cell has a digit."""
+    """Return the indices of the columns with text: those in which a cell has `MANY` words, or no cell has a digit."""
     words = set()
     for i in range(len(table.columns)):
         cells = [row[i] for row in table.rows]

@@ -34,8 +34,7 @@ def extremes(values: Sequence[float]) -> Spread:
 
 
 def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Spread:
-    """Return the median, lowest and highest of the ratios median(ours) / median(theirs), one ratio a round. `ours`, `theirs`:
-    the measurements of each round."""
+    """Return the median, lowest and highest of median(ours) / median(theirs) over rounds, each a list of measurements."""
     # By round, since measurements of a round are close in time, and a slow phase of the machine affects both.
     return extremes([median(a) / median(b) for a, b in zip(ours, theirs, strict=True)])
 
@@ -55,12 +54,10 @@ class Verdict:
 
 
 def compare_losses(losses: dict[str, list[float]], tolerance: float) -> Verdict:
-    """Compare each contender's losses with the median over contenders, step by step.
-
-    A contender is wrong if it has no losses, if a loss is not finite, or if a loss differs from the median by more than
-    `tolerance` times the median. From then on it does not count in medians. If two contenders disagree, both are wrong.
-    `losses`: contender -> losses from the first step on; lists may differ in length.
-    """
+    """Compare each contender's losses with the median over contenders, step by step. A contender is wrong if it has no losses, if
+    a loss is not finite, or if a loss differs from the median by more than `tolerance` times the median. From then on it does not
+    count in medians. If two contenders disagree, both are wrong. `losses`: contender -> losses from the first step on; lists may
+    differ in length."""
     wrong = {name for name, values in losses.items() if not values}
     for step in range(max(map(len, losses.values()))):
         at_step = {name: values[step] for name, values in losses.items() if step < len(values) and name not in wrong}

@@ -37,7 +37,7 @@ class PartConfig:
 
 def target_of(key: str, class_path: str) -> Callable[..., Any]:
     """Import and return the class or function at `class_path`: `file.py` (its `Task`), `file.py:Name`, `package.module.Name` or
-    `package.module:Name`. If `key`, its configuration key, begins with "optimizer", also a name in `OPTIMIZERS`. Raises
+    `package.module:Name`. If `key`, its configuration key, begins with "optimizer", a name in `OPTIMIZERS` is allowed too. Raises
     `UsageError` if there is no such class or function, and `TaskError` if the import fails."""
     module_path, colon, name = class_path.partition(":")
     if key.startswith("optimizer") and class_path.isidentifier():
@@ -71,8 +71,8 @@ def target_of(key: str, class_path: str) -> Callable[..., Any]:
 
 
 def _of_file(key: str, file: str) -> ModuleType:
-    """Return the module of `file`; the first use imports it. Adds the file's folder to `sys.path`, like Python for a script.
-    `key`: its configuration key. Raises `UsageError` if there is no such file, `TaskError` if the import fails."""
+    """Return the module of `file`, which is imported if it was not before. Adds the file's folder to `sys.path`, as Python does
+    for a script. Raises `UsageError`, which names `key`, if there is no such file, and `TaskError` if the import fails."""
     path = Path(file).absolute()
     if not path.is_file():
         raise UsageError(f"{key} {file!r} does not exist; name a Python file, or package.module:Name.")
@@ -117,11 +117,12 @@ def _of_package(key: str, name: str) -> ModuleType:
 
 
 def options_kind(key: str, class_path: str) -> type[Any]:
-    """Return a new dataclass with a field for each option of the class or function at `class_path`, and a field `class_path`.
-    Its docstring has their help texts. `key`: "task" or "optimizer". Raises `UsageError` if `class_path` names nothing, or
-    if a parameter without a default has a type that cannot be written on a command line."""
+    """Return a new dataclass with a field for each option of the class or function at `class_path`, and a field `class_path`. The
+    docstring of the dataclass has the help texts of the options. `key`: "task" or "optimizer". Raises `UsageError` if
+    `class_path` names nothing, or if a parameter without a default has a type that cannot be written on a command line."""
     target = target_of(key, class_path)
-    texts = _arg_texts(target)
+    text = (inspect.getdoc(target) or "").partition("Args:")[2]
+    texts = dict(re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}\S.*)*)", text, re.MULTILINE))
     options: list[tuple[str, Any, Any]] = [(CLASS_PATH, str | None, field(default=None))]
     lines = [f"{key}: {class_path}.", "", "Args:", f"        {CLASS_PATH}: the class or function"]
     for name, parameter in _parameters(key, target).items():
@@ -135,16 +136,16 @@ def options_kind(key: str, class_path: str) -> type[Any]:
                 )
             continue
         options.append((name, hint, field(default=None if parameter.default is parameter.empty else parameter.default)))
-        lines.append(f"        {name}: {texts.get(name) or f'of {class_path}'}")
+        lines.append(f"        {name}: {' '.join(texts.get(name, '').split()) or f'of {class_path}'}")
     kind = make_dataclass(f"{key.title()}Options", options, frozen=True, kw_only=True)
     kind.__doc__ = "\n".join(lines)
     return kind
 
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
-    """Return the class at `values["class_path"]` with its options. An option has its value in `values` (name -> value), or else
-    its default; `values` that are no options are ignored. `key`: "task" or "optimizer". Raises `UsageError` if there is no such
-    class, or if an option has neither value nor default. Raises `TaskError` if the import fails."""
+    """Return the class path `values["class_path"]` with the value of each option of its class: that in `values` (name -> value),
+    or else the default. Other `values` are ignored. `key`: "task" or "optimizer". Raises `UsageError` if there is no such class,
+    or if an option has neither value nor default, and `TaskError` if the import fails."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():
@@ -193,10 +194,3 @@ def _hint(parameter: inspect.Parameter) -> Any:
     if hint is parameter.empty and type(default) in PLAIN:
         return type(default)
     return None
-
-
-def _arg_texts(target: Callable[..., Any]) -> dict[str, str]:
-    """Return name of a parameter -> its text under `Args:` in the docstring of `target`."""
-    text = (inspect.getdoc(target) or "").partition("Args:")[2]
-    items = re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}\S.*)*)", text, re.MULTILINE)
-    return {name: " ".join(help_text.split()) for name, help_text in items}

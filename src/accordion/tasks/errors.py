@@ -30,8 +30,7 @@ class TaskError(AccordionError):
 
 @contextmanager
 def of_the_task(where: str) -> Iterator[None]:
-    """Context manager that turns an exception of its body, other than `AccordionError`, into a `TaskError` that names
-    `where`."""
+    """Context manager that turns exceptions of its body, but no `AccordionError`, into a `TaskError` that names `where`."""
     try:
         yield
     except AccordionError:
@@ -42,7 +41,7 @@ def of_the_task(where: str) -> Iterator[None]:
 
 
 def is_own(error: BaseException) -> bool:
-    """Return True if the traceback of `error` has a frame of the user's code, that is, of a file that is not installed."""
+    """Return True if the traceback of `error` has a frame of the user's code, that is, of a file that no package installed."""
     files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
     return any(not name.startswith((*OURS, *INSTALLED)) for name in files)
 

@@ -48,22 +48,27 @@ class LoadedTask:
 
 
 def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
-    """Make an object of the class `parts["task"]` and return it as a task, with the optimizer of `parts["optimizer"]` if there
-    is one. Raises `UsageError` if the class does not exist or lacks a method of a task, and `TaskError` if the user's code
-    fails."""
+    """Make an object of the class `parts["task"]` and return it as a task, with the optimizer of `parts["optimizer"]` if there is
+    one. Raises `UsageError` if the class does not exist or lacks a method of a task, and `TaskError` if the user's code fails."""
     part = parts["task"]
     target = target_of("task", part.class_path)
     if not inspect.isclass(target):
         raise UsageError(f"task {part.class_path!r} is no class; write a class with model, dataset and loss.")
+    path, _, name = part.class_path.partition(":")
+    if path.endswith(".py"):  # "examples/digits.py:Task" -> "digits"
+        stem = path.removesuffix(".py").replace("\\", "/").rpartition("/")[2]
+        name = stem if name in ("", "Task") else f"{stem}-{name}"
+    else:  # "package.module:Corpus" -> "Corpus"
+        name = (name or path).rpartition(".")[2]
     with of_the_task(f"{target.__name__}()"):
-        task = replace(of_object(target(**part.options)), name=_short(part.class_path))
+        task = replace(of_object(target(**part.options)), name=name)
     optimizer = optimizer_of(parts)
     return task if optimizer is None else replace(task, optimizer=optimizer)
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
-    """Return a function that takes parameters and returns the optimizer `parts["optimizer"]` over them; None if `parts` names no
-    optimizer. Raises `UsageError` if the class or function does not exist."""
+    """Return a function that takes parameters and returns the optimizer `parts["optimizer"]` for them; None if `parts` names no
+    optimizer. Raises `UsageError` if its class or function does not exist, and `TaskError` if the import fails."""
     part = parts.get("optimizer")
     if part is None:
         return None
@@ -71,21 +76,11 @@ def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] 
 
 
 def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
-    """Call `make` with the trained parameters of `model`, and return the optimizer. Raises `UsageError` if the result is no
-    `torch.optim.Optimizer`."""
+    """Return the result of `make` for the trained parameters of `model`. Raises `UsageError` if that is no optimizer."""
     optimizer: object = make([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
     return optimizer
-
-
-def _short(class_path: str) -> str:
-    """Return a short name for a class path: `examples/digits.py:Task` -> `digits`, `package.module:Corpus` -> `Corpus`."""
-    module_path, _, name = class_path.partition(":")
-    if module_path.endswith(".py"):
-        module_path = module_path.removesuffix(".py").replace("\\", "/").rpartition("/")[2]
-        return module_path if name in ("", "Task") else f"{module_path}-{name}"
-    return (name or module_path).rpartition(".")[2]
 
 
 def of_object(task: object) -> LoadedTask:
@@ -111,7 +106,7 @@ def of_object(task: object) -> LoadedTask:
 
 
 def split_task(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the words of a command line into (options `--task.*` with their values, all other words)."""
+    """Split the words of a command line into (flags `--task.*` and the words after them up to the next flag, all other words)."""
     task_words, others = list[str](), list[str]()
     into = others
     for word in words:
@@ -135,7 +130,7 @@ def read_task(class_path: str, words: Sequence[str], prog: str) -> LoadedTask:
 
 
 def model_of(task: LoadedTask) -> nn.Module:
-    """Call the task's `model()` and return its result. Raises `UsageError` unless that is a module with a trained parameter."""
+    """Call the task's `model()` and return the module. Raises `UsageError` unless it is one with a trained parameter."""
     model: object = task.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the task's model() returned a {type(model).__name__}; it must return a torch.nn.Module.")
@@ -157,7 +152,7 @@ def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
 
 
 def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Call the task's `loss` and return a mean or (sum, detached count), all 0-d. Raises `UsageError` for any other result."""
+    """Return the result of the task's `loss`: a mean or (sum, detached count), all 0-d. Raises `UsageError` for another one."""
     loss = task.loss(model, batch)
     if isinstance(loss, tuple) and len(loss) == 2:
         return scalar_of(loss[0], "the task's loss"), count_of(loss[1], loss[0].device, "the task's loss")
@@ -165,15 +160,14 @@ def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Te
 
 
 def mean_loss(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor:
-    """Return the task's mean loss of a batch, 0-d. If the task returns (sum, count), this is their quotient. Raises `UsageError`
-    if the task returns anything else."""
+    """Return the task's mean loss of a batch, 0-d: for (sum, count), their quotient. Raises `UsageError` as `loss_of` does."""
     loss = loss_of(task, model, batch)
     return loss if isinstance(loss, Tensor) else loss[0] / loss[1]
 
 
 def example_of(task: LoadedTask, micro_batch: int) -> Any:
-    """Return a first training batch: that of the task's loader, or else up to `micro_batch` samples, collated. Raises
-    `UsageError` if there is no sample."""
+    """Return a training batch: the loader's first, or up to `micro_batch` samples, collated. Raises `UsageError` without
+    samples."""
     data = data_of(task, "train", 0, 1)
     if data is None:
         raise UsageError(f"the task {task.name!r} has no training data: its dataset('train') returned None.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,30 +17,21 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from accordion.checkpoint import RandomState
 from accordion.errors import UsageError
 from accordion.tasks.loaded import count_of, is_indexed, is_loader, scalar_of
-from accordion.train.data import GlobalOrder, Share, loader_of, validation_batches
+from accordion.train.data import GlobalOrder, Share, validation_batches
 
 Collate = Callable[[list[Any]], Any]
 
 
-class Batches(Protocol):
-    """Endless micro-batches of a rank. A checkpoint saves `position()` once, equal on all ranks, and `state()` of each rank."""
-
-    def __next__(self) -> Any: ...
-    def position(self) -> dict[str, Any]: ...
-    def state(self) -> dict[str, Any]: ...
-    def resume(self, position: dict[str, Any]) -> bool:
-        """Continue at `position`. Load the checkpoint into the objects in `state()` first. Returns False if `position` does not
-        belong to this data."""
-        ...
-
-
 class OrderedBatches:
-    """Micro-batches of a dataset with `__len__` and `__getitem__`. All ranks have the same shuffled order of the samples, and
-    each reads the positions of its `share`. `pins`: use pinned memory."""
+    """Endless micro-batches of a dataset with `__len__` and `__getitem__`, for one rank. All ranks have one shuffled order of the
+    samples, and each reads the positions of its `share`. `pins`: use pinned memory."""
 
     def __init__(self, dataset: Any, share: Share, seed: int, collate: Collate | None, *, pins: bool) -> None:
         self.order = GlobalOrder(len(dataset), share, seed)
-        self._loader = loader_of(dataset, self.order, collate, pins=pins)
+        # A loader draws a number when it starts, and a resumed run starts one more. The run's random numbers must not change.
+        self._loader = DataLoader(
+            dataset, batch_sampler=self.order, collate_fn=collate, pin_memory=pins, generator=torch.Generator()
+        )
         self._batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
@@ -55,19 +46,17 @@ class OrderedBatches:
         return {}
 
     def resume(self, position: dict[str, Any]) -> bool:
-        if not ("count" in position and self.order.continues(position)):
+        if (position.get("count"), position.get("seed")) != (self.order.count, self.order.seed):
             return False
         self.order.load_state_dict(position)
         return True
 
 
 class LoaderBatches:
-    """Batches of a loader. After its last batch the loader is started again. If it has `set_epoch`, that is called first.
-
-    Random numbers drawn while reading depend on the epoch alone, and are equal on all ranks. A loader with `state_dict`
-    resumes from its state; any other loader reads the batches of the epoch again. `counter`: key in `position()` under which the
-    amount read in this epoch is stored; each batch adds `size` to it. `next()` raises `UsageError` if an epoch has no batch.
-    """
+    """Endless batches of a loader: each epoch starts it again, after a call of `set_epoch` if the loader has that. Random numbers
+    drawn while reading depend on the epoch alone, and are equal on all ranks. A loader with `state_dict` resumes from its state;
+    any other loader reads the batches of the epoch again. `counter`: key in `position()` under which the amount read in this
+    epoch is stored; each batch adds `size` to it. `next()` raises `UsageError` if an epoch has no batch."""
 
     def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
         self._data, self._draws, self._counter, self._size = data, Draws(seed), counter, size
@@ -117,6 +106,12 @@ class LoaderBatches:
             return all(next(self._batches, self) is not self for _ in range(num_again))
 
 
+Batches = OrderedBatches | LoaderBatches
+"""Endless micro-batches of a rank. A checkpoint stores `position()`, which is equal on all ranks, and the `state()` of each rank.
+`resume(position)` continues there, after the checkpoint was loaded into the objects in `state()`. It returns False if `position`
+does not belong to this data."""
+
+
 class RankSamples(IterableDataset[Any]):
     """Samples of an iterable that one rank reads: those at the positions of `share`. `drops`: leave out the samples at the end
     that fill no global batch. Every rank iterates over all samples and skips those of other ranks."""
@@ -137,7 +132,7 @@ class RankSamples(IterableDataset[Any]):
 
 
 class Draws:
-    """Random numbers for reading data: separate from those of the training, and seeded anew in each epoch."""
+    """Random numbers for reading data: separate from those of the training, seeded anew in each epoch, saved in checkpoints."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -146,7 +141,8 @@ class Draws:
 
     @contextmanager
     def of(self, epoch: int) -> Iterator[None]:
-        """Context manager that sets the random numbers for reading `epoch`, and restores those of the training at its end."""
+        """Context manager in which Python, numpy and torch draw the random numbers for reading `epoch`, going on after those that
+        were drawn for it before. Restores the generators of the training at its end."""
         outside = RandomState().state_dict()
         if epoch == self._epoch:
             RandomState().load_state_dict(self._state)
@@ -167,7 +163,6 @@ class Draws:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -188,9 +183,9 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
 
 
 def check_kind(data: Any, split: str) -> None:
-    """Raise `UsageError` if `data` cannot be read: it is no loader, iterable or dataset, it is a dataset without samples, or it
-    is a `DataLoader` with one of torch's own samplers, with which all ranks would read equal samples. `split`: argument of the
-    task's `dataset` function that returned `data`."""
+    """Raise `UsageError` if `data` is no loader, iterable or dataset, if it is a dataset without samples, or if it is a
+    `DataLoader` with one of torch's own samplers, with which all ranks would read equal samples. `split`: argument of the task's
+    `dataset` method that returned `data`."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
     if isinstance(data, DataLoader):
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
@@ -212,8 +207,7 @@ def check_kind(data: Any, split: str) -> None:
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
-    """Return a rank's batches of the training data `data`. Raises `UsageError` if all ranks would read equal
-    samples, or if `data` is no loader, no iterable and no dataset with samples."""
+    """Return this rank's batches of `data`, the training data of a task. Raises `UsageError` if `check_kind` rejects `data`."""
     check_kind(data, "train")
     if is_loader(data):
         return LoaderBatches(data, seed)
@@ -231,7 +225,7 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
     """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank. All ranks must
     call the model equally often, so a rank that has no samples left gets a batch with number 0. For loaders and iterables, each
-    step of the iterator is collective. Raises `UsageError` if `data` has a wrong type, or if a rank has no batch at all."""
+    step of the iterator is collective. Raises `UsageError` if `check_kind` rejects `data`, or if a rank has no batch at all."""
     check_kind(data, "validation")
     if not is_loader(data) and not is_indexed(data):
         data = DataLoader(RankSamples(data, share, drops=False), share.micro_batch, collate_fn=collate)
@@ -258,8 +252,7 @@ def _in_step(loader: Any, device: torch.device) -> Iterator[tuple[Any, int]]:
 
 
 def rows_of(batch: Any) -> int:
-    """Return the number of samples in a batch: the size of dim 0 of its first tensor. Returns 1 if the batch has no tensor, or if
-    the first one is 0-d."""
+    """Return the size of dim 0 of the first tensor in `batch`; 1 if that tensor is 0-d, or if there is none."""
     leaves = tree_leaves(batch)
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     return int(first.shape[0]) if first is not None and first.dim() else 1
@@ -282,33 +275,28 @@ def means_of(
     values_of: Callable[[Any], Mapping[str, Any]],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return name -> mean over the validation batches of all ranks; {} without batches. Collective. The model is in evaluation
-    mode meanwhile. Afterwards its mode and the random generators are as before.
-
-    `batches`: (batch, number of its samples that count). `values_of(batch)` returns name -> mean or (sum, count).
-    """
+    """Return name -> mean over the batches of all ranks; {} without batches. The model is in evaluation mode meanwhile, and then
+    its mode and the random generators are as before. Collective. Raises `UsageError` if a value is no number. `batches`: (batch,
+    number of its samples that count). `values_of(batch)` returns name -> mean of the batch or (sum, count)."""
     drawn, was_training = RandomState().state_dict(), model.training
     model.eval()
     sums: dict[str, Tensor] = {}  # name -> sum and count, (2,)
     for batch, num_samples in batches:
         for name, value in values_of(on_device(batch, device)).items():
-            sums[name] = sums.get(name, 0.0) + _weighed(name, value, num_samples, device)
+            what = f"the task's {name}"
+            if num_samples == 0:
+                pair = torch.zeros(2, dtype=torch.float64, device=device)
+            elif isinstance(value, tuple) and len(value) == 2:
+                total = torch.as_tensor(value[0], device=device).double()
+                pair = torch.stack([total, count_of(value[1], device, what).double()])
+            else:
+                mean = scalar_of(torch.as_tensor(value, device=device), what).double()
+                pair = torch.stack([mean * num_samples, torch.full_like(mean, num_samples)])
+            sums[name] = sums.get(name, 0.0) + pair
     model.train(was_training)
     RandomState().load_state_dict(drawn)
     if not sums:
         return {}
-    total = torch.stack(list(sums.values()))
-    dist.all_reduce(total)
-    return {name: float(pair[0] / pair[1]) for name, pair in zip(sums, total, strict=True)}
-
-
-def _weighed(name: str, value: Any, num_samples: int, device: torch.device) -> Tensor:
-    """Return [sum, count], float64, of `value`, which is (sum, count) or a mean of `num_samples` samples. Zeros if `num_samples`
-    is 0. `name`: name of the value, for errors. Raises `UsageError` for another `value`."""
-    if num_samples == 0:
-        return torch.zeros(2, dtype=torch.float64, device=device)
-    if isinstance(value, tuple) and len(value) == 2:
-        top = torch.as_tensor(value[0], device=device)
-        return torch.stack([top.double(), count_of(value[1], device, f"the task's {name}").double()])
-    mean = scalar_of(torch.as_tensor(value, device=device), f"the task's {name}").double()
-    return torch.stack([mean * num_samples, torch.full_like(mean, num_samples)])
+    totals = torch.stack(list(sums.values()))
+    dist.all_reduce(totals)
+    return {name: float(pair[0] / pair[1]) for name, pair in zip(sums, totals, strict=True)}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from accordion import _torch
 from accordion.compat.deepspeed import Settings
@@ -35,15 +33,14 @@ from accordion.train.prepare import Prepared
 from accordion.train.rates import LearningRates, rates_of
 from accordion.train.screen import Screen
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One rank of a run: its inputs, and the objects built from them.
 
-    `sums_locally`: sum the gradients of micro-batches before the reduce. `decides_on_device`: the fused optimizer skips a
-    step with non-finite gradients on the device, so the host does not wait for them.
+    `share`: samples that this rank reads. `sums_locally`: sum the gradients of a step's micro-batches on each rank, and reduce
+    them once. `decides_on_device`: the fused optimizer itself, on the device, skips a step with non-finite gradients, so the host
+    need not wait for them. `ema`: averaged weights; None if the run has none.
     """
 
     prepared: Prepared
@@ -68,13 +65,12 @@ class Run:
         return self.prepared.config
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the model has its averaged weights, if the run averages them."""
+        """Return a context manager in which the model has its averaged weights; without effect if `ema` is None."""
         return nullcontext() if self.ema is None else self.ema.applied()
 
 
 def agree(prepared: Prepared, place: RankPlace) -> None:
-    """Compare data, tokenizer, checkpoint to resume from and DeepSpeed file of all ranks. Collective. Raises `DivergenceError` on
-    every rank if they differ."""
+    """Raise `DivergenceError` if ranks differ in data, tokenizer, checkpoint to resume or DeepSpeed file. Collective."""
     file = prepared.config.train.deepspeed
     of_rank = {
         **prepared.work.agreed(),
@@ -92,17 +88,8 @@ def agree(prepared: Prepared, place: RankPlace) -> None:
             )
 
 
-def of_first(place: RankPlace, ask: Callable[[], T]) -> T:
-    """Call `ask` on rank 0 alone, and return its result on every rank. Collective."""
-    answers: list[Any] = [ask() if place.rank == 0 else None]
-    dist.broadcast_object_list(answers)
-    answer: T = answers[0]
-    return answer
-
-
 def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
-    """Build, shard and fill the model, then build its optimizer, batches and the other objects of a `Run`, and return the `Run`.
-    Collective."""
+    """Build, shard and fill the model, and return it with its optimizer, batches and more as a `Run`. Collective."""
     config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
     # "auto" is fp32 on CPU, bf16 on accelerators that support it, else fp16.
     best = "fp32" if on_cpu else "bf16" if _torch.has_bf16(device) else "fp16"
@@ -110,11 +97,7 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
     assert precision is not None, "only auto is None"
     name = str(precision_words(precision))
     theirs = settings_of(config, name)
-    built = work.model(options.seed)
-    on_meta = any(p.is_meta for p in built.parameters())
-    sharding = _sharding(prepared, precision, theirs)
-    model = shard_model(built, _mesh(prepared, place, device), sharding)
-    work.fill(model, options.seed, on_meta=on_meta)
+    model = _sharded_model(prepared, place, device, precision, theirs)
     task_optimizer = work.optimizer(model)
     optimizer = _optimizer(model, config, theirs, task_optimizer)
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
@@ -131,7 +114,7 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
         scaler=theirs.scaler(device.type) if theirs else torch.amp.GradScaler(device.type, enabled=name == "fp16"),
         rates=rates_of(options, optimizer, work.scheduler(optimizer), theirs, is_own=task_optimizer is not None),
         batches=work.batches(share, options.seed, pins=not on_cpu),
-        sums_locally=sharding.strategy.grads is Place.REPLICATE,
+        sums_locally=config.shard.strategy.grads is Place.REPLICATE,
         decides_on_device=not on_cpu and theirs is None and not engines_of(optimizer) and is_fused,
         ending=Ending(signals, hours=options.hours, began_s=prepared.began_s, state_bytes=state_bytes),
         best=Best(options.patience, options.min_delta),
@@ -140,32 +123,37 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
     )
 
 
-def _sharding(prepared: Prepared, precision: Precision, theirs: Settings | None) -> Sharding:
-    """Return the sharding that the keys `shard.*` describe. Parameters have the dtype `precision.params`. Other dtypes and the
-    reduce op are those of the DeepSpeed configuration `theirs`, or defaults. Without `shard.units`, the task chooses the
-    units."""
-    shard, base = prepared.config.shard, theirs.sharding if theirs else Sharding()
-    return replace(
+def _sharded_model(
+    prepared: Prepared, place: RankPlace, device: torch.device, precision: Precision, theirs: Settings | None
+) -> nn.Module:
+    """Build the model, shard it as the keys `shard.*` describe, and fill it. Parameters have the dtype `precision.params`. Other
+    dtypes and the reduce op are those of the DeepSpeed configuration `theirs`, or defaults if that is None. Without the key
+    `shard.units`, the task chooses the units. Collective."""
+    work, shard, seed = prepared.work, prepared.config.shard, prepared.config.train.seed
+    base = theirs.sharding if theirs else Sharding()
+    model = work.model(seed)
+    on_meta = any(p.is_meta for p in model.parameters())
+    sharding = replace(
         shard,
         precision=replace(base.precision or Precision(), params=precision.params),
-        units=prepared.work.units() if shard.units is None else shard.units,
+        units=work.units() if shard.units is None else shard.units,
         reduce_op=base.reduce_op,
     )
-
-
-def _mesh(prepared: Prepared, place: RankPlace, device: torch.device) -> DeviceMesh:
-    """Return the mesh of all ranks: the shard axis, with a replica axis before it for a hybrid strategy."""
     sizes = {"shard": place.world // prepared.replicas}
-    if prepared.config.shard.strategy.hybrid:
+    if shard.strategy.hybrid:
         sizes = {"replicate": prepared.replicas, **sizes}
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    model = shard_model(model, mesh, sharding)
+    work.fill(model, seed, on_meta=on_meta)
+    return model
 
 
 def _optimizer(
     model: nn.Module, config: JobConfig, theirs: Settings | None, own: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
-    """Return the optimizer for the trained parameters of `model`: `own`, else that of the DeepSpeed configuration `theirs`, else
-    AdamW without weight decay for vectors. `wrap_optimizer` wraps it, except an `own` one whose step is not elementwise."""
+    """Return the optimizer for the trained parameters of `model`: the user's `own`, else that of the DeepSpeed configuration
+    `theirs`, else AdamW without weight decay for vectors. `wrap_optimizer` wraps it, except an `own` one whose step is not
+    elementwise."""
     options = config.train
     if own is not None:
         return wrap_optimizer(own) if is_elementwise(own) else own

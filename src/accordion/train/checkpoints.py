@@ -24,65 +24,51 @@ SHOWN = 3  # tensors named in a message
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Return the path of the checkpoint after `step` steps."""
     return folder / f"step-{step:06d}"
 
 
 def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path | None:
-    """Return the checkpoint to resume from; None for a fresh start.
-
-    It is the newest usable one in `folder`, the run's folder of checkpoints. If `folder` has none, it is the path that the key
-    `checkpoint.resume` names. `say`: shows a line about unusable newer checkpoints, or about a named path that is not used.
-    Raises `UsageError` if all checkpoints in `folder` are unusable, if the named path is no folder, or if it is an older
-    checkpoint in `folder`.
-    """
+    """Return the checkpoint to resume from: the newest usable one in `folder`, the run's folder of checkpoints. If there is none,
+    return the path that the key `checkpoint.resume` names; None, for a fresh start, if that is "auto". `say`: shows a line about
+    unusable newer checkpoints, or about a named path that is not used. Raises `UsageError` if all checkpoints in `folder` are
+    unusable, if the named path is no folder, or if it is an older checkpoint in `folder`."""
     try:
         latest = newest(folder)
     except CheckpointError as error:
         raise UsageError(str(error)) from None
-    first = None if config.checkpoint.resume == "auto" else _named(config.checkpoint.resume, folder, latest.path)
-    if latest.path is None and latest.passed_over:
-        raise UsageError(f"checkpoint.dir {str(folder)!r}: {latest.words()} Or take another run.dir.")
+    resume = config.checkpoint.resume
+    named = None if resume == "auto" else Path(resume)
+    if named is not None:
+        if not named.is_dir():
+            raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto' nor a folder.")
+        is_newest = latest.path is None or named.resolve() == Path(latest.path).resolve()
+        if named.resolve().parent == folder.resolve() and not is_newest:
+            raise UsageError(
+                f"checkpoint.resume {resume!r} is not the newest checkpoint of its folder, {latest.path} is; take another "
+                "run.dir, or move newer ones away."
+            )
     if latest.passed_over:
+        if latest.path is None:
+            raise UsageError(f"checkpoint.dir {str(folder)!r}: {latest.words()} Or take another run.dir.")
         say(latest.words())
     if latest.path is None:
-        return first
-    if first is not None and first.resolve() != Path(latest.path).resolve():
-        say(f"the run goes on from {latest.path}; to begin at {first} again, take another run.dir")
+        return named
+    if named is not None and named.resolve() != Path(latest.path).resolve():
+        say(f"the run goes on from {latest.path}; to begin at {named} again, take another run.dir")
     return Path(latest.path)
 
 
-def _named(resume: str, folder: Path, latest: str | None) -> Path:
-    """Return the path `resume`, the value of `checkpoint.resume`. Raises `UsageError` if the path is no folder, or if it
-    is in `folder` and is not `latest`, the newest checkpoint there."""
-    path = Path(resume)
-    if not path.is_dir():
-        raise UsageError(f"checkpoint.resume {resume!r} is neither 'auto' nor a folder.")
-    if path.resolve().parent == folder.resolve() and latest is not None and path.resolve() != Path(latest).resolve():
-        raise UsageError(
-            f"checkpoint.resume {resume!r} is not the newest checkpoint of its folder, {latest} is; take another run.dir, or "
-            "move newer ones away."
-        )
-    return path
-
-
 def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose values differ between `before` and `current`, each `group.key` -> value. Keys that do not change the
-    computation are left out, and keys that only one of the two has."""
-    keys = [
-        key
-        for key in current
-        if not key.startswith(("shard.", "checkpoint.", "launch.", "run.", "log.")) or key == "shard.precision"
-    ]
-    return [key for key in keys if key in before and before[key] != current[key]]
+    """Return the keys that change the computation and differ in `before` and `current`, each `group.key` -> value."""
+    changed = [key for key in current if key in before and before[key] != current[key]]
+    others = ("shard.", "checkpoint.", "launch.", "run.", "log.")  # keys that do not change the computation
+    return [key for key in changed if key == "shard.precision" or not key.startswith(others)]
 
 
 def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with the global batch of the run that saved the checkpoint `path`, for `num_ranks` ranks.
-
-    `train.micro_batch` is lowered if it does not divide a rank's share of that batch. `config` is returned as it is if `path`
-    is None, if `num_ranks` does not divide that batch, or if the user set the batch. `named`: keys that the user set.
-    """
+    """Return `config` with as many sequences in a step, on `num_ranks` ranks, as the run that saved the checkpoint `path` had.
+    That sets `train.accumulate`, and lowers `train.micro_batch` if it does not divide a rank's share of a step. Returns `config`
+    itself if `path` is None, if `num_ranks` does not divide that number, or if keys set by the user (`named`) determine it."""
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
     before = None if path is None or decided else setting(path, BATCH)
@@ -94,7 +80,7 @@ def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ra
 
 
 def newest_in(folder: Path) -> str | None:
-    """Return the path of the newest complete checkpoint; None if there is none, or if `folder` cannot be read."""
+    """Return the path of the newest usable checkpoint in `folder`; None if there is none, or if `folder` cannot be read."""
     try:
         return newest(folder).path
     except CheckpointError:
@@ -102,7 +88,7 @@ def newest_in(folder: Path) -> str | None:
 
 
 def _extra(path: Path) -> Mapping[str, Any]:
-    """Return the dict that a run stored as `extra` of the checkpoint `path`, with "step", "config" and more keys. Raises
+    """Return the dict that a run stored as `extra` in the checkpoint `path`, with the keys "step", "config" and more. Raises
     `UsageError` if the checkpoint cannot be read, or was not written by `accordion train`."""
     try:
         extra = read_manifest(checkpoint_at(path)).extra
@@ -119,13 +105,13 @@ def _extra(path: Path) -> Mapping[str, Any]:
 
 
 def setting(path: Path, key: str) -> Any:
-    """Return the value of the configuration key `key` in the run that saved the checkpoint `path`; None if that version of
-    accordion did not have the key. Raises `UsageError` if the checkpoint cannot be read."""
+    """Return the value of the configuration key `key` in the run that saved the checkpoint `path`; None if that run had no such
+    key. Raises `UsageError` if the checkpoint cannot be read, or was not written by `accordion train`."""
     return _extra(path)["config"].get(key)
 
 
 def best_in(folder: Path) -> tuple[float, int] | None:
-    """Return (validation loss, step) of the best checkpoint in `folder`; None if there is none, or it cannot be read."""
+    """Return (validation loss, step) of the checkpoint `best` in `folder`; None if there is none, or if it cannot be read."""
     try:
         best = _extra(folder / BEST)["best"]
         return float(best["loss"]), int(best["step"])
@@ -134,9 +120,9 @@ def best_in(folder: Path) -> tuple[float, int] | None:
 
 
 def keep_as_best(folder: Path, step: int) -> None:
-    """Copy the checkpoint of `step` to the folder `best`, with hard links if possible. Does nothing if its run did not record
-    that step as the best, if the copy exists already, or if there is no such checkpoint. Raises `CheckpointError` if copying
-    fails."""
+    """Copy the checkpoint after `step`, in `folder`, to the checkpoint `best` there, with hard links if possible. Does nothing if
+    its run did not record that step as the best, if the copy exists already, or if there is no such checkpoint. Raises
+    `CheckpointError` if copying fails."""
     source, target = Local(path_of(folder, step)), Local(folder / BEST)
     try:
         best = _extra(source.path).get("best")
@@ -168,9 +154,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
-    """Raise `UsageError` if this run cannot continue from the checkpoint `path`. This is the case if the checkpoint is beyond
-    step `steps`, if its run had another tokenizer, or if one of the two runs is on text and the other on a task.
-    `tokenizer_digest`: hash of this run's tokenizer; None for a task."""
+    """Raise `UsageError` if the checkpoint `path` is beyond step `steps`, if its run had another tokenizer, or if only one of the
+    two runs is on a task. `tokenizer_digest`: hash of this run's tokenizer; None for a task."""
     extra = _extra(path)
     if extra["step"] > steps:
         raise UsageError(
@@ -191,8 +176,7 @@ def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
 
 
 def check_base(path: Path, quantize: str) -> None:
-    """Raise `UsageError` if the adapters in the checkpoint `path` were trained on a base that was not quantised as `quantize`,
-    this run's `model.quantize`, says."""
+    """Raise `UsageError` if the run that saved the adapters in the checkpoint `path` had another `model.quantize`."""
     before = _extra(path)["config"].get("model.quantize", "none")
     if before != quantize:
         raise UsageError(
@@ -202,8 +186,7 @@ def check_base(path: Path, quantize: str) -> None:
 
 
 def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `UsageError` with the differences if the checkpoint `path` is of another model. `shapes`: name -> shape of each
-    entry of the model's state dict."""
+    """Raise `UsageError` if the model in the checkpoint `path` is not one whose state dict has `shapes`, name -> shape."""
     manifest = read_manifest(checkpoint_at(path))
     saved = {
         name.removeprefix("model/"): entry.shape

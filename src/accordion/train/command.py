@@ -43,19 +43,16 @@ SHORT = {  # a flag's short form -> what it stands for
 
 
 def read(words: list[str]) -> JobConfig:
-    """Return the configuration given by `words` and the run files they name; flags override files, in any order. Raises
+    """Return the configuration given by `words` and by the run files that they name; flags override files, in any order. Raises
     `UsageError` for wrong keys or values, and `SystemExit` after printing help or the configuration if `words` ask for it."""
-    return _checked(_values(words))
-
-
-def _checked(values: Mapping[str, Any]) -> JobConfig:
-    config = _config_of(values)
+    config = _config_of(_values(words))
     check(config)
     return config
 
 
 def _config_of(values: Mapping[str, Any]) -> JobConfig:
-    """Return the configuration of `values`, `group.key` -> value: `JobConfig` if one names a task, else `Config`."""
+    """Return the configuration with `values` (`group.key` -> value) and defaults for other keys: a `JobConfig` if one of the keys
+    names a task, else a `Config`. Raises `UsageError` for an unknown task or optimizer. Limits of values are not checked."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         group, _, name = key.partition(".")
@@ -67,9 +64,10 @@ def _config_of(values: Mapping[str, Any]) -> JobConfig:
 
 
 def _values(words: list[str]) -> dict[str, Any]:
-    """Return `group.key` -> value for the keys in `words` and in the run files that they name. Raises `SystemExit` after
-    printing help or the configuration, if `words` ask for it."""
-    files, flags = split([_expanded(word) for word in words])
+    """Return `group.key` -> value for the keys in `words` and in the run files that they name; other keys are missing. Raises
+    `UsageError` for wrong keys or values, and `SystemExit` after printing help or the configuration if `words` ask for it."""
+    pairs = (word.partition("=") for word in words)
+    files, flags = split([SHORT.get(name, name) + equals + value for name, equals, value in pairs])
     prints = any(word in PRINTS for word in flags)
     paths = class_paths(files, flags)
     base = JobConfig if "task" in paths else Config
@@ -90,14 +88,9 @@ def _values(words: list[str]) -> dict[str, Any]:
     return values
 
 
-def _expanded(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return SHORT.get(name, name) + equals + value
-
-
 def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
-    """Return "task" or "optimizer" -> class path, such as "net.py:Task", from the run files `files` and from `flags`, which
-    override them. Class paths are read before other keys, since the options of a class are keys too."""
+    """Return "task" or "optimizer" -> class path, such as "net.py:Task", for those of the two that are named in the run files
+    `files` or in `flags`, which override them. Class paths are read before other keys, since the options of a class are keys."""
     paths: dict[str, str] = {}
     for file in files:
         content = flattened(content_of(file))
@@ -116,35 +109,28 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     """Run the subcommand: start the ranks, or be one rank if torchrun or srun started this process. Returns the exit code."""
     began_s = time.time()
     values = _values(words)
-    config, named = _checked(values), frozenset(values)
-    place = launch.place_of(environ)
-    cache = cache_folder(environ)
-    if place is not None:
+    config, named, cache = _config_of(values), frozenset(values), cache_folder(environ)
+    check(config)
+    if launch.place_of(environ) is not None:
         launch.guarded(_started_rank, config, named, cache, began_s)
         return 0
     try:
         with launch.Forwarding() as signals:
-            return _starting(config, named, cache, signals, began_s)
+            device, world = launch.choose(config.launch, None, devices_here())
+            config = translated(config, named, world)
+            place = launch.RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="accordion train")
+            prepared = prepare(config, place, cache, Screen(), named=named, began_s=began_s)
+            return launch.start(loop.train, (prepared, device), world, signals)
     except launch.NothingStartedError:
         print("accordion: ended by a signal while no rank was running; there is nothing to save.", file=sys.stderr)
         return PREEMPTED
 
 
-def _starting(config: JobConfig, named: frozenset[str], cache: Path, signals: launch.Forwarding, began_s: float) -> int:
-    """Prepare the run, start its ranks and return the exit code. `named`: keys that the user set. Raises `NothingStartedError` if
-    a signal arrives while no rank can handle it."""
-    device, world = launch.choose(config.launch, None, devices_here())
-    config = translated(config, named, world)
-    place = launch.RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="accordion train")
-    prepared = prepare(config, place, cache, Screen(), named=named, began_s=began_s)
-    return launch.start(loop.train, (prepared, device), world, signals)
-
-
 def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
-    """Train as the rank `place` that torchrun or srun started, and return the exit code. `named`: keys that the user set. A
-    signal during the preparation ends the run after its first step."""
+    """Train as the rank `place` that torchrun or srun started, and return the exit code. Waits with all ranks of its host for the
+    first one to prepare the run. A signal meanwhile ends the run after its first step. `named`: keys that the user set."""
     launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, _ = launch.choose(config.launch, place, devices_here())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from accordion.errors import UsageError, nearest
@@ -230,8 +229,7 @@ class Config(JobConfig, TextConfig):
 
 
 def max_skips_of(word: str) -> int:
-    """Return the number of steps in a row that `word`, the value of `train.on_nonfinite`, allows to skip; 0 for `stop`. Raises
-    `UsageError` for an unknown value."""
+    """Return how many steps in a row a run may skip if `train.on_nonfinite` is `word`. Raises `UsageError` for a wrong `word`."""
     choices = {"stop": 0, "skip": MAX_SKIPS}
     if word in choices:
         return choices[word]
@@ -241,35 +239,29 @@ def max_skips_of(word: str) -> int:
     return int(count)
 
 
-def model_name(model: ModelConfig) -> str:
-    """Return the preset, or the name of the model's folder."""
-    return model.preset if model.path is None else Path(model.path).resolve().name
-
-
 def groups_of(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """Return group -> key -> value of `config`. Its `parts` are groups too and come first; values of `shard` are text."""
+    """Return group -> key -> value of `config`. The task and optimizer in its `parts` are groups too, and come first. Values in
+    the group `shard` are text, as on the command line."""
     parts = {name: {CLASS_PATH: part.class_path, **part.options} for name, part in config.parts.items()}
     groups = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "parts"}
     return parts | {name: g.words() if isinstance(g, Sharding) else dict(vars(g)) for name, g in groups.items()}
 
 
 def flat(config: JobConfig) -> dict[str, Any]:
-    """Return `group.key` -> value of `config`, with the keys of the command line; values of `shard` are text."""
+    """Return `group.key` -> value of `config`, with the keys of the command line; values of the group `shard` are text."""
     return {f"{name}.{key}": value for name, group in groups_of(config).items() for key, value in group.items()}
 
 
 def as_yaml(config: JobConfig) -> str:
     """Return the text of a run file with every key of `config`. Values are written as JSON, which is valid YAML."""
-    lines = [
-        line
-        for name, group in groups_of(config).items()
-        for line in (f"{name}:", *(f"  {key}: {json.dumps(value)}" for key, value in group.items()))
-    ]
-    return "".join(f"{line}\n" for line in lines)
+    text = ""
+    for name, group in groups_of(config).items():
+        text += f"{name}:\n" + "".join(f"  {key}: {json.dumps(value)}\n" for key, value in group.items())
+    return text
 
 
 def check(config: JobConfig) -> None:
-    """Raise `UsageError` if a value of `config` is not allowed. Reads no files and no devices."""
+    """Raise `UsageError` if a value of `config` is not allowed or contradicts another one. Reads no files and no devices."""
     for f in fields(config):
         if is_dataclass(group := getattr(config, f.name)):
             check_values(group, f.name)
@@ -316,8 +308,8 @@ def _check_text(config: Config) -> None:
 
 
 def fine_tuning(config: Job, named: Collection[str]) -> Job:
-    """Return `config`, with the lower default learning rate of fine-tuning if the run starts from pretrained weights. Returns
-    `config` itself if the user set a learning rate or an optimizer. `named`: keys that the user set."""
+    """Return `config` with the default learning rate of fine-tuning, if the run starts from pretrained weights; otherwise, and if
+    the user set a learning rate or an optimizer, return `config` itself. `named`: keys that the user set."""
     if not isinstance(config, Config) or config.model.init != "pretrained":
         return config
     if "train.lr" in named or "optimizer" in config.parts:
@@ -327,8 +319,8 @@ def fine_tuning(config: Job, named: Collection[str]) -> Job:
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with the `train.accumulate` that makes `train.global_batch` on `num_ranks` ranks; if no global batch is
-    set, `config` itself. `named`: keys that the user set. Raises `UsageError` if the global batch is no multiple of the
+    """Return `config` with `train.accumulate` computed from `train.global_batch` for `num_ranks` ranks; `config` itself if no
+    global batch is set. `named`: keys that the user set. Raises `UsageError` if the global batch is no multiple of the
     micro-batches of all ranks, or if the user set `train.accumulate` or `train.deepspeed` too."""
     options = config.train
     if not options.global_batch:

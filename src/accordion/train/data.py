@@ -1,4 +1,4 @@
-"""The rows of each rank: windows of text, the global order, a rank's share of it, and a loader."""
+"""The rows of each rank: windows of text, the global order, a rank's share of it, and validation batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 IGNORED = -100  # label without a loss
 Row = list[tuple[Tensor, Tensor]]
@@ -19,11 +19,9 @@ Row = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's share of every global batch: position `p` in the order of all samples belongs to rank `p % world`.
-
-    A global batch has `world * micro_batch * accumulate` positions. With the same global batch, any number of ranks reads the
-    same samples in every step.
-    """
+    """One rank's share of every global batch: position `p` in the order of all samples belongs to rank `p % world`. A global
+    batch has `world * micro_batch * accumulate` positions. With the same global batch, any number of ranks reads the same samples
+    in every step."""
 
     rank: int
     world: int
@@ -34,11 +32,6 @@ class Share:
     def global_batch(self) -> int:
         return self.world * self.micro_batch * self.accumulate
 
-    def positions(self, micro_step: int) -> range:
-        """Return the positions, in the order of all samples, that this rank reads in micro-batch `micro_step` of an epoch."""
-        start = micro_step * self.micro_batch * self.world + self.rank
-        return range(start, start + self.micro_batch * self.world, self.world)
-
 
 @lru_cache(maxsize=2)
 def permutation(count: int, seed: int) -> np.ndarray:
@@ -47,10 +40,8 @@ def permutation(count: int, seed: int) -> np.ndarray:
 
 
 class Sequences(Dataset[Row]):
-    """Dataset of windows of `seq_len + 1` packed tokens: the inputs, and one more token for the labels.
-
-    Consecutive windows share one token. `rest`: include a last window that is shorter; otherwise its tokens are not used.
-    """
+    """Dataset of windows of `seq_len + 1` packed tokens: the inputs, and one more token for the labels. Consecutive windows share
+    one token. `rest`: include a last window that is shorter; otherwise its tokens are not used."""
 
     def __init__(self, tokens: Any, seq_len: int, *, rest: bool = False) -> None:  # an array of numpy or of Arrow
         self.tokens, self.seq_len = tokens, seq_len
@@ -66,11 +57,9 @@ class Sequences(Dataset[Row]):
 
 
 class GlobalOrder(Sampler[list[int]]):
-    """Sampler of this rank's micro-batches, as lists of indices, without end.
-
-    Each epoch has a new order of all samples. Samples at its end that do not fill a global batch are left out, so that all
-    ranks have equally many batches. `num_read`: samples that all ranks have read.
-    """
+    """Sampler of this rank's micro-batches, as lists of indices, without end. Each epoch has a new order of all samples. Samples
+    at its end that do not fill a global batch are left out, so that all ranks have equally many batches. `num_read`: samples that
+    all ranks together have read."""
 
     def __init__(self, count: int, share: Share, seed: int) -> None:
         self.count, self.share, self.seed = count, share, seed
@@ -78,7 +67,7 @@ class GlobalOrder(Sampler[list[int]]):
         self.num_read = 0
 
     def notes(self, what: str) -> list[str]:
-        """Return lines for the user that describe a step and an epoch. `what`: name of the samples, such as "sequences"."""
+        """Return lines for the user on the sizes of a step and of an epoch. `what`: name of the samples, such as "sequences"."""
         sizes = f"{self.share.world} ranks x {self.share.micro_batch} x {self.share.accumulate}"
         num_dropped = self.count - self.steps_per_epoch * self.share.global_batch
         uneven = f"; the remaining {num_dropped} do not fill a step and are left out" if num_dropped else ""
@@ -93,45 +82,28 @@ class GlobalOrder(Sampler[list[int]]):
             epoch, start = divmod(self.num_read, used)
             self.num_read += each
             order = permutation(self.count, self.seed + epoch)
-            yield [int(order[position]) for position in self.share.positions(start // each)]
+            first = start // each * each + self.share.rank
+            yield [int(order[position]) for position in range(first, first + each, self.share.world)]
 
     def state_dict(self) -> dict[str, int]:
         return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
 
-    def continues(self, state: dict[str, int]) -> bool:
-        """Return True if `state` is a position in this order: number of samples and seed of the shuffle are equal."""
-        return (state["count"], state["seed"]) == (self.count, self.seed)
-
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the position `state`, which a run on another number of ranks may have saved."""
-        assert self.continues(state)
+        """Continue at the position `state`, which may be of a run on another number of ranks."""
+        assert (state["count"], state["seed"]) == (self.count, self.seed)
         self.num_read = state["num_read"]
 
 
-def loader_of(
-    dataset: Any, order: GlobalOrder, collate: Callable[[list[Any]], Any] | None, *, pins: bool
-) -> DataLoader[Any]:
-    """Return a loader of endless micro-batches of `dataset` for one rank, as `order` says. `pins`: use pinned memory."""
-    # A loader draws a number when it starts, and a resumed run starts one more. The run's random numbers must not change.
-    generator = torch.Generator()
-    return DataLoader(dataset, batch_sampler=order, collate_fn=collate, pin_memory=pins, generator=generator)
-
-
 def validation_order(count: int, most: int) -> Sequence[int]:
-    """Return the indices below `count` that a validation reads: `most` random ones, equal each time; all if `most` is 0."""
+    """Return the sorted indices of the rows that a validation reads: `most` of `count`, equal each time; all if `most` is 0."""
     return sorted(permutation(count, 0)[:most].tolist()) if 0 < most < count else range(count)
-
-
-def rows_read(order: Sequence[int], count: int) -> str:
-    """Return text for the number of validation rows in `order`, of `count`: `all 656 rows` or `256 of 656 rows`."""
-    return f"all {count:,} rows" if len(order) == count else f"{len(order):,} of {count:,} rows"
 
 
 def validation_batches(
     rows: Any, order: Sequence[int], share: Share, collate: Callable[[list[Any]], Any]
 ) -> Iterator[tuple[Any, int]]:
-    """Yield (batch, number of its rows that count) for this rank's share of the validation `rows` with indices in `order`.
-    Every rank must call the model equally often. So a rank that has no rows left gets a batch of one row, with number 0."""
+    """Yield (batch, number of its rows that count) for this rank's share of the validation `rows` with indices in `order`. All
+    ranks get equally many batches: a rank without rows left gets one row of another rank, and the number 0."""
     each = share.world * share.micro_batch
     for start in range(0, len(order), each):
         own = order[start + share.rank : start + each : share.world]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from accordion.compat import deepspeed
@@ -18,8 +18,8 @@ MICRO, ACCUMULATION, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumul
 
 def settings_of(config: JobConfig, precision: str) -> Settings | None:
     """Read the file that the key `train.deepspeed` names, and return its settings; None if the key is not set. A value "auto" in
-    the file becomes the value of the run's key. `precision`: "bf16", "fp16", "fp32" or "auto", for the dtypes that are "auto" in
-    the file. Raises `UsageError` if the file cannot be read, or has a wrong or unsupported setting."""
+    the file becomes the value of the run's key. `precision`: "bf16", "fp16", "fp32" or "auto"; the value of dtypes that are
+    "auto" in the file. Raises `UsageError` if the file cannot be read, or has a wrong or unsupported setting."""
     if config.train.deepspeed is None:
         return None
     run = config.train
@@ -55,7 +55,7 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
             f"train.schedule is {config.train.schedule!r}, and scheduler.type in {config.train.deepspeed!r} sets one too; give "
             "one of them."
         )
-    values, changed = flat(config), {}
+    values, changed = flat(config), dict[str, dict[str, Any]]()
     for key, value, names in _meanings(config, settings, num_ranks):
         says = [name for name in names if name in settings.said]
         asks = any(name in settings.autos for name in names)
@@ -66,33 +66,23 @@ def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
                     f"mean{'s' if len(says) == 1 else ''} {value}; give one of them."
                 )
             continue
-        changed[key] = value
-    groups = {
-        group.name: replace(
-            getattr(config, group.name),
-            **{key.partition(".")[2]: v for key, v in changed.items() if key.startswith(f"{group.name}.")},
-        )
-        for group in fields(config)
-        if group.name != "parts"
-    }
-    result = replace(config, **groups)
+        group, _, name = key.partition(".")
+        changed.setdefault(group, {})[name] = value
+    result = replace(config, **{group: replace(getattr(config, group), **new) for group, new in changed.items()})
     check(result)
     return result
 
 
 def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """Yield (key of the run, its value by the file, keys of the file that can set it) for each key that the file sets."""
+    """Yield (key of the run, its value by the file or by DeepSpeed's defaults, keys of the file that can set it)."""
     zero = "zero_optimization."
     groups = (f"{zero}zero_hpz_partition_size", f"{zero}mics_shard_size")
     yield "shard.strategy", settings.sharding.strategy.name, (f"{zero}stage", *groups)
     if settings.group_ranks is not None:
         yield "shard.replicas", settings.replicas(num_ranks), groups
     dtypes = ("bf16", "fp16")
-    dtype_key = (
-        str(precision_words(config.shard.precision))
-        if any(f"{d}.enabled" in settings.autos for d in dtypes)
-        else "fp32"
-    )
+    is_auto = any(f"{dtype}.enabled" in settings.autos for dtype in dtypes)
+    dtype_key = str(precision_words(config.shard.precision)) if is_auto else "fp32"
     precision = next((dtype for dtype in dtypes if settings.said.get(f"{dtype}.enabled")), dtype_key)
     yield "shard.precision", precision, ("bf16.enabled", "fp16.enabled")
     places = ("offload_optimizer.device", "offload_param.device")

@@ -18,21 +18,15 @@ SLOW_DISK = 100e6  # bytes/s; assumed speed of a rank's writes until a save was 
 
 
 class Signals(AbstractContextManager["Signals"]):
-    """Records SIGTERM and SIGUSR1 in `came` instead of ending the process, so that the current step or save can finish.
-
-    The constructor sets the signal handlers. As a context manager, it restores the previous handlers at the end. It then
-    raises the recorded signals again, unless its body ended with `SystemExit`. Outside of the main thread Python sets no
-    handlers, and nothing is recorded.
-    """
+    """Records SIGTERM and SIGUSR1 in `came` instead of ending the process, so that the current step or save can finish. The
+    constructor sets the signal handlers. Leaving the context restores the previous handlers, and then raises the recorded signals
+    again, unless the body ended with `SystemExit`. Outside of the main thread, nothing is recorded."""
 
     def __init__(self) -> None:
         self.came: set[int] = set()
         self._before: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-
-    def _note(self, number: int, frame: object) -> None:
-        self.came.add(number)
+            self._before = {number: signal.signal(number, lambda came, _: self.came.add(came)) for number in SIGNALS}
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
@@ -46,10 +40,8 @@ class Signals(AbstractContextManager["Signals"]):
 
 
 class Ending:
-    """Decides if the run ends early, because of a signal or the time limit, after the same step on all ranks.
-
-    The ranks exchange `wish()` with the metrics of a step, and each passes the largest to `decide`.
-    """
+    """Decides if the run ends early, because of a signal or the time limit, after the same step on all ranks: the ranks exchange
+    `wish()` with the metrics of a step, and each passes the largest to `decide`."""
 
     def __init__(self, signals: Signals, *, hours: float, began_s: float, state_bytes: int) -> None:
         """`hours`: time limit, counted from `began_s` (`time.time`); 0: no limit. `state_bytes`: bytes that this rank writes into
@@ -80,13 +72,10 @@ class Ending:
 
 class Best:
     """Lowest validation loss so far (`loss`, at `step`), and number of validations since it fell by `min_delta` (`waited`).
-
-    `last`: step of the last validation. Checkpoints store `state()`.
-    """
+    `last`: step of the last validation. Checkpoints store `state()`."""
 
     def __init__(self, patience: int, min_delta: float) -> None:
-        """`patience`: number of validations in a row without an improvement by more than `min_delta` after which `is_over` is
-        True; 0: `is_over` is always False."""
+        """`patience`: validations in a row without a fall by more than `min_delta` until `is_over` becomes True; 0: never."""
         self._patience, self._min_delta = patience, min_delta
         self.loss: float | None = None
         self.step, self.waited = 0, 0
@@ -94,8 +83,7 @@ class Best:
         self._mark = math.inf  # the loss to improve on, for patience
 
     def observe(self, step: int, loss: float) -> bool:
-        """Record the validation `loss` at `step`, and return True if it is the lowest so far. Updates `loss`, `step` and
-        `waited`. All ranks must pass the same `loss`."""
+        """Record the validation `loss` at `step`, which is equal on all ranks, and return True if it is the lowest so far."""
         is_lower = loss < self._mark - self._min_delta
         self._mark, self.waited = (loss, 0) if is_lower else (self._mark, self.waited + 1)
         if not loss < (math.inf if self.loss is None else self.loss):

@@ -53,27 +53,31 @@ class Encoder:
             example, learnt = self._of_prompt(prompt, completion, row.where), [True]
         else:
             messages, learnt = messages_of(row)
-            tools = _tools_of(row)
-            example = self._of_messages(messages, learnt, tools, row.where)
+            tools = row.values.get("tools")
+            try:
+                tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+            except ValueError:
+                raise UsageError(f"{row.where}: field 'tools' is text that is no JSON.") from None
+            if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+                raise UsageError(f"{row.where}: field 'tools' is {type(tools).__name__}; it takes a list of objects.")
+            example = self._of_messages(messages, learnt, without_nulls(tools) or None, row.where)
         if any(learnt) and not example.answers[1:].any():
             raise UsageError(f"{row.where} has no answer left as tokens; there is nothing to learn from it.")
         return example
 
     def _of_prompt(self, prompt: str, completion: str, where: str) -> Example:
-        """Return the tokens of prompt, completion and end of text. Prompt and completion are tokenized together, or one by one
-        if a token would be part of both. Raises `UsageError` if there is no completion. `where`: name of the row."""
         if not completion:
             raise UsageError(f"{where}: field 'completion' is empty; there is nothing to learn from it.")
         before, whole = self._plain(prompt), self._plain(prompt + completion)
         answer = whole[len(before) :]
+        # Tokenize the completion alone if a token would be part of prompt and completion.
         if whole[: len(before)] != before or not answer:
             answer = self._tokenizer(completion, add_special_tokens=False)["input_ids"]
         ids = [*before, *answer, self._tokenizer.eos_token_id]
         return Example(np.array(ids), np.arange(len(ids)) >= len(before))
 
     def _plain(self, text: str) -> list[int]:
-        """Return the tokens of a prompt as the model sees it: with the tokenizer's beginning-of-text token, if it adds one, and
-        without an end-of-text token."""
+        """Return the tokens of `text`, with the beginning-of-text token that the tokenizer adds, without an end-of-text token."""
         ids = list(self._tokenizer(text)["input_ids"])
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id and text else ids
 
@@ -81,8 +85,10 @@ class Encoder:
         """Return the tokens of a chat. `learnt`: for each message of the assistant, True if it counts in the loss. `where`: name
         of the row in errors. Raises `UsageError` if the template fails, or if the answers cannot be located in its output."""
         marked = MARKS.search(self._template) is not None
-        text, spans = self._rendered(messages, tools, where) if marked else (self._render(messages, tools, where), [])
-        if not marked:
+        if marked:
+            text, spans = self._render_marked(messages, tools, where)
+        else:
+            text = self._render(messages, tools, where)
             spans = self._by_prefixes(messages, tools, text, where)
         if len(spans) != len(learnt) and not all(learnt):
             raise UsageError(
@@ -104,8 +110,8 @@ class Encoder:
         return Example(ids, answers)
 
     def _blanks_after_an_end(self, text: str, ids: np.ndarray, starts: np.ndarray, span: Span) -> np.ndarray:
-        """Return a bool mask, (tokens,): True for the tokens in `span`, an answer, after its last special token, if all text
-        there is blank. They are not learnt. `starts`: index in `text` at which each token begins."""
+        """Return a bool mask, (tokens,): True for the tokens of the answer at `span` after the last special token in it, if all
+        text there is blank; they are not learnt. `starts`: index in `text` at which each token begins."""
         inside = np.flatnonzero((starts >= span[0]) & (starts < span[1]))
         last = next((i for i in reversed(inside) if ids[i] in self._special), None)
         mask = np.zeros(len(ids), dtype=bool)
@@ -115,9 +121,8 @@ class Encoder:
                 mask[after] = True
         return mask
 
-    def _rendered(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return (rendered conversation, spans in it that the template marks as answers). `where`: name of the row in errors.
-        Raises `UsageError` if the template fails or marks no answer."""
+    def _render_marked(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
+        """Return (rendered chat, spans in it marked as answers). Raises `UsageError` if the template fails or marks none."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -142,24 +147,9 @@ class Encoder:
         except Exception as error:  # as above
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
-    def _before_first(self, until: str, content: str, tools: Tools, where: str) -> str:
-        """Return the beginning of `until` up to the answer `content`. `until`: rendered conversation that consists of this answer
-        alone."""
-        # transformers renders no prompt without messages, so the end of another prompt shows where the answer begins.
-        question = [{"role": "user", "content": "?"}]
-        prompt = self._render(question, tools, where, prompt=True)
-        begins = prompt.removeprefix(self._render(question, tools, where))
-        if begins and begins in until:
-            return until[: until.index(begins) + len(begins)]
-        return until.rpartition(content)[0]
-
     def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
-        """Return the span of each answer in `text`, the rendered conversation: it begins after the prompt that ends with the
-        message before the answer. Raises `UsageError` if an answer cannot be located.
-
-        Some templates render an answer differently if messages follow, for example without its thoughts. Such an answer is
-        located by its content, and by the text that closes it.
-        """
+        """Return (start, end) of each answer in `text`, the rendered conversation. An answer begins after the rendered messages
+        before it, with the prompt for an answer. Raises `UsageError` if an answer cannot be located."""
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -169,10 +159,16 @@ class Encoder:
             if i:
                 before = self._render(messages[:i], tools, where, prompt=True)
             else:
-                before = self._before_first(until, content, tools, where)
+                # transformers renders no prompt without messages, so the end of another prompt shows where the answer begins.
+                question = [{"role": "user", "content": "?"}]
+                prompt = self._render(question, tools, where, prompt=True)
+                begins = prompt.removeprefix(self._render(question, tools, where))
+                at = until.find(begins) if begins else -1
+                before = until[: at + len(begins)] if at >= 0 else until.rpartition(content)[0]
             if text.startswith(until) and until.startswith(before):
                 spans.append((len(before), len(until)))
                 continue
+            # Some templates render an answer differently if messages follow, for example without its thoughts.
             closing = until.rpartition(content)[2] if content else ""
             if not (content and text.startswith(before + content + closing)):
                 raise UsageError(
@@ -184,28 +180,15 @@ class Encoder:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return `value` without null fields of objects, at every level: Arrow gives each row the fields of all rows, as null."""
+    """Return JSON data without null fields of objects, at every level; Arrow adds a null for each field of another row."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _tools_of(row: DataRow) -> Tools:
-    """Return the tools of a row, which the field `tools` gives as a list or as JSON text; None if the row has none. Raises
-    `UsageError` if the field is anything else than a list of objects."""
-    tools = row.values.get("tools")
-    try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
-    except ValueError:
-        raise UsageError(f"{row.where}: field 'tools' is text that is no JSON.") from None
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise UsageError(f"{row.where}: field 'tools' is {type(tools).__name__}; it takes a list of objects.")
-    return without_nulls(tools) or None
-
-
 def messages_of(row: DataRow) -> tuple[list[Message], list[bool]]:
-    """Return (messages of `row` without nulls and weights, for each message of the assistant: True if it counts in the loss).
-    Raises `UsageError` if `row` has no valid messages."""
+    """Return (messages of `row` without nulls and weights, list with True or False for each message of the assistant: does it
+    count in the loss). Raises `UsageError` if a message is invalid, or if none is of the assistant."""
     messages = without_nulls(row.values["messages"])
     if not isinstance(messages, list) or not messages:
         what = "empty" if messages == [] else f"{type(messages).__name__}"
@@ -243,7 +226,7 @@ def _message(message: object, where: str) -> Message:
 
 
 def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
-    """Return a digest of the tokenizer and, if `kind` is "chat", its chat template. Equal digests mean equal tokens."""
+    """Return a hash of `tokenizer`, and if `kind` is "chat", of its chat template: equal hashes mean equal tokens."""
     parts = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.eos_token_id), kind]
     if kind == "chat":
         parts += [str(tokenizer.get_chat_template()), json.dumps(tokenizer.special_tokens_map, default=str)]
@@ -254,10 +237,10 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 
 def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
-    """Return the run's tokenizer, a fast one of transformers. It is read from `data.tokenizer`, or else from the model's folder.
-    If neither has one, it is trained on `source` with up to `model_vocab` tokens, stored in `cache`, and reported to `say`.
-    Raises `UsageError` if it cannot be read, is not fast, is missing next to pretrained weights, or lacks the chat template that
-    chats need."""
+    """Return the run's tokenizer, a fast one of transformers: that of `data.tokenizer`, or else that in the model's folder. If
+    neither has one, train it on `source` with up to `model_vocab` tokens, store it in `cache`, and report that to `say`. Raises
+    `UsageError` if the tokenizer cannot be read, is not fast, is missing next to pretrained weights, or lacks the chat template
+    that chats need."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(
@@ -279,8 +262,8 @@ def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path,
 
 
 def vocabulary_of(tokenizer: Any, config: Config) -> Vocabulary:
-    """Return `tokenizer`, one of transformers, as plain data. For text, the end-of-text token is that of the model's
-    config.json, if it names one. Raises `UsageError` if there is no end-of-text token."""
+    """Return `tokenizer`, one of transformers, as plain data. For text, the end-of-text token is that of the model's config.json,
+    or if that names none, that of the tokenizer. Raises `UsageError` if there is no end-of-text token."""
     end = tokenizer.eos_token_id
     if config.data.format == "text" and config.model.path is not None:
         end = next(iter(ends_of(check_folder(config.model.path).get("eos_token_id"), end)), None)
@@ -316,7 +299,6 @@ def _tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, sa
 
 
 def _pieces(source: Source) -> Iterator[Piece]:
-    """Yield the text of rows of examples, for training a tokenizer."""
     for row in source.rows():
         if "messages" in row.values:
             texts = [str(message.get("content") or "") for message in messages_of(row)[0]]

@@ -32,34 +32,30 @@ class Failure:
 
 @contextmanager
 def recorded(run_dir: Path, rank: int, num_ranks: int) -> Iterator[None]:
-    """Context manager that writes an exception of its body into `run_dir`, except Ctrl-C and exits. If another rank may have
-    caused it, asks the others first what they do, which takes a second if one does not answer."""
+    """Context manager that writes an `Exception` of its body into `failure-RANK.json` in `run_dir`, and raises it again. If
+    another rank may have caused it, asks the others first what they do, which takes a second if one does not answer."""
     try:
         yield
     except Exception as error:
         with suppress(OSError, RuntimeError):  # must not hide the error
-            text = json.dumps(asdict(_failure_of(error, rank, num_ranks)))
-            write_whole(run_dir / FILES.replace("*", str(rank)), text)
+            hub = next(iter(hubs_of_job()), None)
+            is_own = not isinstance(error, DivergenceError) and not wording.is_echo(error)
+            doing = getattr(error, "doing", "") or wording.failure(error, "" if hub is None else hub.position.phase)
+            others = {} if hub is None or is_own else {**hub.where(hub.ranks), **hub.ended}
+            failure = Failure(
+                rank=rank,
+                num_ranks=num_ranks,
+                error=" ".join(str(error).split())[:LETTERS],
+                doing=doing[:LETTERS],
+                caused_by=rank if is_own else getattr(error, "of_rank", None),
+                others={other: text[:LETTERS] for other, text in sorted(others.items())[:MOST_RANKS] if other != rank},
+            )
+            write_whole(run_dir / FILES.replace("*", str(rank)), json.dumps(asdict(failure)))
         raise
 
 
-def _failure_of(error: Exception, rank: int, num_ranks: int) -> Failure:
-    hub = next(iter(hubs_of_job()), None)
-    is_own = not isinstance(error, DivergenceError) and not wording.is_echo(error)
-    doing = getattr(error, "doing", "") or wording.failure(error, "" if hub is None else hub.position.phase)
-    others = {} if hub is None or is_own else {**hub.where(hub.ranks), **hub.ended}
-    return Failure(
-        rank=rank,
-        num_ranks=num_ranks,
-        error=" ".join(str(error).split())[:LETTERS],
-        doing=doing[:LETTERS],
-        caused_by=rank if is_own else getattr(error, "of_rank", None),
-        others={other: text[:LETTERS] for other, text in sorted(others.items())[:MOST_RANKS] if other != rank},
-    )
-
-
 def failure_in(path: Path) -> Failure:
-    """Return the content of a file that `recorded` wrote. Raises `UsageError` if the file is none."""
+    """Return the content of a file that `recorded` wrote. Raises `UsageError` if `path` cannot be read or is no such file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return Failure(**{**values, "others": {int(rank): text for rank, text in values["others"].items()}})

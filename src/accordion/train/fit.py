@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 def fit(task: object, config: str | os.PathLike[str] | None = None, options: Mapping[str, Any] | None = None) -> Fit:
     """Train `task` as `accordion train --task` does, in the calling processes, and return the result of the run.
 
-    Under torchrun or srun every process calls it and is one rank; otherwise this process is the only rank. Creates the
-    process group and destroys it at the end. `task`: object with `model`, `dataset` and `loss`, see docs/tasks.md. `config`:
-    a run file. `options`: keys of run files, such as `{"train.steps": 50}`, which override the file.
+    Under torchrun or srun every process calls it and is one rank; otherwise this process is the only rank. Creates the process
+    group and destroys it at the end. `task`: object with `model`, `dataset` and `loss`, see docs/tasks.md. `config`: a run file.
+    `options`: keys of run files, such as `{"train.steps": 50}`, which override the file.
 
     Raises `UsageError` for mistakes in the arguments, before the first step, and if there is a process group already. Raises
     `CheckpointError`, `NonFiniteError` and `DivergenceError` as the command does, and exceptions of the task's own code. If a

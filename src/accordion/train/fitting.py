@@ -44,9 +44,8 @@ class Fit:
 
 
 def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
-    """Train `task` in the calling processes and return the result. `config`: a run file. `options`: keys that override it.
-    Creates the process group, and destroys it at the end. Raises `UsageError` for mistakes in the arguments, or if there is a
-    process group already. If a signal ends the run, saves and raises `SystemExit(PREEMPTED)`."""
+    """Train `task` in the calling processes and return the result: see `accordion.fit`. `config`: a run file. `options`: keys
+    that override it. If a signal ends the run, saves and raises `SystemExit(PREEMPTED)`."""
     began_s, cache = time.time(), cache_folder(os.environ)
     if dist.is_initialized():
         raise UsageError("fit creates the process group itself, but there is one; call it without init_process_group.")
@@ -95,7 +94,7 @@ def _result(prepared: Prepared, outcome: loop.Outcome) -> Fit:
 
 @contextmanager
 def _reported_to_other_ranks() -> Iterator[None]:
-    """Context manager that reports an exception of its body to the other ranks, and raises it again. Needs the process group."""
+    """Context manager that reports an exception of its body, which goes on, to the ranks that shard a model with this one."""
     try:
         yield
     except BaseException as error:

@@ -21,22 +21,15 @@ from torch.optim import Optimizer
 from accordion.describe import describe
 from accordion.errors import UsageError
 from accordion.losses.chunks import head_returns_loss
+from accordion.models.language import is_encoder, language_model
 from accordion.models.stored import ends_of, generation_config, with_lora
 from accordion.state import Only, full_params, sharded_engine
 from accordion.tasks.loaded import made_optimizer, optimizer_of
 from accordion.train.batches import OrderedBatches, means_of
 from accordion.train.config import Config, DataConfig
-from accordion.train.data import (
-    IGNORED,
-    GlobalOrder,
-    Sequences,
-    Share,
-    rows_read,
-    validation_batches,
-    validation_order,
-)
+from accordion.train.data import IGNORED, GlobalOrder, Sequences, Share, validation_batches, validation_order
 from accordion.train.metrics import Validation
-from accordion.train.model import causal_model, check_loss_of_head, configuration, documents_in_rows, fill
+from accordion.train.model import check_loss_of_head, configuration, documents_in_rows, fill
 from accordion.train.packing import Batch, Collate, ExampleRows
 from accordion.train.screen import Screen
 from accordion.train.sources import Split
@@ -67,7 +60,7 @@ class LanguageWork:
 
     @property
     def data(self) -> str:
-        """Digest of the run's data, stored in checkpoints to recognise other data."""
+        """Text that differs if the rows of the run's data differ, stored in checkpoints."""
         data = self.config.data
         return f"{self.files.digest} {data.packing} {data.seq_len}"
 
@@ -105,7 +98,7 @@ class LanguageWork:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        """Return the mean loss over the validation labels of all ranks, except `IGNORED` ones. Collective."""
+        """Return the mean loss over the validation labels of all ranks, without `IGNORED` ones. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
         batches, kind = validation_batches(rows, order, share, self._collate()), self.config.model.loss
@@ -113,25 +106,21 @@ class LanguageWork:
         loss = losses["loss"]
         perplexity = math.exp(min(loss, 700.0))
         whose = "" if self.is_text else " of an answer's token"
-        words = f" (perplexity {perplexity:,.1f}{whose}; {rows_read(order, len(rows))})"
+        read = "all" if len(order) == len(rows) else f"{len(order):,} of"
+        words = f" (perplexity {perplexity:,.1f}{whose}; {read} {len(rows):,} rows)"
         return Validation(loss=loss, words=words)
 
+    @torch.no_grad()
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
-        """Generate and show a continuation of the validation text, or an answer to the first validation example. Collective."""
+        """Generate and show a continuation of the validation text, or an answer to the first validation example, up to an end
+        token; equal on every rank. `device`: device of the computation; parameters may be elsewhere. Collective."""
         if self.is_text:
             prompt = self.files.text("validation")[:PROMPT_TOKENS].to_pylist()
         else:
-            ids, answers = self.files.examples("validation")[0]
-            prompt = ids[: int(answers.argmax())].tolist()[-self.config.data.seq_len :]
-        if prompt:
-            self._show_sample(model, device, prompt, seed, screen)
-
-    @torch.no_grad()
-    def _show_sample(
-        self, model: nn.Module, device: torch.device, prompt: list[int], seed: int, screen: Screen
-    ) -> None:
-        """Show a continuation of `prompt` by the model, up to an end token. Collective; equal on every rank. `device`: device
-        of the computation; parameters may be elsewhere."""
+            example, answers = self.files.examples("validation")[0]
+            prompt = example[: int(answers.argmax())].tolist()[-self.config.data.seq_len :]
+        if not prompt:
+            return
         generator = torch.Generator().manual_seed(seed)
         small = describe(model).total_params * 4 <= SMALL_BYTES
         was_training = model.training
@@ -159,9 +148,9 @@ class LanguageWork:
         return None
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Fill the sharded `model` with random or pretrained weights, and initialise adapters as PEFT does. Seeds torch's
-        generators: equally on all ranks, but with dropout in adapters differently. Raises `UsageError` if examples that are
-        packed into one row attend to each other. Collective."""
+        """Fill the sharded `model` with random or pretrained weights, and initialise adapters as PEFT does. Leaves torch's
+        generators seeded: differently on each rank if adapters have dropout, otherwise equally. Raises `UsageError` if examples
+        that are packed into one row attend to each other. Collective."""
         fill(model, self.config.model, seed)
         if not self.is_text and self.config.data.packing == "documents":
             check_apart(model)
@@ -182,8 +171,8 @@ class LanguageWork:
         return {}
 
     def described(self, model: nn.Module) -> dict[str, Any]:
-        """Return the settings of model, generation and adapters, which checkpoints store for `accordion export` and
-        `generate`."""
+        """Return the settings of model, generation and adapters that checkpoints store for `accordion export` and `generate`, as
+        JSON data with the keys `model_config`, `generation_config` and, with adapters, `adapter`."""
         config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
         config["eos_token_id"] = ends_of(config.get("eos_token_id"), self.generation["eos_token_id"])
         extra = {"model_config": config, "generation_config": dict(self.generation)}
@@ -196,21 +185,19 @@ class LanguageWork:
 
 
 def rows_in(files: TokenFiles, split: Split, data: DataConfig) -> Sequences | ExampleRows:
-    """Return the rows of a split: windows of text, or rows of examples."""
     if data.format == "text":
         return Sequences(files.text(split), data.seq_len, rest=split == "validation")
     return ExampleRows(files.examples(split), data.seq_len, data.packing)
 
 
 def unit_of(data: DataConfig) -> str:
-    """Return a name for several rows of `data`, for messages: "examples", or "rows of 128 tokens"."""
+    """Return a word for the rows of `data`, for messages: "examples", or "rows of 128 tokens"."""
     several = data.format == "text" or data.packing == "documents"
     return f"rows of {data.seq_len} tokens" if several else "examples"
 
 
 def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: int, where: str) -> None:
-    """Raise `UsageError` if a split in `rows` is empty, or if there are fewer training rows than `global_batch`. `where`: name
-    of the data, for the message."""
+    """Raise `UsageError`, which names `where`, if a split is empty or there are fewer training rows than `global_batch`."""
     empty = next((split for split, split_rows in rows.items() if not len(split_rows)), None)
     if empty is not None:
         raise UsageError(
@@ -231,10 +218,8 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 
 
 def label_losses(model: nn.Module, batch: Batch, *, kind: str = "plain") -> tuple[Tensor, Tensor]:
-    """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32.
-
-    `kind`: value of `model.loss`. If it is not "plain", the head computes the loss itself, without the logits of all tokens.
-    """
+    """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32. `kind`:
+    value of `model.loss`. If it is not "plain", the head computes the loss itself, without the logits of all tokens."""
     shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     labels: Tensor = batch["labels"]
     several = "position_ids" in shown
@@ -262,9 +247,8 @@ def in_one_row(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def check_apart(model: nn.Module) -> None:
-    """Raise `UsageError` on every rank if documents in a row attend to each other. Compares the logits of a document before and
-    after another one. Collective."""
-    # No attribute of a model shows if its mask uses position ids.
+    """Raise `UsageError` on every rank if documents in a row attend to each other. Collective."""
+    # Compare the logits of a document before and after another one. No attribute of a model shows if its mask uses position ids.
     device = sharded_engine(model, "training").context.device
     was_training = model.training
     model.eval()
@@ -294,8 +278,7 @@ def check_apart(model: nn.Module) -> None:
 
 
 def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
-    """Return the generation settings (name -> value) of the model that the run starts from. `eos_token_id` is the list of its end
-    tokens and `ends`."""
+    """Return the generation settings (name -> value) of the model to start from, with `ends` added to its end tokens."""
     base = configuration(config.model, config.data)
     settings = {key: getattr(base, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if config.model.path is not None:
@@ -306,8 +289,17 @@ def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
 
 def trained_model(config: Config) -> nn.Module:
     """Return the model of `config` on the meta device. With `model.quantize`, its linear layers except the head are replaced by
-    frozen ones of four bits. With adapters, it is a PEFT model in which only the adapters are trained."""
-    model = causal_model(config.model, config.data)
-    if config.model.quantize != "none":
-        quantize(model, config.model.quantize)
-    return model if config.adapter.kind == "none" else with_lora(model, asdict(config.adapter), config.model.path)
+    frozen ones of four bits. With adapters, it is a PEFT model in which only the adapters are trained. Raises `UsageError` if
+    transformers cannot build the model, or if it is no causal language model."""
+    choice = config.model
+    described = configuration(choice, config.data)
+    attention = None if choice.attention == "auto" else choice.attention
+    model = language_model(described, choice.path or choice.preset, attention)
+    if is_encoder(described) and not getattr(model.config, "is_decoder", False):
+        raise UsageError(
+            f"model.path {choice.path!r} is an encoder ({described.model_type}) without a causal mask: it would see the tokens "
+            "that it is to predict. Set is_decoder in its config.json, or write your own task (--task)."
+        )
+    if choice.quantize != "none":
+        quantize(model, choice.quantize)
+    return model if config.adapter.kind == "none" else with_lora(model, asdict(config.adapter), choice.path)

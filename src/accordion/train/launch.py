@@ -87,8 +87,7 @@ class RankPlace:
 
 
 def place_of(environ: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank in the variables of torchrun or srun; None in a process that neither started. Raises `UsageError` if a
-    variable is invalid."""
+    """Return the rank that torchrun or srun gave this process; None if neither did. Raises `UsageError` for invalid variables."""
     try:
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return RankPlace(
@@ -109,8 +108,8 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
 def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
     """Return the rank of a task of an srun step with several tasks; None in any other process.
 
-    A batch script is no rank: it has a job id but no step id. Nor is a program that was started in an interactive shell
-    (`srun --pty`, `salloc`), since the other tasks of that step are shells without a terminal, which have ended.
+    A batch script is no rank: it has a job id but no step id. Nor is a program that was started in an interactive shell (`srun
+    --pty`, `salloc`), since the other tasks of that step are shells without a terminal, which have ended.
     """
     world = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
@@ -135,8 +134,7 @@ def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`. Raises `ValueError` if there is
-    none."""
+    """Return the first host in a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`. Raises `ValueError` if it has none."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     if match is None:
         raise ValueError(f"node list {nodes!r}")
@@ -145,7 +143,7 @@ def first_host(nodes: str) -> str:
 
 def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[str, int]:
     """Return (device type, number of ranks in the job). `place`: this rank, or None if this process starts the ranks. `present`:
-    devices of this machine. Raises `UsageError` if these are too few, or if `launch.nproc` contradicts the launcher."""
+    devices of this machine. Raises `UsageError` if there are too few devices, or if `launch.nproc` contradicts the launcher."""
     devices = devices_named(choice.device, "launch.device", present)
     world = choice.nproc or devices.count or CPU_RANKS
     needed = world
@@ -206,8 +204,7 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
 
 
 class NothingStartedError(BaseException):
-    """Raised if a signal arrives while no rank can handle it. A `BaseException`, like `KeyboardInterrupt`, so that a task's code
-    does not catch it during the preparation."""
+    """Raised if a signal arrives while no rank can handle it. A `BaseException`, so that a task's code does not catch it."""
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
@@ -231,7 +228,7 @@ class Forwarding(AbstractContextManager["Forwarding"]):
             signal.signal(number, handler)
 
     def ranks_start(self) -> None:
-        """Forward signals to child processes that start from now on."""
+        """Forward later signals to the child processes that start from now on, the ranks."""
         self._others = {child.pid for child in multiprocessing.active_children()}
 
     def _forward(self, number: int, frame: object) -> None:
@@ -248,7 +245,7 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
 def _failed(error: ChildFailedError, *, asked: bool) -> int:
     """Print which ranks a signal ended, and return the exit code of the job. `asked`: this process forwarded signals to ranks.
-    Raises `NothingStartedError` if the forwarded signals ended the ranks before they could save."""
+    Raises `NothingStartedError` if it did, and the signals ended all ranks before they could save."""
     by_signal = {PREEMPTED, *(-number for number in SIGNALS)}
     if error.get_first_failure()[1].exitcode == PREEMPTED:
         return PREEMPTED
@@ -266,8 +263,8 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
 
 def guarded(entry: Entry, *args: Any) -> None:
     """Run `entry(place, store, *args)` as one rank. If it fails or returns another code than 0, end the process at once with that
-    code. The rank that fails first prints its error. Ranks that fail because of it print nothing and have its exit code.
-    Also sets up the process: faulthandler, garbage collection, number of torch's threads, and its end if its agent is killed."""
+    code. The rank that fails first prints its error. Ranks that fail because of it print nothing and have its exit code. Also
+    sets up the process: faulthandler, garbage collection, number of torch's threads, and its end if its agent is killed."""
     with lasting_output():
         if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
             # Kill a rank if its agent is killed. Otherwise ranks of `start` get SIGINT, as for Ctrl-C, and ranks of torchrun
@@ -298,36 +295,30 @@ def guarded(entry: Entry, *args: Any) -> None:
 
 
 def joined(place: RankPlace) -> Store:
-    """Connect to the job's store, and return it with a prefix of keys that no earlier start used. Collective. If that takes
-    long, rank 0 prints how many ranks have started, and how to train without the others. Raises `AccordionError` if the store
-    cannot be reached, and on rank 0 `DistStoreError` if not all ranks start within `START_S`."""
-    return of_this_start(_connected(place), place)
-
-
-def _report_to_hubs(error: BaseException) -> None:
-    """Report `error` to the ranks that shard a model together with this rank. Needed because `os._exit` skips Python's exit
-    handlers."""
-    for hub in hubs_of_job():
-        hub.say_ended(wording.failure(error, hub.position.phase), echo=is_echo(error))
-
-
-def _connected(place: RankPlace) -> Store:
-    """Connect to the job's store at `place.address`, and return it. Rank 0 opens the store unless torchrun has. Raises
-    `AccordionError` if it cannot be opened or reached."""
+    """Connect to the job's store at `place.address`, which rank 0 opens unless torchrun has, and return it with a prefix of keys
+    that no earlier start used. Collective. If that takes long, rank 0 prints how many ranks have started, and how to train
+    without the others. Raises `AccordionError` if the store cannot be opened or reached, and on rank 0 `DistStoreError` if not
+    all ranks start within `START_S`."""
     keeps = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # "True": torchrun serves it
     host, _, port = place.address.rpartition(":")
     try:
         # Ranks wait for each other in `of_this_start`, which counts them.
-        store: Store = TCPStore(
+        store = TCPStore(
             host, int(port), place.world, keeps, timedelta(minutes=30), wait_for_workers=False, multi_tenant=keeps
         )
-        return store
     except torch.distributed.DistError as error:
         why = str(error).partition(" Exception raised from")[0]
         raise AccordionError(
             f"rank {place.rank} cannot {'open' if keeps else 'reach'} the job's store at {place.address}: {why}; set "
             "MASTER_PORT to a port that nothing else uses."
         ) from None
+    return of_this_start(store, place)
+
+
+def _report_to_hubs(error: BaseException) -> None:
+    # Python's exit handlers, which report the end of a rank to the others, are skipped by `os._exit`.
+    for hub in hubs_of_job():
+        hub.say_ended(wording.failure(error, hub.position.phase), echo=is_echo(error))
 
 
 def of_this_start(store: Store, place: RankPlace) -> Store:
@@ -335,8 +326,8 @@ def of_this_start(store: Store, place: RankPlace) -> Store:
 
     Needed because torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of an ended rank
     cannot connect. Machines count restarts separately, so a count does not identify a start. Instead each rank writes a random
-    word, and rank 0 answers each word with the prefix until all ranks have read it. Rank 0 raises
-    `DistStoreError` if a rank is missing after `START_S`.
+    word, and rank 0 answers each word with the prefix until all ranks have read it. Rank 0 raises `DistStoreError` if a rank is
+    missing after `START_S`.
     """
     token, words = secrets.token_hex(8), set[str]()
     if place.rank != 0:
@@ -367,11 +358,11 @@ def of_this_start(store: Store, place: RankPlace) -> Store:
 
 
 def give_up_store(store: Store, timeout_s: float) -> None:
-    """Make requests to the job's store fail after `timeout_s` without an answer from its machine. Linux only; elsewhere, and
-    for stores other than a `TCPStore`, does nothing.
+    """Make requests to the job's store fail after `timeout_s` without an answer from its machine. Linux only; elsewhere, and for
+    stores other than a `TCPStore`, does nothing.
 
-    torch's client would wait until the system drops the connection, on Linux after 15 minutes. torch does not expose the
-    client's sockets, so they are selected from the descriptors of this process by the store's port.
+    torch's client would wait until the system drops the connection, on Linux after 15 minutes. torch does not expose the client's
+    sockets, so they are selected from the descriptors of this process by the store's port.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -387,8 +378,8 @@ def give_up_store(store: Store, timeout_s: float) -> None:
 
 
 def _report(error: Exception, rank: int, store: Store) -> int:
-    """Print `error` if this rank is the first that failed. Returns the exit code of the first rank that failed. Waits a second
-    first if another rank may have caused `error`. If the job's store is gone, prints that, and returns this rank's own code."""
+    """Print `error` if this rank failed first, and return the exit code of the rank that failed first. Waits `SECONDARY_S`
+    before, if another rank may have caused `error`. If the job's store is gone, prints that, and returns the code of `error`."""
     code = 2 if isinstance(error, UsageError) else DIVERGED if isinstance(error, DivergenceError) else 1
     if isinstance(error, RuntimeError) or is_echo(error):
         code = 1 if is_echo(error) else code
@@ -438,8 +429,7 @@ def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T
 
 
 def join_group(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:
-    """Set this rank's device, of type `kind`, initialise the process group of all ranks, and return the device. Collective.
-    `timeout_s`: timeout of collectives."""
+    """Join the process group of all ranks, make this rank's device of type `kind` the current one, and return it. Collective."""
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
     if kind != "cpu":
         torch.accelerator.set_device_index(place.local_rank)

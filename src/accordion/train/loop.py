@@ -41,8 +41,8 @@ class Outcome:
 
 
 def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals | None = None) -> int:
-    """Train on one rank and return its exit code: 0, or `PREEMPTED` if a signal ended the run early. If the run fails, this rank
-    keeps its folders locked and its process group open until the process ends. `kind`: type of device."""
+    """Train on one rank and return its exit code: 0, or `PREEMPTED` if a signal ended the run early. Collective. After an error,
+    the folders stay locked and the process group open until the process ends. `kind`: type of device."""
     outcome = trained(place, store, prepared, kind, signals or Signals(), ExitStack())
     return PREEMPTED if outcome.state == "preempted" else 0
 
@@ -51,8 +51,7 @@ def trained(
     place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals, cleanups: ExitStack
 ) -> Outcome:
     """Train on one rank and return the outcome. Collective. `kind`: type of device. `cleanups`: gets the callbacks that release
-    the folders and destroy the process group. It is closed here after a successful run; after an error the caller has to close
-    it."""
+    the folders and destroy the process group; closed here, unless an error is raised."""
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -108,7 +107,7 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int) -> tupl
 @contextmanager
 def _observed(run: Run) -> Iterator[None]:
     """Context manager that records the steps in its body, at most `OBSERVED`. At its end rank 0 writes them into the run folder
-    as HTML and JSON, and shows what would make them faster. Writes nothing if no step was recorded, and reports a disk error."""
+    as HTML and JSON, and shows what would make them faster; nothing if no step was recorded."""
     first = run.config.train.observe
     with observe(run.model, steps=OBSERVED) as trace:
         yield
@@ -126,8 +125,7 @@ def _observed(run: Run) -> Iterator[None]:
 
 
 def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Outcome | None:
-    """Do what is due after `step`: validate, save, show a sample. Returns the outcome if training ends with this step, otherwise
-    None; equal on all ranks. Collective."""
+    """Validate, save and show a sample, each if it is due after `step`. Returns what `_over` returns for `step`. Collective."""
     options, due = run.config.train, _due(run.config.train.eval_every, step)
     if run.ending.decided or step == options.steps or due:
         steps.settle()
@@ -171,7 +169,7 @@ def _over(run: Run, step: int) -> Outcome | None:
 
 
 def _claim(prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
-    """Take ownership of the run's folders, and remove what ranks of an earlier start wrote when they failed."""
+    """Take ownership of the run's folders, and remove the files of ranks of an earlier start that failed."""
     # Ranks of an earlier start end by themselves: after a timeout in a collective, and one more in a request to the store.
     claim = Claim(prepared.folders, place.job, 2 * prepared.config.launch.timeout_s, screen.note)
     for path in prepared.run_dir.glob(FILES):
@@ -180,8 +178,8 @@ def _claim(prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
 
 
 def _open_record(run: Run, done: int) -> MetricsLog:
-    """Write config.yaml into the run folder, and open the log of metrics after `done` steps. Called on rank 0 only. Raises
-    `UsageError` if the folder cannot be written."""
+    """Write config.yaml into the run folder, and open the log of metrics and the trackers, for the steps after the first `done`.
+    Called on rank 0 only. Raises `UsageError` if the folder cannot be written."""
     folder, say = run.prepared.run_dir, run.screen.note
     try:
         (folder / RUN_CONFIG).write_text(as_yaml(run.config), encoding="utf-8")
@@ -194,8 +192,8 @@ def _open_record(run: Run, done: int) -> MetricsLog:
 
 
 def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
-    """Validate, and report the result on screen and in `log`, if that is not None. Returns True, on all ranks, if the loss is the
-    lowest so far and `train.keep_best` is set. Returns False without validation data. Collective."""
+    """Validate, and report the result on screen, and to `log` if that is not None. Returns True, on all ranks, if the loss is the
+    lowest so far and `train.keep_best` is set; False also if there is no validation data. Collective."""
     began_s, best = time.perf_counter(), run.best
     with run.averaged():
         validation = run.prepared.work.validate(run.model, run.share, run.device)
@@ -213,8 +211,8 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
 
 
 def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over: Outcome) -> None:
-    """Validate if that was not done after the last step, save a checkpoint if that validation is the best, report the run's
-    files, and show a sample. If a signal or the time limit ended the run, only report the files."""
+    """Show the run's files. If there is time, that is, unless a signal or the time limit ended the run, also validate before that
+    if the last step was not, save a checkpoint if this validation is the best, and at the end show a sample. Collective."""
     note, folder, run_dir = run.screen.note, saves.folder, run.prepared.run_dir
     has_time, is_finished = not run.ending.decided, over.state == "finished"
     if has_time and run.best.last != steps and _validate(run, steps, log):

@@ -34,12 +34,6 @@ class StepMetrics:
     peak_bytes: int
     skipped: bool
 
-    @property
-    def speed(self) -> str:
-        if self.tokens_per_s is not None:
-            return f"{self.tokens_per_s:,.0f} tok/s"
-        return f"{self.samples_per_s or 0.0:,.0f} samples/s"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
@@ -59,11 +53,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class MetricsLog:
-    """Context manager that writes `metrics.jsonl` and passes metrics to trackers.
-
-    If the file or a tracker cannot be written (a full disk, a removed folder), this is reported, training continues, and no
-    later step is written there.
-    """
+    """Context manager that writes `metrics.jsonl` and passes metrics to trackers. If the file or a tracker cannot be written (a
+    full disk, a removed folder), this is reported, training continues, and no later step is written there."""
 
     def __init__(
         self,
@@ -72,8 +63,8 @@ class MetricsLog:
         say: Callable[[str], None],
         trackers: Mapping[str, RunTracker] | None = None,
     ) -> None:
-        """Open the file to continue after `first_step` steps, and remove the lines of later steps. Raises `OSError` if this
-        fails. `say`: shows a line. `trackers`: name -> open tracker. Leaving the context closes the trackers."""
+        """Open the file to continue after `first_step` steps, and remove its lines on later steps. Raises `OSError` if this
+        fails. `say`: shows a line. `trackers`: name -> open tracker; leaving the context closes them."""
         self._trackers = dict(trackers or {})
         path, self._say = run_dir / METRICS, say
         self._path: Path | None = path
@@ -102,8 +93,7 @@ class MetricsLog:
         self._each(lambda tracker: tracker.log(figures, metrics.step))
 
     def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
-        """Pass the loss and metrics of a validation to the trackers, with names that begin with `validation_`. They are not
-        written to `metrics.jsonl`, which has steps only."""
+        """Pass the results of a validation to trackers, with the prefix `validation_`, but not to `metrics.jsonl`."""
         figures = {f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}
         self._each(lambda tracker: tracker.log(figures, step))
 
@@ -117,7 +107,7 @@ class MetricsLog:
 
 
 def lines_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (line, its content) for each line of `path` that is JSON with a step; nothing if there is no file."""
+    """Yield (line, its content) for each line of the file `path` that is JSON with a step; nothing if there is no file."""
     yield from steps_in(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accordion.checkpoint.untrusted_files import check_quantised
 from accordion.errors import UsageError
 from accordion.files import read_text
-from accordion.models.language import brief, is_encoder, language_model
+from accordion.models.language import brief
 from accordion.models.llama import TRAINED, llama_config
 from accordion.train.config import DataConfig, ModelConfig
 from accordion.units import UnitChoice, choose_units
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def check_folder(path: str) -> dict[str, Any]:
-    """Return the content of config.json in the folder `path`. Raises `UsageError` if the folder or the file cannot be read, if
-    the file names no model_type, or if the weights are quantised."""
+    """Return the content of config.json in the folder `path`, the value of `model.path`. Raises `UsageError` if the folder or the
+    file cannot be read, if the file names no model_type, or if the file says that the weights are quantised."""
     folder = Path(path)
     if not folder.is_dir():
         raise UsageError(f"model.path {path!r} is no folder; give one with config.json, or take a model.preset.")
@@ -63,26 +63,10 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
     return config
 
 
-def causal_model(model: ModelConfig, data: DataConfig) -> nn.Module:
-    """Build the model that `model` describes, on the meta device. Raises `UsageError` if transformers cannot build
-    the model, or if it is no causal language model."""
-    described = configuration(model, data)
-    attention = None if model.attention == "auto" else model.attention
-    built = language_model(described, model.path or model.preset, attention)
-    if is_encoder(described) and not getattr(built.config, "is_decoder", False):
-        raise UsageError(
-            f"model.path {model.path!r} is an encoder ({described.model_type}) without a causal mask: it would see the tokens "
-            "that it is to predict. Set is_decoder in its config.json, or write your own task (--task)."
-        )
-    return built
-
-
 def check_loss_of_head(model: nn.Module, loss: str, units: UnitChoice) -> None:
     """Raise `UsageError` if the head of `model`, on the meta device, cannot compute the loss. `loss`: "chunked" or "head_rows".
-
-    The logits must be the unchanged output of a linear head. For "head_rows" the head must also be one of the units that
-    `units` chooses, and must not share its weight with another layer.
-    """
+    The head can if it is linear, and the logits are its unchanged output. For "head_rows" the head must also be one of the units
+    that `units` chooses, and must not share its weight with another layer."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     outputs, logits = list[Any](), None
     if type(head) is nn.Linear:
@@ -104,8 +88,9 @@ def check_loss_of_head(model: nn.Module, loss: str, units: UnitChoice) -> None:
 
 
 def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
-    """Fill the shards of `model`, which was built on the meta device, with random weights or with the weights in `choice.path`.
-    The weights do not depend on the number of ranks. Seeds torch's generators with `seed` first. All ranks call it together."""
+    """Fill the shards of `model`, which was built on the meta device, with random weights, or with those in the folder
+    `choice.path` if `choice.init` is "pretrained". The weights do not depend on the number of ranks. Seeds torch's generators
+    with `seed` first. Collective."""
     torch.manual_seed(seed)
     if choice.init == "scratch":
         initialise(model)
@@ -116,8 +101,8 @@ def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
 
 @contextmanager
 def documents_in_rows(*, several: bool) -> Iterator[None]:
-    """Context manager that replaces the function with which transformers finds the documents in a row. Does nothing if this
-    version of transformers has no such function. `several`: a row has several documents, and a new one starts wherever the
+    """Context manager in which transformers finds the documents in a row without waiting for the device. Replaces a function of
+    transformers, if this version has that function. `several`: a row has several documents, and a new one starts wherever the
     position ids do not go up by one; if False, a row is one document."""
     # transformers' function reads the position ids in each forward, so the host waits for the device. No argument of a forward
     # avoids that alone: a mask is read too or disables flash attention, and a cache keeps all keys.

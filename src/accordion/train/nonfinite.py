@@ -20,41 +20,32 @@ FLEETING = (
 
 
 class Skips:
-    """Counts skipped steps: all of them in `total`, and nonfinite ones in a row, of which `nonfinite` limits the number."""
+    """Counts skipped steps: all of them in `total`, and those with NaN or inf since the last finite step in `in_row`. Steps that
+    the gradient scaler skips to lower its scale are in `total` only."""
 
     def __init__(self, most: int) -> None:
         """`most`: largest number of steps in a row that may be skipped; 0: the first nonfinite step ends the run."""
         self._most = most
-        self.total, self._in_row = 0, 0
-
-    def passed(self) -> None:
-        """Record a finite step, which ends a row of nonfinite steps."""
-        self._in_row = 0
-
-    def overflowed(self) -> None:
-        """Record a step that the gradient scaler skipped to lower its scale. It does not count in a row."""
-        self.total += 1
+        self.total, self.in_row = 0, 0
 
     def nonfinite(self, step: int, where: str) -> str:
-        """Record a nonfinite step and return a line to report. `where`: text on the source of NaN or inf. Raises
-        `NonFiniteError` if there are more such steps in a row than allowed."""
-        self._in_row += 1
+        """Count a nonfinite step and return a line to report, with the text `where`. Raises `NonFiniteError` if there are more
+        such steps in a row than allowed."""
+        self.in_row += 1
         self.total += 1
         if not self._most:
             raise NonFiniteError(f"step {step}: {where} To skip such steps, set train.on_nonfinite skip.")
-        if self._in_row > self._most:
+        if self.in_row > self._most:
             raise NonFiniteError(
                 f"step {step} is not finite, nor are the {self._most} before it, the most that train.on_nonfinite allows: {where}"
             )
-        return f"step {step} is skipped ({self._in_row} in a row, at most {self._most}): {where}"
+        return f"step {step} is skipped ({self.in_row} in a row, at most {self._most}): {where}"
 
 
 def source_of(model: nn.Module, again: Callable[[Callable[[Tensor], Tensor]], object], figures: str) -> str | None:
     """Repeat a step, and return text on the place where NaN or inf first appears; None if all values are finite this time.
-
     Collective; equal on all ranks. `again(scale)`: repeats forwards and backwards with the random numbers of the step, and
-    applies `scale` to each loss before its backward. `figures`: text of the values that were not finite.
-    """
+    applies `scale` to each loss before its backward. `figures`: text of the values that were not finite."""
     engine = engine_of(model)
     assert engine is not None, "the main job shards its model"
     check = FiniteCheck(engine)

@@ -29,15 +29,7 @@ from accordion.tasks.loaded import (
     model_of,
     of_object,
 )
-from accordion.train.batches import (
-    Batches,
-    batches_of,
-    check_kind,
-    means_of,
-    rows_of,
-    seed_all,
-    validation_of,
-)
+from accordion.train.batches import Batches, batches_of, check_kind, means_of, rows_of, seed_all, validation_of
 from accordion.train.config import JobConfig, TrainConfig
 from accordion.train.data import GlobalOrder, Share
 from accordion.train.metrics import Validation
@@ -47,11 +39,9 @@ from accordion.weights.initialise import initialise
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
-    """Interface of the training loop to a user's task: the object `task`, or if that is None, the class named in `parts`.
-
-    `size`: number of training samples; None if unknown. `counted`: unit of the reported speed. `loaded` and `validation` are
-    not pickled: a copy computes them again.
-    """
+    """Interface of the training loop to a user's task: the object `task`, or if that is None, the class named in `parts`. `size`:
+    number of training samples; None if unknown. `counted`: unit of the reported speed. `loaded` and `validation` are computed at
+    first use and not pickled."""
 
     parts: Mapping[str, PartConfig]
     task: object | None = None
@@ -76,9 +66,8 @@ class OwnTask:
         return self.loaded.units
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Fill the weights of the sharded `model` with the task's `init`. If the task has none, call `initialise` if the model
-        was built on the meta device (`on_meta`), and otherwise keep its weights. Seeds the random generators equally on all
-        ranks before, and differently on each rank afterwards, for dropout."""
+        """Fill the weights of the sharded `model` with the task's `init`. Without an `init`, draw them if the model was built on
+        the meta device (`on_meta`), else keep them. Leaves the random generators seeded differently on each rank. Collective."""
         seed_all(seed)
         if self.loaded.init is not None:
             self.loaded.init(model)
@@ -105,8 +94,8 @@ class OwnTask:
         return loss_of(self.loaded, model, batch)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Return the number of samples of all ranks in a step. If `size` is unknown, estimate it: the samples in `batches`,
-        this rank's micro-batches, times the number of ranks."""
+        """Return the number of samples that all ranks read in a step. If `size` is unknown, estimate it: the samples in
+        `batches`, the micro-batches of this rank, times the number of ranks."""
         return share.global_batch if self.size is not None else share.world * sum(rows_of(batch) for batch in batches)
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
@@ -123,18 +112,22 @@ class OwnTask:
 
     @cached_property
     def validation(self) -> Any:
-        """The task's validation data for this rank."""
         return data_of(self.loaded, "validation", dist.get_rank(), dist.get_world_size())
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation | None:
-        """Return the mean loss and metrics over the validation samples of all ranks; None if there are no samples. Collective.
-        If the task returns a mean for a batch, that is weighted by the number of samples in the batch."""
+        """Return the mean loss and metrics over the validation samples of all ranks; None if there are none. A value that the
+        task returns as mean of a batch is weighted by the number of samples in the batch. Collective. Raises `UsageError` if a
+        metric is named "loss" or is no number."""
         if self.validation is None:
             return None
 
         def values_of(batch: Any) -> dict[str, Any]:
-            metrics = {} if self.loaded.metrics is None else _metrics(self.loaded.metrics(model, batch))
+            metrics = {} if self.loaded.metrics is None else dict(self.loaded.metrics(model, batch))
+            if "loss" in metrics:
+                raise UsageError(
+                    "the task's metrics have one named 'loss', which is the name of the task's loss; give it another name."
+                )
             return {"loss": self.loss(model, batch), **metrics}
 
         batches = validation_of(self.validation, share, self.loaded.collate, device)
@@ -142,26 +135,23 @@ class OwnTask:
         if not means:
             return None
         loss = means.pop("loss")
-        return Validation(
-            loss=loss, words="".join(f", {name} {value:.4f}" for name, value in means.items()), metrics=means
-        )
+        words = "".join(f", {name} {value:.4f}" for name, value in means.items())
+        return Validation(loss=loss, words=words, metrics=means)
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
-        """Do nothing: a task shows its own results."""
+        """Do nothing: there is no sample to show of a task."""
 
 
 # -- before ranks start
 
 SMALL_PARAMS = 20_000_000  # a smaller model is tried on the CPU before ranks start
-
-
 OF_OPTIMIZER = ("train.lr", "train.weight_decay", "train.deepspeed")
 OF_SCHEDULER = ("train.schedule", "train.warmup", "train.deepspeed")
 
 
 def check_own_keys(optimizer: object | None, scheduler: object | None, config: JobConfig) -> None:
-    """Raise `UsageError` if a key of `train` that has no effect with the user's optimizer or scheduler differs from its default
-    in `config`. `optimizer`, `scheduler`: None if the user gives none."""
+    """Raise `UsageError` if a key of `train` differs from its default in `config`, but has no effect with the user's `optimizer`
+    or `scheduler`. Either is None if the user gives none."""
     unused = dict.fromkeys(OF_SCHEDULER, "scheduler") if scheduler is not None else {}
     if optimizer is not None:
         unused |= dict.fromkeys(OF_OPTIMIZER, "optimizer")
@@ -175,9 +165,9 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
 
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
-    """Try to make an optimizer: call `make` with a matrix and a vector. Does nothing if `make` is None. Raises `UsageError` if
-    `make` rejects its options, returns no optimizer, or returns one whose step needs a closure. Exceptions of the user's own
-    code pass unchanged."""
+    """Try to make an optimizer: call `make`, if it is not None, with the parameters of a small layer. Raises `UsageError` if
+    `make` rejects its options, returns no optimizer, or one whose step needs a closure. Exceptions of the user's own code
+    pass."""
     if make is None:
         return
     params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))
@@ -197,8 +187,8 @@ def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
 
 
 def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
-    """Call `dataset` of the task for both splits, and return the number of training samples; None if unknown. Raises
-    `UsageError` if there is no training data, if data has a wrong type or is too little for a step, or if `options` need
+    """Call `dataset` of the task for both splits, and return the number of training samples; None for an iterable or a loader.
+    Raises `UsageError` if there is no training data, if data has a wrong type or is too little for a step, or if `options` need
     validation data and there is none. Raises `TaskError` if the user's code fails."""
     with of_the_task("dataset('train')"):
         data = data_of(work.loaded, "train", share.rank, share.world)
@@ -226,9 +216,8 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
-    """Try a task: read a training batch, and if the model is small and on the CPU, compute the loss of that batch. Restores the
-    random generators afterwards. Raises `TaskError` if the user's code fails, and `UsageError` if the loss depends on no
-    parameter."""
+    """Try a task: read a training batch, and if `model` is small and on the CPU, compute its loss. Restores the random
+    generators. Raises `TaskError` if the user's code fails, and `UsageError` if the loss depends on no parameter."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))
@@ -242,11 +231,3 @@ def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
                 "the task's loss does not depend on a parameter of the model, so nothing would be trained."
             )
     RandomState().load_state_dict(drawn)
-
-
-def _metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    if "loss" in metrics:
-        raise UsageError(
-            "the task's metrics have one named 'loss', which is the name of the task's loss; give it another name."
-        )
-    return dict(metrics)

@@ -15,11 +15,10 @@ from accordion.errors import UsageError
 FILE = ".owner"  # in the folder; a killed job leaves it
 EXIT_S = 5.0  # time for a job that was just ended to exit
 POLL_S = 0.2
-Say = Callable[[str], None]
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
-    """Return the name that the launcher, torchrun or srun, gave this job; None if it gave none. A restart keeps the name."""
+    """Return the name of this job that torchrun or srun put into `environ`, and that restarts keep; None if there is none."""
     torchrun = environ.get("TORCHELASTIC_RUN_ID", "none")
     if torchrun != "none":
         return f"torchrun {torchrun}"
@@ -28,8 +27,8 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 
 def check_free(folders: Mapping[str, Path], job: str | None) -> None:
-    """Raise `UsageError` if another job owns one of `folders` (setting -> folder) and does not exit within `EXIT_S`. `job`: the
-    launcher's name for this job. A folder that an earlier start of this job owns counts as free."""
+    """Raise `UsageError` if another job owns one of `folders` (configuration key -> folder) and does not exit within `EXIT_S`. A
+    folder that an earlier start of this job owns counts as free. `job`: the launcher's name for this job."""
     for setting, folder in folders.items():
         until = time.monotonic() + EXIT_S
         while (owner := holder_of(folder)) is not None and (job is None or not owner.endswith(f" of {job}")):
@@ -39,7 +38,7 @@ def check_free(folders: Mapping[str, Path], job: str | None) -> None:
 
 
 def holder_of(folder: Path) -> str | None:
-    """Return a text that names the process that owns `folder`; None if no process owns it, or if its lock cannot be opened."""
+    """Return a text that names the process that owns `folder`; None if no process does, or if its lock cannot be opened."""
     if not (folder / FILE).exists():
         return None
     try:
@@ -54,10 +53,10 @@ def holder_of(folder: Path) -> str | None:
 class Claim:
     """Ownership of folders until `release`, or until this process ends."""
 
-    def __init__(self, folders: Mapping[str, Path], job: str | None, wait_s: float, say: Say) -> None:
-        """Take `folders` (setting -> existing folder). If another job owns one, wait up to `EXIT_S` for it to exit; if an earlier
-        start of this job does, wait up to `wait_s` seconds. Raises `UsageError` if a folder does not become free or its lock
-        file cannot be opened; then no folder is taken. `job`: the launcher's name for this job. `say`: shows a line."""
+    def __init__(self, folders: Mapping[str, Path], job: str | None, wait_s: float, say: Callable[[str], None]) -> None:
+        """Take `folders` (configuration key -> existing folder). If another job owns one, wait up to `EXIT_S` for it to exit; if
+        an earlier start of this job does, wait up to `wait_s` seconds. Raises `UsageError` if a folder does not become free or
+        its lock file cannot be opened; then no folder is taken. `job`: the launcher's name for this job. `say`: shows a line."""
         self._job, self._wait_s, self._say = job, wait_s, say
         self._locks: dict[Path, FileLock] = {}
         try:
@@ -80,7 +79,9 @@ class Claim:
         while True:
             try:
                 lock.acquire(blocking=False)
-                (folder / FILE).write_text(_own_name(self._job))
+                since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+                name = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+                (folder / FILE).write_text(name if self._job is None else f"{name} of {self._job}")
                 return lock
             except Timeout:
                 pass
@@ -97,11 +98,6 @@ class Claim:
                 is_reported = True
                 self._say(f"waiting for an earlier start of this job to release {setting} {str(folder)!r}: {owner}")
             time.sleep(POLL_S)
-
-
-def _own_name(job: str | None) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    return f"process {os.getpid()} on {socket.gethostname()}, since {since}" + ("" if job is None else f" of {job}")
 
 
 def _name_in(folder: Path) -> str:

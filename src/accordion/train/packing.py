@@ -48,9 +48,7 @@ def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 class ExampleRows(Dataset[Row]):
     """Dataset of rows of examples. An example with more than `seq_len` labels is truncated, and left out if no answer remains.
-
-    `packing`: "documents" (several examples in a row) or "none" (one). There are no rows if no token of all examples counts.
-    """
+    `packing`: "documents" (several examples in a row) or "none" (one). There are no rows if no token of all examples counts."""
 
     def __init__(self, examples: Examples, seq_len: int, packing: str) -> None:
         self.examples, self.seq_len = examples, seq_len
@@ -92,10 +90,8 @@ class ExampleRows(Dataset[Row]):
 
 @dataclass(frozen=True, slots=True)
 class Collate:
-    """Makes a batch of rows, padded on the right: to `seq_len` if rows have several examples, else to the longest row.
-
-    In a causal model no token of an example attends to padding, which is after it and has position ids like another example.
-    """
+    """Makes a batch of rows, padded on the right: to `seq_len` if rows have several examples, else to the longest row. In a
+    causal model no token of an example attends to padding, which is after it and has position ids like another example."""
 
     seq_len: int
     packing: str
@@ -135,10 +131,8 @@ def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple
             parts.append((text[len(whole) :], is_learnt))
             whole = text
         room = max(80, LONGEST // max(1, len(parts)))
-        shown.append(
-            [
-                (text if len(text) <= room else f"{text[: room // 2]} […] {text[-room // 2 :]}", flag)
-                for text, flag in parts
-            ]
-        )
+        for i, (text, is_learnt) in enumerate(parts):
+            if len(text) > room:
+                parts[i] = f"{text[: room // 2]} […] {text[-room // 2 :]}", is_learnt
+        shown.append(parts)
     return shown

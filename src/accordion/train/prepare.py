@@ -13,16 +13,10 @@ from accordion.models.stored import computing, end_of_turn, ends_of
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
-from accordion.train.config import Config, Job, JobConfig, TrainConfig, model_name
+from accordion.train.config import Config, Job, JobConfig, TrainConfig
 from accordion.train.data import Sequences, Share
 from accordion.train.examples import Encoder, digest_of_tokenizer, run_tokenizer, vocabulary_of
-from accordion.train.language_work import (
-    LanguageWork,
-    check_enough,
-    generation_settings,
-    rows_in,
-    trained_model,
-)
+from accordion.train.language_work import LanguageWork, check_enough, generation_settings, rows_in, trained_model
 from accordion.train.launch import RankPlace
 from accordion.train.model import check_folder, configuration
 from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
@@ -39,14 +33,14 @@ from accordion.weights.four_bits import num_weights
 Work = LanguageWork | OwnTask
 """Model, data, losses and validation of a run on a language model or on a task. Pickled to each rank."""
 Folders = dict[str, Path]
-"""Setting -> folder that the run writes to and owns."""
+"""Configuration key, "run.dir" or "checkpoint.dir" -> folder that the run writes to and owns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from, or None for a fresh start;
-    `config` has the global batch of the checkpoint's run. `replicas`: copies of the sharded model. `began_s`: `time.time` of
-    this machine when the command started."""
+    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from; None for a fresh start.
+    `config`: the configuration, with the batch size of the run that saved `resume`, unless the user set another. `replicas`:
+    copies of the sharded model. `began_s`: `time.time` of this machine when the command started."""
 
     config: JobConfig
     work: Work
@@ -116,9 +110,9 @@ def prepare(
 def _folders(
     config: Job, name: str, place: RankPlace, screen: Screen, named: Collection[str]
 ) -> tuple[Folders, Path | None, Job]:
-    """Return (the run's folders, the checkpoint to resume from or None, `config` with that checkpoint's batch). Creates no
-    folders. `name`: name of the default run folder. `named`: keys that the user set. Raises `UsageError` if the folders or the
-    checkpoints in them cannot be used, and on rank 0 if another job uses the folders."""
+    """Return (the run's folders, the checkpoint to resume from or None, `config` with the batch size of that checkpoint's run).
+    Creates no folders. `name`: of the default run folder in `runs`. `named`: keys that the user set. Raises `UsageError` if the
+    folders or the checkpoints in them cannot be used, and on rank 0 if another job uses the folders."""
     run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for path in (run_dir, folder):
@@ -134,14 +128,10 @@ def _folders(
     return folders, resume, checkpoints.with_batch_of(resume, config, named, place.world)
 
 
-def _make(folders: Folders) -> None:
-    for path in reversed(folders.values()):
-        path.mkdir(parents=True, exist_ok=True)
-
-
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check a task and return the inputs of its run. Builds the model and reads a batch. Computes the loss if the model is small
-    and on the CPU. Creates the run's folders. Raises `UsageError` for wrong inputs, `TaskError` if the user's code fails."""
+    """Check the task `work` and return the inputs of its run. Builds the model, reads a batch, and if the model is small and on
+    the CPU, computes the loss of the batch. Then creates the run's folders. Raises `UsageError` for wrong inputs, and `TaskError`
+    if the user's code fails."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
     folders, resume, config = _folders(config, task.name, place, screen, named)
@@ -155,15 +145,18 @@ def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen,
     share = Share(rank=0, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
     work = replace(work, size=check_data(work, share, options))
     tried(work, model, share, options.seed)
-    _make(folders)
+    for path in reversed(folders.values()):
+        path.mkdir(parents=True, exist_ok=True)
     return Prepared(config=config, work=work, folders=folders, resume=resume)
 
 
 def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check model and data, and return the inputs of the run. Writes the tokens to `cache` and creates the run's folders. Rank 0
-    saves the tokenizer next to the checkpoints, for `accordion generate`. Raises `UsageError` for wrong inputs."""
-    source, say, data = find(config.data), screen.note, config.data
-    folders, resume, config = _folders(config, f"{model_name(config.model)}-{source.name}", place, screen, named)
+    """Check model and data, and return the inputs of a run on text or examples. Writes the tokens to `cache` if it does not have
+    them, and creates the run's folders. Rank 0 saves the tokenizer next to the checkpoints, for `accordion generate`. Raises
+    `UsageError` for wrong inputs."""
+    source, say, data, folder = find(config.data), screen.note, config.data, config.model.path
+    model = config.model.preset if folder is None else Path(folder).resolve().name
+    folders, resume, config = _folders(config, f"{model}-{source.name}", place, screen, named)
     model_vocab = _vocab_of_model(config)
     _check_model(config, resume, say)
     tokenizer = run_tokenizer(config, source, model_vocab, cache, say)
@@ -181,7 +174,8 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, 
         screen.examples(preview(train.examples, tokenizer, data.seq_len))
     check_enough(rows, data, place.world * config.train.micro_batch * config.train.accumulate, source.label)
     _report_data(rows, files, source, say)
-    _make(folders)
+    for path in reversed(folders.values()):
+        path.mkdir(parents=True, exist_ok=True)
     if place.rank == 0:
         tokenizer.save_pretrained(folders["checkpoint.dir"])
     end = end_of_turn(tokenizer) if data.format == "chat" else vocabulary.end_id
@@ -216,8 +210,8 @@ def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFile
 
 
 def _check_model(config: Config, resume: Path | None, say: Say) -> None:
-    """Raise `UsageError` if packing, units, pretrained weights or the checkpoint `resume` do not fit the model. Reports the
-    rate of fine-tuning and the number of trained parameters to `say`."""
+    """Raise `UsageError` if packing, units, pretrained weights or the checkpoint `resume` do not fit the model. Shows with `say`
+    the learning rate if weights are pretrained, and the number of trained parameters if not all are trained."""
     from accordion.weights.pretrained import check_pretrained
 
     model = trained_model(config)

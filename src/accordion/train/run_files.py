@@ -20,13 +20,24 @@ def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
     """Return `group.key` -> value, converted to the key's type, of a run file. `options`: all keys that exist. Raises
     `UsageError` if the file cannot be read, and for wrong keys and values."""
     known = {option.key: option for option in options}
+    groups = sorted({key.partition(".")[0] for key in known})
     content = content_of(file)
-    _check_keys(file, content, list(known))
+    for name, group in content.items():
+        if str(name) in known:
+            continue
+        if name not in groups:
+            raise UsageError(f"run file {file!r}: key {str(name)!r} does not exist; {nearest(str(name), groups)}")
+        if not isinstance(group, dict):
+            raise UsageError(f"run file {file!r}: {name!r} is {group!r}; it takes keys of its own, `{name}: {{...}}`.")
+        inner = [key.partition(".")[2] for key in known if key.startswith(f"{name}.")]
+        wrong = next((key for key in group if key not in inner), None)
+        if wrong is not None:
+            raise UsageError(f"run file {file!r}: key '{name}.{wrong}' does not exist; {nearest(str(wrong), inner)}")
     return {key: known[key].converted(value, key) for key, value in flattened(content).items()}
 
 
 def flattened(content: dict[str, Any]) -> dict[str, Any]:
-    """Return `group.key` -> value for `content`, which maps a group to its keys; keys outside of groups stay as they are."""
+    """Return `group.key` -> value for the content of a run file, in which groups of keys and `group.key` may be mixed."""
     values: dict[str, Any] = {}
     for name, group in content.items():
         values |= {f"{name}.{key}": value for key, value in group.items()} if isinstance(group, dict) else {name: group}
@@ -34,8 +45,8 @@ def flattened(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into (files given by `--config`, all other words), without keys in `IGNORED`. Raises `UsageError` if
-    `--config` has no file."""
+    """Split the words of a command line into (files given by `--config`, all other words), without the keys in `IGNORED` and
+    their values. Raises `UsageError` if `--config` has no file."""
     files, flags = [], []
     rest = iter(words)
     for word in rest:
@@ -55,8 +66,8 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def content_of(file: str) -> dict[str, Any]:
-    """Return the content of a run file: group -> key -> text, or `group.key` -> text. Raises `UsageError` if the
-    file cannot be read, is no YAML or has no keys."""
+    """Return the content of a run file, without the keys in `IGNORED`: group -> key -> text, or `group.key` -> text. Raises
+    `UsageError` if the file cannot be read, is no YAML or has no keys."""
     path = Path(file)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -80,27 +91,10 @@ def content_of(file: str) -> dict[str, Any]:
 
 
 def config_of_run(folder: Path) -> dict[str, Any]:
-    """Return `group.key` -> text of the configuration that a run wrote into `folder`. Raises `UsageError` if it wrote none."""
+    """Return `group.key` -> text of the configuration that a run wrote into `folder`. Raises `UsageError` if there is none."""
     path = folder / RUN_CONFIG
     if not path.is_file():
         raise UsageError(
             f"{str(folder)!r} is no folder of a run: it has no {RUN_CONFIG}; give the run.dir of `accordion train`."
         )
     return flattened(content_of(str(path)))
-
-
-def _check_keys(file: str, content: dict[str, Any], keys: Sequence[str]) -> None:
-    """Raise `UsageError` if a group or key in `content` does not exist, or if a group is no mapping. `keys`: all that exist, each
-    as `group.key`."""
-    groups = sorted({key.partition(".")[0] for key in keys})
-    for name, group in content.items():
-        if "." in str(name) and str(name) in keys:
-            continue
-        if name not in groups:
-            raise UsageError(f"run file {file!r}: key {str(name)!r} does not exist; {nearest(str(name), groups)}")
-        if not isinstance(group, dict):
-            raise UsageError(f"run file {file!r}: {name!r} is {group!r}; it takes keys of its own, `{name}: {{...}}`.")
-        inner = [key.partition(".")[2] for key in keys if key.startswith(f"{name}.")]
-        for key in group:
-            if key not in inner:
-                raise UsageError(f"run file {file!r}: key '{name}.{key}' does not exist; {nearest(str(key), inner)}")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from accordion.checkpoint import RandomState, load, save
 from accordion.checkpoint.background import Saving, saver_of
 from accordion.errors import CheckpointError
 from accordion.train import checkpoints
-from accordion.train.build import Run, of_first
+from accordion.train.build import Run
 from accordion.train.config import flat
 
 
@@ -28,18 +29,27 @@ class RunSaves:
         self._under_way: tuple[Saving, float, int | None] | None = None
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
-        """Wait for the previous save, then save a checkpoint after `step`. Collective. `last`: do not save in the background.
-        `name`: name of the folder, if not that of the step. Raises `CheckpointError` if the previous save failed, or if this
-        one fails in the foreground; the failure of a background save is raised by the next call."""
+        """Wait for the previous save, then save a checkpoint of the run after `step`. Collective. `last`: do not save in the
+        background. `name`: of the checkpoint's folder, if that is not named after the step. Raises `CheckpointError` if the
+        previous save failed, or if this save fails in the foreground; a failure in the background is raised by the next call."""
         run = self._run
         saver_of(run.model).wait()
         self.poll()
         background, began_s = self._in_background and not last, time.perf_counter()
+        extra = {  # stored once, next to the tensors
+            **run.prepared.work.progress(run.model),
+            "step": step,
+            "config": self._settings(),
+            "loader": run.batches.position(),
+            "scaler": run.scaler.state_dict(),
+            "skipped": run.skips.total,
+            "best": run.best.state(),
+        }
         saving = save(
             self.folder / name if name else checkpoints.path_of(self.folder, step),
             run.model,
             run.optimizer,
-            extra=self._progress(step),
+            extra=extra,
             state=self._state(),
             background=background,
             keep=0 if name else self._options.keep,
@@ -50,8 +60,8 @@ class RunSaves:
             self.poll()
 
     def poll(self) -> None:
-        """If the background save has finished, record how long it took. With `train.keep_best`, also link its checkpoint as
-        `best` if its validation is the best. Does nothing while the save is still running."""
+        """If a background save has finished since the last call, record how long it took, and with `train.keep_best`, link its
+        checkpoint as `best` if its validation is the best. Does nothing while the save is still running."""
         if self._under_way is None or not self._under_way[0].is_done:
             return
         (_, began_s, step), self._under_way = self._under_way, None
@@ -65,8 +75,9 @@ class RunSaves:
             saver_of(self._run.model).wait()
 
     def resume(self) -> int:
-        """Load the checkpoint `prepared.resume` into the objects of the run, and report settings that changed since. Returns the
-        number of steps done; 0 if there is no such checkpoint. Raises `CheckpointError` if the checkpoint cannot be loaded."""
+        """Load the checkpoint `prepared.resume` into the objects of the run, and show settings that changed since. Returns the
+        number of steps done; 0, without loading, if `prepared.resume` is None. Raises `CheckpointError` if the checkpoint cannot
+        be loaded. Collective."""
         run, path = self._run, self._run.prepared.resume
         if path is None:
             return 0
@@ -88,7 +99,10 @@ class RunSaves:
         self._find_best(path, done)
         if not (run.prepared.work.has_data_of(extra) and run.batches.resume(extra["loader"])):
             run.screen.note("the data, data.seq_len or train.seed changed since: the order of sequences starts again")
-        self._compare(extra["config"])
+        before, current = extra["config"], self._settings()
+        changed = [f"{key} {before[key]} -> {current[key]}" for key in checkpoints.differing(before, current)]
+        if changed:
+            run.screen.note(f"changed since: {', '.join(changed)}")
         run.rates.resume()
         if done == steps:
             run.screen.note(
@@ -97,39 +111,21 @@ class RunSaves:
         return done
 
     def _find_best(self, path: Path, done: int) -> None:
-        """Link the checkpoint after `done` steps as `best`, if it is the best and the run was killed before that. With
-        `train.keep_best`, then read loss and step of the best checkpoint. `path`: checkpoint that was loaded. Collective."""
+        """With `train.keep_best`, read loss and step of the folder's best checkpoint into `run.best`, after linking the loaded
+        checkpoint `path` as `best` if the run was killed before it did. `done`: steps of `path`. Collective."""
         run = self._run
         if path.resolve() == checkpoints.path_of(self.folder, done).resolve():
             self._link_best(done)  # in case the run was killed between save and link
         if run.config.train.keep_best:
             # New validations must be below the best in this folder, even if the run resumes from elsewhere.
-            run.best.loss, run.best.step = of_first(run.place, lambda: checkpoints.best_in(self.folder)) or (None, 0)
-
-    def _compare(self, before: Mapping[str, Any]) -> None:
-        """Show the settings of this run that differ from `before`, the settings in the checkpoint."""
-        current = self._settings()
-        changed = [f"{key} {before[key]} -> {current[key]}" for key in checkpoints.differing(before, current)]
-        if changed:
-            self._run.screen.note(f"changed since: {', '.join(changed)}")
+            best = [checkpoints.best_in(self.folder) if run.place.rank == 0 else None]
+            dist.broadcast_object_list(best)
+            run.best.loss, run.best.step = best[0] or (None, 0)
 
     def _settings(self) -> dict[str, Any]:
-        """Return `group.key` -> value of the run, and with them its number of ranks and its global batch."""
+        """Return `group.key` -> value of the run's configuration, and with them its number of ranks and its global batch."""
         run = self._run
         return {**flat(run.config), "ranks": run.place.world, checkpoints.BATCH: run.share.global_batch}
-
-    def _progress(self, step: int) -> dict[str, Any]:
-        """Return the state of the run after `step` as JSON data, which a checkpoint stores once, next to its tensors."""
-        run = self._run
-        return {
-            **run.prepared.work.progress(run.model),
-            "step": step,
-            "config": self._settings(),
-            "loader": run.batches.position(),
-            "scaler": run.scaler.state_dict(),
-            "skipped": run.skips.total,
-            "best": run.best.state(),
-        }
 
     def _state(self) -> dict[str, Any]:
         """Return name -> object with `state_dict`, whose state a checkpoint stores for each rank."""

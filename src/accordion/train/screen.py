@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 
 from rich import box
@@ -31,11 +32,6 @@ def human(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-def millions(count: int) -> str:
-    """Return a number of parameters as text: 10059840 -> `10.06 M`; from 1e9 on in billions: `8.03 B`."""
-    return f"{count / 1e6:,.2f} M" if count < 1e9 else f"{count / 1e9:,.2f} B"
-
-
 def lasting(seconds: float) -> str:
     """Return a duration as text: `45 s`, `3:05 min`, `2:07 h`."""
     whole = round(seconds)
@@ -46,8 +42,8 @@ def lasting(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02} h"
 
 
-class Screen:
-    """Console and progress bar of rank 0; on other ranks (`speaks=False`) every call does nothing."""
+class Screen(AbstractContextManager["Screen"]):
+    """Console and progress bar of rank 0; on other ranks (`speaks=False`) calls do nothing. Leaving the context ends the bar."""
 
     def __init__(self, *, speaks: bool = True) -> None:
         self._console = Console(file=lasting_stream(sys.stdout), quiet=not speaks, highlight=False, soft_wrap=True)
@@ -60,15 +56,13 @@ class Screen:
         self._step_s = 0.0  # moving average
 
     def note(self, text: str) -> None:
-        """Show one line."""
         self._console.print(Text(text))
 
     def units(self, report: Report) -> None:
-        """Show a table of the bytes of each unit on a rank, and of the model's bytes without sharding."""
         self._console.print(units_table(report))
 
     def start(self, done: int, total: int) -> None:
-        """Record the number of steps, `total`. If the output is a terminal, start the progress bar at `done` of `total` steps."""
+        """Record that the run has `total` steps. If the output is a terminal, start the progress bar at `done` of them."""
         self._total = total
         if not self._live:
             return
@@ -85,15 +79,17 @@ class Screen:
         self._progress.start()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show one step in the progress bar. Without a terminal, print a line for about `PLAIN_LINES` steps of the run."""
+        """Show a step in the progress bar. Without a terminal, print a line instead, for about `PLAIN_LINES` steps of the run."""
         self._step_s = metrics.step_s if not self._step_s else self._step_s + RECENT * (metrics.step_s - self._step_s)
-        figures = f"loss {metrics.loss:.3f}  lr {metrics.lr:.1e}  {metrics.speed}  {human(metrics.peak_bytes)}/rank"
+        speed = f"{metrics.samples_per_s or 0.0:,.0f} samples/s"
+        if metrics.tokens_per_s is not None:
+            speed = f"{metrics.tokens_per_s:,.0f} tok/s"
+        figures = f"loss {metrics.loss:.3f}  lr {metrics.lr:.1e}  {speed}  {human(metrics.peak_bytes)}/rank"
         if self._progress is not None:
             self._progress.update(self._task, completed=metrics.step, figures=figures)
         elif metrics.step == self._total or metrics.step % max(1, self._total // PLAIN_LINES) == 0:
-            left = (
-                f"  {lasting(self._step_s * (self._total - metrics.step))} left" if metrics.step < self._total else ""
-            )
+            num_left = self._total - metrics.step
+            left = f"  {lasting(self._step_s * num_left)} left" if num_left > 0 else ""
             self.note(
                 f"step {metrics.step}/{self._total}  {figures}  grad norm {metrics.grad_norm:.2f}  {metrics.step_s:.2f} s{left}"
             )
@@ -105,8 +101,8 @@ class Screen:
             self._progress = None
 
     def examples(self, shown: Sequence[Sequence[tuple[str, bool]]]) -> None:
-        """Show examples, each a list of (text, True if it counts in the loss). Text that counts is bright on a terminal, and in
-        ⟦ ⟧ elsewhere."""
+        """Show examples, each a list of (text, True if it counts in the loss), marked by brightness, or by ⟦ ⟧ in plain
+        output."""
         legend = "dimmed: not learnt" if self._live else "learnt: ⟦ ⟧"
         for number, parts in enumerate(shown, 1):
             self._console.print(Text.assemble((f"example {number}", "bold"), f" ({legend})"))
@@ -122,9 +118,6 @@ class Screen:
         """Show `continuation`, generated text, after its prompt, which is dimmed on a terminal."""
         self._console.print(Text("sample:", style="bold"))
         self._console.print(Text.assemble((prompt, "dim"), ("▸" if self._live else "", "green"), continuation))
-
-    def __enter__(self) -> Screen:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
@@ -148,12 +141,13 @@ def units_table(report: Report) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
 
     def add(name: str, num_params: int, several: Sequence[tuple[int, ...]], style: str | None = None) -> None:
-        """Add one row to `table`, with the name `name`, for `several` units. Each unit is a tuple of bytes: those stored, one
-        number for each column, and last those gathered. The row has the sums of stored bytes, and the largest gathered ones."""
+        """Add one row to `table`, for the units in `several`. Each unit is a tuple of bytes: first those stored, one number for
+        each column, and last those gathered. The row has the sums of stored bytes, and the largest gathered ones."""
         *stored, _ = map(sum, zip(*several, strict=True))
         gathered = max(row[-1] for row in several)
         cells = [*(human(n) for n in [*stored[: 3 + with_copies], sum(stored)]), human(gathered) if gathered else ""]
-        table.add_row(name, millions(num_params), *cells, style=style)
+        size = f"{num_params / 1e6:,.2f} M" if num_params < 1e9 else f"{num_params / 1e9:,.2f} B"
+        table.add_row(name, size, *cells, style=style)
 
     for _, run in groupby(rows, key=lambda pair: (pair[0].kind, pair[1])):
         equal_units = list(run)

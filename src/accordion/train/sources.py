@@ -29,6 +29,7 @@ VALIDATION_SHARE = 20  # one document in this many
 CSV = {".csv": ",", ".tsv": "\t"}  # suffix -> separator of columns
 TABLES = (".parquet", ".arrow", *CSV)
 ROWS = (".jsonl", ".ndjson", ".json", *TABLES)  # suffixes of files with rows
+COMPRESSED = (".gz", ".bz2", ".zst")
 DATASET_MARKS = ("dataset_dict.json", "dataset_info.json", "state.json")
 PIECE_CHARS = 1 << 20  # longer text files are read in pieces of about this size, split at the end of a line
 HEAD_BYTES = 1 << 16  # read from a file in a folder, to see if it is text
@@ -40,7 +41,7 @@ TAKES = "JSON, JSONL, CSV, parquet, Arrow, a folder of such files, or a saved da
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRow:
-    """A row of data. `where`: file and line or row, for messages."""
+    """A row of data. `where`: its file and line or row, for messages. `values`: field -> value."""
 
     where: str
     values: dict[str, Any]
@@ -60,8 +61,8 @@ class Fields:
         return (*self.needed, *self.optional)
 
     def row(self, where: str, values: Mapping[str, Any], split: Split, what: str = "field") -> DataRow:
-        """Return a row with the fields of `values` (name -> value) that are in `names`. `where`: file and line or row. `what`:
-        word for a field, "field" or "column", in the error. Raises `UsageError` if a needed field is missing."""
+        """Return a row with those fields of `values` (name -> value) that are in `names`. Raises `UsageError` if a needed one is
+        missing. `where`: file and line or row, for messages. `what`: word for a field in the error, "field" or "column"."""
         for name in self.needed:
             if name not in values:
                 near = nearest(name, list(values)[:20]) if values else "it is empty."
@@ -73,11 +74,8 @@ class Fields:
 FIELDS = {"chat": Fields(("messages",), ("tools",)), "prompt": Fields(("prompt", "completion"))}
 
 
-COMPRESSED = (".gz", ".bz2", ".zst")
-
-
 def split_by_key(key: str) -> Split:
-    """Return the split of the document named `key`: 1 of 20 for validation, by a hash that is equal on every machine."""
+    """Return the split of the document named `key`: 1 of 20 is for validation, by a hash that is equal on every machine."""
     return "validation" if zlib.crc32(key.encode(errors="surrogatepass")) % VALIDATION_SHARE == 0 else "train"
 
 
@@ -88,7 +86,7 @@ def suffix_of(path: Path) -> str:
 
 
 def opened(path: Path) -> IO[bytes]:
-    """Open a file for reading, decompressed according to its suffix."""
+    """Open a file to read its bytes, decompressed if the suffix is in `COMPRESSED`."""
     if path.suffix.lower() not in COMPRESSED:
         return path.open("rb")
     import pyarrow
@@ -97,19 +95,17 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a file or of a saved datasets folder, with the fields named in `fields`. `key`: name of the file in the
-    source. A hash of `key` and the row's number decides the row's split, unless a saved folder names splits. Raises `UsageError`
-    for a row that cannot be read or lacks a needed field; the error names its line or number."""
+    """Yield the rows of a file or of a folder saved by `datasets`, with the fields named in `fields`. `key`: name of the file in
+    the source. A hash of `key` and the row's number decides the row's split, unless a saved folder names splits. Raises
+    `UsageError`, which names the line or row, for a row that cannot be read or lacks a needed field."""
     rows = _saved if path.is_dir() else _table if suffix_of(path) in TABLES else _json
     yield from rows(path, key, fields)
 
 
 def _json(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of JSON Lines, or of one array in a `.json` file. Raises `UsageError` if one is no JSON object.
-
-    `datasets` is not used, because it gives all rows the fields and types of the first 10 MB: a later field is an error,
-    missing fields are null, and text that looks like a date becomes a time.
-    """
+    """Yield the rows of JSON Lines, or of one array in a `.json` file. Raises `UsageError` if one is no JSON object."""
+    # Not read by `datasets`, which gives all rows the fields and types of the first 10 MB: a later field is an error, missing
+    # fields are null, and text that looks like a date becomes a time.
     may_be_array = suffix_of(path) == ".json"
     with opened(path) as file:
         for number, line in enumerate(file, 1):
@@ -141,8 +137,8 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
 
 
 def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if the file cannot be read, has two columns of one
-    name, or lacks a needed column."""
+    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if it is unreadable, or for double or missing
+    columns."""
     what, number = f"data file {str(path)!r}", 0
     try:
         names, tables = _tables(path, fields)
@@ -163,8 +159,7 @@ def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
 
 
 def _tables(path: Path, fields: Fields) -> tuple[list[str], Iterator[Any]]:
-    """Return (names of all columns, tables of consecutive rows) of a file. Of a parquet file the tables have only the columns
-    in `fields`."""
+    """Return (names of all columns, iterator of tables with the rows) of a file. Parquet tables have only columns in `fields`."""
     suffix, options = suffix_of(path), dict[str, Any]()
     if suffix == ".parquet":
         from pyarrow import parquet
@@ -188,9 +183,9 @@ def _tables(path: Path, fields: Fields) -> tuple[list[str], Iterator[Any]]:
 
 
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a folder saved by `datasets`. If the folder has a training split and one for validation, these are the
-    splits of the rows, and other splits are left out. Otherwise each row's split is chosen by a hash. Raises `UsageError` if
-    the folder cannot be read, or if a needed field is missing."""
+    """Yield the rows of a folder saved by `datasets`. If the folder has a split "train" and one for validation, rows keep their
+    splits, and other splits of the folder are left out. Otherwise a hash chooses each row's split. Raises `UsageError` if the
+    folder cannot be read, or if a needed field is missing."""
     import datasets
 
     try:
@@ -234,8 +229,8 @@ def checked_text(value: object, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a document, or a part of that text. `key`: name of the document. `ends`: the document ends with this text. `split`:
-    split that the data names for the document; None if it names none."""
+    """Text of a document, or a part of that text. `key`: name of the document. `ends`: this is the last part. `split`: the split
+    that the data names for the document; None if it names none."""
 
     key: str
     text: str
@@ -246,7 +241,7 @@ class Piece:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Data to read. `name`: for names of run folders. `label`: for messages. `files`: (name in the source, path) of each.
-    `stamp`: hash that changes when a file is added, removed or written. `unread`: file that is left out -> reason."""
+    `stamp`: hash that changes when a file is added, removed or written. `unread`: name of a file that is left out -> reason."""
 
     name: str
     label: str
@@ -256,15 +251,14 @@ class Source:
     unread: Mapping[str, str]
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield all documents, long ones in pieces, in a fixed order. Raises `UsageError`, which names the file and the line or
-        row, for text that cannot be read."""
+        """Yield all documents in a fixed order; long text files in pieces. In tables, rows without text are left out. Raises
+        `UsageError`, which names the file and the line or row, for text that cannot be read."""
         for key, path in self.files:
             with _named(path):
                 yield from _rows_as_pieces(path, key, self.fields) if _has_rows(path) else self._text(path, key)
 
     def rows(self) -> Iterator[DataRow]:
-        """Yield every row in a fixed order. Raises `UsageError`, which names the file and the line or row, for a row that
-        cannot be read."""
+        """Yield all rows in a fixed order. Raises `UsageError`, which names file and line, for a row that cannot be read."""
         for key, path in self.files:
             with _named(path):
                 yield from read_rows(path, key, self.fields)
@@ -279,7 +273,7 @@ class Source:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Context manager that turns errors in reading or decoding `path` into a `UsageError` that names `path`."""
+    """Context manager that turns errors of its body in reading or decoding `path` into a `UsageError` that names `path`."""
     try:
         yield
     except (OSError, EOFError) as error:
@@ -297,8 +291,6 @@ def _has_rows(path: Path) -> bool:
 
 
 def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
-    """Yield the text of each row as a document. `fields`: names the field with the text. In tables, rows without text are left
-    out. Raises `UsageError` if a row cannot be read or has something else than text."""
     (field,) = fields.needed
     is_json = not path.is_dir() and suffix_of(path) not in TABLES
     for row in read_rows(path, key, fields):
@@ -307,13 +299,13 @@ def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
 
 
 def split_of(piece: Piece) -> Split:
-    """Return the split of a piece's document: that which the data names, or else `split_by_key`."""
+    """Return the split of the document of `piece`: the one that the data names, or else that of `split_by_key`."""
     return piece.split if piece.split is not None else split_by_key(piece.key)
 
 
 def find(config: DataConfig) -> Source:
     """Return the source that `data.path` names; without a path, the source files of Python's standard library. Files of a folder
-    that cannot be read are listed in `unread` of the source. Raises `UsageError` if nothing can be read."""
+    that cannot be read are in `unread` of the source. Raises `UsageError` if nothing can be read as `data.format` says."""
     fields = FIELDS.get(config.format) or Fields((config.text_field,), key="data.text_field")
     if config.path is None:
         if config.format != "text":
@@ -346,8 +338,8 @@ def find(config: DataConfig) -> Source:
 
 
 def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | None:
-    """Return the reason why a file cannot be read as data; None if it can. Reads the file's first bytes, and the first row of a
-    JSON or CSV file. Parquet and Arrow files are not read."""
+    """Return the reason why a file cannot be read as data; None if it seems readable. Reads the file's first bytes, and the first
+    row of a JSON or CSV file. Parquet and Arrow files are not read."""
     if not path.is_file():
         return "a link to nothing" if path.is_symlink() and not path.exists() else f"is {NOT_REGULAR}"
     has_rows, suffix = _has_rows(path), suffix_of(path)
@@ -389,8 +381,8 @@ def _source(name: str, label: str, files: Mapping[str, Path], fields: Fields, un
 
 
 def _walk(folder: Path, without: Collection[str] = ()) -> list[Path]:
-    """Return all files below `folder`, following links, in the same order on every machine. Leaves out hidden files, folders
-    named in `without`, and a folder that was already walked under another name."""
+    """Return all files below `folder`, following links, in the same order on every machine. Leaves out hidden files and folders,
+    folders named in `without`, and a folder that was already walked under another name."""
     files, walked = [], set[Path]()
     for place, folders, names in os.walk(folder, followlinks=True):
         if (real := Path(place).resolve()) in walked:

@@ -6,8 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ class Steps:
 
     def take(self, step: int) -> None:
         """Run step number `step`: forward and backward of each micro-batch, and an optimizer step unless loss or gradients are
-        NaN or inf. Collective. May record the metrics only in the next call. Raises `NonFiniteError` if the run has to end."""
+        NaN or inf. Metrics may be recorded in the next call only. Collective. Raises `NonFiniteError` if the run has to end."""
         run, began_s = self._run, time.perf_counter()
         seen = [on_device(next(run.batches), run.device) for _ in range(run.share.accumulate)]
         drawn = RandomState().state_dict()  # reading the data draws random numbers too
@@ -76,65 +75,60 @@ class Steps:
         figures = HostCopy([sums, most, run.scaler.scale(torch.ones((), device=run.device))])
         self._unread = Taken(step=step, lr=lr, began_s=began_s, seen=seen, drawn=drawn, figures=figures)
         if run.decides_on_device:
-            self._optimize(partial(_step_if_finite, run.optimizer, sums))
+            _step_if_finite(run.optimizer, sums)
+            run.scaler.update()
+            run.optimizer.zero_grad()
         else:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and record the metrics of the last step, and take its optimizer step unless the device has. Then update learning
-        rates and averaged weights. Returns True if loss and gradients are finite, or if there is nothing left to record. For a
-        nonfinite step, repeats the step to find the cause, zeroes the gradients and returns False. Raises `NonFiniteError` if
-        the run has to end."""
+        """Read and record the metrics of the last step, take its optimizer step unless the device has, and update learning rates
+        and averaged weights. Returns True; also, without any of that, if there is no step to record. If loss or gradients are NaN
+        or inf, instead repeats the step to find the cause, zeroes the gradients and returns False. Collective. Raises
+        `NonFiniteError` if the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True
-        run, metrics = self._run, self._metrics(taken)
-        if metrics.skipped:
-            self._leave_out(taken, metrics)
-            run.optimizer.zero_grad()
+        run, work = self._run, self._run.prepared.work
+        (loss_sum, norm_sum), (peak, wish), scale = taken.figures.read()  # waits for the device
+        run.ending.decide(wish)
+        loss, norm = loss_sum / run.place.world, norm_sum / run.place.world
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        if is_finite:
+            run.skips.in_row = 0
         else:
-            run.skips.passed()
+            self._leave_out(taken, f"loss {loss}, gradient norm {norm}", scale)
+            run.optimizer.zero_grad()
         if not run.decides_on_device:
-            self._optimize(None if metrics.skipped else partial(run.scaler.step, run.optimizer))
-        if not metrics.skipped:
+            if is_finite:
+                run.scaler.step(run.optimizer)
+            run.scaler.update()
+            run.optimizer.zero_grad()
+        if is_finite:
             run.rates.after()
             # Here and not after the optimizer step: only now does the host know that the device has not skipped it.
             if run.ema is not None:
                 run.ema.update()
         now_s = time.perf_counter()
         step_s, self._recorded_s = now_s - max(taken.began_s, self._recorded_s), now_s
-        work = run.prepared.work
         speed: dict[str, Any] = {f"{work.counted}_per_s": work.num_counted(run.share, taken.seen) / step_s}
-        self._record(replace(metrics, step_s=step_s, **speed))
-        return not metrics.skipped
-
-    def _metrics(self, taken: Taken) -> StepMetrics:
-        """Return the metrics of a step without its duration. Records if a rank wishes to end the run. Waits for the device."""
-        (loss_sum, norm_sum), (peak, wish), _ = taken.figures.read()
-        self._run.ending.decide(wish)
-        loss, norm = loss_sum / self._run.place.world, norm_sum / self._run.place.world
-        return StepMetrics(
+        metrics = StepMetrics(
             step=taken.step,
             loss=loss,
             grad_norm=norm,
             lr=taken.lr,
-            step_s=0.0,
+            step_s=step_s,
             peak_bytes=peak,
-            skipped=not (math.isfinite(loss) and math.isfinite(norm)),
+            skipped=not is_finite,
+            **speed,
         )
+        self._record(metrics)
+        return is_finite
 
-    def _optimize(self, step: Callable[[], object] | None) -> None:
-        """Call the optimizer step `step`, if it is not None. Then update the gradient scaler and zero the gradients."""
-        if step is not None:
-            step()
-        self._run.scaler.update()
-        self._run.optimizer.zero_grad()
-
-    def _leave_out(self, taken: Taken, metrics: StepMetrics) -> None:
+    def _leave_out(self, taken: Taken, figures: str, scale: float) -> None:
         """Repeat a nonfinite step at scale 1 to find the source of NaN or inf, and report that the step is skipped. Raises
         `NonFiniteError` if `train.on_nonfinite` allows no more skipped steps."""
         run, after = self._run, RandomState().state_dict()
-        figures = f"loss {metrics.loss}, gradient norm {metrics.grad_norm}"
 
         def again(scale: Callable[[Tensor], Tensor]) -> None:
             RandomState().load_state_dict(taken.drawn)
@@ -148,8 +142,7 @@ class Steps:
         where = source_of(run.model, again, figures)
         RandomState().load_state_dict(after)
         if where is None and run.scaler.is_enabled():
-            run.skips.overflowed()
-            *_, scale = taken.figures.read()
+            run.skips.total += 1
             run.screen.note(f"step {taken.step} is skipped: gradients overflowed at scale {scale:g}, which is lowered")
             return
         try:
@@ -160,8 +153,8 @@ class Steps:
 
 
 def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
-    """Run a step of a fused optimizer, which changes nothing if one of `sums` is NaN or inf. The host does not wait. Sets the
-    attribute `found_inf`, by which `torch.amp.GradScaler` reports overflowed gradients to a fused optimizer."""
+    """Run a step of a fused optimizer, which changes nothing if one of `sums` is NaN or inf. The host does not wait."""
+    # By this attribute `torch.amp.GradScaler` reports overflowed gradients to a fused optimizer.
     optimizer.found_inf = 1.0 - torch.isfinite(sums).all().float()
     try:
         optimizer.step()
@@ -170,8 +163,8 @@ def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
 
 
 def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> Tensor:
-    """Run forward and backward of `batches`, a step's micro-batches. `scale` is applied to each loss before its backward.
-    Returns this rank's unscaled loss, 0-d and detached; the mean over ranks is the loss of the step."""
+    """Run forward and backward of `batches`, a step's micro-batches. `scale(loss)` returns the value whose backward is run.
+    Returns this rank's unscaled loss, 0-d and detached; the mean over ranks is the loss of the step. Collective."""
     loss, counted = torch.zeros((), device=run.device), Counted(run.share)
     for i, batch in enumerate(batches):
         is_summed_later = run.sums_locally and i + 1 < len(batches)
@@ -187,11 +180,9 @@ def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> T
 
 
 class Counted:
-    """Turns the (sum, count) losses of a step into the mean over all micro-batches of all ranks.
-
-    The total count is known only after the last forward, but backwards must not wait for it. So all sums are divided by the
-    count that results if every micro-batch is like the first, and gradients are multiplied by `left()` at the end.
-    """
+    """Turns the (sum, count) losses of a step into the mean over all micro-batches of all ranks. The total count is known only
+    after the last forward, but backwards must not wait for it. So all sums are divided by the count that results if every
+    micro-batch is like the first, and gradients are multiplied by `left()` at the end."""
 
     def __init__(self, share: Share) -> None:
         self._share = share
@@ -199,8 +190,8 @@ class Counted:
         self._own: Tensor | None = None
 
     def mean_of(self, loss: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """Return `loss`, a mean or (sum, count) of a micro-batch, divided so that the sum over micro-batches, times `left()`,
-        is this rank's loss in the step. Collective for the first (sum, count) of a step."""
+        """Return `loss`, a mean or (sum, count) of a micro-batch, divided so that the sum over micro-batches, times `left()`, is
+        this rank's loss in the step. Collective for the first (sum, count) of a step."""
         if isinstance(loss, Tensor):
             return loss / self._share.accumulate
         total, count = loss

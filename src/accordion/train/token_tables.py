@@ -29,8 +29,9 @@ ROWS_AT_ONCE = 64  # rows of a table written at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
-    """Arrow files with the tokens of the data. `num_train`, `num_validation`: number of tokens if the data is text, else of
-    examples. `digest`: hash of the tokens, equal on ranks that read equal data. `tokenizer_digest`: hash of the tokenizer."""
+    """Arrow files with the tokens of the data, from which `text` or `examples` returns a split, memory-mapped. `num_train`,
+    `num_validation`: number of tokens if the data is text, else of examples. `digest`: hash of the tokens, equal on ranks that
+    read equal data. `tokenizer_digest`: hash of the tokenizer."""
 
     files: tuple[str, ...]
     num_train: int
@@ -40,11 +41,9 @@ class TokenFiles:
     tokenizer_digest: str
 
     def text(self, split: Split) -> ChunkedArray:
-        """Return the tokens of a split of text; the files are memory-mapped."""
         return _streams(_table(self.files))[split]
 
     def examples(self, split: Split) -> Examples:
-        """Return the examples of a split; the files are memory-mapped."""
         return _parts(_table(self.files))[split]
 
 
@@ -70,7 +69,7 @@ def cached_tokens(source: Source, vocabulary: Vocabulary, cache: Path, say: Say)
 
 
 def _encoded(pieces: Iterable[Piece], vocabulary: Vocabulary) -> Iterator[tuple[Split, list[int], bool]]:
-    """Yield (split, tokens, True if a document ends) for each piece, with the special tokens before and after documents."""
+    """Yield (split, tokens, True if a document ends) for each of `pieces`, with special tokens before and after documents."""
     tokenizer, (before, after), begins = vocabulary.tokenizer(), vocabulary.around(), True
     for batch in _batches(pieces):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
@@ -110,8 +109,7 @@ def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[An
 
 
 def _streams(table: Any) -> dict[Split, ChunkedArray]:
-    """Return split -> its tokens in `table`, without a copy. If one split is empty, the last tokens of the other become the
-    validation split."""
+    """Return split -> its tokens in `table`, not copied. If one split is empty, the last 1/20 of the other is for validation."""
     import pyarrow as pa
 
     ids, held_out = table["ids"], table["held_out"].to_numpy()
@@ -179,7 +177,7 @@ def cached_examples(
 
 
 def _parts(table: Any) -> dict[Split, Examples]:
-    """Return split -> examples. If one split is empty, the last examples of the other become the validation split."""
+    """Return split -> its examples in `table`. If one split is empty, the last 1/20 of the other is for validation."""
     held_out = table["held_out"].to_numpy()
     train, validation = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     if not len(train):
@@ -205,8 +203,8 @@ def _cached(
     splits_of: Callable[[Any], Mapping[Split, Any]],
 ) -> TokenFiles:
     """Return the files in the folder `cache` with the tokens of `source`; if they do not exist, write them from `rows()` first.
-    `columns`: name -> dtype, or [dtype] for lists. `splits_of(table)`: returns split -> its tokens or examples, which are
-    counted. Raises `UsageError` if the cache is damaged."""
+    `columns`: name -> dtype, or [dtype] for lists. `splits_of(table)`: split -> its tokens or examples, to count them. Raises
+    `UsageError` if the cache is damaged."""
     import datasets
     import pyarrow as pa
     from datasets.exceptions import DatasetGenerationError
@@ -242,14 +240,12 @@ def _cached(
 
 
 def _table(files: Sequence[str]) -> Any:
-    """Return the table stored in Arrow `files`, memory-mapped. Does not need `datasets`, which takes seconds to import."""
-    import pyarrow as pa
+    import pyarrow as pa  # and not `datasets`, which takes seconds to import
 
     return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(file)).read_all() for file in files])
 
 
 def _digest(table: Any) -> str:
-    """Return a hash of the contents of `table`."""
     digest = hashlib.sha256()
     for column in table.itercolumns():
         for buffer in (buffer for chunk in column.chunks for buffer in chunk.buffers() if buffer is not None):

@@ -41,7 +41,6 @@ class Vocabulary:
         return hashlib.sha256(f"{self.end_id} {self.spec}{more}".encode()).hexdigest()
 
     def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, without truncation and padding."""
         tokenizer = Tokenizer.from_str(self.spec)
         tokenizer.encode_special_tokens = self.special_as_text
         tokenizer.no_truncation()
@@ -59,8 +58,8 @@ class Vocabulary:
 
 
 def train_vocabulary(pieces: Iterable[Piece], size: int) -> Vocabulary:
-    """Train a byte-level BPE tokenizer with up to `size` tokens on the training split of `pieces`, and return the tokenizer. At
-    most about `TRAINING_CHARS` characters are used. If the training split is empty, the validation split is used."""
+    """Train a byte-level BPE tokenizer with up to `size` tokens on `pieces`, and return the tokenizer. Of the training split,
+    about the first `TRAINING_CHARS` characters are used; of the validation split all, and only if the training split is empty."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -75,8 +74,6 @@ def train_vocabulary(pieces: Iterable[Piece], size: int) -> Vocabulary:
 
 
 def _training_text(pieces: Iterable[Piece]) -> Iterator[str]:
-    """Yield the text of the training split, up to about `TRAINING_CHARS` characters. If that split is empty, yield all text of
-    the validation split."""
     chars, spare = 0, []
     for piece in pieces:
         if split_of(piece) == "train":
@@ -91,9 +88,8 @@ def _training_text(pieces: Iterable[Piece]) -> Iterator[str]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Yield `text` in parts. It is split only inside a run of letters, signs or blanks that is longer than `LONGEST_WORD`;
-    ordinary text has no such runs. Needed because the trainer takes a run as one word, and its time is quadratic in the longest
-    word."""
+    """Yield `text` in parts, split only inside runs of letters, signs or blanks that are longer than `LONGEST_WORD`."""
+    # Ordinary text has no such runs. The trainer takes a run as one word, and its time is quadratic in the longest word.
     start, half = 0, LONGEST_WORD // 2
     for at in range(LONGEST_WORD, len(text) - half, LONGEST_WORD):
         if ONE_KIND.fullmatch(text, at - half, at + half + 1):
@@ -103,8 +99,8 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache: Path, say: Say) -> Vocabulary:
-    """Return the tokenizer for `source` from the folder `cache`. If the folder has none that can be read, trains one with up to
-    `size` tokens on `pieces`, the text of `source`, stores it, and reports that to `say`."""
+    """Return the tokenizer for `source` from the folder `cache`. If the folder has none that can be read, train one with up to
+    `size` tokens on `pieces`, the text of `source`, store it there, and report that to `say`."""
     path = cache / "tokenizers" / f"{key_of(source.stamp, str(size))}.json"
     try:
         vocabulary = Vocabulary(**json.loads(path.read_text(encoding="utf-8")))
@@ -122,7 +118,7 @@ def key_of(*parts: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file atomically, and create its folder: a reader sees the old content, the new content, or no file."""
+    """Write a small file atomically: a reader sees its old content, its new content, or no file. Creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -133,8 +129,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def check_fits(size: int, model_vocab: int, where: str) -> None:
-    """Raise `UsageError` if `model_vocab`, the model's vocabulary, is smaller than `size`, the tokenizer's. `where`: name of
-    the tokenizer's origin, for the message."""
+    """Raise `UsageError` if the tokenizer of `where`, a path or name, has more tokens (`size`) than the model (`model_vocab`)."""
     if size > model_vocab:
         raise UsageError(
             f"the tokenizer of {where} has ids up to {size - 1}, but the model has a vocabulary of {model_vocab}; take the "

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from accordion.errors import UsageError
 from accordion.train.config import JobConfig, LogConfig, flat
@@ -18,23 +19,6 @@ PACKAGES = ("wandb", "mlflow")
 FLUSH_S = 10  # maximum age of a figure before TensorBoard writes it
 
 
-class RunTracker(Protocol):
-    """Interface of a tracker of metrics. If a method raises, that is reported, and the tracker is not used any more."""
-
-    def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str | None:
-        """Start a run, or continue the run with the id `theirs` after `first_step` steps. Returns the id of the run; None if
-        the tracker does not need it to continue."""
-        ...
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Record the metrics `values` of a step without waiting for a service."""
-        ...
-
-    def close(self, *, failed: bool) -> None:
-        """End the run."""
-        ...
-
-
 def check_trackers(log: LogConfig) -> None:
     """Raise `UsageError` if `log` names a tracker whose package is not installed."""
     for name in PACKAGES:
@@ -43,14 +27,18 @@ def check_trackers(log: LogConfig) -> None:
 
 
 def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
-    """Open the trackers that `config.log` names, and store the ids of their runs in `run_dir`. Returns name -> tracker; a tracker
+    """Open the trackers that `config.log` names, store the ids of their runs in `run_dir`, and return name -> tracker. A tracker
     that fails is reported to `say` and left out. `first_step`: number of steps done before; if it is 0, new runs are started."""
     named: dict[str, tuple[bool, RunTracker]] = {
         "tensorboard": (config.log.tensorboard, _TensorBoard()),
         "wandb": (config.log.wandb is not None, _Wandb()),
         "mlflow": (config.log.mlflow is not None, _Mlflow()),
     }
-    ids, opened = (_ids(run_dir) if first_step else {}), dict[str, RunTracker]()
+    ids, opened = dict[str, str](), dict[str, RunTracker]()
+    if first_step:
+        with suppress(OSError, ValueError):  # no file, or a damaged one: new runs
+            stored = json.loads((run_dir / IDS).read_text(encoding="utf-8"))
+            ids = {k: v for k, v in stored.items() if isinstance(v, str)} if isinstance(stored, dict) else {}
     for name, tracker in [(name, tracker) for name, (is_named, tracker) in named.items() if is_named]:
         try:
             theirs = tracker.open(config, run_dir, first_step, ids.get(name))
@@ -64,17 +52,7 @@ def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable
     return opened
 
 
-def _ids(run_dir: Path) -> dict[str, str]:
-    try:
-        ids = json.loads((run_dir / IDS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {k: v for k, v in ids.items() if isinstance(v, str)} if isinstance(ids, dict) else {}
-
-
 class _TensorBoard:
-    """Writes TensorBoard files into the run folder."""
-
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> None:
         if find_spec("tensorboard") is None:
             raise UsageError("it is not installed here; pip install tensorboard, or give --log.tensorboard false")
@@ -92,8 +70,6 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """Weights & Biases. Its client passes metrics to another process, which waits for the service."""
-
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str:
         wandb: Any = importlib.import_module("wandb")
         self._run = wandb.init(
@@ -109,6 +85,7 @@ class _Wandb:
         return str(self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
+        # The client passes the values to another process, which waits for the service.
         self._run.log({**values, "step": step})
 
     def close(self, *, failed: bool) -> None:
@@ -116,8 +93,6 @@ class _Wandb:
 
 
 class _Mlflow:
-    """MLflow. Its client sends metrics from another thread."""
-
     def open(self, config: JobConfig, run_dir: Path, first_step: int, theirs: str | None) -> str:
         self._mlflow: Any = importlib.import_module("mlflow")
         self._mlflow.set_experiment(config.log.mlflow)
@@ -127,7 +102,13 @@ class _Mlflow:
         return str(run.info.run_id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(dict(values), step=step, synchronous=False)
+        self._mlflow.log_metrics(dict(values), step=step, synchronous=False)  # sent by another thread
 
     def close(self, *, failed: bool) -> None:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+RunTracker = _TensorBoard | _Wandb | _Mlflow
+"""A tracker of metrics. `open` starts a run, or continues the run with the id `theirs` after `first_step` steps. It returns the
+id of the run; None if the tracker needs none to continue. `log` does not wait for a service. If a method raises, that is
+reported, and the tracker is not used any more."""

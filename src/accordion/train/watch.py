@@ -74,7 +74,7 @@ def run(words: list[str]) -> int:
 
 
 def picture(folders: Sequence[Path], width: int) -> Table:
-    """Return what is shown of runs: as many side by side as fit into `width` columns. Raises `UsageError` if one is no run."""
+    """Return panels of runs, side by side as far as `width` columns allow. Raises `UsageError` if a folder is not of a run."""
     num = max(1, min(len(folders), width // NARROWEST))
     grid = Table.grid(expand=True)
     for _ in range(num):
@@ -109,8 +109,8 @@ def _panel(folder: Path, width: int) -> Panel:
 
 
 def _steps_of(path: Path) -> tuple[list[dict[str, Any]], float]:
-    """Return (metrics of the last steps in `path`, when it was written). Nothing is kept between two calls, since a run that
-    resumes cuts or replaces the file; lines that are cut off are left out."""
+    """Return (metrics of the last steps in `path`, `time.time` when it was written); ([], 0.0) if it cannot be read."""
+    # Nothing is kept between two calls, since a run that resumes cuts or replaces the file.
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -127,7 +127,6 @@ def _values(steps: Sequence[dict[str, Any]], key: str) -> list[float]:
 
 
 def _state(folder: Path, last: int, total: int, changed_s: float, times_s: Sequence[float]) -> tuple[str, str]:
-    """Return (text on the state of the run, its style)."""
     age_s = time.time() - changed_s
     if any(folder.glob(FILES)):
         return f"failed: accordion doctor {folder}", "red"
@@ -151,7 +150,7 @@ def _checkpoints(folder: Path) -> str:
 
 
 def _advice(folder: Path) -> Sequence[str]:
-    """Return the findings of the newest trace in `folder`; none if there is no trace."""
+    """Return lines with the findings of the newest trace in `folder`; none if there is no trace."""
     with suppress(OSError):  # removed meanwhile
         traces = [(path.stat().st_mtime, path) for path in folder.glob("trace-*.json")]
         return _advice_of(*max(traces)[::-1]) if traces else ()
@@ -168,7 +167,7 @@ def _advice_of(path: Path, changed_s: float) -> Sequence[str]:
 
 
 def _chart(values: Sequence[float], width: int) -> str:
-    """Return a line of at most `width` bars: means of `values` between the lowest and the highest."""
+    """Return a line of at most `width` bars, each the mean of a part of `values`; the lowest mean has the lowest bar."""
     num = min(width, len(values))
     means = [fmean(values[a:b]) for a, b in pairwise(len(values) * i // num for i in range(num + 1))]
     low, high = min(means), max(means)
@@ -176,7 +175,7 @@ def _chart(values: Sequence[float], width: int) -> str:
 
 
 def _histogram(times_s: Sequence[float], width: int) -> list[tuple[str, str]]:
-    """Return (label, bar) for each bin of step times up to the 95th percentile; the last bin has all longer ones."""
+    """Return (label, bar) for `BINS` bins up to the 95th percentile; the last also has longer times. [] for fewer than `BINS`."""
     if len(times_s) < BINS:
         return []
     low, *_, high = sorted(times_s)[: math.ceil(0.95 * len(times_s))]

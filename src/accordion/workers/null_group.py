@@ -89,8 +89,6 @@ class StillGroup(_Group):  # type: ignore[misc]
 def register() -> None:
     """Register the backend `NAME`, which makes a `StillGroup`, with torch in this process; may be called again."""
     if NAME not in dist.Backend.backend_list:
-
-        def create(store: Any, rank: int, num_ranks: int, timeout: Any) -> StillGroup:
-            return StillGroup(rank, num_ranks)
-
-        dist.Backend.register_backend(NAME, create, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(
+            NAME, lambda store, rank, num_ranks, timeout: StillGroup(rank, num_ranks), devices=["cpu", "cuda"]
+        )

@@ -47,12 +47,6 @@ class World:
     threads: int = 1
     timeout_s: float = 1800.0
 
-    def seats(self, port: int) -> list[Seat]:
-        """Return a `Seat` for each process to start, in rank order: one alone unless `group` is "real"."""
-        count = self.num_ranks if self.group == "real" else 1
-        devices = Devices(self.device_type, 0 if self.device_type == "cpu" else torch.accelerator.device_count())
-        return [Seat(rank=rank, device=devices.at(rank), world=self, port=port) for rank in range(count)]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
@@ -68,13 +62,13 @@ class Seat:
         return self.world.num_ranks
 
 
-class WorkerTeam:
-    """Context manager for the rank processes of one contender, a program to compare with others. The constructor starts them, as
-    `world` describes, waits until `make` has returned in each, and raises `BenchError` if one fails. The exit of the context,
-    or `close`, kills them.
+class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
+    """Context manager for the rank processes of one contender, a program to compare with others. The constructor starts the
+    processes, as `world` describes, and waits until each has called `make`; it raises `BenchError` if one fails. Leaving the
+    context, or `close`, kills the processes.
 
-    `make(seat, *args)` is called in each process and returns the object whose methods `ask` calls; it must be a function of a
-    module, since it is pickled by name. `environ`: environment variables, set before `make` is called.
+    `make(seat, *args)` returns the object whose methods `ask` calls, one object in each process. It must be a function of a
+    module, since it is pickled by name. `environ`: environment variables of the processes, set before `make` is called.
     """
 
     def __init__(
@@ -91,7 +85,11 @@ class WorkerTeam:
         context.set_forkserver_preload(_torch.PRELOADED)
         self._ends: list[Connection] = []
         self._processes = []
-        for seat in world.seats(self._store.port):
+        num_processes = world.num_ranks if world.group == "real" else 1
+        num_devices = 0 if world.device_type == "cpu" else torch.accelerator.device_count()
+        devices = Devices(world.device_type, num_devices)
+        for rank in range(num_processes):
+            seat = Seat(rank=rank, device=devices.at(rank), world=world, port=self._store.port)
             end, child = context.Pipe()
             process = context.Process(target=_serve, args=(child, seat, make, args, dict(environ or {})), daemon=True)
             process.start()
@@ -145,9 +143,6 @@ class WorkerTeam:
         for end in self._ends:
             end.close()
 
-    def __enter__(self) -> WorkerTeam:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -164,7 +159,8 @@ def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: An
 def _serve(
     conn: Connection, seat: Seat, make: Callable[..., Any], args: Sequence[Any], environ: dict[str, str]
 ) -> None:
-    """Run a rank process: join the group, call `make`, then run the requested methods. Ends the process when `conn` is closed."""
+    """Run a rank process: join the group, call `make`, then run the methods that the parent sends through `conn`, and send back
+    (True, result) or (False, error as text). Ends the process when the parent closes its end of `conn`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills the ranks
     as_torchrun = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.num_ranks}
     os.environ.update({key: str(value) for key, value in as_torchrun.items()} | environ)  # DeepSpeed needs them
