@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from accordion import _torch
 from accordion.engine.autograd import AwaitReduce, Gather, OutputNode
 from accordion.engine.calls import Call, transform_error
-from accordion.engine.engine import IN_BACKWARD, Engine
+from accordion.engine.engine import IN_BACKWARD, Engine, KeptLease
 from accordion.engine.order import FORWARD
 from accordion.engine.tree import map_tensors, overlapping, tensors_of
 from accordion.engine.unit import ReduceNode, Unit
@@ -210,9 +210,9 @@ class Hooks:
                 return call, unit.module_params.around(unit.views)
             call.version = version
             edge = self._edge(call)
-            following = engine.expected(unit) if outside else None
-            if following is not None and following.trained.indices:
-                engine.hooks[following.index].reserve(engine.root_call)
+            following = engine.order.after(FORWARD, unit.index) if outside else None
+            if following is not None and engine.units[following].trained.indices:
+                engine.hooks[following].reserve(engine.root_call)
             call.reached, *outs = _torch.apply(Gather, call, edge)
             fulls = outs
             if len(outs) < len(unit.views):
@@ -297,7 +297,9 @@ class Hooks:
         self._make_pre_backward_node(call, begin)
         tensors = [out] if isinstance(out, Tensor) else tensors_of(out)
         watched = list({id(t): t for t in tensors if t.requires_grad}.values())
-        to_reach = engine.take_pre_backward_nodes()
+        to_reach: list[Tensor] = []
+        if engine.depth == 1 and engine.collects():
+            to_reach, engine.pre_backward_nodes = engine.pre_backward_nodes, []
         replaced: dict[int, Tensor] = {}
         if watched and to_reach:
             shared = overlapping(watched, tensors_of(inputs))
@@ -330,7 +332,8 @@ class Hooks:
             keep = engine.context.keep_until_backward or engine.depth == 1 or engine.is_among_last(unit)
         call.reached = None
         if keep:
-            call.kept_lease = engine.keep(unit, call.root)
+            call.kept_lease = KeptLease(unit, call.root)
+            engine.kept_leases.append(call.kept_lease)
         else:
             unit.release()
 

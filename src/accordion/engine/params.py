@@ -72,6 +72,7 @@ class Param:
     grad_dtype: torch.dtype | None
     extension: Callable[[Tensor], Tensor] | None = None
     around: TensorParallelView | None = None
+    is_filled: bool = True  # False if it was on the meta device at `shard`
     sharded: nn.Parameter = field(init=False)
     grad_like: Tensor = field(init=False, repr=False)
     context: ShardingContext = field(init=False, repr=False)

@@ -58,8 +58,8 @@ class UnitSpec:
     unit_policy: UnitPolicy = field(default_factory=UnitPolicy)
 
 
-Fill = Callable[[int, Param, Tensor], None]
-"""(unit, parameter, this rank's rows) -> None: fills the rows and sets `Param.sharded`. May be a collective."""
+Fill = Callable[[Param, Tensor], None]
+"""(parameter, this rank's rows) -> None: fills the rows and sets `Param.sharded`. May be a collective."""
 
 
 def build_engine(
@@ -97,7 +97,7 @@ def _attached(engine: Engine, i: int, spec: UnitSpec, fill: Fill) -> Hooks:
         groups.append((CutGroup if plan.secondary is None else SecondaryGroup)(over, plan, place))
     for group in groups:
         for param, local in zip(group.params, group.shard_buffer.locals, strict=True):
-            fill(i, param, local)
+            fill(param, local)
     over = spec.context or context
     groups += extended_groups(spec.extended, precision, over, place, spec.mesh, spec.extension_policy)
     unit = Unit(
