@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, groupby
 from math import gcd, prod
 
 KIB = 1024
@@ -216,11 +217,9 @@ def aligned(numel: int, itemsize: int) -> int:
 
 def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], int]:
     """Return (aligned offset of each full parameter, size of the buffer) in elements; parameters cut on dim 0 are padded."""
-    offsets, at = [], 0
-    for c in cuts:
-        offsets.append(at)
-        at += aligned(c.padded_numel if c.dim == 0 else c.numel, itemsize)
-    return tuple(offsets), at
+    numels = [aligned(c.padded_numel if c.dim == 0 else c.numel, itemsize) for c in cuts]
+    *offsets, end = accumulate(numels, initial=0)
+    return tuple(offsets), end
 
 
 def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
@@ -239,10 +238,5 @@ def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]
 
 def runs(indices: Sequence[int]) -> list[slice]:
     """Return ascending `indices` as slices of consecutive ones: [1, 2, 5] -> [1:3, 5:6]."""
-    slices: list[slice] = []
-    for i in indices:
-        if slices and slices[-1].stop == i:
-            slices[-1] = slice(slices[-1].start, i + 1)
-        else:
-            slices.append(slice(i, i + 1))
-    return slices
+    consecutive = [[i for _, i in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
+    return [slice(run[0], run[-1] + 1) for run in consecutive]

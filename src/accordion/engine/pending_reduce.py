@@ -126,9 +126,7 @@ class PendingReduce:
             if reduction is not None and flags is not None:
                 reduction.flag_sums.copy_(flags)
 
-    def finish_in_tier(
-        self, adding: Sequence[bool], decide: bool = True
-    ) -> tuple[Sequence[Tensor | None], Transfer | None]:
+    def finish_in_tier(self, adding: Sequence[bool], decide: bool) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """Call `finish(decide)`, and begin to move the rows that it returns to host or disk if gradients are offloaded there.
 
         Returns (rows in that memory, copy under way or None). `adding`: True for rows that the caller only adds to a gradient.
