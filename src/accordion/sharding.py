@@ -88,7 +88,6 @@ class Sharding:
 
     @property
     def checkpointing(self) -> ActivationCheckpointing:
-        """The parsed `checkpoint_activations`."""
         return checkpointing_named(self.checkpoint_activations)
 
     @property

@@ -76,16 +76,20 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     if engine.suspended:
         raise UsageError("full_params is open already on this model; leave it first.")
     settle(engine, "shows full parameters")
+    fulls: dict[int, nn.Parameter] = {}
     with torch.inference_mode(False), torch.no_grad():
-        fulls = {id(param): _full_parameter(param) for param in engine.params}
+        for param in engine.params:
+            full = full_of(param) if param.around is None else param.around(full_of(param))
+            fulls[id(param)] = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
+            vars(fulls[id(param)]).update(_torch.marks_of(param.sharded))
     try:
         with shown(engine, fulls):
             yield
     finally:
         for param in engine.params if write else ():
-            full = fulls[id(param)]
             with torch.no_grad():
-                data = full.data if param.around is None else _torch.local_of(full).data
+                written = fulls[id(param)]
+                data = written.data if param.around is None else _torch.local_of(written).data
                 _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, param.context))
 
 
@@ -104,15 +108,6 @@ def shown(engine: Engine, fulls: Mapping[int, nn.Parameter]) -> Iterator[None]:
         engine.suspended = False
         for unit, tensors in by_unit:
             unit.module_params.hide(tensors)
-
-
-def _full_parameter(param: Param) -> nn.Parameter:
-    """Return a full copy of a parameter, as modules see it, with the attributes of the sharded one. Collective."""
-    rows = full_of(param)
-    shown_as = rows if param.around is None else param.around(rows)
-    full = nn.Parameter(shown_as, requires_grad=param.sharded.requires_grad)
-    vars(full).update(_torch.marks_of(param.sharded))
-    return full
 
 
 def full_of(param: Param) -> Tensor:
@@ -216,7 +211,7 @@ def attach_state_dict_hooks(model: nn.Module) -> None:
     nothing. `load_state_dict` and `state_dict` of any module inside also wait for optimizer steps in progress.
     """
     for module in model.modules():
-        module.register_load_state_dict_pre_hook(_own_rows)
+        module.register_load_state_dict_pre_hook(_take_own_rows_of_module)
         if attached_to(module) is not None or owners_of(module.parameters(recurse=False)):
             module.register_state_dict_pre_hook(_wait_for_shards)
             module.register_load_state_dict_pre_hook(_wait_for_shards)
@@ -234,8 +229,7 @@ def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
         group.shard_buffer.synchronize()
 
 
-def _own_rows(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`load_state_dict` hook: call `take_own_rows` for the parameters in `module`; `prefix` begins their names in `state`."""
+def _take_own_rows_of_module(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     named = module.named_parameters(remove_duplicate=False)
     take_own_rows(state, {prefix + name: param for name, param in named if isinstance(param, DTensor)})
 
