@@ -24,10 +24,8 @@ CARRIED = frozenset(
 
 
 def device_type_of_job() -> str:
-    """Return the device type on which the default process group communicates: the accelerator's, such as "cuda", or "cpu".
-
-    A backend that also serves the CPU (gloo, MPI, fake) counts as "cpu"; its users can pass a mesh.
-    """
+    """Return the device type on which the default process group communicates: the accelerator's, such as "cuda", or "cpu". A
+    backend that also serves the CPU (gloo, MPI, fake) counts as "cpu"; its users can pass a mesh."""
     # The group is asked, because `init_process_group()` without a backend leaves the name "undefined" (torch 2.11 to 2.13).
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -169,11 +167,8 @@ def own_communicator(communicator: Communicator, device: torch.device) -> Commun
 
 
 def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device: torch.device) -> Any:
-    """Return a process group of `ranks` that all models share. The first call creates the group, and is a collective.
-
-    `communicators`: the ranks of all of them must make the first call together. The new group has the timeout of the first
-    communicator.
-    """
+    """Return a process group of `ranks` that all models share. The first call creates the group, with the timeout of the first of
+    `communicators`, and is a collective of the ranks of all of these."""
     names = "/".join(_torch.group_name(communicator.group) for communicator in communicators)
     key = f"accordion/group/{names}/{len(ranks)}/"
     groups = _torch.kept_with_job(key)

@@ -27,8 +27,8 @@ WAITING_ROOTS = 4  # the most forwards whose full parameters wait for a backward
 
 @dataclass(eq=False, slots=True)
 class KeptLease:
-    """A claim that a unit's full parameters stay in memory from a forward to its backward. `root`: number of that forward;
-    `IN_BACKWARD` for a recomputation by activation checkpointing."""
+    """A claim that a unit's full parameters stay in memory from a forward to its backward. `root`: number of that forward, or
+    `IN_BACKWARD` for a recomputation."""
 
     # Call and engine both refer to this object and not to each other, so that no reference cycle keeps the autograd graph.
 
@@ -88,11 +88,11 @@ class Engine:
     # -- forward
 
     def enter(self) -> None:
-        """Called before a call of a unit. If the call is the outermost one and outside of a backward, prepare for a new forward.
+        """Prepare for a new forward, if the call of a unit that follows is the outermost one and outside of a backward.
 
-        The preparation cleans up after a backward that raised, marks outdated full parameters for a new gather, notes which
-        parameters now require gradients, releases leases kept for old forwards, and notifies observers. Raises `UsageError` if
-        the user assigned `p.data`, and `DivergenceError` if collectives are not safe any more.
+        Cleans up after a backward that raised, marks outdated full parameters for a new gather, notes which parameters now
+        require gradients, releases leases kept for old forwards, and notifies observers. Raises `UsageError` if the user assigned
+        `p.data`, and `DivergenceError` if collectives are not safe any more.
         """
         if self.depth:
             return
@@ -118,7 +118,8 @@ class Engine:
             self.drop_kept(lambda lease: stale or lease.root < self.root_call - WAITING_ROOTS)
 
     def collects(self) -> bool:
-        """Return True if a node made now goes into `pre_backward_nodes`; False in a backward that began in the outermost call."""
+        """Return True if the node of a call that ends now goes into `pre_backward_nodes`; False inside a backward that began
+        during the outermost call."""
         return _torch.current_graph_task() == self._nodes_of
 
     def leave(self, error: BaseException | None) -> None:
@@ -149,8 +150,8 @@ class Engine:
         return result
 
     def acquire(self, unit: Unit) -> int:
-        """Gather `unit` if needed, and let the compute stream wait for it. `unit` stays in memory until `unit.release()`. Returns
-        the version of the shards from which it was gathered."""
+        """Gather `unit` if needed, and let the compute stream wait for it. It stays in memory until `unit.release()`. Returns the
+        version of the shards from which it was gathered."""
         if unit.full_params is RESHARDED:
             self.allocate(GATHERED, unit.unshard)
         return unit.acquire()
@@ -212,9 +213,10 @@ class Engine:
     # -- backward
 
     def join(self, task: int, call: Any) -> None:
-        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call. The
-        first record of a backward notifies observers that it begins. If an earlier backward raised, the host first waits for the
-        reduces that were then under way."""
+        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call.
+
+        The first call of a backward begins it: observers are notified, and the host waits for reduces of backwards that raised.
+        """
         self._follow(task)
         self._tasks[task].append(call)
         self._reduces |= call.reduces

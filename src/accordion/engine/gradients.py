@@ -15,10 +15,10 @@ from accordion.engine.streams import SideStream, Transfer
 
 
 class UndecidedGradients:
-    """Records of parameters without a gradient on this rank, which has zeros as their `.grad`: how many ranks had a gradient.
-    The end of a backward then sets `.grad` to None if no rank had one."""
+    """Parameters whose `.grad` is zeros because this rank had no gradient, with counts of the ranks that had one. At the end of a
+    backward `settle` sets `.grad` to None if no rank had one."""
 
-    # The numbers are read once, at the end of the backward, because each read makes the host wait for the device.
+    # The counts are read once, at the end of the backward, because each read makes the host wait for the device.
 
     def __init__(self) -> None:
         # By id of the parameter: the parameter, its `grad`, and (sums, position) of each count of ranks.

@@ -95,10 +95,10 @@ class Hooks:
         self._reserved = None
 
     def _edge(self, call: Call) -> Tensor:
-        """Return the input of a call's Gather node, which links it to the AwaitReduce node; a leaf if nothing is reduced.
+        """Return the input of a call's Gather node: the output of the unit's AwaitReduce node, or a leaf if nothing is reduced.
 
-        If something is reduced, also sets `call.number`, the sequence number of AwaitReduce in autograd: the number that
-        `reserve` took in the previous unit's call of this forward, or a new one.
+        In the first case also sets `call.number`, the sequence number of AwaitReduce in autograd: the one that `reserve` took
+        during the call of the previous unit in this forward, or a new one.
         """
         engine, trained = self.engine, call.trained
         if not call.sync or not trained.indices:
@@ -127,8 +127,8 @@ class Hooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any, *, by_read: bool = False) -> Any:
         """Forward pre-hook: gather the unit, show its full parameters, and return cast (args, kwargs), or None to keep them.
 
-        Inside `full_params` only returns None. `by_read`: True if a read of the layer's weight calls this, instead of torch.
-        Raises `UsageError` in a transform of torch.func, and errors of observers.
+        Inside `full_params` nothing but None is returned. `by_read`: True if a read of the layer's weight calls this, instead of
+        torch. Raises `UsageError` in a transform of torch.func, and errors of observers.
         """
         engine, unit = self.engine, self.unit
         if engine.suspended:
@@ -284,7 +284,8 @@ class Hooks:
         return None if out is result else out
 
     def own_memory(self, tensor: Tensor) -> Tensor:
-        """Return the output `tensor`, copied if it is a view of a full parameter (learned positions), which will be freed."""
+        """Return `tensor`, an output of the unit; a copy if it is a view of a full parameter (learned positions), whose memory
+        will be freed."""
         return tensor.clone() if self.unit.holds(tensor) else tensor
 
     def _watch_outputs(self, call: Call, fulls: Sequence[Tensor], out: Any, inputs: Any) -> Any:

@@ -95,11 +95,8 @@ def splits_blocks(shape: Sequence[int], splits: Sequence[int], block: int) -> bo
 
 
 def _least_padded(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
-    """Return how to divide a tensor over ranks: by rows of dim 0, unless that needs much padding.
-
-    If it does, as for fused experts (8, ...) on 64 ranks, the tensor is divided on the dim with the least padding. 0-d tensors,
-    and small ones that need much padding on every dim, are not divided.
-    """
+    """Return how to divide a tensor over ranks: by rows of dim 0, or on the dim with the least padding if rows need much padding,
+    as for fused experts (8, ...) on 64 ranks. 0-d tensors, and small ones that need much on every dim, are not divided."""
     shape = tuple(shape)
 
     def padding(dim: int) -> int:

@@ -65,11 +65,9 @@ class ModuleParams:
         return [f if p.around is None else p.around(f) for f, p in zip(seen, self._params, strict=True)]
 
     def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
-        """Make `module.weight` return the tensor in `fulls` instead of the shard, until `hide(fulls)`.
-
-        If `registered`, `module.parameters()` has it too. A backward passes False, because no hook would put the shards back
-        into the registry if it raised.
-        """
+        """Make `module.weight` return the tensor in `fulls` instead of the shard, until `hide(fulls)`. If `registered`,
+        `module.parameters()` has it too."""
+        # A backward passes False, because no hook would put the shards back into the registry if it raised.
         self._shown.append((fulls, registered))
         self._install()
 

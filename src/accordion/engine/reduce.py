@@ -64,11 +64,9 @@ class ReducePlan:
         self.packed = [i for i in msg.packed if msg.cuts[i].shard_numel]
 
     def _in_pieces(self) -> tuple[list[slice], list[int], int]:
-        """Return (pieces, offset of each large gradient in the receive buffer, numel of that buffer) for an all-to-all.
-
-        A piece is a slice of large gradients that are sent together. Pieces are received one after the other into the same
-        memory; small, packed gradients go with the last.
-        """
+        """Return (pieces, offset of each large gradient in the receive buffer, numel of that buffer) for an all-to-all. A piece
+        is a slice of large gradients that are sent together. Pieces are received one after the other into the same memory;
+        small, packed gradients go with the last."""
         rows = self.axis.num_ranks - self.sends
         numels = [rows * aligned(part.stop - part.start, self.wire.itemsize) for part in self.direct]
         least = max([*numels, PIECE_BYTES // self.wire.itemsize])

@@ -151,7 +151,7 @@ class Unit:
         return module is None or type(module).forward is not nn.Embedding.forward or "forward" in vars(module)
 
     def trained_at(self, indices: tuple[int, ...]) -> TrainedParams:
-        """Return new lists for the parameters `indices` (ascending), without an autograd node yet."""
+        """Return the `TrainedParams` of the parameters `indices` (ascending), without an autograd node yet."""
         params, by_group, start, at = [self.params[i] for i in indices], [], 0, 0
         for group in self.groups:
             inside = tuple(i - start for i in indices if start <= i < start + len(group.params))
@@ -181,10 +181,8 @@ class Unit:
     # -- leases
 
     def unshard(self) -> None:
-        """Begin to gather the full parameters, unless they are gathered or a gather is under way; `acquire` waits for it.
-
-        After an error, such as out of memory, nothing is gathered, and the next use begins again.
-        """
+        """Begin to gather the full parameters, unless they are gathered or a gather is under way; `acquire` waits for it. After
+        an error, such as out of memory, nothing is gathered, and the next use begins again."""
         if self.full_params is not RESHARDED:
             return
         state, transfers = self._gather, self._gather.under_way
@@ -218,10 +216,8 @@ class Unit:
         return self.full_params is not RESHARDED
 
     def acquire(self) -> int:
-        """Take a lease on the full parameters, and return the version of the shards from which they were gathered.
-
-        Call `unshard` before. The compute stream waits for the gather. The memory is freed when every lease was released.
-        """
+        """Take a lease on the full parameters, and return the version of the shards from which they were gathered. Call `unshard`
+        before. The compute stream waits for the gather. The memory is freed when every lease was released."""
         if self.full_params is UNSHARDED:
             state = self._gather
             if state.opened_on is not None:  # this compute stream may not have waited for the gather yet
@@ -317,8 +313,8 @@ class Unit:
     def lost_write(self, writes: int, fulls: Sequence[Tensor]) -> UsageError | None:
         """Return an error if a forward wrote into its full parameters `fulls`, which does not change the shards; else None.
 
-        `writes`: result of `writes()` before the forward. A tensor with other memory (`weight.data = ...`) gets its own back;
-        equal values in it are no error, because an RNN joins its weights in this way.
+        `writes`: result of `writes()` before the forward. A parameter whose memory was replaced (`weight.data = ...`) gets its
+        own back, which is no error if the values are equal: an RNN joins its weights in this way.
         """
         if self.writes() != writes:
             return self.lost_write_error("modified a parameter")
