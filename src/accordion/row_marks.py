@@ -24,10 +24,8 @@ MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it 
 
 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise `UsageError` on every rank if any rank's `state_dict` of `optimizer` has another rank's rows. Collective.
-
-    Accepts plain states, since helpers of torch and other libraries shard them correctly. Does nothing without process groups.
-    """
+    """Raise `UsageError` on every rank if any rank's `state_dict` of `optimizer` has another rank's rows. Collective. Plain
+    tensors pass, because helpers of torch and other libraries shard them. Does nothing without process groups."""
     if dist.is_initialized():
         sharded = [(value, p) for value, p in _states(optimizer, state_dict) if isinstance(value, DTensor)]
         is_cut_otherwise = any(value.shape == p.shape and value.placements != p.placements for value, p in sharded)
@@ -78,10 +76,8 @@ def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
 
 
 def _refuse_on_all(is_other: bool, tensors: Iterable[Tensor], what: str) -> None:
-    """Raise `UsageError` on all ranks of the meshes of `tensors` if any rank passes True. Collective.
-
-    `is_other`: this rank has loaded another rank's rows. `what`: name of these tensors, for the message.
-    """
+    """Raise `UsageError` on all ranks of the meshes of `tensors` if any rank passes True for `is_other`: it has loaded another
+    rank's rows. `what`: name of the loaded tensors, for the message. Collective."""
     rank = dist.get_rank() + 1 if is_other else 0  # counted from 1
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         device = torch.device(mesh.device_type)

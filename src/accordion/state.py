@@ -112,9 +112,7 @@ def shown(engine: Engine, fulls: Mapping[int, nn.Parameter]) -> Iterator[None]:
 
 def full_of(param: Param) -> Tensor:
     """Return the full parameter from the shards of all ranks; with tensor parallelism, this rank's shard of it. Collective.
-
-    Raises `UsageError` for a tensor subclass that has an all-gather of its own.
-    """
+    Raises `UsageError` for a tensor subclass that has an all-gather of its own."""
     refuse_own_gather(param)
     return gathered(_torch.local_of(param.sharded), param.cut, param.context)
 
@@ -171,10 +169,8 @@ def full_state_dict(
 
 
 def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, cpu: bool) -> dict[str, Any]:
-    """Return `values`, entries of `state_dict(keep_vars=True)`, with full tensors; with `rank0_only`, {} on other ranks.
-
-    `cpu`: copy tensors to the host. Collective.
-    """
+    """Return `values`, entries of `state_dict(keep_vars=True)`, with full tensors; with `rank0_only`, {} on other ranks. `cpu`:
+    copy tensors to the host. Collective."""
     settle(engine, "takes the full state dict")
     first = is_first_rank(engine)
     params = {id(p.sharded): p for p in engine.params}
@@ -235,11 +231,9 @@ def _take_own_rows_of_module(module: nn.Module, state: dict[str, Any], prefix: s
 
 
 def take_own_rows(state: dict[str, Any], wanted: Mapping[str, DTensor]) -> None:
-    """Replace DTensors from a file in `state`, in place, by DTensors with the same rows on the mesh of the model.
-
-    `wanted`: name in `state` -> the model's parameter. Collective if there are DTensors from a file. Raises `UsageError` on
-    every rank if one of them has the rows of another rank.
-    """
+    """Replace DTensors from a file in `state`, in place, by DTensors with the same rows on the mesh of the model. `wanted`: name
+    in `state` -> the model's parameter. Collective if there are DTensors from a file. Raises `UsageError` on every rank if one
+    of them has the rows of another rank."""
     refuse_rows_of_others(((state.get(key), param) for key, param in wanted.items()), "the model's tensors")
     for key, param in wanted.items():
         value: Any = state.get(key)
@@ -258,10 +252,8 @@ def synchronize(model: nn.Module) -> None:
 
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows.
-
-    Collective if there are any. Raises `DivergenceError` if names or values in `state` differ between ranks.
-    """
+    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows. If there
+    are any, ranks compare names and values in `state`, and raise `DivergenceError` if these differ."""
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()
     params = {id(p.sharded): p for p in engine.params}

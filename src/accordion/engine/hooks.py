@@ -167,15 +167,32 @@ class Hooks:
         return self._cast_inputs(call, args, kwargs)
 
     def _cast_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """Return (args, kwargs) cast to the unit's dtype, or None to keep them; set `call.inputs` to their autograd nodes."""
-        unit = self.unit
-        if unit.inputs is None and not unit.views_inputs:
+        """Return (args, kwargs) cast to the unit's dtype, or None to keep them; set `call.inputs` to their autograd nodes.
+
+        If `unit.views_inputs`, inputs that require a gradient are replaced by views, whose gradients count this call alone.
+        """
+        unit, dtype = self.unit, self.unit.inputs
+        if dtype is None and not unit.views_inputs:
             if torch.is_grad_enabled():
                 call.inputs = [_torch.node_of(t) for t in tensors_of((args, kwargs)) if t.requires_grad]
             return None
-        cast: dict[int, Tensor] = {}
+        results: dict[int, Tensor] = {}  # by id of the input, for inputs that occur twice
         nodes: list[Any] = []
-        take, keep = partial(self._input, nodes, cast, True), partial(self._input, nodes, cast, False)
+
+        def cast(may_view: bool, tensor: Tensor) -> Tensor:
+            if id(tensor) in results:
+                return results[id(tensor)]
+            original = tensor
+            if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+                tensor = tensor.to(dtype)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                if may_view and tensor is original and unit.views_inputs:
+                    tensor = tensor.view_as(tensor)
+                nodes.append(_torch.node_of(tensor))
+            results[id(original)] = tensor
+            return tensor
+
+        take, keep = partial(cast, True), partial(cast, False)  # no views in lists and mappings, which are the caller's
         taken = map_tensors(take, args, keep), {k: map_tensors(take, v, keep) for k, v in kwargs.items()}
         call.inputs = nodes
         return taken
@@ -224,24 +241,6 @@ class Hooks:
             unit.release()
             engine.depth -= 1
             raise
-
-    def _input(self, nodes: list[Any], cast: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
-        """Return an input cast to the unit's dtype, and append its autograd node to `nodes` if it requires a gradient.
-
-        `cast`: result by id of the input, for inputs that occur twice. If `unit.views_inputs`, the result is a view, so that its
-        gradient counts this call alone. `may_view`: False for tensors in lists and mappings of the caller, which stay.
-        """
-        if id(tensor) in cast:
-            return cast[id(tensor)]
-        original, dtype = tensor, self.unit.inputs
-        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-            tensor = tensor.to(dtype)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            if may_view and tensor is original and self.unit.views_inputs:
-                tensor = tensor.view_as(tensor)
-            nodes.append(_torch.node_of(tensor))
-        cast[id(original)] = tensor
-        return tensor
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Forward hook, also after an error (`out` None): end the call of `before`; return a replacement for `out`, or None.
