@@ -267,7 +267,7 @@ BUDGETS = {
     "checkpoint": 4300,
     "compat": 3490,
     "doctor": 560,
-    "engine": 4540,
+    "engine": 4500,
     "export": 580,
     "generate": 580,
     "integrations": 1340,
@@ -279,12 +279,12 @@ BUDGETS = {
     "pages": 250,
     "plan": 6190,
     "safety": 3450,
-    "shard": 1540,
+    "shard": 1500,
     "tasks": 520,
     "train": 6110,
     "weights": 2160,
     "workers": 310,
-    "files beside them": 2770,
+    "files beside them": 2710,
 }
 
 

@@ -175,9 +175,8 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return "--" + (
-            self.key if self.group else self.key.rstrip("_").replace("_", "-")
-        )  # `from_`: `from` is a keyword
+        # `from_`, for example, because `from` is a keyword.
+        return "--" + (self.key if self.group else self.key.rstrip("_").replace("_", "-"))
 
     @property
     def kind(self) -> Any:

@@ -257,10 +257,8 @@ def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *re
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()
     params = {id(p.sharded): p for p in engine.params}
-    named = module.named_parameters(remove_duplicate=False)
-    wanted = {
-        prefix + name: sharded for name, sharded in named if id(sharded) in params and isinstance(sharded, DTensor)
-    }
+    named = [(prefix + name, param) for name, param in module.named_parameters(remove_duplicate=False)]
+    wanted = {name: param for name, param in named if id(param) in params and isinstance(param, DTensor)}
     if not all(is_sharded_alike(state.get(key), sharded) for key, sharded in wanted.items()):
         settle(engine, "loads full tensors (load_state_dict)")
         given = {repr(key): value for key, value in state.items() if key.startswith(prefix)}

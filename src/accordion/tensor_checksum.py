@@ -20,9 +20,9 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         if not tensor.is_meta:
             by_device.setdefault(tensor.device, {})[name] = checksum(tensor)
-    sums = {
-        k: v for each in by_device.values() for k, v in zip(each, torch.stack([*each.values()]).tolist(), strict=True)
-    }
+    sums: dict[str, int] = {}
+    for each in by_device.values():
+        sums |= zip(each, torch.stack([*each.values()]).tolist(), strict=True)
     return {name: f"with checksum {sums[name] % 2**64:016x}" for name in tensors if name in sums}
 
 

@@ -101,9 +101,8 @@ def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Mod
         chosen = {id(m) for name, m in model.named_modules() if choice(name, m)}
     else:
         chosen = _by_class(model, choice)
-    return [("", model)] + [
-        (n, m) for n, m in model.named_modules() if m is not model and id(m) in chosen and has_params(m)
-    ]
+    inner = [(n, m) for n, m in model.named_modules() if m is not model and id(m) in chosen and has_params(m)]
+    return [("", model), *inner]
 
 
 def by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:

@@ -21,9 +21,8 @@ from accordion.engine.tree import map_tensors, overlapping, tensors_of
 from accordion.engine.unit import ReduceNode, Unit
 
 ATTACHED = "_accordion"  # the attribute of a unit's module that holds its hooks
-_HOOKS_OF = weakref.WeakKeyDictionary[
-    nn.Module, "list[weakref.ref[Hooks]]"
-]()  # by module that has some of the parameters
+# By module that has some of a unit's parameters.
+_HOOKS_OF = weakref.WeakKeyDictionary[nn.Module, "list[weakref.ref[Hooks]]"]()
 
 
 class Hooks:
