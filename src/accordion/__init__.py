@@ -35,10 +35,6 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
 
-SHADOWED = (
-    "describe",
-    "observe",
-    "plan",
-    "shard",
-)  # functions; an import of the submodules of these names would replace them
+# Functions; an import of the submodules of these names would replace them.
+SHADOWED = ("describe", "observe", "plan", "shard")
 sys.modules[__name__].__class__ = _Package

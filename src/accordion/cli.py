@@ -74,27 +74,23 @@ def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | No
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     with lasting_output() if words[:1] == ["train"] else nullcontext():
-        return _code_of(words, run or _run)
-
-
-def _code_of(words: list[str], run: Callable[[list[str]], int]) -> int:
-    end_with_one_collection()
-    try:
-        return run(words)
-    except UsageError as error:
-        if _reports(os.environ):
+        end_with_one_collection()
+        try:
+            return (run or _run)(words)
+        except UsageError as error:
+            if _reports(os.environ):
+                print(f"accordion: {one_line(str(error))}", file=sys.stderr)
+            return BAD_INPUT
+        except AccordionError as error:
+            print(getattr(error, "shown", ""), end="", file=sys.stderr)  # the traceback of a task's own code
             print(f"accordion: {one_line(str(error))}", file=sys.stderr)
-        return BAD_INPUT
-    except AccordionError as error:
-        print(getattr(error, "shown", ""), end="", file=sys.stderr)  # the traceback of a task's own code
-        print(f"accordion: {one_line(str(error))}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("accordion: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # `accordion plan | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+            return 1
+        except KeyboardInterrupt:
+            print("accordion: interrupted", file=sys.stderr)
+            return INTERRUPTED
+        except BrokenPipeError:  # `accordion plan | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
 
 
 def _reports(environ: Mapping[str, str]) -> bool:

@@ -114,8 +114,9 @@ class Precision:
     def master_dtype(self, own: torch.dtype, requires_grad: bool) -> torch.dtype:
         """Return the dtype of a parameter's shard: the wider of its dtype `own` and `master`. Returns `own` if the parameter is
         frozen or not floating, or if `master` is None."""
-        is_stepped = requires_grad and own.is_floating_point
-        return wider(own, self.master) if is_stepped and self.master is not None else own
+        if self.master is None or not requires_grad or not own.is_floating_point:
+            return own
+        return own if own.itemsize > self.master.itemsize else self.master
 
     def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of a parameter gathered in `compute` are summed: `reduce`. Returns `compute` if
@@ -127,11 +128,6 @@ class Precision:
 
 COMPUTE_DTYPES: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a precision on the command line -> the dtype for `Precision(params=)`."""
-
-
-def wider(own: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """Return the dtype `wanted`, or `own` if its elements have more bytes."""
-    return own if own.itemsize > wanted.itemsize else wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

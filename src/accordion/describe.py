@@ -48,30 +48,28 @@ def describe(model: nn.Module) -> Report:
     Raises `UsageError` if `model` is not sharded.
     """
     engine = sharded_engine(model, "describe")
-    unsharded = 0
-    for unit in engine.units:
-        for p in unit.params:
-            unsharded += p.sharded.numel() * p.dtype.itemsize * (4 if p.sharded.requires_grad else 1)
+    copies = [4 if param.sharded.requires_grad else 1 for param in engine.params]
     return Report(
         strategy=engine.strategy.name,
         world=engine.context.num_ranks,
-        total_params=sum(p.sharded.numel() for u in engine.units for p in u.params),
-        unsharded_bytes=unsharded,
-        units=tuple(_unit_report(u) for u in engine.units),
+        total_params=sum(param.sharded.numel() for param in engine.params),
+        unsharded_bytes=sum(
+            p.sharded.numel() * p.dtype.itemsize * n for p, n in zip(engine.params, copies, strict=True)
+        ),
+        units=tuple(map(_unit_report, engine.units)),
     )
 
 
 def _unit_report(unit: Unit) -> UnitReport:
     local = [(v, p) for g in unit.groups for v, p in zip(g.shard_buffer.locals, g.params, strict=True)]
-    trained = sum(v.numel() * v.itemsize for v, p in local if p.sharded.requires_grad)
-    grads = sum(v.numel() * p.grad_like.dtype.itemsize for v, p in local if p.sharded.requires_grad)
+    trained = [(v, p) for v, p in local if p.sharded.requires_grad]
     return UnitReport(
         name=unit.name or "(root)",
         kind=type(unit.module()).__name__,
         num_params=sum(p.sharded.numel() for p in unit.params),
-        parameter_bytes=sum(v.numel() * v.itemsize for v, _ in local),
-        gradient_bytes=grads,
-        optimizer_bytes=2 * trained,
+        parameter_bytes=sum(v.nbytes for v, _ in local),
+        gradient_bytes=sum(v.numel() * p.grad_like.dtype.itemsize for v, p in trained),
+        optimizer_bytes=2 * sum(v.nbytes for v, _ in trained),
         full_bytes=unit.full_bytes,
         inner_shard_bytes=sum(g.inner_shard_bytes for g in unit.groups),
         secondary_bytes=sum(g.secondary_bytes for g in unit.groups),

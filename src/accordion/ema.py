@@ -111,8 +111,8 @@ class EMA:
             self._is_applied = True
             stack.callback(setattr, self, "_is_applied", False)
             for param, average in zip(params, averages, strict=True):
-                _swap(_torch.local_of(param), average)
-                stack.callback(_swap, _torch.local_of(param), average)
+                _swap_elements(_torch.local_of(param), average)
+                stack.callback(_swap_elements, _torch.local_of(param), average)
             stack.callback(engine.synchronize)  # called first: copies of offloaded shards may be under way
             yield
 
@@ -169,10 +169,8 @@ class EMA:
 def _allocated(
     params: Mapping[str, nn.Parameter], decays: Sequence[float], place: str, device: torch.device
 ) -> tuple[object, dict[float, list[Tensor]]]:
-    """Return (owner of the memory, decay -> a new tensor in `place` for each of `params`, like its shard on this rank).
-
-    Raises `UsageError` if there is nothing to average, a parameter is a tensor subclass, or memory is lacking.
-    """
+    """Return (owner of the memory, decay -> a new tensor in `place` for each of `params`, like its shard on this rank). Raises
+    `UsageError` if there is nothing to average, a parameter is a tensor subclass, or memory is lacking."""
     if not params:
         raise UsageError("EMA averages the parameters that require a gradient, and this model has none.")
     for name, param in params.items():
@@ -181,8 +179,13 @@ def _allocated(
                 f"EMA averages plain tensors, and {name} is a {type(local_data(param)).__name__}; freeze it."
             )
     shards = [local_data(param) for param in params.values()]
+    num_bytes, folder = len(decays) * sum(page_aligned(shard.nbytes) for shard in shards), folder_of(place)
+    take: Callable[..., Values] = partial(torch.empty, device=device)
     try:
-        take = _taker(place, len(decays) * sum(page_aligned(shard.nbytes) for shard in shards), device)
+        if folder is not None:
+            take = FileAllocator(folder, num_bytes).take
+        elif place != DEVICE:
+            take = Arena(num_bytes, device, "EMA", "use more ranks, or place='disk:/path'").take
     except OffloadError as error:
         raise UsageError(str(error)) from error
 
@@ -192,16 +195,6 @@ def _allocated(
         return flat.as_strided(shard.shape, shard.stride())
 
     return take, {decay: [like(shard) for shard in shards] for decay in decays}
-
-
-def _taker(place: str, num_bytes: int, device: torch.device) -> Callable[..., Values]:
-    """Return a function (numel, dtype) that returns new elements in `place`. On host or disk, `num_bytes` are allocated now."""
-    if place == DEVICE:
-        return partial(torch.empty, device=device)
-    folder = folder_of(place)
-    if folder is None:
-        return Arena(num_bytes, device, "EMA", "use more ranks, or place='disk:/path'").take
-    return FileAllocator(folder, num_bytes).take
 
 
 def _copy(averages: list[Tensor], shards: list[Tensor], num_averaged: int) -> None:
@@ -229,8 +222,7 @@ def _average(
             update(*lists, 0)
 
 
-def _swap(shard: Tensor, average: Tensor) -> None:
-    """Exchange the elements of two tensors of one shape and dtype."""
+def _swap_elements(shard: Tensor, average: Tensor) -> None:
     with torch.no_grad():
         elements = shard.clone()
         shard.copy_(average)

@@ -14,7 +14,7 @@ import inspect
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from itertools import pairwise
@@ -175,9 +175,8 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return "--" + (
-            self.key if self.group else self.key.rstrip("_").replace("_", "-")
-        )  # `from_`: `from` is a keyword
+        # `from_`, for example, because `from` is a keyword.
+        return "--" + (self.key if self.group else self.key.rstrip("_").replace("_", "-"))
 
     @property
     def kind(self) -> Any:
@@ -228,22 +227,20 @@ def _several(value: Any, count: int, name: str) -> tuple[float, ...]:
         ) from None
 
 
-def options_of(kind: type[Any]) -> list[Option]:
+def options_of(kind: type[Any], prefix: str = "", group: str = "") -> list[Option]:
     """Return an `Option` for each field of the dataclass `kind`. A field that is a dataclass is replaced by its own fields,
-    unless `kind` has a parser for it. Fields made by `unread` are left out."""
-    return list(_options_of(kind, "", ""))
-
-
-def _options_of(kind: type[Any], prefix: str, group: str) -> Iterator[Option]:
+    unless `kind` has a parser for it. Fields made by `unread` are left out. `prefix`: begins the key of each option, such as
+    "train.". `group`: the options' title in the help."""
+    options: list[Option] = []
     hints, parsers = get_type_hints(kind), kind.parsers() if hasattr(kind, "parsers") else {}
     for f in fields(kind):
         hint = hints[f.name]
         if "unread" in f.metadata:
             continue
         if is_dataclass(hint) and f.name not in parsers:
-            yield from _options_of(hint, f"{f.name}.", (hint.__doc__ or f.name).splitlines()[0].rstrip("."))  # type: ignore[arg-type]
+            options += options_of(hint, f"{f.name}.", (hint.__doc__ or f.name).splitlines()[0].rstrip("."))  # type: ignore[arg-type]
             continue
-        yield Option(
+        option = Option(
             key=prefix + f.name,
             owner=kind,
             hint=hint,
@@ -253,6 +250,8 @@ def _options_of(kind: type[Any], prefix: str, group: str) -> Iterator[Option]:
             choices=get_args(hint) if get_origin(hint) is Literal else f.metadata.get("choices", ()),
             parse=parsers.get(f.name),
         )
+        options.append(option)
+    return options
 
 
 def _texts(kind: type[Any]) -> Mapping[str, str]:

@@ -76,8 +76,15 @@ class ParkedModel(Observer):
         raise parked_error()
 
     def leave(self, take: Allocate) -> None:
-        """Copy all tensors into memory that `take` allocates, and free them on the device. `.grad` of parameters becomes None."""
-        self._hosts = [_copied(tensor, take) for tensor in self.tensors]
+        """Copy all tensors into memory that `take` allocates, and free them on the device; a tensor subclass is copied to other
+        host memory. `.grad` of parameters becomes None."""
+        for tensor in self.tensors:
+            if not _torch.is_plain(tensor):
+                self._hosts.append(tensor.to("cpu"))
+                continue
+            strides = torch.empty_like(tensor, device="meta").stride()
+            memory = take(tensor.numel(), tensor.dtype).as_strided(tensor.shape, strides)
+            self._hosts.append(memory.copy_(tensor, non_blocking=True))
         hosts = {id(tensor): host for tensor, host in zip(self.tensors, self._hosts, strict=True)}
         self._replace(lambda tensor: hosts.get(id(tensor), tensor))
         for shards, params in self._shards:
@@ -133,15 +140,6 @@ class ParkedModel(Observer):
             exchange(states.get(param), swap)
         for module in self._modules:
             module._buffers.update({name: swap(b) for name, b in module._buffers.items() if b is not None})
-
-
-def _copied(tensor: Tensor, take: Allocate) -> Tensor:
-    """Start to copy `tensor` into memory that `take` allocates, and return the copy. It has the strides of `tensor` if that is
-    dense. A tensor subclass is copied to other host memory."""
-    if not _torch.is_plain(tensor):
-        return tensor.to("cpu")
-    strides = torch.empty_like(tensor, device="meta").stride()
-    return take(tensor.numel(), tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor, non_blocking=True)
 
 
 def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -> Move:

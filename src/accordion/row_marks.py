@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -25,13 +24,12 @@ MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it 
 
 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise `UsageError` on every rank if any rank's `state_dict` of `optimizer` has another rank's rows. Collective.
-
-    Accepts plain states, since helpers of torch and other libraries shard them correctly. Does nothing without process groups.
-    """
+    """Raise `UsageError` on every rank if any rank's `state_dict` of `optimizer` has another rank's rows. Collective. Plain
+    tensors pass, because helpers of torch and other libraries shard them. Does nothing without process groups."""
     if dist.is_initialized():
-        sharded = ((value, p) for value, p in _states(optimizer, state_dict) if isinstance(value, DTensor))
-        is_other = any(_is_cut_otherwise(value, p) or _is_elsewhere(value, p) for value, p in sharded)
+        sharded = [(value, p) for value, p in _states(optimizer, state_dict) if isinstance(value, DTensor)]
+        is_cut_otherwise = any(value.shape == p.shape and value.placements != p.placements for value, p in sharded)
+        is_other = is_cut_otherwise or any(_is_elsewhere(value, p) for value, p in sharded)
         _refuse_on_all(is_other, _params(optimizer), "the optimizer's states")
 
 
@@ -53,7 +51,9 @@ def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> 
     """
     sharded = [(a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor)]
     is_other = any(a.device_mesh is not b.device_mesh and _is_elsewhere(a, b) for a, b in sharded)
-    _refuse_on_all(is_other, (target for loaded, target in sharded if _is_copy(loaded.device_mesh)), what)
+    # A mesh that `mark_meshes` marked, here or in another process, keeps its mark when it is unpickled.
+    made = [((os.getpid(), id(a.device_mesh)), vars(a.device_mesh).get(MADE), b) for a, b in sharded]
+    _refuse_on_all(is_other, (b for this, mark, b in made if mark not in (None, this)), what)
 
 
 def refuse_states_of_others(optimizer: Optimizer) -> None:
@@ -61,17 +61,6 @@ def refuse_states_of_others(optimizer: Optimizer) -> None:
     state is a DTensor from a file. For optimizers without `wrap_optimizer`."""
     states = ((value, p) for p in _params(optimizer) for value in optimizer.state.get(p, {}).values())
     refuse_rows_of_others(states, "the optimizer's states")
-
-
-def _is_copy(mesh: DeviceMesh) -> bool:
-    """Return True if `mesh` was unpickled from a mesh that `mark_meshes` has marked, here or in another process."""
-    this = os.getpid(), id(mesh)
-    return bool(vars(mesh).get(MADE, this) != this)
-
-
-def _is_cut_otherwise(loaded: DTensor, target: DTensor) -> bool:
-    """Return True if `loaded`, an optimizer state, has the shape of its parameter `target` but other placements."""
-    return loaded.shape == target.shape and loaded.placements != target.placements
 
 
 def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
@@ -87,10 +76,8 @@ def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
 
 
 def _refuse_on_all(is_other: bool, tensors: Iterable[Tensor], what: str) -> None:
-    """Raise `UsageError` on all ranks of the meshes of `tensors` if any rank passes True. Collective.
-
-    `is_other`: this rank has loaded another rank's rows. `what`: name of these tensors, for the message.
-    """
+    """Raise `UsageError` on all ranks of the meshes of `tensors` if any rank passes True for `is_other`: it has loaded another
+    rank's rows. `what`: name of the loaded tensors, for the message. Collective."""
     rank = dist.get_rank() + 1 if is_other else 0  # counted from 1
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         device = torch.device(mesh.device_type)

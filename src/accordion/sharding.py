@@ -88,7 +88,6 @@ class Sharding:
 
     @property
     def checkpointing(self) -> ActivationCheckpointing:
-        """The parsed `checkpoint_activations`."""
         return checkpointing_named(self.checkpoint_activations)
 
     @property
@@ -123,10 +122,8 @@ class Sharding:
         return cls(**config)
 
     def as_config(self) -> dict[str, Any]:
-        """Return name -> value of the fields that differ from their defaults, for `from_config`.
-
-        Values are text if they have a text form; others (functions, overrides, meshes) are returned as they are.
-        """
+        """Return name -> value of the fields that differ from their defaults, for `from_config`. Values are text if they have a
+        text form; others (functions, overrides, meshes) are returned as they are."""
         default = type(self)()
         changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
         return {name: self._printed(name) for name in changed}

@@ -76,16 +76,20 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     if engine.suspended:
         raise UsageError("full_params is open already on this model; leave it first.")
     settle(engine, "shows full parameters")
+    fulls: dict[int, nn.Parameter] = {}
     with torch.inference_mode(False), torch.no_grad():
-        fulls = {id(param): _full_parameter(param) for param in engine.params}
+        for param in engine.params:
+            full = full_of(param) if param.around is None else param.around(full_of(param))
+            fulls[id(param)] = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
+            vars(fulls[id(param)]).update(_torch.marks_of(param.sharded))
     try:
         with shown(engine, fulls):
             yield
     finally:
         for param in engine.params if write else ():
-            full = fulls[id(param)]
             with torch.no_grad():
-                data = full.data if param.around is None else _torch.local_of(full).data
+                written = fulls[id(param)]
+                data = written.data if param.around is None else _torch.local_of(written).data
                 _torch.local_of(param.sharded).copy_(own_rows(data, param.cut, param.context))
 
 
@@ -106,20 +110,9 @@ def shown(engine: Engine, fulls: Mapping[int, nn.Parameter]) -> Iterator[None]:
             unit.module_params.hide(tensors)
 
 
-def _full_parameter(param: Param) -> nn.Parameter:
-    """Return a full copy of a parameter, as modules see it, with the attributes of the sharded one. Collective."""
-    rows = full_of(param)
-    shown_as = rows if param.around is None else param.around(rows)
-    full = nn.Parameter(shown_as, requires_grad=param.sharded.requires_grad)
-    vars(full).update(_torch.marks_of(param.sharded))
-    return full
-
-
 def full_of(param: Param) -> Tensor:
     """Return the full parameter from the shards of all ranks; with tensor parallelism, this rank's shard of it. Collective.
-
-    Raises `UsageError` for a tensor subclass that has an all-gather of its own.
-    """
+    Raises `UsageError` for a tensor subclass that has an all-gather of its own."""
     refuse_own_gather(param)
     return gathered(_torch.local_of(param.sharded), param.cut, param.context)
 
@@ -176,10 +169,8 @@ def full_state_dict(
 
 
 def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, cpu: bool) -> dict[str, Any]:
-    """Return `values`, entries of `state_dict(keep_vars=True)`, with full tensors; with `rank0_only`, {} on other ranks.
-
-    `cpu`: copy tensors to the host. Collective.
-    """
+    """Return `values`, entries of `state_dict(keep_vars=True)`, with full tensors; with `rank0_only`, {} on other ranks. `cpu`:
+    copy tensors to the host. Collective."""
     settle(engine, "takes the full state dict")
     first = is_first_rank(engine)
     params = {id(p.sharded): p for p in engine.params}
@@ -216,7 +207,7 @@ def attach_state_dict_hooks(model: nn.Module) -> None:
     nothing. `load_state_dict` and `state_dict` of any module inside also wait for optimizer steps in progress.
     """
     for module in model.modules():
-        module.register_load_state_dict_pre_hook(_own_rows)
+        module.register_load_state_dict_pre_hook(_take_own_rows_of_module)
         if attached_to(module) is not None or owners_of(module.parameters(recurse=False)):
             module.register_state_dict_pre_hook(_wait_for_shards)
             module.register_load_state_dict_pre_hook(_wait_for_shards)
@@ -234,18 +225,15 @@ def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
         group.shard_buffer.synchronize()
 
 
-def _own_rows(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`load_state_dict` hook: call `take_own_rows` for the parameters in `module`; `prefix` begins their names in `state`."""
+def _take_own_rows_of_module(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     named = module.named_parameters(remove_duplicate=False)
     take_own_rows(state, {prefix + name: param for name, param in named if isinstance(param, DTensor)})
 
 
 def take_own_rows(state: dict[str, Any], wanted: Mapping[str, DTensor]) -> None:
-    """Replace DTensors from a file in `state`, in place, by DTensors with the same rows on the mesh of the model.
-
-    `wanted`: name in `state` -> the model's parameter. Collective if there are DTensors from a file. Raises `UsageError` on
-    every rank if one of them has the rows of another rank.
-    """
+    """Replace DTensors from a file in `state`, in place, by DTensors with the same rows on the mesh of the model. `wanted`: name
+    in `state` -> the model's parameter. Collective if there are DTensors from a file. Raises `UsageError` on every rank if one
+    of them has the rows of another rank."""
     refuse_rows_of_others(((state.get(key), param) for key, param in wanted.items()), "the model's tensors")
     for key, param in wanted.items():
         value: Any = state.get(key)
@@ -264,17 +252,13 @@ def synchronize(model: nn.Module) -> None:
 
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows.
-
-    Collective if there are any. Raises `DivergenceError` if names or values in `state` differ between ranks.
-    """
+    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows. If there
+    are any, ranks compare names and values in `state`, and raise `DivergenceError` if these differ."""
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()
     params = {id(p.sharded): p for p in engine.params}
-    named = module.named_parameters(remove_duplicate=False)
-    wanted = {
-        prefix + name: sharded for name, sharded in named if id(sharded) in params and isinstance(sharded, DTensor)
-    }
+    named = [(prefix + name, param) for name, param in module.named_parameters(remove_duplicate=False)]
+    wanted = {name: param for name, param in named if id(param) in params and isinstance(param, DTensor)}
     if not all(is_sharded_alike(state.get(key), sharded) for key, sharded in wanted.items()):
         settle(engine, "loads full tensors (load_state_dict)")
         given = {repr(key): value for key, value in state.items() if key.startswith(prefix)}

@@ -20,18 +20,16 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         if not tensor.is_meta:
             by_device.setdefault(tensor.device, {})[name] = checksum(tensor)
-    sums = {
-        k: v for each in by_device.values() for k, v in zip(each, torch.stack([*each.values()]).tolist(), strict=True)
-    }
+    sums: dict[str, int] = {}
+    for each in by_device.values():
+        sums |= zip(each, torch.stack([*each.values()]).tolist(), strict=True)
     return {name: f"with checksum {sums[name] % 2**64:016x}" for name in tensors if name in sums}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's bits, 0-d int64 on its device: their sum as integers, weighted by position.
-
-    Integers wrap around, so the order of summation does not matter. A tensor subclass has the sum of the checksums of its inner
-    tensors, 0 if they are not known.
-    """
+    """Return a checksum of a tensor's bits, 0-d int64 on its device: their sum as integers, weighted by position. A tensor
+    subclass has the sum of the checksums of its inner tensors, 0 if they are not known."""
+    # Integers wrap around, so the order of summation does not matter.
     if type(tensor.data) is not Tensor:  # a subclass: the checksum of its inner tensors, if it lists them
         sums = [checksum(inner) for inner in _torch.inner_tensors(tensor)]
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -70,9 +70,9 @@ class Owned:
     owner: int
 
 
-def units_named(text: str, name: str = "units") -> UnitChoice:
-    """Return the value for `units=` of the text of an option: "auto" (returns None), "blocks", "min_params:N", or class names
-    separated by commas (returns a list). Raises `UsageError` for any other text. `name`: the option, named in the message."""
+def units_named(text: str) -> UnitChoice:
+    """Return the value for `units=` that a text stands for: None for "auto", `Blocks` for "blocks", `MinParams` for
+    "min_params:N", a list of names for class names separated by commas. Raises `UsageError` for any other text."""
     head, colon, count = text.partition(":")
     names = [part.strip() for part in text.split(",")]
     if text == AUTO:
@@ -83,7 +83,7 @@ def units_named(text: str, name: str = "units") -> UnitChoice:
         return min_params(int(count))
     if colon or not all(part.isidentifier() for part in names):
         known = [AUTO, "blocks", "min_params:1000000", "ClassName,Other"]
-        raise UsageError(f"{name} {text!r} is not understood; {nearest(text, known)}")
+        raise UsageError(f"units {text!r} is not understood; {nearest(text, known)}")
     return names
 
 
@@ -101,9 +101,8 @@ def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Mod
         chosen = {id(m) for name, m in model.named_modules() if choice(name, m)}
     else:
         chosen = _by_class(model, choice)
-    return [("", model)] + [
-        (n, m) for n, m in model.named_modules() if m is not model and id(m) in chosen and has_params(m)
-    ]
+    inner = [(n, m) for n, m in model.named_modules() if m is not model and id(m) in chosen and has_params(m)]
+    return [("", model), *inner]
 
 
 def by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:

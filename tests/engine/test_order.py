@@ -19,7 +19,8 @@ def seen(phase: Phase, *passes: list[int]) -> UnitOrder:
 def ahead(
     order: UnitOrder, units: list[int], budget: int | None = None, phase: Phase = Phase.FORWARD
 ) -> list[list[int]]:
-    return [list(order.ahead(phase, unit, [10] * 8, budget)) for unit in units]
+    order.budget_bytes, order.num_bytes = budget, [10] * 8
+    return [list(order.ahead(phase, unit)) for unit in units]
 
 
 def test_the_order_seen_is_the_order_expected_and_one_surprise_costs_one_guess() -> None:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from accordion import _torch
 from accordion.engine.communicator import Communicator
 from accordion.engine.streams import SideStream, Transfer
-from accordion.engine.unit import Unit
 from accordion.offload.arena import Arena
 from accordion.offload.tiers import Tiers
 from accordion.safety.divergence import DivergenceMonitor
@@ -199,7 +198,7 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
     checker, num_streams = Checker(), 0
     module = DeviceModule(checker)
     resize, read = torch.UntypedStorage.resize_, Tensor.tolist
-    make_arena, make_unit, make_watch = Arena.__init__, Unit.__init__, DivergenceMonitor.__init__
+    make_arena, make_watch = Arena.__init__, DivergenceMonitor.__init__
 
     def side_stream(self: Any, device: torch.device, waiter: DivergenceMonitor, late: bool = False) -> None:
         nonlocal num_streams
@@ -215,10 +214,6 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
         make_arena(self, num_bytes, device)
         if num_bytes:
             checker.pin(self.memory)
-
-    def unit(self: Any, *args: Any, **kwargs: Any) -> None:
-        make_unit(self, *args, **kwargs)
-        self._on_device, self.views_inputs = True, len(self.trained.indices) < len(self.params)
 
     def watch(self: Any, communicators: Any, ranks: Any) -> None:
         make_watch(self, [], ranks)  # nobody to talk to
@@ -243,7 +238,7 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
             "ordered", lambda store, rank, size, timeout: OrderedGroup(rank, size), devices=["cpu"]
         )
     replaced = [
-        (SideStream, "__init__", side_stream), (Arena, "__init__", arena), (Unit, "__init__", unit),
+        (SideStream, "__init__", side_stream), (Arena, "__init__", arena),
         (DivergenceMonitor, "__init__", watch),
         (DivergenceMonitor, "same_everywhere", same_everywhere), (Tiers, "_thread_pool", lambda *_: Inline()),
         (torch.UntypedStorage, "resize_", resized), (dist, "all_reduce", all_reduce), (Tensor, "tolist", tolist),

@@ -47,34 +47,34 @@ class AwaitReduce(torch.autograd.Function):
         calls = node.reducing.pop(_torch.current_graph_task(), ()) if node is not None else ()
         result = ctx.nothing
         for call, parts in calls:  # empty if the unit sums locally (no_sync) since that forward
-            engine = call.engine
-            accumulates = engine.accumulates()
-            if parts[0].goes_on and accumulates and not any(_torch.grads_of(call.trained.params)[1]):
+            gradients = call.engine.gradients
+            may_write = gradients.may_write()
+            if parts[0].goes_on and may_write and not any(_torch.grads_of(call.trained.params)[1]):
                 for part in parts:
                     part.arrive()
-                engine.delayed_writes.append(partial(hand_over, call, parts, True))
-                engine.write_delayed(MOST_PUT_OFF)
+                gradients.delayed_writes.append(partial(hand_over, call, parts, True))
+                gradients.write_delayed(MOST_PUT_OFF)
                 continue
-            engine.write_delayed()
-            grads = hand_over(call, parts, accumulates)
-            if grads is not None:
-                result = grads if result is ctx.nothing else added(result, grads)
+            gradients.write_delayed()
+            grads = hand_over(call, parts, may_write)
+            if grads is not None and result is not ctx.nothing:
+                pairs = zip(result, grads, strict=True)
+                grads = tuple([b if a is None else a if b is None else a + b for a, b in pairs])
+            result = result if grads is None else grads
         return result
 
 
-def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tuple[Tensor | None, ...] | None:
+def hand_over(call: Call, parts: list[PendingReduce], may_write: bool) -> tuple[Tensor | None, ...] | None:
     """Wait for the reduces `parts` of a call, and add the sharded gradients to `.grad` of parameters that have no hooks.
 
-    `accumulates`: False to leave all gradients to autograd. Returns what the backward of AwaitReduce returns: (None, None, one
+    `may_write`: False to leave all gradients to autograd. Returns what the backward of AwaitReduce returns: (None, None, one
     gradient or None per trained parameter), with the gradients that autograd must accumulate; None if there are none. With
-    offload, a gradient is added to an earlier `.grad` only in `Engine.land_gradients`.
+    offload, a gradient is added to an earlier `.grad` only in `GradientsUnderWay.land`.
     """
-    engine = call.engine
-    if engine.arriving:
-        engine.land_gradients()
-    params = call.trained.params
+    gradients, params = call.engine.gradients, call.trained.params
+    gradients.land()
     earlier, listens = _torch.grads_of(params)  # the gradients so far, and True for parameters with hooks
-    if not accumulates:
+    if not may_write:
         listens = [True] * len(params)
     adding = [False] * len(params)
     if [g for g in earlier if g is not None]:
@@ -82,13 +82,14 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
         listens = [has_hooks or not (g is None or isinstance(g, DTensor)) for has_hooks, g in pairs]
         adding = [not leave and g is not None for leave, g in zip(listens, earlier, strict=True)]
     any_listens = True in listens  # then gradients are read before the backward ends
-    grads, copies = engine.allocate(GRADIENTS, call.unit.as_gradients, call.trained, parts, adding, any_listens)
-    engine.arriving += copies
-    if parts in engine.reduces_under_way:  # not before: after an error `recover` cleans up the reduces under way
-        engine.reduces_under_way.remove(parts)
+    as_gradients = call.unit.as_gradients
+    grads, copies = call.engine.allocate(GRADIENTS, as_gradients, call.trained, parts, adding, any_listens)
+    gradients.copies += copies
+    if parts in gradients.reduces:  # not before: after an error `recover` cleans up the reduces under way
+        gradients.reduces.remove(parts)
     if any_listens:
-        engine.land_gradients()
-    if not accumulates:
+        gradients.land()
+    if not may_write:
         return None, None, *grads
     # Autograd's own accumulation detaches each gradient, which for a DTensor is a dispatch through Python: 12 of the 85 us
     # of host time per parameter, measured with collectives that do nothing.
@@ -98,11 +99,11 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
                 continue
             if previous is None:
                 param.grad = grad
-            elif engine.arriving:  # added after its copy off the device has ended
-                engine.to_add.append((_torch.local_of(previous), _torch.local_of(grad)))
+            elif gradients.copies:  # added after its copy off the device has ended
+                gradients.to_add.append((_torch.local_of(previous), _torch.local_of(grad)))
             else:
                 _torch.local_of(previous).add_(_torch.local_of(grad))
-    if engine.undecided or (not any_listens and [part for part in parts if part.absent]):
+    if gradients.undecided or (not any_listens and [part for part in parts if part.absent]):
         _note_undecided(call, parts, earlier, grads, any_listens)
     if not any_listens:
         return None
@@ -112,15 +113,11 @@ def hand_over(call: Call, parts: list[PendingReduce], accumulates: bool) -> tupl
 def _note_undecided(
     call: Call, parts: list[PendingReduce], earlier: Sequence[Any], grads: Sequence[Tensor | None], decide: bool
 ) -> None:
-    params, undecided = call.trained.params, call.engine.undecided
+    params, undecided = call.trained.params, call.engine.gradients.undecided
     counted = [None] * len(params) if decide else [count for part in parts for count in part.counted()]
     for param, previous, grad, count in zip(params, earlier, grads, counted, strict=True):
         if grad is not None and (count is not None or undecided):
             undecided.note(param, previous, grad, count)
-
-
-def added(first: Sequence[Tensor | None], second: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    return tuple([b if a is None else a if b is None else a + b for a, b in zip(first, second, strict=True)])
 
 
 @_torch.run_at_once
@@ -162,7 +159,7 @@ class Gather(torch.autograd.Function):
             engine.add_up(unit, [call.trained.indices[k] for k in trains], [grads[k] for k in trains])
             return None, engine.zero if call.sync else None
         parts = engine.allocate(GRADIENTS, unit.reduce, call.trained, grads, ours)
-        engine.reduces_under_way.append(parts)
+        engine.gradients.reduces.append(parts)
         assert call.reduce_node is not None, "a call that reduces has its node"
         call.reduce_node.reducing.setdefault(task, []).append((call, parts))
         # Never None, because autograd picks the queue of a node by the gradients in its buffer.

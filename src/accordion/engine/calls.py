@@ -25,7 +25,6 @@ ENDS_WITH_THE_BACKWARD = -1  # value in `Call.waiting`: no node shows when the g
 
 
 def transform_error() -> UsageError:
-    """Return the error for a model that is called inside a transform of torch.func, or with batched forward-mode tangents."""
     return UsageError(
         "a sharded model was called inside a transform of torch.func (jvp, vmap, grad, ...) or with batched tangents, and it "
         "supports neither; call it inside `accordion.full_params(model)`, or use torch.autograd.forward_ad for one tangent."
@@ -33,7 +32,6 @@ def transform_error() -> UsageError:
 
 
 def changed_error(unit: Unit) -> UsageError:
-    """Return the error for parameters of `unit` that were written between a forward and its backward."""
     return UsageError(
         f"the parameters of unit {unit.name or 'root'!r} were changed between this forward and its backward, by an optimizer "
         "step, a load or a write; run the backward before the step, or the forward again."

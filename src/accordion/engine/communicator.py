@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,10 +24,8 @@ CARRIED = frozenset(
 
 
 def device_type_of_job() -> str:
-    """Return the device type on which the default process group communicates: the accelerator's, such as "cuda", or "cpu".
-
-    A backend that also serves the CPU (gloo, MPI, fake) counts as "cpu"; its users can pass a mesh.
-    """
+    """Return the device type on which the default process group communicates: the accelerator's, such as "cuda", or "cpu". A
+    backend that also serves the CPU (gloo, MPI, fake) counts as "cpu"; its users can pass a mesh."""
     # The group is asked, because `init_process_group()` without a backend leaves the name "undefined" (torch 2.11 to 2.13).
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -108,15 +106,9 @@ class Communicator:
 
     def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
         """All-to-all for each (output, input, output split sizes, input split sizes); tensors are 1-D, [] splits equally."""
-        if self._async or len(sends) < 2:
-            return self._pending(
-                *[self._exchange(out, sent, a, b, self._exchange_options) for out, sent, a, b in sends]
-            )
-        self.group._start_coalescing(self.device)
-        for out, sent, a, b in sends:
-            self._exchange(out, sent, a, b, self._exchange_options)
-        self.group._end_coalescing(self.device)
-        return self._pending()
+        return self._launch(
+            self._exchange, [(*tensors_and_sizes, self._exchange_options) for tensors_and_sizes in sends]
+        )
 
     def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
         """Reduce-scatter: sum each `inputs[i]` (num_ranks * n,) over ranks, and fill `outs[i]` (n,) with this rank's part."""
@@ -126,11 +118,15 @@ class Communicator:
         """All-reduce: replace each tensor, in place, by its sum over ranks."""
         if self.num_ranks == 1:
             return Pending(self)
-        if self._async or len(tensors) < 2:
-            return self._pending(*[self.group.allreduce([t], self._sum_options) for t in tensors])
+        return self._launch(self.group.allreduce, [([t], self._sum_options) for t in tensors])
+
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> Pending:
+        """Call `collective(*arguments)` for each tuple in `calls`, in one launch if the backend is stream-ordered."""
+        if self._async or len(calls) < 2:
+            return self._pending(*[collective(*arguments) for arguments in calls])
         self.group._start_coalescing(self.device)
-        for t in tensors:
-            self.group.allreduce([t], self._sum_options)
+        for arguments in calls:
+            collective(*arguments)
         self.group._end_coalescing(self.device)
         return self._pending()
 
@@ -171,11 +167,8 @@ def own_communicator(communicator: Communicator, device: torch.device) -> Commun
 
 
 def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device: torch.device) -> Any:
-    """Return a process group of `ranks` that all models share. The first call creates the group, and is a collective.
-
-    `communicators`: the ranks of all of them must make the first call together. The new group has the timeout of the first
-    communicator.
-    """
+    """Return a process group of `ranks` that all models share. The first call creates the group, with the timeout of the first of
+    `communicators`, and is a collective of the ranks of all of these."""
     names = "/".join(_torch.group_name(communicator.group) for communicator in communicators)
     key = f"accordion/group/{names}/{len(ranks)}/"
     groups = _torch.kept_with_job(key)

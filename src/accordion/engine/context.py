@@ -53,9 +53,8 @@ class ShardingContext:
     @property
     def cut_communicators(self) -> list[Communicator]:
         """Return the communicators of the mesh axes over which shards differ, without axes of one rank."""
-        return [
-            a.gather for a in ((self.shard, self.replicate) if self.cut_twice else (self.shard,)) if a.num_ranks > 1
-        ]
+        axes = (self.shard, self.replicate) if self.cut_twice else (self.shard,)
+        return [axis.gather for axis in axes if axis.num_ranks > 1]
 
 
 def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:

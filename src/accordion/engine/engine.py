@@ -1,11 +1,11 @@
-"""The state that the units of one sharded model share: their recorded order, running backwards, and gradients on their way."""
+"""The state that the units of one sharded model share: their recorded order, running forwards and backwards, kept leases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,15 +13,12 @@ from torch import Tensor
 from accordion import _torch
 from accordion.config import Precision, Prefetch, Strategy
 from accordion.engine.context import ShardingContext
-from accordion.engine.late_gradients import UndecidedGradients
+from accordion.engine.gradients import GradientsUnderWay
 from accordion.engine.observer import GATHERED, GRADIENTS, Observers, Purpose
 from accordion.engine.order import BACKWARD, FORWARD, Phase, UnitOrder
 from accordion.engine.params import Param
-from accordion.engine.pending_reduce import PendingReduce
-from accordion.engine.streams import Transfer
 from accordion.engine.unit import RESHARDED, Unit
 
-Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 IN_BACKWARD = -1  # `Call.root` of calls in a backward, in which activation checkpointing recomputes them
@@ -30,8 +27,8 @@ WAITING_ROOTS = 4  # the most forwards whose full parameters wait for a backward
 
 @dataclass(eq=False, slots=True)
 class KeptLease:
-    """A claim that a unit's full parameters stay in memory from a forward to its backward. `root`: number of that forward;
-    `IN_BACKWARD` for a recomputation by activation checkpointing."""
+    """A claim that a unit's full parameters stay in memory from a forward to its backward. `root`: number of that forward, or
+    `IN_BACKWARD` for a recomputation."""
 
     # Call and engine both refer to this object and not to each other, so that no reference cycle keeps the autograd graph.
 
@@ -43,16 +40,14 @@ class Engine:
     """The gathers, reduces and bookkeeping of one sharded model, shared by its units; `shard` makes one for each model."""
 
     def __init__(self, context: ShardingContext, strategy: Strategy, precision: Precision, prefetch: Prefetch) -> None:
-        self.context, self.strategy, self.precision, self.prefetch = context, strategy, precision, prefetch
+        self.context, self.strategy, self.precision = context, strategy, precision
         self.observers = Observers()
         self.units: list[Unit] = []
-        self._full_bytes: list[int] = []  # by unit
         self.hooks: list[Any] = []  # the `Hooks` of each unit
-        self.order = UnitOrder()
+        self.order = UnitOrder(prefetch.budget_bytes)
         self.zero = torch.zeros((), device=context.device)  # value and gradient of every edge tensor
         self.leaf = torch.zeros((), device=context.device, requires_grad=True)  # in place of edge tensors under no_sync
         self.sync = True
-        self.unfilled: set[int] = set()  # ids of the sharded parameters that were on the meta device
         self.suspended = False  # True inside `full_params`: the registry holds full parameters, hooks do nothing
         # Forwards.
         self.depth = 0  # number of calls under way, each inside the one before
@@ -61,18 +56,9 @@ class Engine:
         self.pre_backward_nodes: list[Tensor] = []  # of calls inside the outermost call under way
         self._nodes_of = _torch.NO_BACKWARD  # the backward in which that outermost call runs
         # Backwards.
-        self.reduces_under_way: list[list[PendingReduce]] = []  # one list per call of a unit
-        self.failed_reduces: list[PendingReduce] = []  # of backwards that raised; the host must wait for them
-        # Callbacks that write gradients whose reduce over the replicate axis of a hybrid still runs, the oldest first.
-        self.delayed_writes: list[Callable[[], object]] = []
-        self.undecided = UndecidedGradients()
-        self.arriving: list[Transfer] = []  # copies of gradients to host or disk under way
-        self.to_add: list[tuple[Tensor, Tensor]] = []  # (sum, term): terms among them that are added to gradients
-        self._tasks: dict[int, list[Any]] = {}  # by backward task, the `Call`s that take part
-        self._synced: set[int] = set()  # backward tasks that reduce
-        self._wrote_on: set[Any] = set()  # compute streams on which gradients were written
-        # A backward task, and True if the engine may write gradients in it.
-        self._accumulates: tuple[int, bool] | None = None
+        self.gradients = GradientsUnderWay(context.reduce_stream, self.leaf)
+        self._tasks: dict[int, list[Any]] = {}  # id of a backward under way -> the `Call`s that it has reached
+        self._reduces = False  # True if a backward under way, or ended beside one, reduces gradients
         self._walked: set[int] = set()  # root calls that the backward under way has reached
 
     def add_unit(self, unit: Unit, hooks: Any) -> None:
@@ -80,18 +66,16 @@ class Engine:
         assert unit.index == len(self.units), "units come in the order of their indices"
         unit.observers = self.observers
         self.units.append(unit)
-        self._full_bytes.append(unit.full_bytes)
+        self.order.num_bytes.append(unit.full_bytes)
         self.hooks.append(hooks)
 
     @property
     def params(self) -> list[Param]:
-        """Return the parameters of all units, in the order of the units."""
         return [param for unit in self.units for param in unit.params]
 
     def dismantle(self) -> None:
         """Drop all units and state of a deleted model, so that its memory is freed at once. The host waits for no collective."""
-        for part in [*self.failed_reduces, *[part for parts in self.reduces_under_way for part in parts]]:
-            part.abandon()
+        self.gradients.abandon()
         for call in [call for calls in self._tasks.values() for call in calls]:
             call.shown.clear()
             call.drop()
@@ -100,18 +84,15 @@ class Engine:
         self.units, self.kept_leases, self.pre_backward_nodes, self.hooks = [], [], [], []
         self.observers.clear()
         self._tasks.clear()
-        self.reduces_under_way, self.failed_reduces = [], []
-        self.delayed_writes.clear()
-        self.undecided.forget()
 
     # -- forward
 
     def enter(self) -> None:
-        """Called before a call of a unit. If the call is the outermost one and outside of a backward, prepare for a new forward.
+        """Prepare for a new forward, if the call of a unit that follows is the outermost one and outside of a backward.
 
-        The preparation cleans up after a backward that raised, marks outdated full parameters for a new gather, notes which
-        parameters now require gradients, releases leases kept for old forwards, and notifies observers. Raises `UsageError` if
-        the user assigned `p.data`, and `DivergenceError` if collectives are not safe any more.
+        Cleans up after a backward that raised, marks outdated full parameters for a new gather, notes which parameters now
+        require gradients, releases leases kept for old forwards, and notifies observers. Raises `UsageError` if the user assigned
+        `p.data`, and `DivergenceError` if collectives are not safe any more.
         """
         if self.depth:
             return
@@ -137,15 +118,9 @@ class Engine:
             self.drop_kept(lambda lease: stale or lease.root < self.root_call - WAITING_ROOTS)
 
     def collects(self) -> bool:
-        """Return True if a node made now goes into `pre_backward_nodes`; False in a backward that began in the outermost call."""
+        """Return True if the node of a call that ends now goes into `pre_backward_nodes`; False inside a backward that began
+        during the outermost call."""
         return _torch.current_graph_task() == self._nodes_of
-
-    def take_pre_backward_nodes(self) -> list[Tensor]:
-        """Return and forget the nodes in `pre_backward_nodes` if the outermost call ends now; otherwise return []."""
-        if self.depth > 1 or not self.collects():
-            return []
-        nodes, self.pre_backward_nodes = self.pre_backward_nodes, []
-        return nodes
 
     def leave(self, error: BaseException | None) -> None:
         """End a call of a unit. `error`: the exception that ended it, or None. The end of the outermost call, outside of a
@@ -165,20 +140,18 @@ class Engine:
         for notify in self.observers.forward_ends:
             notify(error)
 
-    def allocate(
-        self, purpose: Purpose, function: Callable[Args, Result], *args: Args.args, **kwargs: Args.kwargs
-    ) -> Result:
-        """Return `function(*args, **kwargs)`, and tell observers that the memory allocated inside is for `purpose`."""
+    def allocate(self, purpose: Purpose, function: Callable[..., Result], *args: Any) -> Result:
+        """Return `function(*args)`, and tell observers that the memory allocated inside is for `purpose`."""
         for notify in self.observers.memory_is_for:
             notify(purpose)
-        result = function(*args, **kwargs)
+        result = function(*args)
         for notify in self.observers.memory_is_for:
             notify(None)
         return result
 
     def acquire(self, unit: Unit) -> int:
-        """Gather `unit` if needed, and let the compute stream wait for it. `unit` stays in memory until `unit.release()`. Returns
-        the version of the shards from which it was gathered."""
+        """Gather `unit` if needed, and let the compute stream wait for it. It stays in memory until `unit.release()`. Returns the
+        version of the shards from which it was gathered."""
         if unit.full_params is RESHARDED:
             self.allocate(GATHERED, unit.unshard)
         return unit.acquire()
@@ -189,20 +162,15 @@ class Engine:
         for unit in self.units:
             unit.reshard(waits)
 
-    def keep(self, unit: Unit, root: int) -> KeptLease:
-        """Keep the caller's lease on `unit` until the backward of forward number `root`; return a record of it for `take`."""
-        self.kept_leases.append(KeptLease(unit, root))
-        return self.kept_leases[-1]
-
     def take(self, lease: KeptLease | None) -> bool:
-        """Take back a lease from `keep`. Returns True if it was kept until now; the caller must then release the unit."""
+        """Remove `lease` from `kept_leases`. Returns True if it was in this list; the caller must then release the unit."""
         if lease is None or lease not in self.kept_leases:
             return False
         self.kept_leases.remove(lease)
         return True
 
     def drop_kept(self, matches: Callable[[KeptLease], bool] = lambda lease: True) -> None:
-        """Release the leases from `keep` for which `matches` returns True, by default all; their backward gathers again."""
+        """Release the leases in `kept_leases` for which `matches` returns True, by default all; their backward gathers again."""
         # Never called by a destructor, because all ranks must end their leases at the same time.
         for lease in [lease for lease in self.kept_leases if matches(lease)]:
             self.kept_leases.remove(lease)
@@ -227,23 +195,16 @@ class Engine:
 
         The host does not wait for collectives, because other ranks may not have begun them; the next backward waits.
         """
-        if not self._tasks and not self.reduces_under_way:
+        if not self._tasks and not self.gradients.reduces:
             return
-        for part in [part for parts in self.reduces_under_way for part in parts]:
-            if part.lets_host_wait:
-                self.failed_reduces.append(part)
-            else:
-                part.finish(decide=False)
-        self.reduces_under_way.clear()
-        self.delayed_writes.clear()
-        self.undecided.forget()
+        self.gradients.drop()
         for calls in self._tasks.values():
             for call in calls:
                 for task in list(call.shown):
                     call.end(task)
                 call.drop()
         self._tasks.clear()
-        self._synced.clear()
+        self._reduces = False
         self.drop_kept()
         for unit in self.units:
             unit.module_params.hide_all()
@@ -252,20 +213,19 @@ class Engine:
     # -- backward
 
     def join(self, task: int, call: Any) -> None:
-        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call. The
-        first record of a backward notifies observers that it begins. If an earlier backward raised, the host first waits for the
-        reduces that were then under way."""
+        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call.
+
+        The first call of a backward begins it: observers are notified, and the host waits for reduces of backwards that raised.
+        """
         self._follow(task)
         self._tasks[task].append(call)
-        if call.reduces:
-            self._synced.add(task)
+        self._reduces |= call.reduces
 
     def _follow(self, task: int) -> None:
         if task in self._tasks:
             return
         if not self._tasks:
-            while self.failed_reduces:
-                self.failed_reduces.pop(0).finish(decide=False)
+            self.gradients.finish_failed()
             self.order.begin(BACKWARD)
             for notify in self.observers.backward_begins:
                 notify()
@@ -274,9 +234,8 @@ class Engine:
 
     def add_outside(self, unit: Unit, i: int, grad: Tensor) -> None:
         """Add `grad`, a gradient of the unit's parameter `i` from outside of any call, to the sums that this backward reduces."""
-        task = _torch.current_graph_task()
-        self._follow(task)
-        self._synced.add(task)
+        self._follow(_torch.current_graph_task())
+        self._reduces = True
         # All trained parameters are added: ranks may have such gradients for different ones, and must reduce the same.
         indices = tuple(sorted({*unit.trained.indices, i}))
         self.add_up(unit, indices, [grad if k == i else None for k in indices])
@@ -285,80 +244,43 @@ class Engine:
 
     def add_up(self, unit: Unit, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Add full gradients of the unit's parameters `indices` to sums on this rank, for the unit's next reduce."""
-        self.writes_here()
+        self.gradients.write_here()
         self.allocate(GRADIENTS, unit.local_sums.add, indices, grads)
-
-    def land_gradients(self) -> None:
-        """Let the host wait for copies of gradients to host or disk, then do the additions to `.grad` that waited for them."""
-        if not self.arriving:
-            return
-        for transfer in self.arriving:
-            transfer.synchronize()
-        self.arriving.clear()
-        for total, term in self.to_add:
-            total.add_(term)
-        self.to_add.clear()
 
     def synchronize(self) -> None:
         """Let the host wait for optimizer steps and copies under way, so that shards, gradients and states are current. Raises
         `UsageError` if the user assigned `p.data`."""
-        self.land_gradients()
+        self.gradients.land()
         for unit in self.units:
             unit.module_params.check_data()
             for group in unit.groups:
                 group.shard_buffer.synchronize()
-
-    def accumulates(self) -> bool:
-        """Return True if the engine may write `.grad` in this backward. False in `autograd.grad`, in a backward with `inputs`,
-        and in anomaly mode. If True, also let the compute stream wait for other streams that wrote gradients."""
-        task = _torch.current_graph_task()
-        if self._accumulates is None or self._accumulates[0] != task:  # computed once per backward
-            self._accumulates = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self.leaf)
-        may = self._accumulates[1]
-        if may:
-            self.writes_here()
-        return may
-
-    def writes_here(self) -> None:
-        """Record that this compute stream writes gradients, and let it wait for the other streams that wrote some."""
-        self._wrote_on.add(self.context.reduce_stream.compute())
-        if len(self._wrote_on) > 1:
-            self.context.reduce_stream.join(self._wrote_on)
-
-    def write_delayed(self, num_left: int = 0) -> None:
-        """Run the callbacks in `delayed_writes`, the oldest first, until `num_left` of them are left."""
-        while len(self.delayed_writes) > num_left:
-            self.delayed_writes.pop(0)()
 
     def _end_of(self, task: int) -> None:
         """End the calls of the backward with id `task`; if no other backward runs, also its leases and gradients under way."""
         for call in self._tasks.pop(task):
             call.end(task)
             self._walked.add(call.root)
-        if self.delayed_writes:
-            self.writes_here()
-            self.write_delayed()
+        if self.gradients.delayed_writes:
+            self.gradients.write_here()
+            self.gradients.write_delayed()
         if self._tasks:
             return
-        self.land_gradients()
+        self.gradients.land()
         self.drop_kept(lambda lease: lease.root == IN_BACKWARD or lease.root in self._walked)
         self._walked.clear()
         self.order.end(BACKWARD)
         for notify in self.observers.backward_ends:
             notify()
-        # As autograd does for its own accumulation, let the caller's stream wait for those that wrote gradients.
-        self.context.reduce_stream.join(self._wrote_on)
-        self._wrote_on.clear()
-        reduced = bool(self._synced)
-        if reduced:
-            self._synced.clear()
+        self.gradients.join_writers()
+        reduced, self._reduces = self._reduces, False
         self._ended(reduced)
 
     def _ended(self, reduced: bool) -> None:
         """If `reduced`, complete all gradients and mark full parameters stale. Then free unused units and notify observers."""
         if reduced:
             self._reduce_leftovers()
-            self.undecided.settle()
+            self.gradients.undecided.settle()
             for unit in self.units:
                 unit.mark_stale()
         self.reshard_unused()
@@ -380,13 +302,13 @@ class Engine:
             parts = self.allocate(GRADIENTS, unit.reduce, trained, None, none_ours)
             decide = any(_torch.grads_of(trained.params)[1])
             grads, copies = self.allocate(GRADIENTS, unit.as_gradients, trained, parts, none_ours, decide)
-            self.arriving += copies
-            self.land_gradients()
+            self.gradients.copies += copies
+            self.gradients.land()
             counted = [place for part in parts for place in part.counted()]
             for param, grad, place in zip(trained.params, grads, counted, strict=True):
                 if grad is None:
                     continue
-                self.undecided.note(param, param.grad, grad, None if decide else place)
+                self.gradients.undecided.note(param, param.grad, grad, None if decide else place)
                 if param.grad is None:
                     param.grad = grad
                 else:
@@ -400,17 +322,10 @@ class Engine:
         """Record that `unit` runs now, and begin to gather the units expected next, within the prefetch budget."""
         self.order.visit(phase, unit.index)
         chosen: Iterable[int] | None = unit.unit_policy.ahead.get(phase)
-        if chosen is None:
-            chosen = self.order.ahead(phase, unit.index, self._full_bytes, self.prefetch.budget_bytes)
-        for index in chosen:
+        for index in self.order.ahead(phase, unit.index) if chosen is None else chosen:
             following = self.units[index]
             if following.full_params is RESHARDED and (phase is FORWARD or following.needs_full_in_backward):
                 self.allocate(GATHERED, following.unshard)
-
-    def expected(self, unit: Unit) -> Unit | None:
-        """Return the unit expected after `unit` in a forward; None at its end, or if none was recorded."""
-        following = self.order.after(FORWARD, unit.index)
-        return None if following is None else self.units[following]
 
     def is_among_last(self, unit: Unit) -> bool:
         """Return True if `unit` ran last in the last forward, or last but one before a unit that is one layer (a head)."""

@@ -49,7 +49,7 @@ class FullBuffer:
         flat: Tensor,
         rank: int,
         *,
-        poison: bool = False,
+        poison: bool,
         cut_dim_first: bool = False,
     ) -> None:
         self.flat = flat

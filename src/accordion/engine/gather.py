@@ -35,8 +35,7 @@ class AxisGather:
         self._own = [] if cast else [full_buffer.own_parts[i] for i in msg.direct]
         self._arrive, self._travel = [carried(t) for t in self._fulls], [carried(t) for t in self._shards]
         self._storage: torch.UntypedStorage | None = None
-        packs = num > 1 and msg.row_numel > 0
-        if packs:
+        if num > 1 and msg.row_numel > 0:
             self._pack(full_buffer.flat.new_empty(msg.row_numel * num), shard_buffer, cast)
 
     def _pack(self, packed: Tensor, shard_buffer: ShardBuffer, cast: bool) -> None:

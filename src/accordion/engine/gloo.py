@@ -34,10 +34,8 @@ class GlooCommunicator(Communicator):
         self.sends = device.type == "cpu" and 2 <= self.num_ranks <= SENDING_RANKS
 
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
-        """For each (received, sent), begin to send `sent[r]` to rank r and to receive `received[r]` from it. Return the works.
-
-        All tensors must be contiguous. Empty tensors and this rank's own index are skipped.
-        """
+        """For each (received, sent), begin to send `sent[r]` to rank r and to receive `received[r]` from it; return the works.
+        All tensors must be contiguous. Empty tensors and this rank's own index are skipped."""
         # 12.6 MB over 2 ranks take 0.6 of the time of an all-gather.
         works = []
         for i, (received, sent) in enumerate(messages):
@@ -86,10 +84,8 @@ class SendingReduce(AxisReduce):
         sum_rows(self._received[-1], self._out_pack)
 
     def _messages(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Return (rows to receive from each rank, rows to send to each rank) for each large gradient.
-
-        At this rank's own index both lists have its own rows.
-        """
+        """Return (rows to receive from each rank, rows to send to each rank) for each large gradient; at this rank's own index
+        both lists have its own rows."""
         messages, rank = [], self._axis.rank
         for i, grad, received in zip(self._msg.direct, self._direct, self._received, strict=False):
             c = self._msg.cuts[i]

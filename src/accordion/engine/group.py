@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -45,11 +46,10 @@ class InnerShard(ShardBuffer):
     def __init__(
         self, msg: Message, inner: Message, rank: int, dtype: torch.dtype, device: torch.device, *, poison: bool
     ) -> None:
-        offsets, offset = [], 0
-        for c, r in zip(msg.cuts, inner.cuts, strict=True):
-            offsets.append(offset)
-            offset += aligned(max(c.shard_numel, r.padded_numel), dtype.itemsize)
-        flat = torch.zeros(offset, dtype=dtype, device=device)
+        pairs = zip(msg.cuts, inner.cuts, strict=True)
+        numels = [aligned(max(c.shard_numel, r.padded_numel), dtype.itemsize) for c, r in pairs]
+        *offsets, numel = accumulate(numels, initial=0)
+        flat = torch.zeros(numel, dtype=dtype, device=device)
         self.dtype = dtype
         self.tag = torch.zeros(msg.num_flags, dtype=dtype, device=device)
         self.full_buffer = FullBuffer(inner.cuts, offsets, flat, rank, cut_dim_first=True, poison=poison)
@@ -144,11 +144,9 @@ class Group(ABC):
         return 0 if self.full_buffer is None else self.full_buffer.num_bytes
 
     def version(self) -> int:
-        """Return a number that grows with every write to a shard: an optimizer step, a load, or a write of full parameters.
-
-        It counts the versions of the DTensors and of their local tensors, because an operator on one leaves the other's as it
-        is. Neither operator changes the version of `shard_buffer.locals`, although the memory is the same.
-        """
+        """Return a number that grows with every write to a shard: an optimizer step, a load, or a write of full parameters."""
+        # Versions of DTensors and of local tensors, because an operator on one leaves the other's as it is. Neither changes the
+        # version of `shard_buffer.locals`, although the memory is the same.
         return _torch.versions_of(self.sharded)
 
     def mark_stale(self) -> None:
@@ -187,11 +185,9 @@ class Group(ABC):
         return plans
 
     def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor (rows, count + 1) to send with `count` gradients: 1 for each, 0 for those in `absent`, then the tag.
-
-        All rows are equal. Their sums over ranks tell how many ranks had each gradient, and if all ranks reduce the same unit.
-        Small results are cached if `absent` is empty; the host then waits once for the device.
-        """
+        """Return a tensor (rows, count + 1) to send with `count` gradients, each row: 1 for a gradient, 0 if it is in `absent`;
+        last the tag. Sums over ranks tell how many ranks had each gradient, and if all ranks reduce the same unit. Small results
+        are cached if `absent` is empty; the host then waits once for the device."""
         key = (rows * count, dtype)
         if not absent and key in self._ones:
             return self._ones[key]
@@ -228,9 +224,7 @@ class CutGroup(Group):
         self._tag = carried(torch.full_like(tagged.tag, self.tag, device=context.device))
         alone = context.shard.num_ranks == 1 and not context.cut_twice
         self.alias = alone and self.shard_buffer.dtype == dtype and self.shard_buffer.is_memory_of_locals
-        full_buffer: FullBuffer | None = None
-        if not self.alias:
-            full_buffer = self._make_full_buffer(cuts, rank, late)
+        full_buffer = None if self.alias else self._make_full_buffer(cuts, rank, late)
         self.full_buffer = self._full = full_buffer
         self.views = self.shard_buffer.locals if full_buffer is None else full_buffer.views
         if inner_shard is not None:

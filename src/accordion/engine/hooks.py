@@ -15,15 +15,14 @@ from torch.utils.hooks import RemovableHandle
 from accordion import _torch
 from accordion.engine.autograd import AwaitReduce, Gather, OutputNode
 from accordion.engine.calls import Call, transform_error
-from accordion.engine.engine import IN_BACKWARD, Engine
+from accordion.engine.engine import IN_BACKWARD, Engine, KeptLease
 from accordion.engine.order import FORWARD
 from accordion.engine.tree import map_tensors, overlapping, tensors_of
 from accordion.engine.unit import ReduceNode, Unit
 
 ATTACHED = "_accordion"  # the attribute of a unit's module that holds its hooks
-_HOOKS_OF = weakref.WeakKeyDictionary[
-    nn.Module, "list[weakref.ref[Hooks]]"
-]()  # by module that has some of the parameters
+# By module that has some of a unit's parameters.
+_HOOKS_OF = weakref.WeakKeyDictionary[nn.Module, "list[weakref.ref[Hooks]]"]()
 
 
 class Hooks:
@@ -95,10 +94,10 @@ class Hooks:
         self._reserved = None
 
     def _edge(self, call: Call) -> Tensor:
-        """Return the input of a call's Gather node, which links it to the AwaitReduce node; a leaf if nothing is reduced.
+        """Return the input of a call's Gather node: the output of the unit's AwaitReduce node, or a leaf if nothing is reduced.
 
-        If something is reduced, also sets `call.number`, the sequence number of AwaitReduce in autograd: the number that
-        `reserve` took in the previous unit's call of this forward, or a new one.
+        In the first case also sets `call.number`, the sequence number of AwaitReduce in autograd: the one that `reserve` took
+        during the call of the previous unit in this forward, or a new one.
         """
         engine, trained = self.engine, call.trained
         if not call.sync or not trained.indices:
@@ -127,8 +126,8 @@ class Hooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any, *, by_read: bool = False) -> Any:
         """Forward pre-hook: gather the unit, show its full parameters, and return cast (args, kwargs), or None to keep them.
 
-        Inside `full_params` only returns None. `by_read`: True if a read of the layer's weight calls this, instead of torch.
-        Raises `UsageError` in a transform of torch.func, and errors of observers.
+        Inside `full_params` nothing but None is returned. `by_read`: True if a read of the layer's weight calls this, instead of
+        torch. Raises `UsageError` in a transform of torch.func, and errors of observers.
         """
         engine, unit = self.engine, self.unit
         if engine.suspended:
@@ -167,15 +166,32 @@ class Hooks:
         return self._cast_inputs(call, args, kwargs)
 
     def _cast_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """Return (args, kwargs) cast to the unit's dtype, or None to keep them; set `call.inputs` to their autograd nodes."""
-        unit = self.unit
-        if unit.inputs is None and not unit.views_inputs:
+        """Return (args, kwargs) cast to the unit's dtype, or None to keep them; set `call.inputs` to their autograd nodes.
+
+        If `unit.views_inputs`, inputs that require a gradient are replaced by views, whose gradients count this call alone.
+        """
+        unit, dtype = self.unit, self.unit.inputs
+        if dtype is None and not unit.views_inputs:
             if torch.is_grad_enabled():
                 call.inputs = [_torch.node_of(t) for t in tensors_of((args, kwargs)) if t.requires_grad]
             return None
-        cast: dict[int, Tensor] = {}
+        results: dict[int, Tensor] = {}  # by id of the input, for inputs that occur twice
         nodes: list[Any] = []
-        take, keep = partial(self._input, nodes, cast, True), partial(self._input, nodes, cast, False)
+
+        def cast(may_view: bool, tensor: Tensor) -> Tensor:
+            if id(tensor) in results:
+                return results[id(tensor)]
+            original = tensor
+            if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+                tensor = tensor.to(dtype)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                if may_view and tensor is original and unit.views_inputs:
+                    tensor = tensor.view_as(tensor)
+                nodes.append(_torch.node_of(tensor))
+            results[id(original)] = tensor
+            return tensor
+
+        take, keep = partial(cast, True), partial(cast, False)  # no views in lists and mappings, which are the caller's
         taken = map_tensors(take, args, keep), {k: map_tensors(take, v, keep) for k, v in kwargs.items()}
         call.inputs = nodes
         return taken
@@ -210,9 +226,9 @@ class Hooks:
                 return call, unit.module_params.around(unit.views)
             call.version = version
             edge = self._edge(call)
-            following = engine.expected(unit) if outside else None
-            if following is not None and following.trained.indices:
-                engine.hooks[following.index].reserve(engine.root_call)
+            following = engine.order.after(FORWARD, unit.index) if outside else None
+            if following is not None and engine.units[following].trained.indices:
+                engine.hooks[following].reserve(engine.root_call)
             call.reached, *outs = _torch.apply(Gather, call, edge)
             fulls = outs
             if len(outs) < len(unit.views):
@@ -224,24 +240,6 @@ class Hooks:
             unit.release()
             engine.depth -= 1
             raise
-
-    def _input(self, nodes: list[Any], cast: dict[int, Tensor], may_view: bool, tensor: Tensor) -> Tensor:
-        """Return an input cast to the unit's dtype, and append its autograd node to `nodes` if it requires a gradient.
-
-        `cast`: result by id of the input, for inputs that occur twice. If `unit.views_inputs`, the result is a view, so that its
-        gradient counts this call alone. `may_view`: False for tensors in lists and mappings of the caller, which stay.
-        """
-        if id(tensor) in cast:
-            return cast[id(tensor)]
-        original, dtype = tensor, self.unit.inputs
-        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-            tensor = tensor.to(dtype)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            if may_view and tensor is original and self.unit.views_inputs:
-                tensor = tensor.view_as(tensor)
-            nodes.append(_torch.node_of(tensor))
-        cast[id(original)] = tensor
-        return tensor
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Forward hook, also after an error (`out` None): end the call of `before`; return a replacement for `out`, or None.
@@ -284,7 +282,8 @@ class Hooks:
         return None if out is result else out
 
     def own_memory(self, tensor: Tensor) -> Tensor:
-        """Return the output `tensor`, copied if it is a view of a full parameter (learned positions), which will be freed."""
+        """Return `tensor`, an output of the unit; a copy if it is a view of a full parameter (learned positions), whose memory
+        will be freed."""
         return tensor.clone() if self.unit.holds(tensor) else tensor
 
     def _watch_outputs(self, call: Call, fulls: Sequence[Tensor], out: Any, inputs: Any) -> Any:
@@ -297,7 +296,9 @@ class Hooks:
         self._make_pre_backward_node(call, begin)
         tensors = [out] if isinstance(out, Tensor) else tensors_of(out)
         watched = list({id(t): t for t in tensors if t.requires_grad}.values())
-        to_reach = engine.take_pre_backward_nodes()
+        to_reach: list[Tensor] = []
+        if engine.depth == 1 and engine.collects():
+            to_reach, engine.pre_backward_nodes = engine.pre_backward_nodes, []
         replaced: dict[int, Tensor] = {}
         if watched and to_reach:
             shared = overlapping(watched, tensors_of(inputs))
@@ -330,7 +331,8 @@ class Hooks:
             keep = engine.context.keep_until_backward or engine.depth == 1 or engine.is_among_last(unit)
         call.reached = None
         if keep:
-            call.kept_lease = engine.keep(unit, call.root)
+            call.kept_lease = KeptLease(unit, call.root)
+            engine.kept_leases.append(call.kept_lease)
         else:
             unit.release()
 

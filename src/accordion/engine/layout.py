@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, groupby
 from math import gcd, prod
 
 KIB = 1024
@@ -94,11 +95,8 @@ def splits_blocks(shape: Sequence[int], splits: Sequence[int], block: int) -> bo
 
 
 def _least_padded(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
-    """Return how to divide a tensor over ranks: by rows of dim 0, unless that needs much padding.
-
-    If it does, as for fused experts (8, ...) on 64 ranks, the tensor is divided on the dim with the least padding. 0-d tensors,
-    and small ones that need much padding on every dim, are not divided.
-    """
+    """Return how to divide a tensor over ranks: by rows of dim 0, or on the dim with the least padding if rows need much padding,
+    as for fused experts (8, ...) on 64 ranks. 0-d tensors, and small ones that need much on every dim, are not divided."""
     shape = tuple(shape)
 
     def padding(dim: int) -> int:
@@ -216,11 +214,9 @@ def aligned(numel: int, itemsize: int) -> int:
 
 def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], int]:
     """Return (aligned offset of each full parameter, size of the buffer) in elements; parameters cut on dim 0 are padded."""
-    offsets, at = [], 0
-    for c in cuts:
-        offsets.append(at)
-        at += aligned(c.padded_numel if c.dim == 0 else c.numel, itemsize)
-    return tuple(offsets), at
+    numels = [aligned(c.padded_numel if c.dim == 0 else c.numel, itemsize) for c in cuts]
+    *offsets, end = accumulate(numels, initial=0)
+    return tuple(offsets), end
 
 
 def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
@@ -239,10 +235,5 @@ def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]
 
 def runs(indices: Sequence[int]) -> list[slice]:
     """Return ascending `indices` as slices of consecutive ones: [1, 2, 5] -> [1:3, 5:6]."""
-    slices: list[slice] = []
-    for i in indices:
-        if slices and slices[-1].stop == i:
-            slices[-1] = slice(slices[-1].start, i + 1)
-        else:
-            slices.append(slice(i, i + 1))
-    return slices
+    consecutive = [[i for _, i in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
+    return [slice(run[0], run[-1] + 1) for run in consecutive]

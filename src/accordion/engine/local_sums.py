@@ -60,10 +60,10 @@ class LocalSums:
             self._sums[i] = _Sum(grad.to(self._dtypes[i]), shown, shown._version, is_ours)
 
     def take(self, indices: Sequence[int], grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
-        """Return for each parameter in `indices` its sum plus its gradient in `grads`, and forget the sums.
+        """Return for each parameter in `indices` its sum plus its gradient in `grads`, None if it has neither; forget the sums.
 
-        An entry is None if the parameter has neither. `grads`: None to take the sums alone; with gradients, a parameter that was
-        frozen since the forward keeps its sum, and only its gradient is returned.
+        `grads`: None to take the sums alone. With gradients, a parameter that was frozen since the forward keeps its sum, and
+        only its gradient is returned.
         """
         result: list[Tensor | None] = []
         for i, grad in zip(indices, [None] * len(indices) if grads is None else grads, strict=True):

@@ -23,8 +23,8 @@ class ModuleParams:
         # `__dict__`s in place of weak references to modules, which would cost 30 thousand instructions per step in a unit
         # of nine parameters. The dict of a deleted module is written without effect.
         self._places = [(module.__dict__, attr, i) for module, attr, i in places if module is not None]
-        self._shards = [p.sharded for p in params]
-        self._storages = _torch.storages_of(self._shards)
+        self.shards = [p.sharded for p in params]
+        self._storages = _torch.storages_of(self.shards)
         self._in_registry = self._in_dict = False  # where the full parameters are: `_parameters` or `__dict__`
         self._shown: list[tuple[Sequence[Tensor], bool]] = []  # (full parameters, True if in the registry)
         self._rnns = [weakref.ref(module) for module in self.modules() if isinstance(module, nn.RNNBase)]
@@ -38,7 +38,7 @@ class ModuleParams:
         """Raise `UsageError` if code has replaced a module's parameter since `shard`. Not checked while full ones are shown."""
         if self._shown:
             return
-        shards = self._shards
+        shards = self.shards
         for attributes, attr, i in self._places:
             if attributes["_parameters"].get(attr) is not shards[i]:
                 raise UsageError(
@@ -48,7 +48,7 @@ class ModuleParams:
 
     def check_data(self) -> None:
         """Raise `UsageError` if `p.data = ...` was assigned to a sharded parameter, because this does not change its shard."""
-        storages = _torch.storages_of(self._shards)
+        storages = _torch.storages_of(self.shards)
         if storages == self._storages:
             return
         unlike = [p for p, new, old in zip(self._params, storages, self._storages, strict=True) if new is not old]
@@ -65,11 +65,9 @@ class ModuleParams:
         return [f if p.around is None else p.around(f) for f, p in zip(seen, self._params, strict=True)]
 
     def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
-        """Make `module.weight` return the tensor in `fulls` instead of the shard, until `hide(fulls)`.
-
-        If `registered`, `module.parameters()` has it too. A backward passes False, because no hook would put the shards back
-        into the registry if it raised.
-        """
+        """Make `module.weight` return the tensor in `fulls` instead of the shard, until `hide(fulls)`. If `registered`,
+        `module.parameters()` has it too."""
+        # A backward passes False, because no hook would put the shards back into the registry if it raised.
         self._shown.append((fulls, registered))
         self._install()
 
@@ -107,7 +105,7 @@ class ModuleParams:
         in_dict = fulls is not None and not registered
         # A module may register its parameter again, as quantized ones do, also while a backward recomputes it.
         left = self._in_registry or (self._in_dict and not in_dict)
-        to_registry = fulls if registered else self._shards if left else None
+        to_registry = fulls if registered else self.shards if left else None
         if to_registry is not None:
             for attributes, attr, i in self._places:
                 attributes["_parameters"][attr] = to_registry[i]

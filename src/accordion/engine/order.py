@@ -19,11 +19,16 @@ class UnitOrder:
     """The order in which units ran: for each unit (by index) and phase, the unit that followed it the last time.
 
     Results depend on the recorded order alone, never on time or memory, so that all ranks gather the same units in one order.
+
+    `budget_bytes`: the most bytes of full parameters to prefetch; None: one unit of any size. `num_bytes`: bytes of each unit's
+    full parameters; whoever adds a unit to the model appends them.
     """
 
     # A surprise costs one wrong guess and not the whole trace, which DeepSpeed drops at the first mismatch.
 
-    def __init__(self) -> None:
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        self.budget_bytes = budget_bytes
+        self.num_bytes: list[int] = []
         self._next: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self._last = [START, START]
 
@@ -63,18 +68,15 @@ class UnitOrder:
     def ends_with(self, phase: Phase, unit: int) -> bool:
         return self._next[phase].get(unit) == END
 
-    def ahead(self, phase: Phase, unit: int, num_bytes: Sequence[int], budget_bytes: int | None) -> Sequence[int]:
-        """Return the units to prefetch while `unit` runs: the next ones that fit into `budget_bytes`, or one if that is None.
-
-        `num_bytes`: bytes of each unit's full parameters. Units that are already gathered count and are returned too.
-        """
-        following = self.after(phase, unit)
-        if budget_bytes is None:
+    def ahead(self, phase: Phase, unit: int) -> Sequence[int]:
+        """Return the units to prefetch while `unit` runs: the next ones that fit into the budget, also if gathered already."""
+        following, left_bytes = self.after(phase, unit), self.budget_bytes
+        if left_bytes is None:
             return () if following is None or following == unit else (following,)
         chosen: list[int] = []
         while following is not None and following != unit and following not in chosen:
-            budget_bytes -= num_bytes[following]
-            if budget_bytes < 0:
+            left_bytes -= self.num_bytes[following]
+            if left_bytes < 0:
                 break
             chosen.append(following)
             following = self.after(phase, following)

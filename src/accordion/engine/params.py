@@ -61,7 +61,8 @@ class Param:
 
     `cut`: the rows that each rank keeps. `grad_dtype`: dtype of the sharded gradient; None: that in which it is summed.
     `grad_like`: a DTensor with dtype and placement of the gradient. `extension`: makes the tensor subclass that modules see out
-    of a gathered tensor. `around`: makes the DTensor of tensor parallelism out of it. `context`: the ranks that share the rows.
+    of a gathered tensor. `around`: makes the DTensor of tensor parallelism, which modules see, out of a gathered tensor.
+    `context`: the ranks that share the rows.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Param:
     grad_dtype: torch.dtype | None
     extension: Callable[[Tensor], Tensor] | None = None
     around: TensorParallelView | None = None
+    is_filled: bool = True  # False if it was on the meta device at `shard`
     sharded: nn.Parameter = field(init=False)
     grad_like: Tensor = field(init=False, repr=False)
     context: ShardingContext = field(init=False, repr=False)

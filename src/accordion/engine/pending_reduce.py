@@ -126,13 +126,9 @@ class PendingReduce:
             if reduction is not None and flags is not None:
                 reduction.flag_sums.copy_(flags)
 
-    def finish_in_tier(
-        self, adding: Sequence[bool], decide: bool = True
-    ) -> tuple[Sequence[Tensor | None], Transfer | None]:
+    def finish_in_tier(self, adding: Sequence[bool], decide: bool) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """Call `finish(decide)`, and begin to move the rows that it returns to host or disk if gradients are offloaded there.
-
-        Returns (rows in that memory, copy under way or None). `adding`: True for rows that the caller only adds to a gradient.
-        """
+        Returns (rows in that memory, copy under way or None). `adding`: True for rows that the caller only adds to a gradient."""
         rows, group = self.finish(decide), self._group
         # If the sums are cast to be gradients, the compute stream does that.
         made_by = (self._outer or self._transfer) if group.sums_are_grads else None

@@ -50,7 +50,13 @@ class ReducePlan:
         self.whole = [slice(msg.shard_offsets[i], msg.shard_offsets[i] + msg.cuts[i].shard_numel) for i in msg.whole]
         self.sends = self.exchange and axis.reduce.sends and self.wire == dtype and msg.row_numel > 0
         self.pieces, self.received_at, self.received_numel = self._in_pieces()
-        self.casts = self._casts() if num > 1 and not self.exchange and sent != dtype else []
+        # Pieces of about `CAST_BYTES`, in which large gradients are cast and reduce-scattered one after the other. Each is a
+        # list of (index, start, stop), columns of a gradient (num_ranks, n).
+        self.casts: list[list[tuple[int, int, int]]] = []
+        if num > 1 and not self.exchange and sent != dtype:
+            numels = [part.stop - part.start for part in self.direct]
+            most = max(CAST_BYTES // (num * dtype.itemsize), -(-sum(numels) // CAST_SHARE))
+            self.casts = columns(numels, sum(numels) if axis.reduce.in_one_piece else aligned(most, dtype.itemsize))
         pieces = [[aligned(num * (stop - start), dtype.itemsize) for _, start, stop in piece] for piece in self.casts]
         self.cast_numel = max(map(sum, pieces), default=0)
         self.sums_in_place = num == 1 and self.wire == dtype
@@ -58,11 +64,9 @@ class ReducePlan:
         self.packed = [i for i in msg.packed if msg.cuts[i].shard_numel]
 
     def _in_pieces(self) -> tuple[list[slice], list[int], int]:
-        """Return (pieces, offset of each large gradient in the receive buffer, numel of that buffer) for an all-to-all.
-
-        A piece is a slice of large gradients that are sent together. Pieces are received one after the other into the same
-        memory; small, packed gradients go with the last.
-        """
+        """Return (pieces, offset of each large gradient in the receive buffer, numel of that buffer) for an all-to-all. A piece
+        is a slice of large gradients that are sent together. Pieces are received one after the other into the same memory;
+        small, packed gradients go with the last."""
         rows = self.axis.num_ranks - self.sends
         numels = [rows * aligned(part.stop - part.start, self.wire.itemsize) for part in self.direct]
         least = max([*numels, PIECE_BYTES // self.wire.itemsize])
@@ -74,16 +78,6 @@ class ReducePlan:
             offsets.append(offset)
             offset += numel
         return [*pieces, slice(begun, None)], offsets, max(offset, least) if pieces else offset
-
-    def _casts(self) -> list[list[tuple[int, int, int]]]:
-        """Return the pieces in which large gradients are cast and reduce-scattered, one piece after the other.
-
-        A piece is a list of (index, start, stop): columns of a gradient (num_ranks, n). It has about `CAST_BYTES`, or an eighth
-        of the gradients if that is more; for a backend that sets `in_one_piece` it is all of them.
-        """
-        numels, itemsize = [part.stop - part.start for part in self.direct], self.dtype.itemsize
-        most = max(CAST_BYTES // (self.axis.num_ranks * itemsize), -(-sum(numels) // CAST_SHARE))
-        return columns(numels, sum(numels) if self.axis.reduce.in_one_piece else aligned(most, itemsize))
 
 
 class AxisReduce:

@@ -134,10 +134,8 @@ def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dt
 
 
 def local_view(padded: Tensor, c: Cut, rank: int) -> Tensor:
-    """Return a view of `padded`, the padded 1-D shard of `rank`, with the tensor's own dims and without padding.
-
-    A shard is stored with its cut dim first, so that its rows are dense: fused optimizers read memory in order.
-    """
+    """Return a view of `padded`, the padded 1-D shard of `rank`, with the tensor's own dims and without padding."""
+    # A shard is stored with its cut dim first, so that its rows are dense: fused optimizers read memory in order.
     if c.dim is None:
         return padded.view(c.shape)
     rows = padded[: c.rows_of(rank) * c.row_numel]
@@ -145,10 +143,8 @@ def local_view(padded: Tensor, c: Cut, rank: int) -> Tensor:
 
 
 def own_storage(view: Tensor) -> Tensor:
-    """Return a tensor over the memory of `view` whose storage has that memory alone; a fake or meta tensor stays as it is.
-
-    With the buffer's storage, `copy.deepcopy` and `torch.save` would copy the whole buffer, or read it at a wrong offset.
-    """
+    """Return a tensor over the memory of `view` whose storage has that memory alone; a fake or meta tensor stays as it is."""
+    # With the buffer's storage, `copy.deepcopy` and `torch.save` would copy the whole buffer, or read it at a wrong offset.
     if view.untyped_storage().device.type == "meta":  # a fake tensor has no address to be wrong about
         return view
     start = view.storage_offset() * view.itemsize

@@ -53,19 +53,16 @@ class Slices:
         copy = buffer.refresh(self.group.version())
         if copy is not None:
             copy.land()
-        ahead = self._begin(self.slices[0])
+        ahead = self.engine.allocate(GATHERED, self._gather, self.slices[0])
         try:
             for part, following in zip(self.slices, [*self.slices[1:], None], strict=True):
                 fulls, transfer = ahead
                 transfer.land()
                 if following is not None:
-                    ahead = self._begin(following)
+                    ahead = self.engine.allocate(GATHERED, self._gather, following)
                 yield part, [full[: part.num_rows] for full in fulls]
         finally:
             ahead[1].abandon()
-
-    def _begin(self, part: Slice) -> tuple[list[Tensor], Transfer]:
-        return self.engine.allocate(GATHERED, self._gather, part)
 
     def _gather(self, part: Slice) -> tuple[list[Tensor], Transfer]:
         group, communicator = self.group, self.group.context.shard.gather
@@ -97,7 +94,7 @@ class SlicedReduce(PendingReduce):
             torch.empty(locals_of[i].shape, dtype=self._group.grad_dtypes[i], device=self._group.context.device)
             for i in self._chosen
         ]
-        call.engine.reduces_under_way.append([self])  # until `hand_over`, or `Engine.recover` after an error
+        call.engine.gradients.reduces.append([self])  # until `hand_over`, or `Engine.recover` after an error
 
     def add(self, part: Slice, grads: Sequence[Tensor]) -> None:
         """Begin to reduce the gradients of the slice `part`, after the reduce of the slice before has ended. `grads`: one per
@@ -121,7 +118,7 @@ class SlicedReduce(PendingReduce):
 
     def write(self) -> Sequence[Tensor | None]:
         """Write the sharded gradients; return those that autograd must accumulate, one or None per trained parameter."""
-        grads = hand_over(self._call, [self], self._call.engine.accumulates())
+        grads = hand_over(self._call, [self], self._call.engine.gradients.may_write())
         return [None] * len(self._totals) if grads is None else grads[2:]
 
     @property

@@ -119,7 +119,7 @@ class SideStream:
     def copy(
         self, copies: Callable[[], None], tensors: list[Any], what: str, after: Transfer | None = None
     ) -> Transfer:
-        """Run `copies()` on this side stream and return its transfer. `tensors`, `what`, `after`: as for `start`."""
+        """Run `copies()` on this side stream, and return its transfer. `tensors`, `what`, `after`: as for `start`."""
 
         def steps() -> Steps:
             copies()

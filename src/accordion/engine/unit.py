@@ -22,8 +22,6 @@ from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.streams import Transfer
 from accordion.errors import UsageError
 
-_ADDRESS = Tensor.data_ptr
-
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class ReduceNode:
@@ -53,6 +51,20 @@ class TrainedParams:
     likes: list[Tensor]
     by_group: list[tuple[Group, slice, tuple[int, ...]]]
     reduce_node: ReduceNode | None = None
+
+
+@dataclass(slots=True)
+class GatherState:
+    """The gather that fills the full parameters of one unit, and the compute streams that use them.
+
+    `under_way`, `landed`: its transfers before and after the compute stream waits for them. `opened_on`: the compute stream on
+    which the full parameters were allocated; None on a device without streams. `other_streams`: other ones that use them.
+    """
+
+    under_way: list[Transfer] = field(default_factory=list)
+    landed: list[Transfer] = field(default_factory=list)
+    opened_on: Any = None
+    other_streams: list[Any] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -99,17 +111,15 @@ class Unit:
         *,
         inputs: torch.dtype | None,
         outputs: torch.dtype | None,
-        unit_policy: UnitPolicy | None = None,
+        unit_policy: UnitPolicy,
     ) -> None:
-        self.context, self.groups = context, groups
+        self.context, self.groups, self.unit_policy = context, groups, unit_policy
         self.index, self.name = place
-        self.unit_policy = unit_policy or UnitPolicy()
         self.inputs, self.outputs = inputs, outputs  # dtypes to which floating arguments and results are cast
         self.module = weakref.ref(module)
         # Indices of other units whose parameters this module reads: units inside it, and owners of tied parameters.
         self.reads: list[int] = []
         self.params = [p for g in groups for p in g.params]
-        self._sharded = [p.sharded for p in self.params]
         self.views = [v for g in groups for v in g.views]
         self.full_bytes = sum(g.full_bytes for g in groups)
         self._gathered = [g for g in groups if not g.alias]
@@ -117,10 +127,7 @@ class Unit:
         self.leases = 0
         self.full_params = RESHARDED
         self.keep_until_stale = False  # keep full parameters without a lease
-        self._transfers: list[Transfer] = []  # the gathers under way
-        self._opened_on: Any = None  # the compute stream on which the full parameters were allocated
-        self._landed: list[Transfer] = []  # the gathers that filled them
-        self._other_streams: list[Any] = []  # other compute streams that use them
+        self._gather = GatherState()
         for group in groups:
             group.sharded = [p.sharded for p in group.params]
             for param, dtype in zip(group.params, group.grad_dtypes, strict=True):
@@ -128,25 +135,23 @@ class Unit:
                 param.grad_like = param.sharded if same_dtype else _torch.like_in(param.sharded, dtype)
         self.local_sums = LocalSums(self.params, [g.reduce_dtype for g in groups for _ in g.params])
         self.takes_grads = any(g.context.shard.num_ranks == 1 for g in groups)  # large ones are summed in place
-        self._on_device = context.device.type != "cpu"
-        self.trained = self.trained_at(_torch.which_train(self._sharded))
-        # True if gradients of inputs, and not Gather, show the end of a call's backward: see `Call._watch_inputs`.
-        self.views_inputs = self._on_device and len(self.trained.indices) < len(self.params)
         self.module_params = ModuleParams(self.params)
+        self.trained = self.trained_at(_torch.which_train(self.module_params.shards))
+        # True if gradients of inputs, and not Gather, show the end of a call's backward: see `Call._watch_inputs`.
+        self.views_inputs = context.gather_stream.sleeps and len(self.trained.indices) < len(self.params)
         self.is_layer = is_layer(module)
-        self._is_embedding = self.is_layer and type(module).forward is nn.Embedding.forward
         self.note_memory()
 
     @property
     def needs_full_in_backward(self) -> bool:
         """Return True, except for an `nn.Embedding` whose forward was not replaced: its backward needs no weight."""
-        if not self._is_embedding:
+        if not self.is_layer:
             return True
         module = self.module()
-        return module is None or "forward" in module.__dict__
+        return module is None or type(module).forward is not nn.Embedding.forward or "forward" in vars(module)
 
     def trained_at(self, indices: tuple[int, ...]) -> TrainedParams:
-        """Return new lists for the parameters `indices` (ascending), without an autograd node yet."""
+        """Return the `TrainedParams` of the parameters `indices` (ascending), without an autograd node yet."""
         params, by_group, start, at = [self.params[i] for i in indices], [], 0, 0
         for group in self.groups:
             inside = tuple(i - start for i in indices if start <= i < start + len(group.params))
@@ -161,46 +166,45 @@ class Unit:
         if self.is_unsharded and any(g.filled != g.version() for g in self._gathered):
             self._land()
             self.full_params = RESHARDED
-            if self._other_streams:  # the next gather must wait for streams that read them
-                self.context.gather_stream.join(self._other_streams)
+            if self._gather.other_streams:  # the next gather must wait for streams that read them
+                self.context.gather_stream.join(self._gather.other_streams)
 
     def see_trained(self) -> bool:
-        """Update `trained` from the parameters' `requires_grad`; return True if it has changed."""
-        indices = _torch.which_train(self._sharded)
+        """Update `trained` and `views_inputs` from the parameters' `requires_grad`; return True if `trained` has changed."""
+        indices = _torch.which_train(self.module_params.shards)
         if indices == self.trained.indices:
             return False
         self.trained = self.trained_at(indices)
-        self.views_inputs = self._on_device and len(indices) < len(self.params)
+        self.views_inputs = self.context.gather_stream.sleeps and len(indices) < len(self.params)
         return True
 
     # -- leases
 
     def unshard(self) -> None:
-        """Begin to gather the full parameters, unless they are gathered or a gather is under way; `acquire` waits for it.
-
-        After an error, such as out of memory, nothing is gathered, and the next use begins again.
-        """
+        """Begin to gather the full parameters, unless they are gathered or a gather is under way; `acquire` waits for it. After
+        an error, such as out of memory, nothing is gathered, and the next use begins again."""
         if self.full_params is not RESHARDED:
             return
+        state, transfers = self._gather, self._gather.under_way
         try:
             for group in self.groups:
                 transfer = group.gather()
                 if transfer is not None:
-                    self._transfers.append(transfer)
+                    transfers.append(transfer)
         except BaseException:
-            for transfer in self._transfers:
+            for transfer in transfers:
                 transfer.land()
             for group in self.groups:
                 group.landed()
-            self._transfers = []
+            transfers.clear()
             self._close()
             self.mark_stale()
             raise
-        self.full_params = UNSHARDING if self._transfers else UNSHARDED
+        self.full_params = UNSHARDING if transfers else UNSHARDED
         for notify in self.observers.unit_unshards:
             notify(self)
-        if self._opened_on is None and self._transfers:
-            self._opened_on = self._transfers[0].begun_on
+        if state.opened_on is None and transfers:
+            state.opened_on = transfers[0].begun_on
 
     @property
     def is_full(self) -> bool:
@@ -212,16 +216,15 @@ class Unit:
         return self.full_params is not RESHARDED
 
     def acquire(self) -> int:
-        """Take a lease on the full parameters, and return the version of the shards from which they were gathered.
-
-        Call `unshard` before. The compute stream waits for the gather. The memory is freed when every lease was released.
-        """
+        """Take a lease on the full parameters, and return the version of the shards from which they were gathered. Call `unshard`
+        before. The compute stream waits for the gather. The memory is freed when every lease was released."""
         if self.full_params is UNSHARDED:
-            if self._on_device:  # this compute stream may not have waited for the gather yet
+            state = self._gather
+            if state.opened_on is not None:  # this compute stream may not have waited for the gather yet
                 stream = self.context.gather_stream.compute()
-                if stream != self._opened_on and stream not in self._other_streams:
-                    self._other_streams.append(stream)
-                    for transfer in self._landed:
+                if stream != state.opened_on and stream not in state.other_streams:
+                    state.other_streams.append(stream)
+                    for transfer in state.landed:
                         transfer.lead(stream)
             version = self.version()
         else:
@@ -232,21 +235,21 @@ class Unit:
 
     def _land(self) -> None:
         """Let the compute stream wait for the gathers under way, if any, and mark the full parameters as gathered."""
-        transfers = self._transfers
+        state, transfers = self._gather, self._gather.under_way
         if transfers:
             for transfer in transfers:
                 transfer.land()
             for group in self.groups:
                 group.landed()
             if transfers[0].landed_on is not None:
-                self._other_streams.append(transfers[0].landed_on)
-            self._landed, self._transfers = transfers, []
+                state.other_streams.append(transfers[0].landed_on)
+            state.landed, state.under_way = transfers, []
         self.full_params = UNSHARDED
 
     def dismantle(self) -> None:
         """Drop references to modules and abandon running gathers, because the model is deleted. The host does not wait."""
         self.module_params.forget()
-        for transfer in self._transfers:
+        for transfer in self._gather.under_way:
             transfer.abandon()
 
     def release(self) -> None:
@@ -260,8 +263,8 @@ class Unit:
         `waits`: False to do nothing if the host would have to wait."""
         if self.leases or self.full_params is RESHARDED or self.context.waiter.broken is not None:
             return
-        if self._transfers:
-            if not waits and not all(transfer.ended for transfer in self._transfers):
+        if self._gather.under_way:
+            if not waits and not all(transfer.ended for transfer in self._gather.under_way):
                 return
             self._land()
         if not (self.context.keeps_full or self.keep_until_stale):
@@ -270,24 +273,25 @@ class Unit:
     def free(self) -> None:
         """Free the full parameters, also those that are kept between uses. There must be no lease; the next use gathers again."""
         assert self.leases == 0, f"unit {self.name!r} is in use"
-        if self._transfers:
+        if self._gather.under_way:
             self._land()
         self._close()
         self.mark_stale()
 
     def note_memory(self) -> None:
-        """Record the memory of each full parameter, to find `weight.data = ...`."""
+        """Record the memory of each full parameter, so that `lost_write` finds `weight.data = ...`."""
         # None for fake tensors, which have no addresses.
         is_real = not self.module_params.has_around and all(_torch.fake_device(v) is None for v in self.views)
         self._memory = [v.data for v in self.views] if is_real else None
 
     def _close(self) -> None:
-        if self._opened_on is not None:
+        state = self._gather
+        if state.opened_on is not None:
             side_stream = self.context.gather_stream
-            side_stream.join((*self._other_streams, side_stream.compute()), self._opened_on)
-            self._opened_on = None
-        self._other_streams.clear()
-        self._landed.clear()
+            side_stream.join((*state.other_streams, side_stream.compute()), state.opened_on)
+            state.opened_on = None
+        state.other_streams.clear()
+        state.landed.clear()
         for full_buffer in self._full_buffers:
             full_buffer.close()
         self.full_params = RESHARDED
@@ -309,16 +313,17 @@ class Unit:
     def lost_write(self, writes: int, fulls: Sequence[Tensor]) -> UsageError | None:
         """Return an error if a forward wrote into its full parameters `fulls`, which does not change the shards; else None.
 
-        `writes`: result of `writes()` before the forward. A tensor with other memory (`weight.data = ...`) gets its own back;
-        equal values in it are no error, because an RNN joins its weights in this way.
+        `writes`: result of `writes()` before the forward. A parameter whose memory was replaced (`weight.data = ...`) gets its
+        own back, which is no error if the values are equal: an RNN joins its weights in this way.
         """
         if self.writes() != writes:
             return self.lost_write_error("modified a parameter")
-        if self._memory is None or list(map(_ADDRESS, fulls)) == list(map(_ADDRESS, self._memory)):
+        address = Tensor.data_ptr
+        if self._memory is None or list(map(address, fulls)) == list(map(address, self._memory)):
             return None
         changed = []
         for full, memory, param in zip(fulls, self._memory, self.params, strict=True):
-            if _ADDRESS(full) != _ADDRESS(memory):
+            if address(full) != address(memory):
                 data, full.data = full.data, memory
                 is_alike = (data.shape, data.dtype, data.device) == (memory.shape, memory.dtype, memory.device)
                 changed += [] if is_alike and torch.equal(data, memory) else [param.name]

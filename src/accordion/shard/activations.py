@@ -30,6 +30,8 @@ ATTENTION = tuple(
     if hasattr(_aten, name)
 )
 CANDIDATES = {*PRODUCTS, *ATTENTION}
+# Values for transformers' arguments of cached keys and values, because a recomputation would fill a cache twice.
+NO_CACHES: dict[str, Any] = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
 
 
 class _Choice:
@@ -60,8 +62,7 @@ class _Mode(_torch.DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True, as torch's modes do, so that graphs compiled by the user run as they are."""
-        return True
+        return True  # as torch's modes do, so that graphs compiled by the user run as they are
 
 
 class _Keep(_Mode):
@@ -133,13 +134,6 @@ def _selective_contexts() -> Any:
     return _Keep(results), _Give(results)
 
 
-def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return `kwargs` without transformers' caches of keys and values, and with `use_cache` False if it was passed, because a
-    recomputation would fill a cache twice."""
-    off: dict[str, Any] = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False}
-    return {key: off.get(key, value) if value is not None else None for key, value in kwargs.items()}
-
-
 OffloadInput = Callable[[Tensor], OffloadedInput]
 
 
@@ -161,7 +155,7 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         options = {"use_reentrant": False, **contexts}
-        kwargs = _without_caches(kwargs)
+        kwargs = {key: NO_CACHES.get(key, value) if value is not None else None for key, value in kwargs.items()}
         if torch.compiler.is_compiling():
             return checkpoint(function, *args, **options, **kwargs)
         if offload is None:

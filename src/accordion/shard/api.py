@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from accordion import _torch
 from accordion.config import Offload, Place, Precision, Strategy, debug_modes
 from accordion.engine.context import ShardingContext, own_rows
 from accordion.engine.engine import Engine
-from accordion.engine.hooks import attached_to
+from accordion.engine.hooks import attached_to, engine_of
 from accordion.engine.layout import Cut, cut
 from accordion.engine.params import Param
 from accordion.engine.unit import is_layer
@@ -29,7 +30,6 @@ from accordion.safety.refusals import refuse_additions
 from accordion.safety.same_on_ranks import arguments_of, place_buffers, same_structure, same_values, settings_of
 from accordion.shard.activations import checkpoint_forward
 from accordion.shard.build import UnitSpec, build_engine, plan_groups, with_secondary, with_tiers
-from accordion.shard.checks import check_model
 from accordion.shard.layouts import Layout, layout_of, local_part
 from accordion.shard.own_meshes import check_choice, mesh_settings, own_meshes
 from accordion.shard.replaced_parameters import replace, replace_by_subclass
@@ -94,7 +94,7 @@ def shard_over(
     """Shard as `shard` does, with communicators from `make` and host memory from `make_arena`, which the planner replaces."""
     modes = debug_modes(debug)
     check_choice(sharding.meshes, sharding.strategy, sync=sync)
-    check_model(model)
+    _check_model(model)
     with torch.no_grad(), torch.inference_mode(False):
         plan = _agree(make, model, mesh_for(mesh, sharding.strategy), sharding, sync, modes)
         engine = _attach_engine(make, make_arena, model, plan)
@@ -105,8 +105,34 @@ def shard_over(
     attach_state_dict_hooks(model)
     weakref.finalize(model, engine.dismantle)
     refuse_additions(model, engine)
-    _announce(plan)
+    if not any(plan.mesh.get_coordinate() or ()):
+        name, units = sharding.strategy.name, ", ".join(name or "(root)" for name, _ in plan.chosen)
+        log.info("%s over %d ranks: %d units (%s)", name, plan.mesh.size(), len(plan.chosen), units)
     return model
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise `UsageError` if `model` cannot be sharded with any settings: a model without parameters, already sharded, with sparse
+    or renormalized embeddings, or with parameters that are not floating and require gradients."""
+    if engine_of(model) is not None:
+        raise UsageError("this model, or a part of it, is sharded already; call shard() once, on the whole model.")
+    if next(model.parameters(), None) is None:
+        raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to shard.")
+    for name, module in model.named_modules():
+        attributes = vars(module)  # not getattr, which some libraries' modules override and which may then fail
+        if attributes.get("sparse") is True:
+            raise UsageError(
+                f"module {name!r} asks for sparse gradients, which are not sharded; build it with sparse=False."
+            )
+        if attributes.get("max_norm") is not None:
+            raise UsageError(
+                f"module {name!r} renormalises its weight in its forward, which shards would not follow; do not use max_norm."
+            )
+    for name, param in model.named_parameters():
+        if not param.dtype.is_floating_point and param.requires_grad:
+            raise UsageError(
+                f"parameter {name!r} is {param.dtype} and requires gradients; only floating ones are trained."
+            )
 
 
 class _Plan(NamedTuple):
@@ -158,11 +184,12 @@ def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Mo
     mesh, owned = plan.mesh, plan.owned
     contexts = {m: beside(context, m, strategy, make) for m in dict.fromkeys(plan.own_meshes) if m is not None}
     own_contexts = {id(o): contexts[m] for o, m in zip(owned, plan.own_meshes, strict=True) if m is not None}
-    rows = _Rows(owned, same_values(model, owned, context, plan.sync, own_contexts))
+    value_of = same_values(model, owned, context, plan.sync, own_contexts)
+    layouts: dict[str, tuple[Owned, Layout]] = {}  # by the parameter's first name
     for o, m in zip(owned, plan.own_meshes, strict=True):
         c = _cut(o, plan.precisions[o.owner], own_contexts.get(id(o), context), sharding.state_block)
-        rows.layouts[o.names[0]] = layout_of(o.original, c, m or mesh, _placements(c, m or mesh, strategy))
-    cuts = [[(o, rows.layouts[o.names[0]].cut) for o in owned if o.owner == i] for i in range(len(plan.chosen))]
+        layouts[o.names[0]] = o, layout_of(o.original, c, m or mesh, _placements(c, m or mesh, strategy))
+    cuts = [[(o, layout.cut) for o, layout in layouts.values() if o.owner == i] for i in range(len(plan.chosen))]
     extended = [[pair for pair in pairs if is_extended(pair[0].original)] for pairs in cuts]
     plain = [[pair for pair in pairs if not is_extended(pair[0].original)] for pairs in cuts]
     planned = [
@@ -187,9 +214,8 @@ def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Mo
         )
         for i, ((name, module), each) in enumerate(zip(plan.chosen, plan.precisions, strict=True))
     ]
-    precision, prefetch = plan.precision, sharding.prefetch
-    engine = build_engine(context, strategy, precision, prefetch, specs, owned, rows.fill, debug=plan.modes)
-    engine.unfilled.update(map(id, rows.unfilled))
+    precision, prefetch, fill = plan.precision, sharding.prefetch, partial(_fill, value_of, layouts)
+    engine = build_engine(context, strategy, precision, prefetch, specs, owned, fill, debug=plan.modes)
     place_buffers(model, {id(m): p for (_, m), p in zip(plan.chosen, plan.precisions, strict=True)}, context, plan.sync)
     return engine
 
@@ -206,24 +232,23 @@ def entry_point(module: nn.Module, name: str) -> None:
     hooks.attach_method(module, name)
 
 
-class _Rows:
-    """The layout and value of each parameter's rows. `fill` copies a value into this rank's rows, and replaces the parameter by a
-    sharded one of them. `value_of`: returns the full value of a parameter, None if it has none yet; its shard then goes to
-    `unfilled`."""
+def _fill(
+    value_of: Callable[[Owned], Tensor | None],
+    layouts: Mapping[str, tuple[Owned, Layout]],
+    param: Param,
+    local: Tensor,
+) -> None:
+    """Copy the value of a parameter into `local`, this rank's rows, and replace the parameter by a sharded one of these rows.
 
-    def __init__(self, owned: Sequence[Owned], value_of: Callable[[Owned], Tensor | None]) -> None:
-        self.unfilled: list[nn.Parameter] = []
-        self._value_of, self._owned = value_of, {o.names[0]: o for o in owned}
-        self.layouts: dict[str, Layout] = {}
-
-    def fill(self, unit: int, param: Param, local: Tensor) -> None:
-        o, layout = self._owned[param.name], self.layouts[param.name]
-        value = self._value_of(o)
-        if value is not None:
-            local.copy_(own_rows(value, param.cut, param.context))
-        param.sharded, param.around = replace(o, local, layout.mesh, layout.placements), layout.around
-        if value is None:
-            self.unfilled.append(param.sharded)
+    `value_of`: returns the full value; None for a parameter on the meta device, whose rows stay as they are. `layouts`: name of
+    a parameter -> (the parameter, its layout).
+    """
+    o, layout = layouts[param.name]
+    value = value_of(o)
+    param.is_filled = value is not None
+    if value is not None:
+        local.copy_(own_rows(value, param.cut, param.context))
+    param.sharded, param.around = replace(o, local, layout.mesh, layout.placements), layout.around
 
 
 def _cut(o: Owned, precision: Precision, context: ShardingContext, state_block: int) -> Cut:
@@ -240,11 +265,3 @@ def _placements(c: Cut, mesh: DeviceMesh, strategy: Strategy) -> list[Placement]
     if strategy.optim_over_replicas:
         return [_torch.StridedShard(c.dim, split_factor=mesh.size(1)), Shard(c.dim)]
     return [Replicate(), Shard(c.dim)] if mesh.ndim == 2 else [Shard(c.dim)]
-
-
-def _announce(plan: _Plan) -> None:
-    mesh = plan.mesh
-    if mesh.get_local_rank(0) or (mesh.ndim > 1 and mesh.get_local_rank(1)):
-        return
-    units = ", ".join(name or "(root)" for name, _ in plan.chosen)
-    log.info("%s over %d ranks: %d units (%s)", plan.sharding.strategy.name, mesh.size(), len(plan.chosen), units)

@@ -42,8 +42,8 @@ class UnitSpec:
     """Arguments to build a unit. A call of any of `modules` is a call of the unit.
 
     `planned`: its groups of plain parameters. `extended`: its parameters that are tensor subclasses with their own all-gather.
-    `mesh`, `context` (None: the model's): the ranks over which the parameters in `extended` are sharded. `extension_policy`: the
-    argument `mp_policy` of the all-gather methods of these. `casts_outputs`: cast results to `precision.output`.
+    `mesh`, `context` (None: the model's): the ranks over which the parameters in `extended` are sharded. `extension_policy`:
+    passed to their all-gather methods as `mp_policy`. `casts_outputs`: cast results to `precision.output`.
     """
 
     name: str
@@ -58,8 +58,8 @@ class UnitSpec:
     unit_policy: UnitPolicy = field(default_factory=UnitPolicy)
 
 
-Fill = Callable[[int, Param, Tensor], None]
-"""(unit, parameter, this rank's rows) -> None: fills the rows and sets `Param.sharded`. May be a collective."""
+Fill = Callable[[Param, Tensor], None]
+"""(parameter, this rank's rows) -> None: fills the rows and sets `Param.sharded`. May be a collective."""
 
 
 def build_engine(
@@ -97,7 +97,7 @@ def _attached(engine: Engine, i: int, spec: UnitSpec, fill: Fill) -> Hooks:
         groups.append((CutGroup if plan.secondary is None else SecondaryGroup)(over, plan, place))
     for group in groups:
         for param, local in zip(group.params, group.shard_buffer.locals, strict=True):
-            fill(i, param, local)
+            fill(param, local)
     over = spec.context or context
     groups += extended_groups(spec.extended, precision, over, place, spec.mesh, spec.extension_policy)
     unit = Unit(
@@ -123,11 +123,11 @@ def with_tiers(
     policy: Offload | None = None,
     make_arena: ArenaMaker = Arena,
 ) -> ShardingContext:
-    """Return `context` with a maker of shard buffers that puts each unit's state on the device, host or disk as its entry of
-    `offloads` says. Without offload, return `context` itself.
+    """Return `context` with a maker of shard buffers that stores each unit's state on the device, host or disk, as its entry of
+    `offloads` says; `context` itself if nothing is offloaded. Allocates host memory.
 
-    `planned`: the groups of each unit. `policy`: the model's, whose budgets hold for units without an override. Allocates host
-    memory. Raises `UsageError` on every rank if one lacks memory, or for an offloaded parameter with another `grad_dtype`.
+    `planned`: the groups of each unit. `policy`: the model's, whose budgets hold for units without an override. Raises
+    `UsageError` on every rank if one lacks memory, or for an offloaded parameter with another `grad_dtype`.
     """
     if not any(each.asks for each in offloads):
         return context
@@ -176,8 +176,8 @@ def with_secondary(
     sharding: Sharding,
     make: CommunicatorMaker = communicator_over,
 ) -> list[GroupPlan]:
-    """Return `groups`; if `sharding.secondary` is set, with a communicator for secondary shards. A collective. Secondary shards
-    are slices of full parameters that a few ranks keep from a forward to its backward."""
+    """Return `groups` with a communicator of `sharding.secondary` neighboring ranks, which keep slices of full parameters from a
+    forward to its backward. Returns `groups` as they are if that is None. A collective."""
     num = sharding.secondary
     if num is None:
         return list(groups)
@@ -185,7 +185,7 @@ def with_secondary(
 
 
 def keep_parts(group: Group, keeps: bool) -> None:
-    """Set whether a `SecondaryGroup` keeps secondary shards from now on; otherwise its backwards gather from all ranks. Does
-    nothing for groups of other classes."""
+    """Set whether the ranks of a `SecondaryGroup` keep slices of full parameters after later forwards; without slices, backwards
+    gather from all ranks. Does nothing for groups of other classes."""
     if isinstance(group, SecondaryGroup):
         group.leaves(keeps)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
@@ -46,19 +47,9 @@ def layout_of(param: Any, c: Cut, mesh: DeviceMesh, placements: Sequence[Placeme
         return Layout(mesh, tuple(placements), c, rank, mesh)
     inner_mesh, inner = param.device_mesh, param.placements
     outer = list(placements)
-    if isinstance(outer[-1], Shard):
-        outer[-1] = cut_on(c, inner, [inner_mesh.size(i) for i in range(inner_mesh.ndim)])
+    # Strided if the DTensor's own axes divide the same dim, because these divide the tensor first.
+    split = prod(inner_mesh.size(i) for i, p in enumerate(inner) if isinstance(p, Shard) and p.dim == c.dim)
+    if isinstance(outer[-1], Shard) and c.dim is not None and split > 1:
+        outer[-1] = _torch.StridedShard(c.dim, split_factor=split)
     around = TensorParallelView(inner_mesh, inner, param.shape, device_of(mesh))
     return Layout(_torch.joined_mesh(mesh, inner_mesh), (*outer, *inner), c, rank, mesh, around)
-
-
-def cut_on(c: Cut, after: Sequence[Placement], sizes: Sequence[int]) -> Placement:
-    """Return the placement on a mesh axis over which a tensor is divided as `c`. It is strided if axes to the right divide the
-    same dim, because these divide the tensor first. `after`, `sizes`: placements and sizes of the axes to the right."""
-    if c.dim is None:
-        return Replicate()
-    split = 1
-    for placement, size in zip(after, sizes, strict=True):
-        if isinstance(placement, Shard) and placement.dim == c.dim:
-            split *= size
-    return _torch.StridedShard(c.dim, split_factor=split) if split > 1 else Shard(c.dim)

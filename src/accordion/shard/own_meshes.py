@@ -20,9 +20,8 @@ from accordion.units import Owned
 def check_choice(meshes: MeshChoice | None, strategy: Strategy, *, sync: bool) -> None:
     """Raise `UsageError` if `meshes` are given together with `sync`, or with a strategy that divides rows over replicas too."""
     if meshes and (sync or strategy.optim_over_replicas):
-        what = (
-            "sync=True: the first rank lacks other ranks' parts" if sync else f"{strategy.name}, which cuts rows twice"
-        )
+        cuts_twice = f"{strategy.name}, which cuts rows twice"
+        what = "sync=True: the first rank lacks other ranks' parts" if sync else cuts_twice
         raise UsageError(
             f"meshes cannot be combined with {what}; use HYBRID_SHARD or FULL_SHARD, and build the model with its values on "
             "every rank, or load it after shard()."
@@ -65,9 +64,8 @@ def _names(model: nn.Module, key: type[nn.Module] | str, o: Owned) -> bool:
 
 
 def _check_mesh(key: type[nn.Module] | str, asked: DeviceMesh, mesh: DeviceMesh, strategy: Strategy) -> None:
-    most, wanted = (
-        (1, "one axis") if strategy.optim is Place.REPLICATE else (2, "one axis, or two that replicate and shard")
-    )
+    all_replicate = strategy.optim is Place.REPLICATE
+    most, wanted = (1, "one axis") if all_replicate else (2, "one axis, or two that replicate and shard")
     is_inside = asked.device_type == mesh.device_type and {*_torch.ranks_of(asked)} <= {*_torch.ranks_of(mesh)}
     if asked.ndim > most or not is_inside or asked.get_coordinate() is None:
         raise UsageError(

@@ -70,9 +70,9 @@ def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool
                 f"parameter {name!r} is a {kind}, which defines its own all-gather, and {strategy.name} keeps full copies or "
                 "cuts rows twice; use FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD."
             )
-        problem = "it is on the meta device, where its rows have no values" if o.original.is_meta else None
-        problem = "sync=True sends plain tensors only" if sync else problem
-        if problem is not None:
+        if sync or o.original.is_meta:
+            on_meta = "it is on the meta device, where its rows have no values"
+            problem = "sync=True sends plain tensors only" if sync else on_meta
             raise UsageError(f"parameter {name!r} is a {kind}, and {problem}; build it with its values on every rank.")
 
 
@@ -103,11 +103,11 @@ def extended_groups(
     context: ShardingContext,
     place: tuple[int, str],
     mesh: DeviceMesh,
-    policy: Any = None,
+    policy: Any,
 ) -> list[Group]:
     """Return the groups, one per dtype, of a unit's parameters that are tensor subclasses and already sharded over `mesh`.
 
-    `place`: index and name of the unit. `policy`: passed to FSDP2's hooks; by default made from `precision`.
+    `place`: index and name of the unit. `policy`: passed to FSDP2's hooks; None to make one from `precision`.
     """
     if policy is None and params_of_unit:
         policy = MixedPrecisionPolicy(precision.params, precision.reduce, precision.output, precision.cast_inputs)

@@ -153,9 +153,7 @@ def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: Comm
     ]
 
 
-def secondary_communicator(
-    context: ShardingContext, num_ranks: int, make: CommunicatorMaker = communicator_over
-) -> Communicator | None:
+def secondary_communicator(context: ShardingContext, num_ranks: int, make: CommunicatorMaker) -> Communicator | None:
     """Return a communicator of `num_ranks` neighboring ranks, this one included, out of the ranks that shard. A collective.
 
     Returns None if `num_ranks` is not less than the number of ranks that shard, or does not divide it. Models over the same

@@ -142,7 +142,7 @@ def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
     """Return the ids of parameters from the meta device that match `ignore` or are of adapters, and have no value. Collective."""
     added = added_by_adapters(model)
     ignored = {id(t) for name, t in names_of(model).items() if _matches(name, ignore) or id(t) in added}
-    params = [p for unit in engine.units for p in unit.params if id(p.sharded) in engine.unfilled]
+    params = [param for param in engine.params if not param.is_filled]
     empty = set(blank(params, engine.context))
     return {id(p.sharded) for p in params if p.name in empty and id(p.sharded) in ignored}
 

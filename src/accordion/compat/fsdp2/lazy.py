@@ -390,7 +390,7 @@ def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[
     context = with_tiers(context, [part.asked.sharding.offload for part in parts], planned)
     by_name = {o.names[0]: (o, layout) for o, layout in owned}
 
-    def fill(i: int, param: Param, local: Tensor) -> None:
+    def fill(param: Param, local: Tensor) -> None:
         o, layout = by_name[param.name]
         param.sharded, param.around = o.original, layout.around
         local.copy_(_torch.local_of(param.sharded))

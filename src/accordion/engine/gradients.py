@@ -1,0 +1,144 @@
+"""Gradients between a backward and their `.grad`: their reduces, copies off the device, and zeros that perhaps no rank needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accordion import _torch
+from accordion.engine.pending_reduce import PendingReduce
+from accordion.engine.streams import SideStream, Transfer
+
+
+class UndecidedGradients:
+    """Parameters whose `.grad` is zeros because this rank had no gradient, with counts of the ranks that had one. At the end of a
+    backward `settle` sets `.grad` to None if no rank had one."""
+
+    # The counts are read once, at the end of the backward, because each read makes the host wait for the device.
+
+    def __init__(self) -> None:
+        # By id of the parameter: the parameter, its `grad`, and (sums, position) of each count of ranks.
+        self._entries: dict[int, tuple[Tensor, Tensor, list[tuple[Tensor, int]]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def note(self, param: Tensor, previous: Tensor | None, grad: Tensor, counted: tuple[Tensor, int] | None) -> None:
+        """Record that `grad` becomes `param.grad`, or is added in place to `previous`, the gradient so far.
+
+        `counted`: (counts, k): `counts[k]`, on the device, is the number of ranks with a gradient in this reduce. None deletes
+        the record of `param`, whose gradient then stays. No record is made if `previous` is not recorded.
+        """
+        entry = self._entries.get(id(param))
+        if counted is None:
+            self._entries.pop(id(param), None)
+        elif previous is None:
+            self._entries[id(param)] = param, grad, [counted]
+        elif entry is not None and previous is entry[1]:
+            entry[2].append(counted)
+
+    def forget(self) -> None:
+        self._entries.clear()
+
+    def settle(self) -> None:
+        """Set `.grad` to None for recorded parameters for which no rank had a gradient, and forget all records.
+
+        The host waits for the device if there is a record.
+        """
+        if not self._entries:
+            return
+        entries, self._entries = self._entries, {}
+        tensors = {id(sums): sums for _, _, counted in entries.values() for sums, _ in counted}
+        numbers = iter(torch.cat(list(tensors.values())).tolist())
+        counts = {key: list(islice(numbers, sums.numel())) for key, sums in tensors.items()}
+        for param, grad, counted in entries.values():
+            if param.grad is grad and not any(counts[id(sums)][k] for sums, k in counted):
+                param.grad = None
+
+
+class GradientsUnderWay:
+    """Gradients of one model that are on their way to `.grad`: their reduces, copies off the device, and delayed writes.
+
+    `reduces`: the reduces under way, one list per call of a unit. `delayed_writes`: callbacks that write gradients whose reduce
+    over the replicate axis of a hybrid strategy still runs, the oldest first. `copies`: copies to host or disk under way.
+    `to_add`: (gradient, term) pairs; `land` adds the term after these copies. `undecided`: gradients of zeros, for parameters
+    that perhaps have no gradient on any rank.
+    """
+
+    def __init__(self, side_stream: SideStream, leaf: Tensor) -> None:
+        self._side_stream, self._leaf = side_stream, leaf
+        self.reduces: list[list[PendingReduce]] = []
+        self._failed: list[PendingReduce] = []  # of backwards that raised; the host must wait for them
+        self.delayed_writes: list[Callable[[], object]] = []
+        self.copies: list[Transfer] = []
+        self.to_add: list[tuple[Tensor, Tensor]] = []
+        self.undecided = UndecidedGradients()
+        self._written_on: set[Any] = set()  # compute streams
+        self._may_write: tuple[int, bool] | None = None  # (id of a backward, result of `may_write` in it)
+
+    def may_write(self) -> bool:
+        """Return True if the engine may write `.grad` in this backward. False in `autograd.grad`, in a backward with `inputs`,
+        and in anomaly mode. If True, also let the compute stream wait for other streams that wrote gradients."""
+        task = _torch.current_graph_task()
+        if self._may_write is None or self._may_write[0] != task:  # computed once per backward
+            self._may_write = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self._leaf)
+        may = self._may_write[1]
+        if may:
+            self.write_here()
+        return may
+
+    def write_here(self) -> None:
+        """Record that this compute stream writes gradients, and let it wait for the other streams that wrote some."""
+        self._written_on.add(self._side_stream.compute())
+        if len(self._written_on) > 1:
+            self._side_stream.join(self._written_on)
+
+    def write_delayed(self, num_left: int = 0) -> None:
+        """Run the callbacks in `delayed_writes`, the oldest first, until `num_left` of them are left."""
+        while len(self.delayed_writes) > num_left:
+            self.delayed_writes.pop(0)()
+
+    def land(self) -> None:
+        """Let the host wait for copies of gradients to host or disk, then do the additions in `to_add`."""
+        if not self.copies:
+            return
+        for transfer in self.copies:
+            transfer.synchronize()
+        self.copies.clear()
+        for total, term in self.to_add:
+            total.add_(term)
+        self.to_add.clear()
+
+    def join_writers(self) -> None:
+        """Let the compute stream wait for all streams that wrote gradients, as autograd does for its own accumulation."""
+        self._side_stream.join(self._written_on)
+        self._written_on.clear()
+
+    def drop(self) -> None:
+        """Drop the gradients of a backward that raised. The host does not wait for collectives, because other ranks may not have
+        begun them; `finish_failed` does."""
+        for part in [part for parts in self.reduces for part in parts]:
+            if part.lets_host_wait:
+                self._failed.append(part)
+            else:
+                part.finish(decide=False)
+        self.reduces.clear()
+        self.delayed_writes.clear()
+        self.undecided.forget()
+
+    def finish_failed(self) -> None:
+        """Let the host wait for the reduces of backwards that raised, whose gradients `drop` has dropped."""
+        while self._failed:
+            self._failed.pop(0).finish(decide=False)
+
+    def abandon(self) -> None:
+        """Drop all gradients of a deleted model, so that their memory is freed. The host waits for no collective."""
+        for part in [*self._failed, *[part for parts in self.reduces for part in parts]]:
+            part.abandon()
+        self._failed.clear()
+        self.reduces.clear()
+        self.drop()
