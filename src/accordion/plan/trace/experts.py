@@ -31,13 +31,13 @@ EVENLY = (
 
 
 def experts_in(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Return name -> module for the modules of `model` that hold experts. Such a module has `num_experts` of at least 2, and no
-    parameters in submodules. Dim 0 of each parameter is the expert, and at least one has 3 dims or more. Its forward takes
-    `ROUTED` arguments or more."""
+    """Return name -> module for the modules of `model` that hold experts, as `_holds_experts` finds them."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
 
 def _holds_experts(module: nn.Module) -> bool:
+    """Return True if `module` has `num_experts` of at least 2 and no parameters in submodules, if dim 0 of each parameter is the
+    expert and at least one has 3 dims or more, and if its forward takes `ROUTED` arguments or more."""
     count, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
     if not isinstance(count, int) or count < 2 or not any(p.dim() > 2 for p in parameters):
         return False
@@ -63,9 +63,9 @@ def check_experts(model: nn.Module, name: str, ranks: int) -> None:
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> MeshChoice:
-    """Shard the experts of `model` in place over the axis "ep" of the 2-D `mesh`, and replace their forward by one that sends
-    tokens to the ranks of their experts with `exchange`. Returns the argument `meshes` of `accordion.shard`: name of each
-    module with experts -> mesh of the ranks that have the same experts."""
+    """Shard the experts of `model` in place over the axis `EXPERTS_AXIS` of the 2-D `mesh`, and replace their forward by one that
+    sends tokens to the ranks of their experts with `exchange`. Returns the argument `meshes` of `accordion.shard`: name of
+    each module with experts -> mesh of the ranks that have the same experts."""
     modules, axis = experts_in(model), mesh[EXPERTS_AXIS]
     for module in modules.values():
         for name, p in list(module.named_parameters(recurse=False)):
@@ -77,7 +77,8 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> Me
 
 
 def silent_exchange(tracker: Tracker) -> Exchange:
-    """Return a stand-in for an all-to-all of rows: a function that logs it, sends nothing and returns uninitialized rows."""
+    """Return a stand-in for an all-to-all: a function that logs the collective in `tracker`, sends nothing, and returns new,
+    uninitialized rows."""
 
     def exchange(rows: Tensor) -> Tensor:
         tracker.collective(ALL_TO_ALL, rows.nbytes, EXPERTS)
@@ -87,8 +88,9 @@ def silent_exchange(tracker: Tracker) -> Exchange:
 
 
 def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Forward of a module with experts: send tokens to the `ranks` ranks of their experts, compute, and return weighted sums
-    (n, width). `hidden`: tokens, (n, width). `chosen`: indices of each token's k experts, (n, k). `weights`: of these, (n, k)."""
+    """Forward of a `module` whose experts are sharded over `ranks` ranks: send the tokens `hidden`, (n, width), to the ranks of
+    their experts, run the module's own forward there, send the results back, and return their weighted sums, (n, width).
+    `chosen`: indices of each token's k experts, (n, k). `weights`: the weights of their results, (n, k)."""
     num, k = module.num_experts // ranks, chosen.shape[-1]
     by_expert = torch.argsort(chosen.flatten())
     rows, each = hidden[by_expert // k], weights.flatten()[by_expert].unsqueeze(-1)  # (n * k, width), (n * k, 1)
@@ -103,7 +105,8 @@ def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen
 
 
 def _local_module(module: nn.Module, num_experts: int) -> nn.Module:
-    """Return a copy of `module` with this rank's `num_experts` experts only; its parameters are local tensors, not DTensors."""
+    """Return a copy of `module` with `num_experts` experts, those of this rank: its parameters, DTensors in `module`, are their
+    local tensors."""
     twin: Any = object.__new__(type(module))  # a module of a unit refuses `copy.copy`
     tensors = {name: getattr(module, name).to_local() for name, p in module._parameters.items() if p is not None}
     vars(twin).update({**vars(module), **tensors, "num_experts": num_experts})
