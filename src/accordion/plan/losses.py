@@ -21,8 +21,8 @@ OF_HEAD = ("chunked", "head_rows")
 
 
 def token_loss(kind: str, model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of a language model, summed over tokens, 0-d. `kind`: a key of `LOSSES`; the value of "fused" is wrong.
-    `tokens`, `labels`: (micro_batch, seq)."""
+    """Return the loss of a language model, summed over tokens, 0-d. `kind`: a key of `LOSSES`; for "fused" the value is wrong,
+    and its memory and kernels are right. `tokens`, `labels`: (micro_batch, seq)."""
     if kind in OF_HEAD:
         head = model.get_output_embeddings()
         with head_returns_loss(head, labels, reduction="sum", head_rows=kind == "head_rows"):
@@ -50,7 +50,8 @@ class _Fused(torch.autograd.Function):
 
 
 def check_head(model: nn.Module, label: str, loss: str) -> None:
-    """Raise `UsageError` if `loss` is in `OF_HEAD` and the model's head is no `nn.Linear`. `label`: name of `model` in errors."""
+    """Raise `UsageError` if `loss`, a key of `LOSSES`, is computed with the model's head (`OF_HEAD`), and that is no `nn.Linear`.
+    `label`: name of `model` in errors."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if loss in OF_HEAD and not isinstance(head, nn.Linear):
         raise UsageError(f"the head of {label} is no nn.Linear; take --loss fused or plain.")
