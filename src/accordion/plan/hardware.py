@@ -101,13 +101,8 @@ PEAKS = ("memory_gib", "tflops", "fp32_tflops", "bandwidth_gbps", "link", "link_
 
 
 def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
-    """Return a row of the table of GPUs.
-
-    Args:
-        peaks: values of the fields in `PEAKS`, in this order.
-        like: kind of GPU whose shares of the peaks are used, a key of `BY_KIND`; "": they are guessed.
-        more: values of other fields of `Gpu`, by name.
-    """
+    """Return a row of the table of GPUs. `peaks`: values of the fields in `PEAKS`, in this order. `like`: kind of GPU whose
+    shares of the peaks are used, a key of `BY_KIND`; "": they are guessed. `more`: other fields of `Gpu`."""
     kind = BY_KIND.get(like, GUESSED)
     ranges = kind if name in kind.cards else GUESSED
     shares = {"products": kind.products, "elementwise": kind.elementwise, "attention": kind.attention[ATTENTION]}

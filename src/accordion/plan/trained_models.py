@@ -20,7 +20,7 @@ from accordion.garbage import without_collections
 from accordion.models.language import brief, is_encoder, language_model, masked_model
 from accordion.models.llama import PUBLISHED, llama_config
 from accordion.plan.adapters import ALL, with_adapters
-from accordion.plan.losses import LOSSES, check_head, token_loss
+from accordion.plan.losses import LOSSES, OF_HEAD, token_loss
 from accordion.plan.trace.setup import Subject
 from accordion.units import UnitChoice, choose_units
 from accordion.weights.four_bits import FourBits
@@ -138,7 +138,9 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
         raise UsageError(
             f"{label} has weights of four bits, which cannot be trained; train adapters instead: --lora 16."
         )
-    check_head(model, label, kernels.loss)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if kernels.loss in OF_HEAD and not isinstance(head, nn.Linear):
+        raise UsageError(f"the head of {label} is no nn.Linear; take --loss fused or plain.")
     return model
 
 
@@ -197,10 +199,3 @@ def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
             first, each = names.index(blocks[0]), num_units.pop()
             runs.append(EqualBlocks(container=container, count=len(holder), first_unit=first, each=each))
     return max(runs, key=lambda run: run.count, default=None)
-
-
-def shortened(model: nn.Module, run: EqualBlocks, count: int) -> nn.Module:
-    """Delete all but the first `count` blocks of a run from `model`, in place, and return the model."""
-    holder: Any = model.get_submodule(run.container)
-    del holder[count:]
-    return model

@@ -32,8 +32,9 @@ def place_of(o: Options) -> Path | None:
     """Return the path of the cache file for the options `o`, which need not exist. The path changes with the options, the model's
     configuration, and versions or sources of packages. None for a task or with `--html`, or if `o.model` is neither a preset,
     nor a JSON file, nor a folder with a config.json."""
-    folder = Path(o.model)
-    config = _text(folder / "config.json" if folder.is_dir() else folder)
+    folder, config = Path(o.model), ""
+    with suppress(OSError, ValueError):
+        config = read_text(folder / "config.json" if folder.is_dir() else folder)
     if o.task is not None or o.html is not None or (o.model not in PUBLISHED and not config.lstrip().startswith("{")):
         return None
     package = Path(__file__).parents[2]
@@ -46,14 +47,6 @@ def place_of(o: Options) -> Path | None:
     )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accordion"
     return cache / "plans" / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.json"
-
-
-def _text(file: Path) -> str:
-    """Return the content of a file; empty if it cannot be read."""
-    try:
-        return read_text(file)
-    except (OSError, ValueError):
-        return ""
 
 
 def read(place: Path | None) -> SavedAnswer | None:

@@ -56,11 +56,11 @@ class Costs:
     on_machine: int = 1  # ranks of one machine, which share its memory and disk
     drag: float = 1.0  # factor on the time of device work with many ranks, since all wait for the slowest
 
-    def seconds_of(self, event: Op | Collective) -> float:
-        return self.of_collective(event) if isinstance(event, Collective) else self.of(event)
-
-    def of(self, op: Op) -> float:
-        """Return the seconds of a kernel on the device, of a copy between host and device, or of work on the host or a disk."""
+    def of(self, op: Op | Collective) -> float:
+        """Return the seconds of a kernel on the device, of a copy between host and device, of work on the host or a disk, or of a
+        collective."""
+        if isinstance(op, Collective):
+            return self.of_collective(op)
         if op.stream in (FETCH, STORE):  # a copy reads and writes each byte, and sends it over the link once
             return op.num_bytes / 2 / (self.cluster.gpu.host_gbps * GB * self.rates.link) + LATENCY_S["node"]
         if op.stream in (HOST, STEPPER, DISK_STREAM):
@@ -90,16 +90,12 @@ class Costs:
             seconds = max(inside_s, outside_s)
         else:
             sent = c.num_bytes * (axis.ranks - 1) / axis.ranks * (2 if c.kind == "sum" else 1)
-            seconds = sent / (self._gbps(axis) * GB)
+            gbps = self.cluster.gpu.link_gbps * self.rates.link  # what one rank of a ring sends
+            if axis.far:  # between nodes, the links of a node's ranks add up
+                outside = self.cluster.network_gbps * axis.on_node * self.rates.network
+                gbps = min(gbps, outside) if axis.on_node > 1 else outside
+            seconds = sent / (gbps * GB)
         return (seconds + latency_s) * self.drag
-
-    def _gbps(self, axis: MeshAxis) -> float:
-        """Return the GB/s that one rank of a ring over `axis` sends. Between nodes, the links of a node's ranks add up."""
-        inside = self.cluster.gpu.link_gbps * self.rates.link
-        if not axis.far:
-            return inside
-        outside = self.cluster.network_gbps * axis.on_node * self.rates.network
-        return min(inside, outside) if axis.on_node > 1 else outside
 
 
 def costs_of(

@@ -49,11 +49,7 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
 
 
 def apply(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    sharding: Sharding,
-    reshard_root: bool | None = None,
-    reshard_last: bool = True,
+    model: nn.Module, mesh: DeviceMesh, sharding: Sharding, reshard_root: bool | None = None, reshard_last: bool = True
 ) -> None:
     """Apply FSDP2 to `model` in place with the units, strategy, precision and checkpointing of `sharding`; for plans and tests.
     `reshard_root`, `reshard_last`: `reshard_after_forward` of the root (None: FSDP2's default) and of the last unit. Raises
@@ -197,7 +193,7 @@ class _Event:
         self.number: int | None = None
 
     def record(self, stream: _Stream | None = None) -> _Event:
-        self.number = self._tracker.next_transfer()
+        self.number = next(self._tracker.transfers)
         self._tracker.events.append(Mark(self.number, self._tracker.stream if stream is None else stream.name))
         return self
 

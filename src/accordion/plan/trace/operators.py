@@ -69,12 +69,12 @@ def bytes_moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     seen: set[int] = set()
     for name, value in _torch.named_arguments(func, args, kwargs):
         tensors = tensors_of(value)
-        written_only = name in mutated and (row.overwrites or name == "out")
+        size = sum(map(num_bytes, tensors))
         if name in mutated:
-            written += sum(map(num_bytes, tensors))
-            seen.update(id(t) for t in tensors)
-        if not written_only and name not in row.unread:
-            read += sum(map(num_bytes, tensors))
+            written += size
+            seen.update(map(id, tensors))
+        if not (name in mutated and (row.overwrites or name == "out")) and name not in row.unread:
+            read += size
     written += sum(num_bytes(t) for t in tensors_of(out) if id(t) not in seen)
     return read + written
 

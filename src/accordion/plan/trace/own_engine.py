@@ -238,7 +238,7 @@ class _Traced(Transfer):
     ) -> None:
         super().__init__(stream, steps, buffers, label)
         self.name, self.tracker = name, tracker
-        self.number = tracker.next_transfer()  # identifies it in events
+        self.number = next(tracker.transfers)  # identifies it in events
         tracker.events.append(Launch(self.number, name))
 
     def _run(self) -> None:

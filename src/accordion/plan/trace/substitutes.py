@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,10 +28,10 @@ class Substitutes:
         self.substituted: dict[str, str] = {}
         self.unmodelled: dict[str, str] = {}
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        with _torch.in_place_on_cpu({name: partial(stand_in, self) for name, stand_in in STAND_INS.items()}):
-            yield
+    def installed(self) -> AbstractContextManager[None]:
+        # All are composite operators, so autograd records the operators that the replacement calls.
+        names = {"scaled_dot_product_attention": self.attention, "rms_norm": self.rms_norm}
+        return _torch.in_place_on_cpu({**names, "layer_norm": self.layer_norm, "dropout": self.dropout})
 
     def attention(
         self,
@@ -109,12 +107,3 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *parameters = ctx.saved_tensors[:3]
         return grads[0] * x, *(None if p is None else torch.empty_like(p) for p in parameters), None, None
-
-
-STAND_INS: Mapping[str, Callable[..., Any]] = {
-    "scaled_dot_product_attention": Substitutes.attention,
-    "rms_norm": Substitutes.rms_norm,
-    "layer_norm": Substitutes.layer_norm,
-    "dropout": Substitutes.dropout,
-}
-"""Name in aten -> replacement. All are composite operators, so autograd records the operators that the replacement calls."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,13 +14,7 @@ from accordion import _torch
 from accordion.observe.storage_watch import StorageWatch
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, StepPart, StepPhase
 from accordion.plan.trace.memo import Memo
-from accordion.plan.trace.operators import (
-    bytes_moved_by,
-    flops_of,
-    num_bytes,
-    row_of,
-    tensors_of,
-)
+from accordion.plan.trace.operators import bytes_moved_by, flops_of, num_bytes, row_of, tensors_of
 
 COLLECTIVES = {  # torch's own collectives: (kind, index of the argument with the full tensors; None: they are the result)
     "_allgather_base_": ("gather", 0),
@@ -61,7 +56,7 @@ class Tracker(StorageWatch):
         self.with_workspaces = False  # log the workspaces of CUDA kernels
         self.unknown_workspaces: dict[str, str] = {}  # operator that ran -> why its workspace is not known
         self.sum_axis = "shard"  # mesh axis of torch's own all-reduce
-        self._transfers = 0
+        self.transfers = count(1)  # numbers for transfers
         self._memo = Memo()
 
     # -- called by the traced engine
@@ -107,10 +102,6 @@ class Tracker(StorageWatch):
 
     def collective(self, kind: str, num_bytes: int, axis: str) -> None:
         self.events.append(Collective(kind, num_bytes, axis, self.stream))
-
-    def next_transfer(self) -> int:
-        self._transfers += 1
-        return self._transfers
 
     # -- operators and storages
 
