@@ -52,7 +52,11 @@ def plan(
     """
     workload = Workload(subject) if isinstance(subject, str) else subject
     cluster = cluster_of(cluster) if isinstance(cluster, str) else cluster
-    base, fixed = _fixed(sharding)
+    if isinstance(sharding, Sharding):
+        base, fixed = sharding, {f.name for f in fields(Sharding)}
+    else:
+        words = dict(sharding or {})
+        base, fixed = Sharding.from_config({"precision": BF16, **words}), set(words)
     search = _narrowed(search or Search(), base, fixed, workload)
     _check(workload, cluster, base, search)
     task = trained(workload)
@@ -63,15 +67,6 @@ def plan(
     result = search_in(space, say)
     answer = Plan(task=task, workload=workload, space=space, found=result)
     return replace(answer, log=log_of_choice(result, answer.chosen.choice, space))
-
-
-def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Collection[str]]:
-    """Return (all fields as a `Sharding`, names of the fields that `sharding` fixes). A `Sharding` fixes all fields. A mapping
-    fixes the fields that it names; the others get their defaults, but the precision gets bf16."""
-    if isinstance(sharding, Sharding):
-        return sharding, [f.name for f in fields(Sharding)]
-    words = dict(sharding or {})
-    return Sharding.from_config({"precision": BF16, **words}), words.keys()
 
 
 def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: Workload) -> Search:
@@ -144,7 +139,8 @@ def _space(workload: Workload, cluster: Cluster, base: Sharding, search: Search,
 
 
 def log_of_choice(result: SearchResult, choice: Choice, space: Space) -> Log | None:
-    """Return the event log of a step of `choice`, with its offload, from the logs in `result`; None if it was not traced."""
+    """Return the event log of a step of `choice` with its offload: the traced log in `result`, or one derived from the traced log
+    without offloaded states. None if neither was traced."""
     if moved_as(choice) in result.logs:
         return result.logs[moved_as(choice)]
     log = result.logs.get(traced_as(choice))

@@ -62,7 +62,7 @@ def _verdict(plan: Plan) -> Table:
 
 
 def _time(plan: Plan) -> list[Table]:
-    """Return the tables of the step's time at middle rates, by kind and by unit; [] if the step was not traced."""
+    """Return two tables of the step's time at middle rates, by kind of work and by unit; [] if the step was not traced."""
     steps = plan.chosen.steps
     if steps is None or plan.log is None:
         return []
@@ -117,18 +117,14 @@ def _candidates(plan: Plan) -> Table:
         times = ["", ""]
         if c.steps is not None:
             times = [_digits(c.steps["middle"].seconds), _digits(_speed(plan, c))]
-        rows.append([str(c.choice), _need(c), *times, "chosen" if c is plan.found.best else c.why])
+        need = gib(c.needed_bytes)
+        if c.memory is None or "at_least" in c.memory.reserved_bytes:  # a lower bound
+            need = f"over {need}" if c.needed_bytes > GIB // 10 else ""
+        rows.append([str(c.choice), need, *times, "chosen" if c is plan.found.best else c.why])
     left = len(order) - len(rows)
     title = "configurations" + (f" ({left} more in --json)" if left > 0 else "")
     columns = ["", "needs GiB", "step s", f"{plan.task.counted}/s per GPU", "why not"]
     return Table(title=title, columns=columns, rows=rows)
-
-
-def _need(c: Candidate) -> str:
-    """Return the GiB that a candidate needs, "over N" for a lower bound, or "" for a lower bound of at most 0.1 GiB."""
-    if c.memory is not None and "at_least" not in c.memory.reserved_bytes:
-        return gib(c.needed_bytes)
-    return f"over {gib(c.needed_bytes)}" if c.needed_bytes > GIB // 10 else ""
 
 
 def _speed(plan: Plan, c: Candidate) -> float:

@@ -49,12 +49,19 @@ def planned(o: Options, task_words: list[str]) -> Plan:
 
 
 def workload_of(o: Options, task_words: list[str]) -> Workload:
-    """Return the workload that `o` describes: a language model, or a task with arguments `task_words`. Raises `UsageError` for a
-    wrong option or task, and `TaskError` if the task's code fails."""
+    """Return the workload that `o` describes: a language model, or a task with arguments `task_words`. For a task, print the size
+    of a micro-batch to stderr. Raises `UsageError` for a wrong option or task, and `TaskError` if the task's code fails."""
     model: Any = o.model
-    loss = batch = None
+    loss: Any = None
+    batch: Any = None
     if o.task is not None:
-        model, loss, batch = _task(o, task_words)
+        size, task = o.micro_batch or TASK_BATCH, read_task(o.task, task_words, "accordion plan")
+        with of_the_task("model()"):
+            model = model_of(task)
+        with of_the_task("dataset('train')"):
+            batch = example_of(task, size)
+        print(f"{task.name}: a micro-batch has {size} samples, unless the task's loader makes batches", file=sys.stderr)
+        loss = partial(mean_loss, task)
     elif task_words:
         raise UsageError(f"{task_words[0]} is an option of a task, and none is named; give --task.")
     rank, targets = (0, "all") if o.lora is None else adapters_of(o.lora)
@@ -69,18 +76,6 @@ def workload_of(o: Options, task_words: list[str]) -> Workload:
     return Workload(
         model, loss, batch, seq=o.seq, kernels=kernels, optimizer=o.optimizer, engine=o.engine, tokens=o.tokens
     )
-
-
-def _task(o: Options, task_words: list[str]) -> tuple[Any, Any, Any]:
-    """Return (model, loss function, example batch) of the task that `o` names. Prints the size of a micro-batch to stderr."""
-    size = o.micro_batch or TASK_BATCH
-    task = read_task(str(o.task), task_words, "accordion plan")
-    with of_the_task("model()"):
-        model = model_of(task)
-    with of_the_task("dataset('train')"):
-        batch = example_of(task, size)
-    print(f"{task.name}: a micro-batch has {size} samples, unless the task's loader makes batches", file=sys.stderr)
-    return model, partial(mean_loss, task), batch
 
 
 def cluster_in(o: Options) -> Cluster:

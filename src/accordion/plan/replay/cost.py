@@ -48,7 +48,7 @@ class MeshAxis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Computes the seconds of events on a cluster at assumed rates."""
+    """Computes the seconds of events of one rank on a cluster, at assumed rates."""
 
     cluster: Cluster
     rates: Rates

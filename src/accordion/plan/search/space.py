@@ -42,7 +42,7 @@ class Space:
     pure: bool = False
 
     def setup(self, choice: Choice) -> TrainingSetup:
-        """Return the setup of the trace for `choice`."""
+        """Return the setup of a trace of `choice` with the optimizer and engine of this space (`Choice.setup`)."""
         return choice.setup(self.cluster.node, self.optimizer, self.engine)
 
     @property

@@ -31,13 +31,13 @@ EVENLY = (
 
 
 def experts_in(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Return name -> module for the modules of `model` that hold experts, as `_holds_experts` finds them."""
+    """Return name -> module for the modules of `model` that hold experts. Such a module has `num_experts` of at least 2, and no
+    parameters in submodules. Dim 0 of each parameter is the expert, and at least one has 3 dims or more. Its forward takes
+    `ROUTED` arguments or more."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    """Return True if `module` has `num_experts` of at least 2 and no parameters in submodules, if dim 0 of each parameter is the
-    expert and at least one has 3 dims or more, and if its forward takes `ROUTED` arguments or more."""
     count, parameters = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
     if not isinstance(count, int) or count < 2 or not any(p.dim() > 2 for p in parameters):
         return False
@@ -113,13 +113,9 @@ def _local_module(module: nn.Module, num_experts: int) -> nn.Module:
     return twin  # type: ignore[no-any-return]
 
 
-def _moved(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Return the result of `exchange(rows)`; the backward sends its gradient through `exchange` too."""
-    moved: Tensor = _Moved.apply(rows, exchange)  # type: ignore[no-untyped-call]
-    return moved
-
-
 class _Moved(torch.autograd.Function):
+    """Computes `exchange(rows)`; the backward sends the gradient through `exchange` too."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
@@ -128,3 +124,6 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return ctx.exchange(grads[0]), None
+
+
+_moved: Callable[[Tensor, Exchange], Tensor] = _Moved.apply

@@ -147,15 +147,14 @@ def _one_sequence_a_row() -> Iterator[None]:
     Does nothing if this process has not imported transformers' masks."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
-    if not hasattr(masks, name):
-        yield
-        return
-    before = getattr(masks, name)
-    setattr(masks, name, lambda *args, **kwargs: None)
+    before = getattr(masks, name, None)
+    if before is not None:
+        setattr(masks, name, lambda *args, **kwargs: None)
     try:
         yield
     finally:
-        setattr(masks, name, before)
+        if before is not None:
+            setattr(masks, name, before)
 
 
 def _as_fakes(model: nn.Module) -> None:
