@@ -135,8 +135,8 @@ class Choice:
 
 def in_memory(offload: Offload) -> Offload:
     """Return a copy of `offload` in which states and activations on a disk are on the host, since a trace has no files."""
-    on_disk = [name for name in ("optimizer", "activations") if folder_of(getattr(offload, name))]
-    return replace(offload, **dict.fromkeys(on_disk, HOST))
+    moved: dict[str, Any] = {k: HOST for k in ("optimizer", "activations") if folder_of(getattr(offload, k))}
+    return replace(offload, **moved)
 
 
 def traced_as(choice: Choice) -> Choice:
