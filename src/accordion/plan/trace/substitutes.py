@@ -30,8 +30,10 @@ class Substitutes:
 
     def installed(self) -> AbstractContextManager[None]:
         # All are composite operators, so autograd records the operators that the replacement calls.
-        names = {"scaled_dot_product_attention": self.attention, "rms_norm": self.rms_norm}
-        return _torch.in_place_on_cpu({**names, "layer_norm": self.layer_norm, "dropout": self.dropout})
+        norms = {"rms_norm": self.rms_norm, "layer_norm": self.layer_norm}
+        return _torch.in_place_on_cpu(
+            {"scaled_dot_product_attention": self.attention, "dropout": self.dropout, **norms}
+        )
 
     def attention(
         self,
