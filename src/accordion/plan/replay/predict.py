@@ -40,7 +40,7 @@ class MemoryNeed:
 
     @property
     def possible_bytes(self) -> int:
-        """`needed_bytes` if operators with an unknown workspace allocate the most that they may."""
+        """Bytes of the GPU, as `needed_bytes`, if operators with an unknown workspace allocate the most that they may."""
         return int((self.largest_reserved + self.peak.unsure_bytes) * MARGIN) + OUTSIDE_BYTES
 
     def fits(self, cluster: Cluster) -> bool:

@@ -24,7 +24,8 @@ class Traces:
         self._last: tuple[Choice, Log] | None = None
 
     def of(self, choice: Choice) -> Log:
-        """Return the log of a step of `choice` with parameters and states on the device. Traces it unless it can be derived."""
+        """Return the log of a step of `choice` with parameters and states on the device. Traces the step unless the log is known
+        or can be extrapolated from traces of other micro-batches."""
         choice = traced_as(choice)
         if choice in self.traced:
             return self.traced[choice]
