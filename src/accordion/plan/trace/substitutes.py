@@ -30,9 +30,13 @@ class Substitutes:
 
     def installed(self) -> AbstractContextManager[None]:
         # All are composite operators, so autograd records the operators that the replacement calls.
-        norms = {"rms_norm": self.rms_norm, "layer_norm": self.layer_norm}
         return _torch.in_place_on_cpu(
-            {"scaled_dot_product_attention": self.attention, "dropout": self.dropout, **norms}
+            {
+                "scaled_dot_product_attention": self.attention,
+                "rms_norm": self.rms_norm,
+                "layer_norm": self.layer_norm,
+                "dropout": self.dropout,
+            }
         )
 
     def attention(
