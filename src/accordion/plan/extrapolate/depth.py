@@ -47,8 +47,7 @@ class _Segment:
     events: list[Event]
 
     def origin(self, at: int, block: int | None) -> _Origin:
-        """Return the origin of the allocation or transfer that event number `at` creates in the copy of this segment for
-        `block`."""
+        """Return the origin of the allocation or transfer that event number `at` creates in this segment's copy for `block`."""
         return _Origin(self.place.phase, block, self.part, self.visit, at)
 
 

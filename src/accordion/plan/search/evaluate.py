@@ -191,8 +191,7 @@ class Evaluator:
 
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
         """Set a candidate's figures, store its floor and speed, which rule out later choices, and return it. `log`: log of its
-        step without offloaded states. `traced`: log of its step with offload, to compute the memory; None: derive it from `log`.
-        """
+        step without offloaded states. `traced`: log of its step with offload, for the memory; None: derive it from `log`."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         is_own = any(log is own for own in self.traces.traced.values())  # not extrapolated
         candidate.is_traced = is_own and (traced is not None or not choice.offload.is_any)
