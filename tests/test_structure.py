@@ -277,7 +277,7 @@ BUDGETS = {
     "offload": 2950,
     "optimizers": 1370,
     "pages": 250,
-    "plan": 6190,
+    "plan": 5890,
     "safety": 3450,
     "shard": 1500,
     "tasks": 520,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import accordion as acc
@@ -75,10 +74,9 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         torch.manual_seed(0)
         model = subjects.made(architecture, case, "cpu")
-        clip: Callable[[Any, float], object]
         if name == "fsdp2":
             fsdp2.apply(model, mesh, replace(run.sharding, units=run.units))
-            optimizer, clip = OPTIMIZERS[run.optimizer].make(model.parameters()), fsdp2.clip
+            optimizer = OPTIMIZERS[run.optimizer].make(model.parameters())
         else:
             meshes = None
             if run.expert_parallel > 1:
@@ -88,10 +86,7 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
             engine = engine_of(model)
             if run.sharding.offload.asks and engine is not None:  # the profiler follows no other thread
                 vars(tiers_of(engine))["stepper"] = AtOnce(nullcontext)
-            optimizer, clip = (
-                acc.wrap_optimizer(OPTIMIZERS[run.optimizer].make(model.parameters())),
-                acc.clip_grad_norm_,
-            )
+            optimizer = acc.wrap_optimizer(OPTIMIZERS[run.optimizer].make(model.parameters()))
         for step in range(2):
             with record_function(MARK) if step else nullcontext():
                 for i in range(run.accumulate):
@@ -99,7 +94,10 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
                     with acc.no_sync(model) if later else nullcontext():
                         loss = subjects.loss(architecture, model, subjects.batch_of(architecture))
                         loss.backward()
-                clip(model, 1.0)
+                if name == "fsdp2":
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                else:
+                    acc.clip_grad_norm_(model, 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
     with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from accordion import _torch
 from accordion.plan.hardware import GIB, gpu_named
 from accordion.plan.result import Plan
-from accordion.plan.trace.operators import flops_of, unknown_workspace_of
+from accordion.plan.trace.operators import flops_of, row_of
 from tests.plan.builders import ONE_CHOICE, planned, total
 
 ROWS, K, N, GROUPS = 24, 16, 32, 4
@@ -118,7 +118,7 @@ def test_only_unknown_workspaces_have_a_bound():
         (torch.ops.aten.embedding_dense_backward.default, (x, rows, 9, -1, False), x, 64 * (32 + 281.6)),
     ]  # fmt: skip
     for func, args, out, most in asked:
-        assert unknown_workspace_of(func, args, {}, out)[0] == pytest.approx(most, abs=1)
+        assert row_of(func).bound(args, {}, out) == pytest.approx(most, abs=1)
 
 
 def test_a_custom_operator_is_named():

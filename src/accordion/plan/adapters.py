@@ -15,7 +15,8 @@ ALL = "all"
 
 
 class AdaptedLinear(nn.Module):
-    """LoRA: a frozen linear layer `inner`, plus the output of two trained layers of low rank, `down` and `up`."""
+    """LoRA: the output of a linear layer `inner`, plus that of two linear layers in a row, `down` to `rank` features and `up`, on
+    the meta device. `width`, `out`: features of inputs and outputs."""
 
     def __init__(self, inner: nn.Module, width: int, out: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -49,8 +50,8 @@ class _FourBit(torch.autograd.Function):
 
 
 def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight of shape (out, width) in `dtype` from `weight`, (out, width / 2), which packs two elements in a byte. Runs
-    one kernel; the values are wrong."""
+    """Return a weight of shape (out, width) in `dtype` for `weight`, (out, width / 2), which packs two elements in a byte. One
+    kernel reads `weight`, as in the real layer; the values are wrong."""
     both = weight.unsqueeze(-1).expand(*weight.shape, 2)
     return (both + torch.zeros((), dtype=dtype, device=weight.device)).flatten(1)
 
@@ -79,10 +80,8 @@ def with_adapters(model: nn.Module, label: str, rank: int, targets: str, quantiz
         check_layers(model, linear)
     model.requires_grad_(False)
     for name, plain in linear.items():
-        inner = plain if quantize is None else PlannedFourBitLinear(plain, quantize)
+        inner: nn.Module = plain if quantize is None else PlannedFourBitLinear(plain, quantize)
         if name.rpartition(".")[2] in wanted:
-            layer: nn.Module = AdaptedLinear(inner, plain.in_features, plain.out_features, rank, plain.weight.dtype)
-        else:
-            layer = inner
-        model.set_submodule(name, layer)
+            inner = AdaptedLinear(inner, plain.in_features, plain.out_features, rank, plain.weight.dtype)
+        model.set_submodule(name, inner)
     return model

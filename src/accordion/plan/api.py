@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from accordion.plan.events import Log
 from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import Cluster, cluster_of, with_attention
 from accordion.plan.result import Plan
+from accordion.plan.search.evaluate import Say
 from accordion.plan.search.search import SearchResult, search_in
 from accordion.plan.search.space import Space
 from accordion.plan.trace import fsdp2
@@ -24,7 +25,6 @@ from accordion.plan.workload import LARGEST_TOKENS, Trained, Workload, trained
 from accordion.sharding import Sharding
 from accordion.units import choose_units, only_blocks
 
-Say = Callable[[str], None]
 BF16 = Precision(params=torch.bfloat16)
 
 
@@ -52,7 +52,11 @@ def plan(
     """
     workload = Workload(subject) if isinstance(subject, str) else subject
     cluster = cluster_of(cluster) if isinstance(cluster, str) else cluster
-    base, fixed = _fixed(sharding)
+    if isinstance(sharding, Sharding):
+        base, fixed = sharding, {f.name for f in fields(Sharding)}
+    else:
+        words = dict(sharding or {})
+        base, fixed = Sharding.from_config({"precision": BF16, **words}), set(words)
     search = _narrowed(search or Search(), base, fixed, workload)
     _check(workload, cluster, base, search)
     task = trained(workload)
@@ -65,19 +69,10 @@ def plan(
     return replace(answer, log=log_of_choice(result, answer.chosen.choice, space))
 
 
-def _fixed(sharding: Sharding | Mapping[str, Any] | None) -> tuple[Sharding, Collection[str]]:
-    """Return (all fields as a `Sharding`, names of the fields that `sharding` fixes). Fields that `sharding` lacks get their
-    defaults, but the precision gets bf16."""
-    if isinstance(sharding, Sharding):
-        return sharding, [f.name for f in fields(Sharding)]
-    words = dict(sharding or {})
-    return Sharding.from_config({"precision": BF16, **words}), words.keys()
-
-
 def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: Workload) -> Search:
-    """Return a copy of `search` that tries fewer values: of each field named in `fixed` only the value in `base`, and no values
-    that the workload, its engine, shared experts or offload in `base` do not support. Raises `UsageError` if fixed values
-    contradict each other, or if no strategy is left."""
+    """Return a copy of `search` that tries fewer values: of each field named in `fixed` only the value in `base`, and none that
+    the workload, its engine, shared experts or offload in `base` do not support. The micro-batch of a module is 1, since its
+    batch is given. Raises `UsageError` if fixed values contradict each other, or if no strategy is left."""
     search = search.narrowed(base, fixed)
     if not isinstance(workload.model, str):
         search = replace(search, micro_batches=[1])
@@ -98,7 +93,7 @@ def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: 
 
 
 def _check(workload: Workload, cluster: Cluster, base: Sharding, search: Search) -> None:
-    """Raise `UsageError` if values contradict each other, or cannot be planned."""
+    """Raise `UsageError` if the GPUs, the sharding and the search contradict each other or the workload, or cannot be planned."""
     tokens = workload.seq * min(search.micro_batches)
     if isinstance(workload.model, str) and tokens > LARGEST_TOKENS:
         raise UsageError(
@@ -144,7 +139,8 @@ def _space(workload: Workload, cluster: Cluster, base: Sharding, search: Search,
 
 
 def log_of_choice(result: SearchResult, choice: Choice, space: Space) -> Log | None:
-    """Return the event log of a step of `choice`, with its offload, from the logs in `result`; None if it was not traced."""
+    """Return the event log of a step of `choice` with its offload: the traced log in `result`, or one derived from the traced log
+    without offloaded states. None if neither was traced."""
     if moved_as(choice) in result.logs:
         return result.logs[moved_as(choice)]
     log = result.logs.get(traced_as(choice))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,6 @@ from accordion.errors import UsageError
 from accordion.plan.hardware import LARGEST
 from accordion.plan.trace.setup import TrainingSetup
 from accordion.sharding import Sharding, offload_named, offload_words, unit_words
-from accordion.units import UnitChoice
 
 ON_DISK = f"{DISK}FOLDER"  # a disk in a folder that is not chosen yet; a plan prints it like this
 STRATEGIES = (FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_OPTIM, SHARD_OPTIM, NO_SHARD)
@@ -76,7 +75,7 @@ class Choice:
         unreduced = " without reducing" if self.no_sync else ""
         parts += [f"accumulate {self.accumulate}{unreduced}"] if self.accumulate > 1 else []
         parts += [f"offload {offload_words(replace(offload, activations=DEVICE))}"] if offload.is_any else []
-        parts += [f"units {unit_words(self.units)}"] if self.units is not None else []
+        parts += [f"units {unit_words(self.sharding.units)}"] if self.sharding.units is not None else []
         return ", ".join([*parts, f"{self.gpus} GPU{'s' if self.gpus > 1 else ''}"])
 
     @property
@@ -90,10 +89,6 @@ class Choice:
     @property
     def offload(self) -> Offload:
         return self.sharding.offload
-
-    @property
-    def units(self) -> UnitChoice:
-        return self.sharding.units
 
     @property
     def num_traced(self) -> int:
@@ -140,17 +135,14 @@ class Choice:
 
 def in_memory(offload: Offload) -> Offload:
     """Return a copy of `offload` in which states and activations on a disk are on the host, since a trace has no files."""
-    return replace(offload, optimizer=_in_memory(offload.optimizer), activations=_in_memory(offload.activations))
-
-
-def _in_memory(place: str) -> str:
-    return HOST if folder_of(place) else place
+    moved: dict[str, Any] = {k: HOST for k in ("optimizer", "activations") if folder_of(getattr(offload, k))}
+    return replace(offload, **moved)
 
 
 def traced_as(choice: Choice) -> Choice:
-    """Return the choice to trace for a log of `choice` in which parameters and states stay on the device. It has `num_traced`
-    micro-batches, and offloads only the inputs of recomputed units: to the host, also in place of a disk. It is equal for all
-    choices that differ only in the offload of parameters and states, so they share a trace."""
+    """Return the choice to trace for a log of `choice` with parameters and states on the device. It has `num_traced`
+    micro-batches, and offloads only the inputs of recomputed units: to the host, also in place of a disk. Choices that differ
+    only in the offload of parameters and states share a trace, since the result is equal for them."""
     inputs = Offload(activations=in_memory(choice.offload).activations)
     return replace(choice.but(offload=inputs), accumulate=choice.num_traced)
 
@@ -169,7 +161,8 @@ class Search:
         strategies: strategies, or their names.
         checkpointing: values of `Sharding.checkpoint_activations`.
         micro_batches: samples of one rank in one forward.
-        offloads: placements of parameters and states; each is tried if the one before it does not fit.
+        offloads: placements of parameters and states, or texts that describe them; each is tried if the one before it does not
+            fit. They offload no parameters to a disk, and none without the optimizer states.
         activations: placements of the inputs of recomputed units; all but the first are tried only if nothing fits.
         replicas: copies of the model under a hybrid strategy. None: try those that shard each copy over one, two or four nodes.
         copies: also try the fastest configurations with `Sharding.secondary` set to the ranks of a node.
@@ -192,26 +185,27 @@ class Search:
     expert_parallel: int = 1
 
     def __post_init__(self) -> None:
-        words: Any = self
-        parsed: Mapping[str, Any] = {
-            "strategies": [strategy_named(s) for s in words.strategies],
-            "offloads": [offload_named(o) if isinstance(o, str) else o for o in words.offloads],
-        }
-        for name, values in parsed.items():
-            object.__setattr__(self, name, tuple(values))
+        given: Any = self
+        object.__setattr__(self, "strategies", tuple(map(strategy_named, given.strategies)))
+        parsed = tuple(offload_named(o) if isinstance(o, str) else o for o in given.offloads)
+        object.__setattr__(self, "offloads", parsed)
         for way in self.checkpointing:
             checkpointing_named(way)
-        numbers = [("micro_batch", n) for n in self.micro_batches]
-        numbers += [
-            (name, getattr(self, name)) for name in ("accumulate", "expert_parallel", "replicas", "global_batch")
-        ]
+        names = ("accumulate", "expert_parallel", "replicas", "global_batch")
+        numbers = [("micro_batch", n) for n in self.micro_batches] + [(name, getattr(self, name)) for name in names]
         for name, value in numbers:
             if value is not None and not 1 <= value <= LARGEST:
                 raise UsageError(f"{name} is {value}; it takes 1 or more{f', up to {LARGEST:,}' if value > 1 else ''}.")
         if self.no_sync and self.accumulate == 1 and self.global_batch is None:
             raise UsageError("no_sync is for micro-batches of one step; give accumulate, 2 or more, or a global_batch.")
-        for offload in parsed["offloads"]:
-            check_offload(offload)
+        for offload in self.offloads:
+            planned = Offload(params=offload.params, optimizer=offload.optimizer, activations=offload.activations)
+            params_alone = offload.params != DEVICE and offload.optimizer == DEVICE
+            if offload != planned or folder_of(offload.params) or params_alone:
+                raise UsageError(
+                    f"offload {offload_words(offload)!r} is not planned; take optimizer=host or optimizer=disk:/folder, with or "
+                    "without params=host, and activations= at any place."
+                )
 
     def narrowed(self, sharding: Sharding, fixed: Collection[str]) -> Search:
         """Return a copy that tries, of each field named in `fixed`, only the value in `sharding`. It tries no offload with
@@ -231,7 +225,7 @@ class Search:
                     "checkpoint_activations is 'none'; take full, selective or every:2, or leave one of them out."
                 )
             narrow |= {"offloads": [replace(offload, activations=DEVICE)], "activations": [offload.activations]}
-        elif sharding.checkpoint_activations == "none" and "checkpoint_activations" in fixed:
+        elif narrow.get("checkpointing") == ["none"]:
             narrow["activations"] = [DEVICE]
         if self.no_sync:
             if sharding.offload.is_any:
@@ -254,14 +248,3 @@ class Search:
                 f"offload {offload_words(offload)!r} cannot be planned with strategy {s.name!r}, which does not shard gradients; "
                 "take full_shard."
             )
-
-
-def check_offload(offload: Offload) -> None:
-    """Raise `UsageError` if `offload` cannot be planned: it has settings besides `params`, `optimizer` and `activations`, has
-    parameters on a disk, or offloads parameters but no optimizer states."""
-    planned = Offload(params=offload.params, optimizer=offload.optimizer, activations=offload.activations)
-    if offload != planned or folder_of(offload.params) or (offload.params != DEVICE and offload.optimizer == DEVICE):
-        raise UsageError(
-            f"offload {offload_words(offload)!r} is not planned; take optimizer=host or optimizer=disk:/folder, with or without "
-            "params=host, and activations= at any place."
-        )

@@ -162,9 +162,6 @@ def without_host(log: Log) -> Log:
             total -= live.pop(event.number)
         elif not (isinstance(event, Op) and event.stream == HOST):
             events.append(event)
-    unmodelled = {
-        **log.unmodelled,
-        "offload": "in this log the step on the host takes no time",
-    }
+    unmodelled = {**log.unmodelled, "offload": "in this log the step on the host takes no time"}
     allocs = [(alloc, unit) for alloc, unit in log.held if alloc.stream != HOST]
     return replace(log, held=allocs, events=events, unmodelled=unmodelled, host_bytes=best)

@@ -101,13 +101,8 @@ PEAKS = ("memory_gib", "tflops", "fp32_tflops", "bandwidth_gbps", "link", "link_
 
 
 def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
-    """Return a row of the table of GPUs.
-
-    Args:
-        peaks: values of the fields in `PEAKS`, in this order.
-        like: kind of GPU whose shares of the peaks are used, a key of `BY_KIND`; "": they are guessed.
-        more: values of other fields of `Gpu`, by name.
-    """
+    """Return a row of the table of GPUs. `peaks`: values of the fields in `PEAKS`, in this order. `like`: kind of GPU whose
+    shares of the peaks are used, a key of `BY_KIND`; "": they are guessed. `more`: other fields of `Gpu`."""
     kind = BY_KIND.get(like, GUESSED)
     ranges = kind if name in kind.cards else GUESSED
     shares = {"products": kind.products, "elementwise": kind.elementwise, "attention": kind.attention[ATTENTION]}
@@ -116,7 +111,7 @@ def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
 
 
 def with_attention(gpu: Gpu, kernel: str) -> Gpu:
-    """Return a copy of `gpu` whose `attention` is scaled from `ATTENTION` to `kernel`, both keys of `Efficiency.attention`."""
+    """Return a copy of `gpu` whose speed of attention is that with `kernel`, a key of `Efficiency.attention`."""
     known = BY_KIND.get(gpu.kind, GUESSED).attention
     return replace(gpu, attention=gpu.attention * known[kernel] / known[ATTENTION])
 
@@ -190,10 +185,6 @@ class Rates:
     host: float
     caller_s: float = 0.0
 
-    def kernels(self, gpu: Gpu) -> float:
-        """Return the speed of `gpu`'s kernels as a multiple of the middle assumption."""
-        return (1.0, gpu.fast, gpu.slow)[self.end]
-
 
 # Links: NCCL's tests in nodes of 8. Network: the range that published steps allow; at best, a ring over nodes enters and leaves
 # each node by all of its links.
@@ -211,7 +202,7 @@ MANY_RANKS, DRAG = 128, 0.03  # beyond so many ranks each doubling costs this sh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Equal machines with equal GPUs. Raises `UsageError` for an unknown GPU or a value out of range.
+    """Equal machines with equal GPUs. Raises `UsageError` for an unknown GPU, or a number that is out of range.
 
     Args:
         gpu: a `Gpu`, or the name of one in the table.
@@ -271,12 +262,9 @@ class Cluster:
 
 
 def gpu_named(name: str, **rates: float) -> Gpu:
-    """Return the GPU called `name`, with `rates` in place of the table's figures. Raises `UsageError` for an unknown name
-    or a rate out of range.
-
-    Args:
-        rates: any of memory_gib, tflops, bandwidth_gbps and link_gbps. A GPU that is not in the table needs all four.
-    """
+    """Return the GPU called `name`, with `rates` in place of the table's figures. `rates`: any of memory_gib, tflops,
+    bandwidth_gbps and link_gbps; a GPU that is not in the table needs all four. Raises `UsageError` for an unknown name
+    without all four rates, or a rate out of range."""
     for key, value in rates.items():
         check_rate(key, value)
     key = name.lower().replace("_", "-").replace(" ", "").removesuffix("gb").replace("rtx-", "rtx")
@@ -311,9 +299,8 @@ def cluster_of(text: str, **more: Any) -> Cluster:
             values[key] = float(number)
         except ValueError:
             raise UsageError(f"--gpu has {word!r}, which is no number; write it as {key}=80.") from None
-    card = {key: value for key, value in values.items() if key in CARD_WORDS}
-    gpu = gpu_named(name, **card)
-    return Cluster(gpu=gpu, **{key: value for key, value in values.items() if key in CLUSTER_WORDS}, **more)  # type: ignore[arg-type]
+    gpu = gpu_named(name, **{key: values.pop(key) for key in list(values) if key in CARD_WORDS})
+    return Cluster(gpu=gpu, **values, **more)  # type: ignore[arg-type]
 
 
 def check_rate(name: str, value: float, most: float = 1e6) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from accordion.errors import UsageError
 from accordion.losses.chunks import head_returns_loss
 
 LOSSES = {
@@ -17,12 +16,12 @@ LOSSES = {
     "chunked": "`accordion.linear_cross_entropy`: head and loss together in chunks of tokens, never the logits of all",
     "head_rows": "the same with a few rows of the head at a time, never the whole head",
 }
-OF_HEAD = ("chunked", "head_rows")
+OF_HEAD = ("chunked", "head_rows")  # computed together with the head, an `nn.Linear`
 
 
 def token_loss(kind: str, model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of a language model, summed over tokens, 0-d. `kind`: a key of `LOSSES`; the value of "fused" is wrong.
-    `tokens`, `labels`: (micro_batch, seq)."""
+    """Return the loss of a language model, summed over tokens, 0-d. `kind`: a key of `LOSSES`; for "fused" the value is wrong,
+    and its memory and kernels are right. `tokens`, `labels`: (micro_batch, seq)."""
     if kind in OF_HEAD:
         head = model.get_output_embeddings()
         with head_returns_loss(head, labels, reduction="sum", head_rows=kind == "head_rows"):
@@ -47,10 +46,3 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (logits,) = ctx.saved_tensors
         return logits * grads[0].to(logits.dtype), None
-
-
-def check_head(model: nn.Module, label: str, loss: str) -> None:
-    """Raise `UsageError` if `loss` is in `OF_HEAD` and the model's head is no `nn.Linear`. `label`: name of `model` in errors."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if loss in OF_HEAD and not isinstance(head, nn.Linear):
-        raise UsageError(f"the head of {label} is no nn.Linear; take --loss fused or plain.")

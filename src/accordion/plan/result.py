@@ -120,7 +120,7 @@ class Plan:
         return c.steps[rate].flops / c.steps[rate].seconds / (self.cluster.gpu.tflops * 1e12)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the data that `--json` prints: figures of the chosen configuration, and the others' under `candidates`."""
+        """Return the data that `--json` prints: figures of the chosen configuration, and those of the others in `candidates`."""
         chosen = self.chosen
         others = [{**self._entry(c), "why": c.why} for c in self.found.candidates if c is not chosen]
         fewest = None if self.found.fewest is None else self._config(self.found.fewest)
@@ -175,7 +175,10 @@ class Plan:
             "attention": kernels.attention,
             "lora_rank": kernels.lora_rank,
             "quantize": kernels.quantize,
-            "precision": {key: _name_of(getattr(space.precision, key)) for key in ("params", "reduce", "master")},
+            "precision": {
+                key: str(getattr(space.precision, key) or "as the model's").removeprefix("torch.")
+                for key in ("params", "reduce", "master")
+            },
             "versions": versions(),
         }
 
@@ -189,7 +192,8 @@ class Plan:
     @property
     def free_bytes(self) -> dict[str, int]:
         """Bytes of a GPU that are free: "parked" and "not parked", while an inference engine generates and the trained model is
-        parked or not, and "step", in a training step. Reserved memory is not free. {} if the chosen one's memory is not known."""
+        parked or not; "step", in a training step. Memory that torch has reserved is not free. {} if the memory of the chosen
+        configuration is not known."""
         memory, card = self.chosen.memory, self.cluster.card_bytes
         if memory is None:
             return {}
@@ -209,25 +213,24 @@ class Plan:
         return cost if price is None else {**cost, "dollars": tuple(price * h for h in low_high)}
 
     def _entry(self, c: Candidate) -> dict[str, Any]:
-        memory, steps = c.memory, c.steps
-        if memory is None or steps is None:
-            fits = None if c.bound else False
-            return {"fits": fits, **dict.fromkeys(FIGURES), "config": self._config(c), "least_bytes": c.least_bytes}
-        step = steps["middle"]
-        return {
-            "fits": None if c.is_open(self.cluster) else c.fits,
-            "peak_allocated_bytes": memory.peak.num_bytes,
-            "peak_reserved_bytes": memory.largest_reserved,
-            "breakdown_bytes": memory.peak.breakdown,
+        """Return the figures of `c`, None for each if it was ruled out without a trace. "fits" is None if that is not known."""
+        fits = None if c.bound or c.is_open(self.cluster) else c.fits
+        entry = {"fits": fits, **dict.fromkeys(FIGURES), "config": self._config(c)}
+        if c.memory is None or c.steps is None:
+            return {**entry, "least_bytes": c.least_bytes}
+        step = c.steps["middle"]
+        return entry | {
+            "peak_allocated_bytes": c.memory.peak.num_bytes,
+            "peak_reserved_bytes": c.memory.largest_reserved,
+            "breakdown_bytes": c.memory.peak.breakdown,
             "step_s": step.seconds,
             "exposed_comm_s": step.exposed_s,
             "tokens_per_s_per_gpu": c.tokens_per_s(self.space.tokens),
             "mfu": self.mfu(c),
-            "config": self._config(c),
         }
 
     def _config(self, c: Candidate) -> dict[str, Any]:
-        """Return the configuration of `c` in plain data: strategy, offload and units as text, if a text can describe them."""
+        """Return the configuration of `c` in plain data. Strategy, offload and units are text, if a text can describe them."""
         choice = c.choice
         words = {name: PRINTERS.get(name, lambda value: value)(getattr(choice.sharding, name)) for name in FIELDS}
         return {
@@ -246,7 +249,6 @@ class Plan:
     def _ranges(self, c: Candidate) -> dict[str, Any] | None:
         if c.memory is None or c.steps is None:
             return None
-        rates = {name: c.tokens_per_s(self.space.tokens, name) for name in c.steps}
         return {
             "reserved_bytes": c.memory.reserved_bytes,
             "needed_bytes": c.memory.needed_bytes,
@@ -254,7 +256,7 @@ class Plan:
             "host_bytes_of_a_machine": c.host_bytes,
             "disk_bytes_of_a_machine": c.disk_bytes,
             "step_s": {name: step.seconds for name, step in c.steps.items()},
-            "tokens_per_s_per_gpu": rates,
+            "tokens_per_s_per_gpu": {name: c.tokens_per_s(self.space.tokens, name) for name in c.steps},
         }
 
     def assumptions(self) -> dict[str, Any]:
@@ -281,10 +283,6 @@ class Plan:
             "remarks": list(self.task.remarks),
             "not_known": NOT_KNOWN,
         }
-
-
-def _name_of(dtype: object) -> str:
-    return "as the model's" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def versions() -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -21,7 +20,7 @@ from accordion.garbage import without_collections
 from accordion.models.language import brief, is_encoder, language_model, masked_model
 from accordion.models.llama import PUBLISHED, llama_config
 from accordion.plan.adapters import ALL, with_adapters
-from accordion.plan.losses import LOSSES, check_head, token_loss
+from accordion.plan.losses import LOSSES, OF_HEAD, token_loss
 from accordion.plan.trace.setup import Subject
 from accordion.units import UnitChoice, choose_units
 from accordion.weights.four_bits import FourBits
@@ -29,7 +28,7 @@ from accordion.weights.four_bits import FourBits
 
 def configuration(model: str, seq: int) -> Any:
     """Return the transformers configuration of `model`: a preset, a folder with a config.json, or that file. Raises `UsageError`
-    if transformers is not installed, or if the file cannot be read or planned, or has fewer than `seq` positions."""
+    if transformers is not installed, or if the file is missing, cannot be read or planned, or has fewer than `seq` positions."""
     if find_spec("transformers") is None:
         raise UsageError("a model by name or configuration needs transformers; pip install 'accordion-fsdp[plan]'.")
     if model in PUBLISHED:
@@ -38,12 +37,9 @@ def configuration(model: str, seq: int) -> Any:
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        missing = (
-            f"the folder {model!r} has no config.json"
-            if path.is_dir()
-            else f"model {model!r} is no file, folder or preset"
-        )
-        raise UsageError(f"{missing}; {nearest(model, PUBLISHED)}")
+        missing = f"the folder {model!r} has no config.json"
+        unknown = f"model {model!r} is no file, folder or preset"
+        raise UsageError(f"{missing if path.is_dir() else unknown}; {nearest(model, PUBLISHED)}")
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -91,7 +87,8 @@ def _check_config(config: Any, model: str) -> None:
 
 
 def remarks_on(config: Any, model: nn.Module) -> list[str]:
-    """Return remarks for the user on how `model`, built from the transformers configuration `config`, is planned."""
+    """Return remarks for the user on how `model`, built from the transformers configuration `config`, is planned; [] if it is a
+    causal model without loops over tokens."""
     remarks = []
     if is_encoder(config):
         remarks.append(
@@ -108,7 +105,8 @@ def remarks_on(config: Any, model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """How a language model computes loss and attention, and trains and stores parameters. Raises `UsageError` for wrong ones."""
+    """How a language model computes loss and attention, and trains and stores parameters. Raises `UsageError` for an unknown
+    name, or a wrong rank."""
 
     loss: str = "plain"  # a key of `LOSSES`
     attention: str = "auto"  # a key of `ATTENTIONS`
@@ -118,13 +116,11 @@ class Kernels:
     quantize: str | None = None  # data type of four bits of frozen weights, as `accordion.quantize` takes it
 
     def __post_init__(self) -> None:
-        for kind, name, known in (("loss", self.loss, LOSSES), ("attention", self.attention, ATTENTIONS)):
-            if name not in known:
-                raise UsageError(f"{kind} {name!r} is unknown; {nearest(name, list(known))}")
-        if self.quantize is not None and self.quantize not in get_args(FourBits):
-            raise UsageError(
-                f"quantize {self.quantize!r} is unknown; {nearest(self.quantize, list(get_args(FourBits)))}"
-            )
+        known = {"loss": list(LOSSES), "attention": list(ATTENTIONS), "quantize": list(get_args(FourBits))}
+        for kind, names in known.items():
+            name = getattr(self, kind)
+            if name not in names and (kind, name) != ("quantize", None):
+                raise UsageError(f"{kind} {name!r} is unknown; {nearest(name, names)}")
         if not 0 <= self.lora_rank <= 4096:
             raise UsageError(f"lora_rank is {self.lora_rank}; it takes 0 (no adapters) to 4,096.")
 
@@ -142,39 +138,32 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
         raise UsageError(
             f"{label} has weights of four bits, which cannot be trained; train adapters instead: --lora 16."
         )
-    check_head(model, label, kernels.loss)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if kernels.loss in OF_HEAD and not isinstance(head, nn.Linear):
+        raise UsageError(f"the head of {label} is no nn.Linear; take --loss fused or plain.")
     return model
 
 
 def language_subject(config: Any, label: str, micro_batch: int, seq: int, kernels: Kernels) -> Subject:
-    """Return the training to trace: a language model's loss on `micro_batch` random sequences. `label`: its name in errors."""
-    make = partial(trained_model, config, label, kernels)
+    """Return the training to trace: a language model's loss on `micro_batch` random sequences of `seq` tokens. Its `loss` raises
+    `UsageError` if the model's own code fails. `label`: name of the model in errors."""
     vocab = int(config.get_text_config().vocab_size)
-    loss = partial(_run, label, partial(_token_loss, kernels.loss))
-    return Subject(make=make, batch=partial(_tokens, micro_batch, seq, vocab), loss=loss)
 
+    def tokens_and_labels() -> tuple[Tensor, Tensor]:
+        both = torch.randint(vocab, (2, micro_batch, seq))
+        return both[0], both[1]
 
-def _tokens(micro_batch: int, seq: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Return random (tokens, labels), each of shape (micro_batch, seq)."""
-    both = torch.randint(vocab, (2, micro_batch, seq))
-    return both[0], both[1]
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        try:
+            return token_loss(kernels.loss, model, *batch)
+        except Exception as error:  # torch and transformers raise many types of errors for sizes that do not match
+            raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+            ours = raised_in.is_relative_to(Path(__file__).parents[1])
+            if ours or isinstance(error, AccordionError) or _torch.asks_for_values(error):
+                raise
+            raise UsageError(f"{label} can be built, but not run: {brief(error)}") from error
 
-
-def _token_loss(loss: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return token_loss(loss, model, *batch)
-
-
-def _run(label: str, loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
-    """Return `loss(model, batch)`. Raises `UsageError` if the model's code fails, for example because sizes do not match.
-    Errors of this package, and errors because a fake tensor has no values, pass unchanged."""
-    try:
-        return loss(model, batch)
-    except Exception as error:  # torch and transformers raise many types of errors for sizes that do not match
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        ours = raised_in.is_relative_to(Path(__file__).parents[1])
-        if ours or isinstance(error, AccordionError) or _torch.asks_for_values(error):
-            raise
-        raise UsageError(f"{label} can be built, but not run: {brief(error)}") from error
+    return Subject(make=partial(trained_model, config, label, kernels), batch=tokens_and_labels, loss=loss)
 
 
 # -- equal blocks
@@ -191,7 +180,8 @@ class EqualBlocks:
 
 
 def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
-    """Return the longest `nn.ModuleList` or `nn.Sequential` of two or more equal units, chosen by `units`; None without one."""
+    """Return the longest `nn.ModuleList` or `nn.Sequential` all of whose modules, two or more, are equal units and in no other
+    unit but the root; None if there is none. `units`: the choice of units, as for `accordion.shard`."""
     names = [name for name, _ in choose_units(model, units)]
     runs: list[EqualBlocks] = []
     for container, holder in model.named_modules():
@@ -209,10 +199,3 @@ def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
             first, each = names.index(blocks[0]), num_units.pop()
             runs.append(EqualBlocks(container=container, count=len(holder), first_unit=first, each=each))
     return max(runs, key=lambda run: run.count, default=None)
-
-
-def shortened(model: nn.Module, run: EqualBlocks, count: int) -> nn.Module:
-    """Delete all but the first `count` blocks of a run from `model`, in place, and return the model."""
-    holder: Any = model.get_submodule(run.container)
-    del holder[count:]
-    return model

@@ -19,13 +19,7 @@ from accordion.plan.hardware import LARGEST, check_rate
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Subject
 from accordion.plan.trace.trace import ENGINES
-from accordion.plan.trained_models import (
-    Kernels,
-    configuration,
-    language_subject,
-    remarks_on,
-    trained_model,
-)
+from accordion.plan.trained_models import Kernels, configuration, language_subject, remarks_on, trained_model
 
 COMPILED = (
     "the model is compiled; it is traced as it was written: fused kernels move fewer bytes and keep fewer activations"
@@ -81,7 +75,7 @@ class Trained:
         subject_for: function of a micro-batch size that returns the training to trace.
         counted: "tokens" or "batches": what the speed in a plan counts per second.
         remarks: notes on how the model is planned, which a plan shows.
-        vocab: size of the vocabulary; 0 if the model has none.
+        vocab: size of the vocabulary of a language model; 0 for a module.
     """
 
     name: str
@@ -94,34 +88,29 @@ class Trained:
 
 def trained(workload: Workload) -> Trained:
     """Return a workload's model on the meta device, with its loss and batches. Raises `UsageError` if it cannot be planned, for
-    example because it cannot be read or has DTensors."""
-    if not isinstance(workload.model, str):
-        assert workload.loss is not None
-        return _of_module(workload.model, workload.loss, workload.batch)
-    name, seq, kernels = workload.model, workload.seq, workload.kernels
-    where = f"model {name!r}"
-    config = configuration(name, seq)
-    model = trained_model(config, where, kernels)
-    return Trained(
-        name=name,
-        model=model,
-        subject_for=partial(language_subject, config, where, seq=seq, kernels=kernels),
-        remarks=remarks_on(config, model),
-        vocab=int(config.get_text_config().vocab_size),
-    )
-
-
-def _of_module(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Trained:
-    """Return `Trained` for any module; the micro-batch is always `batch`. Raises `UsageError` if a parameter is a DTensor."""
-    plain = _torch.without_compile(model)
-    compiled = plain is not model or _torch.is_compiled(plain)
+    example because its configuration cannot be read, or because a parameter of a module is a DTensor."""
+    if isinstance(workload.model, str):
+        name, seq, kernels = workload.model, workload.seq, workload.kernels
+        where = f"model {name!r}"
+        config = configuration(name, seq)
+        model = trained_model(config, where, kernels)
+        return Trained(
+            name=name,
+            model=model,
+            subject_for=partial(language_subject, config, where, seq=seq, kernels=kernels),
+            remarks=remarks_on(config, model),
+            vocab=int(config.get_text_config().vocab_size),
+        )
+    assert workload.loss is not None
+    plain = _torch.without_compile(workload.model)
+    compiled = plain is not workload.model or _torch.is_compiled(plain)
     distributed = next((name for name, p in plain.named_parameters() if isinstance(p, DTensor)), None)
     if distributed is not None:
         raise UsageError(
             f"parameter {distributed!r} is a DTensor already, which cannot be planned; plan the model before it is distributed. "
             "Experts are spread by expert_parallel."
         )
-    subject = subject_of(plain, loss, batch)
+    subject = subject_of(plain, workload.loss, workload.batch)
     return Trained(
         name=type(plain).__name__,
         model=on_meta(plain),
@@ -132,16 +121,15 @@ def _of_module(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch
 
 
 def subject_of(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Subject:
-    """Return what to trace: a copy of `model` on the meta device, `loss`, and empty CPU tensors shaped like `batch`."""
+    """Return the training to trace: copies of `model` on the meta device, `loss`, and copies of the nested `batch` with empty CPU
+    tensors in place of its tensors."""
     batch_like = partial(tree_map_only, Tensor, partial(torch.empty_like, device="cpu"), batch)
     return Subject(make=partial(on_meta, model), batch=batch_like, loss=loss)
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """Return a copy of `model` whose parameters and buffers are on the meta device; tied parameters stay tied."""
-    memo: dict[int, Any] = {}
+    """Return a deep copy of `model` whose parameters and buffers are on the meta device; tied parameters stay tied."""
+    memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in model.buffers()}
     for p in model.parameters():
         memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-    for b in model.buffers():
-        memo[id(b)] = torch.empty_like(b, device="meta")
     return copy.deepcopy(model, memo)

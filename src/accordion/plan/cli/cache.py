@@ -28,17 +28,13 @@ class SavedAnswer:
     page: Page
 
 
-def cache_folder() -> Path:
-    """Return the folder of this user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accordion"
-
-
 def place_of(o: Options) -> Path | None:
-    """Return the path of the cache file for the options `o`. It changes with the options, the model's configuration, and versions
-    or sources of packages. None for a task or with `--html`, or if `o.model` is neither a preset, nor a JSON file, nor a folder
-    with a config.json."""
-    folder = Path(o.model)
-    config = _text(folder / "config.json" if folder.is_dir() else folder)
+    """Return the path of the cache file for the options `o`, which need not exist. The path changes with the options, the model's
+    configuration, and versions or sources of packages. None for a task or with `--html`, or if `o.model` is neither a preset,
+    nor a JSON file, nor a folder with a config.json."""
+    folder, config = Path(o.model), ""
+    with suppress(OSError, ValueError):
+        config = read_text(folder / "config.json" if folder.is_dir() else folder)
     if o.task is not None or o.html is not None or (o.model not in PUBLISHED and not config.lstrip().startswith("{")):
         return None
     package = Path(__file__).parents[2]
@@ -49,15 +45,8 @@ def place_of(o: Options) -> Path | None:
         VERSION,
         sorted((str(p), p.stat().st_mtime_ns) for p in package.rglob("*.py")),
     )
-    return cache_folder() / "plans" / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.json"
-
-
-def _text(file: Path) -> str:
-    """Return the content of a file; empty if it cannot be read."""
-    try:
-        return read_text(file)
-    except (OSError, ValueError):
-        return ""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accordion"
+    return cache / "plans" / f"{hashlib.sha256(repr(asked).encode()).hexdigest()[:32]}.json"
 
 
 def read(place: Path | None) -> SavedAnswer | None:
@@ -73,7 +62,8 @@ def read(place: Path | None) -> SavedAnswer | None:
 
 
 def write(place: Path | None, answer: SavedAnswer) -> None:
-    """Write an answer to the file `place` atomically; do nothing if `place` is None or cannot be written."""
+    """Write `answer` to the file `place` atomically, in a folder that is created; do nothing if `place` is None or cannot be
+    written."""
     if place is None:
         return
     with suppress(OSError):

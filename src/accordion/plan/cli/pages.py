@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from accordion.pages.page import Page, Table
 from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, TELLABLE
+from accordion.plan.replay.peak import MemoryPeak
 from accordion.plan.replay.timeline import TimePart, by_kind, by_unit
 from accordion.plan.result import NOT_KNOWN, UNCALIBRATED, Plan, gib
 from accordion.plan.search.evaluate import Candidate
@@ -18,13 +19,13 @@ NOTHING_FITS = (
 
 
 def of_plan(plan: Plan, shows_free: bool = False) -> Page:
-    """Return a plan as a page of tables. `shows_free`: add a table of `Plan.free_bytes`, unless these are unknown."""
-    tables = [_verdict(plan)]
+    """Return a plan as a page of notes and tables. `shows_free`: add a table of `Plan.free_bytes`, unless these are unknown."""
+    tables, memory = [_verdict(plan)], plan.chosen.memory
     if shows_free and plan.free_bytes:
         rows = [[phase, gib(num_bytes)] for phase, num_bytes in plan.free_bytes.items()]
         tables.append(Table(title="free beside the inference engine", columns=["while", "GiB"], rows=rows))
-    if plan.chosen.memory is not None:
-        tables += [*_time(plan), _bytes(plan), _live(plan)]
+    if memory is not None:
+        tables += [*_time(plan), *_memory(memory.peak)]
     tables.append(_candidates(plan))
     return Page(name="plan", notes=_notes(plan), tables=tables)
 
@@ -33,12 +34,14 @@ def _verdict(plan: Plan) -> Table:
     c = plan.chosen
     rows = [["verdict", plan.verdict], ["configuration", str(c.choice)], ["planned for", plan.planned_for]]
     if c.memory is not None and c.steps is not None:
-        reserved = sorted(c.memory.reserved_bytes.values())
+        reserved, peak = sorted(c.memory.reserved_bytes.values()), c.memory.peak
+        needed, possible = c.memory.needed_bytes, c.memory.possible_bytes
+        more = f", {gib(possible)} if {peak.unsure_operator} allocates the most it may" if possible > needed else ""
         rates = {name: c.tokens_per_s(plan.space.tokens, name) for name in c.steps}
         rows += [
-            ["allocated, peak", f"{gib(c.memory.peak.num_bytes)} GiB"],
+            ["allocated, peak", f"{gib(peak.num_bytes)} GiB"],
             ["reserved, peak", f"{gib(reserved[0])} to {gib(reserved[-1])} GiB, depending on expandable_segments"],
-            ["GPU memory needed", _needed(plan)],
+            ["GPU memory needed", f"{gib(needed)} of {gib(plan.cluster.card_bytes)} GiB{more}"],
             ["step, uncalibrated", _range([s.seconds for s in c.steps.values()], "s")],
             ["of it waiting", _range([s.exposed_s for s in c.steps.values()], "s")],
             [f"{plan.task.counted}/s per GPU", _range(list(rates.values()), "")],
@@ -54,15 +57,12 @@ def _verdict(plan: Plan) -> Table:
         rows.append(["on the disk of a machine", f"{gib(c.disk_bytes)} GiB"])
     if plan.found.fewest is not None:
         rows.append(["fewest GPUs that fit", str(plan.found.fewest.choice)])
-    return Table(
-        title=f"{plan.task.name}, {plan.num_params:,} parameters, on {plan.cluster.gpu.name}",
-        columns=["", ""],
-        rows=rows,
-    )
+    title = f"{plan.task.name}, {plan.num_params:,} parameters, on {plan.cluster.gpu.name}"
+    return Table(title=title, columns=["", ""], rows=rows)
 
 
 def _time(plan: Plan) -> list[Table]:
-    """Return the tables of the step's time at middle rates, by kind and by unit; [] if the step was not traced."""
+    """Return two tables of the step's time at middle rates, by kind of work and by unit; [] if the step was not traced."""
     steps = plan.chosen.steps
     if steps is None or plan.log is None:
         return []
@@ -83,14 +83,6 @@ def _ms(seconds: float) -> str:
     return _digits(seconds * 1e3) if seconds else "0"
 
 
-def _needed(plan: Plan) -> str:
-    memory = plan.chosen.memory
-    assert memory is not None
-    more = f", {gib(memory.possible_bytes)} if {memory.peak.unsure_operator} allocates the most it may"
-    needed = f"{gib(memory.needed_bytes)} of {gib(plan.cluster.card_bytes)} GiB"
-    return needed + (more if memory.possible_bytes > memory.needed_bytes else "")
-
-
 def _range(values: Sequence[float], unit: str) -> str:
     """Return text such as "1.2 to 1.5 s": the least and the largest of `values`, rounded to about 3 digits."""
     low, high = min(values), max(values)
@@ -105,45 +97,34 @@ def _gib(num_bytes: int) -> str:
     return gib(num_bytes) if num_bytes >= 10 * GIB else f"{num_bytes / GIB:.3f}"
 
 
-def _bytes(plan: Plan) -> Table:
-    memory = plan.chosen.memory
-    assert memory is not None
-    peak = memory.peak
+def _memory(peak: MemoryPeak) -> list[Table]:
+    """Return the tables of the bytes by category, and of the largest allocations that are live at the peak."""
     rows = [[key, _gib(value), _gib(peak.highest[key])] for key, value in peak.breakdown.items()]
     rows.append(["all", _gib(peak.num_bytes), ""])
     place = " ".join(part for part in (peak.phase, peak.unit, peak.operator) if part)
-    return Table(
-        title=f"where the bytes go; the peak is at {place}", columns=["", "at the peak, GiB", "most, GiB"], rows=rows
-    )
-
-
-def _live(plan: Plan) -> Table:
-    memory = plan.chosen.memory
-    assert memory is not None
-    rows = [[h.operator, h.category, str(h.count), _gib(h.num_bytes)] for h in memory.peak.live[:8]]
-    return Table(title="live at the peak, by operator", columns=["allocated by", "for", "tensors", "GiB"], rows=rows)
+    title = f"where the bytes go; the peak is at {place}"
+    live = [[h.operator, h.category, str(h.count), _gib(h.num_bytes)] for h in peak.live[:8]]
+    return [
+        Table(title=title, columns=["", "at the peak, GiB", "most, GiB"], rows=rows),
+        Table(title="live at the peak, by operator", columns=["allocated by", "for", "tensors", "GiB"], rows=live),
+    ]
 
 
 def _candidates(plan: Plan) -> Table:
     order = sorted(plan.found.candidates, key=lambda c: (not c.fits, -_speed(plan, c), c.needed_bytes))
     rows = []
     for c in order[:SHOWN]:
-        steps = "" if c.steps is None else f"{_digits(c.steps['middle'].seconds)}"
-        speed = "" if c.steps is None else f"{_digits(_speed(plan, c))}"
-        mark = "chosen" if c is plan.found.best else c.why
-        rows.append([str(c.choice), _need(c), steps, speed, mark])
+        times = ["", ""]
+        if c.steps is not None:
+            times = [_digits(c.steps["middle"].seconds), _digits(_speed(plan, c))]
+        need = gib(c.needed_bytes)
+        if c.memory is None or "at_least" in c.memory.reserved_bytes:  # a lower bound
+            need = f"over {need}" if c.needed_bytes > GIB // 10 else ""
+        rows.append([str(c.choice), need, *times, "chosen" if c is plan.found.best else c.why])
     left = len(order) - len(rows)
     title = "configurations" + (f" ({left} more in --json)" if left > 0 else "")
-    return Table(
-        title=title, columns=["", "needs GiB", "step s", f"{plan.task.counted}/s per GPU", "why not"], rows=rows
-    )
-
-
-def _need(c: Candidate) -> str:
-    """Return the GiB that a candidate needs; "over N" for a lower bound, and nothing for a bound below 0.1 GiB."""
-    if c.memory is not None and "at_least" not in c.memory.reserved_bytes:
-        return gib(c.needed_bytes)
-    return f"over {gib(c.needed_bytes)}" if c.needed_bytes > GIB // 10 else ""
+    columns = ["", "needs GiB", "step s", f"{plan.task.counted}/s per GPU", "why not"]
+    return Table(title=title, columns=columns, rows=rows)
 
 
 def _speed(plan: Plan, c: Candidate) -> float:
@@ -151,20 +132,18 @@ def _speed(plan: Plan, c: Candidate) -> float:
 
 
 def _notes(plan: Plan) -> list[str]:
-    notes = [] if plan.fits else [NOTHING_FITS]
-    notes += plan.task.remarks
     assumed = plan.assumptions()
-    notes += [
+    notes = [
+        *([] if plan.fits else [NOTHING_FITS]),
+        *plan.task.remarks,
         f"fits: reserved x {MARGIN} + {OUTSIDE_BYTES / GIB:.0f} GiB (context, NCCL) is below the GPU's memory",
         f"torch {assumed['torch']}, {plan.space.optimizer}; GPU: {plan.cluster.gpu.source}",
         f"efficiency: {plan.cluster.gpu.efficiency_is}",
         f"times are {UNCALIBRATED}; choices closer than {TELLABLE:.0%} count as equal",
     ]
     if plan.is_tight:
-        notes.insert(
-            0,
-            "less than 2 GiB of the GPU is left: published runs lost 15 to 35 % of their speed there, to the allocator",
-        )
+        lost = "published runs lost 15 to 35 % of their speed there, to the allocator"
+        notes.insert(0, f"less than 2 GiB of the GPU is left: {lost}")
     notes.append(assumed["host"])
     if plan.log is not None:
         notes += [f"traced instead of {name}: {what}" for name, what in plan.log.substituted.items()]

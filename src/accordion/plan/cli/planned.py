@@ -29,9 +29,17 @@ FIXED = ("strategy", "units", "offload", "checkpoint_activations")
 
 
 def planned(o: Options, task_words: list[str]) -> Plan:
-    """Return the plan that `o` describes. Prints progress to stderr. `task_words`: arguments of the task. Raises `UsageError` for
-    wrong options, and `TaskError` if the task's code fails."""
-    cluster, sharding, search = cluster_in(o), sharding_of(o), search_of(o)
+    """Return the plan that the options `o` describe, after printing progress to stderr. `task_words`: arguments of the task; []
+    without one. Raises `UsageError` for wrong options, and `TaskError` if the task's code fails."""
+    cluster, sharding = cluster_in(o), sharding_of(o)
+    search = Search(
+        micro_batches=MICRO_BATCHES if o.micro_batch is None or o.task is not None else [o.micro_batch],
+        replicas=o.replicas,
+        accumulate=o.accumulate,
+        global_batch=o.global_batch,
+        no_sync=o.no_sync,
+        expert_parallel=o.expert_parallel,
+    )
     workload = workload_of(o, task_words)
     with without_collections():  # planning makes millions of small objects, and no reference cycles
         return plan(workload, cluster, sharding, search, say=partial(print, file=sys.stderr))
@@ -41,12 +49,19 @@ def planned(o: Options, task_words: list[str]) -> Plan:
 
 
 def workload_of(o: Options, task_words: list[str]) -> Workload:
-    """Return a workload: a language model, or a task with arguments `task_words`. Raises `UsageError` for a wrong option or
-    task, and `TaskError` if the task's code fails."""
+    """Return the workload that `o` describes: a language model, or a task with arguments `task_words`. For a task, print the size
+    of a micro-batch to stderr. Raises `UsageError` for a wrong option or task, and `TaskError` if the task's code fails."""
     model: Any = o.model
-    loss = batch = None
+    loss: Any = None
+    batch: Any = None
     if o.task is not None:
-        model, loss, batch = _task(o, task_words)
+        size, task = o.micro_batch or TASK_BATCH, read_task(o.task, task_words, "accordion plan")
+        with of_the_task("model()"):
+            model = model_of(task)
+        with of_the_task("dataset('train')"):
+            batch = example_of(task, size)
+        print(f"{task.name}: a micro-batch has {size} samples, unless the task's loader makes batches", file=sys.stderr)
+        loss = partial(mean_loss, task)
     elif task_words:
         raise UsageError(f"{task_words[0]} is an option of a task, and none is named; give --task.")
     rank, targets = (0, "all") if o.lora is None else adapters_of(o.lora)
@@ -59,27 +74,8 @@ def workload_of(o: Options, task_words: list[str]) -> Workload:
         quantize=o.quantize,
     )
     return Workload(
-        model,
-        loss,
-        batch,
-        seq=o.seq,
-        kernels=kernels,
-        optimizer=o.optimizer,
-        engine=o.engine,
-        tokens=o.tokens,
+        model, loss, batch, seq=o.seq, kernels=kernels, optimizer=o.optimizer, engine=o.engine, tokens=o.tokens
     )
-
-
-def _task(o: Options, task_words: list[str]) -> tuple[Any, Any, Any]:
-    """Return (model, loss function, example batch) of the task that `o` names. Prints the size of a micro-batch to stderr."""
-    size = o.micro_batch or TASK_BATCH
-    task = read_task(str(o.task), task_words, "accordion plan")
-    with of_the_task("model()"):
-        model = model_of(task)
-    with of_the_task("dataset('train')"):
-        batch = example_of(task, size)
-    print(f"{task.name}: a micro-batch has {size} samples, unless the task's loader makes batches", file=sys.stderr)
-    return model, partial(mean_loss, task), batch
 
 
 def cluster_in(o: Options) -> Cluster:
@@ -87,31 +83,19 @@ def cluster_in(o: Options) -> Cluster:
     gpus, node = counts_of(o.gpus)
     cluster = cluster_of(o.gpu, gpus=gpus, node=node)
     if not 0 <= o.reserve_gb < cluster.gpu.memory_gib:
-        raise UsageError(
-            f"--reserve-gb {o.reserve_gb:g} is not between 0 and the {gib(cluster.card_bytes)} GiB of a GPU."
-        )
+        most = gib(cluster.card_bytes)
+        raise UsageError(f"--reserve-gb {o.reserve_gb:g} is not between 0 and the {most} GiB of a GPU.")
     return replace(cluster, gpu=replace(cluster.gpu, memory_gib=cluster.gpu.memory_gib - o.reserve_gb))
 
 
 def sharding_of(o: Options) -> dict[str, Any]:
-    """Return name -> value of the precision and of fields of `Sharding` that options fix. `UsageError` for a wrong precision."""
+    """Return field of `Sharding` -> value, for the precision and for the fields that options fix. A value of `--sharding` is an
+    int, None or text. Raises `UsageError` for a wrong precision."""
     fixed = {name: getattr(o, name) for name in FIXED if getattr(o, name) is not None}
     for word in [] if o.sharding is None else o.sharding.split(","):
         name, _, value = word.partition("=")
         fixed[name.strip()] = int(value) or None if value.isdecimal() and len(value) < 10 else value
     return {"precision": precision_of(o.precision), **fixed}
-
-
-def search_of(o: Options) -> Search:
-    """Return the values to try for fields that no option fixes. Raises `UsageError` if a value is not allowed."""
-    return Search(
-        micro_batches=MICRO_BATCHES if o.micro_batch is None or o.task is not None else [o.micro_batch],
-        replicas=o.replicas,
-        accumulate=o.accumulate,
-        global_batch=o.global_batch,
-        no_sync=o.no_sync,
-        expert_parallel=o.expert_parallel,
-    )
 
 
 def adapters_of(text: str) -> tuple[int, str]:

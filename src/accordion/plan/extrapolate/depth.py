@@ -38,7 +38,7 @@ class _Origin(NamedTuple):
 
 @dataclass(slots=True)
 class _Segment:
-    """The events between two `Enter` events: one visit of the forward or backward of a unit."""
+    """The events between two `Enter` events: one visit of the forward or backward of a unit. Fields as in `_Origin`."""
 
     place: StepPart
     block: int | None
@@ -47,7 +47,7 @@ class _Segment:
     events: list[Event]
 
     def origin(self, at: int, block: int | None) -> _Origin:
-        """Return the origin of the allocation or transfer by event number `at`, in the copy of this segment for `block`."""
+        """Return the origin of the allocation or transfer that event number `at` creates in this segment's copy for `block`."""
         return _Origin(self.place.phase, block, self.part, self.visit, at)
 
 
@@ -69,14 +69,15 @@ class Shortened:
 
 
 def extend(log: Log, short: Shortened) -> Log:
-    """Return the log of a deep model, derived from `log`, that of the model shortened as in `short`; `log` itself if it has all
-    blocks. Raises `IrregularError`, `KeyError` or `IndexError` if the events of the blocks do not repeat."""
+    """Return the log of a deep model, derived from `log`, the log of that model shortened as in `short`. Returns `log` itself if
+    the shortened model has all blocks. Raises `IrregularError`, `KeyError` or `IndexError` if the events of the blocks do not
+    repeat."""
     return log if short.traced == short.total else _Extension(log, short).log()
 
 
 def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> int:
-    """Return the number of allocations that are live after the step in `events`, minus the number before it (`allocs`). Raises
-    `IrregularError` if the step frees memory that was not allocated."""
+    """Return the number of allocations that are live after the step in `events`, minus that before it. `allocs`: the allocations
+    that are live before the step. Raises `IrregularError` if the step frees memory that is not allocated."""
     live = {alloc.number for alloc, _ in allocs}
     for event in events:
         if isinstance(event, Alloc):
@@ -101,9 +102,8 @@ class _Extension:
         self._origins: dict[object, _Origin] = {}  # in `log`, by `_key`
         self._segments = self._split()
         self._check()
-        self._numbers: dict[
-            object, int
-        ] = {}  # in the deep model's log, by origin; by `_key` for what is older than the step
+        # In the deep model's log, by origin; by `_key` for allocations and transfers that are older than the step.
+        self._numbers: dict[object, int] = {}
         self._referenced: dict[int, set[_Origin]] = {}  # by id of the segment: origins of its frees and waits
 
     def log(self) -> Log:
@@ -161,8 +161,8 @@ class _Extension:
                 raise IrregularError
 
     def _shape(self, event: Event, block: int) -> object:
-        """Return a description of `event`, of the block with index `block`. It is equal for the same event of equal blocks: it
-        refers to other events by their positions relative to `block`, not by numbers."""
+        """Return a description of `event`, which belongs to the block with index `block`. Events at one position of equal blocks
+        have equal descriptions, because these refer to other events by positions relative to `block`, not by numbers."""
         if isinstance(event, Alloc):
             return (Alloc, event.num_bytes, event.stream)
         if isinstance(event, (Launch, Mark)):
@@ -177,8 +177,7 @@ class _Extension:
     def _order(self) -> Iterator[tuple[_Segment, int | None]]:
         """Yield (segment, index of its block in the deep model) in the order of the deep model's events. Segments of a repeated
         block are yielded once for each copy. Outside of blocks the index is None."""
-        runs = groupby(self._segments, lambda segment: self._is_repeated(segment.block))
-        for is_repeated, run in runs:
+        for is_repeated, run in groupby(self._segments, lambda segment: self._is_repeated(segment.block)):
             segments = list(run)
             if not is_repeated:
                 yield from ((s, None if s.block is None else self._deep_block(s.block)) for s in segments)
@@ -194,9 +193,9 @@ class _Extension:
     # -- events
 
     def _deep_events(self, event: Event, at: int, segment: _Segment, block: int | None) -> Iterator[Event]:
-        """Yield the events that stand for `event`, number `at` of `segment`, in the deep model's log. There is one, or for
-        `Free`, `Land` and `Wait`, one for each of the allocations or transfers to which it refers there (`_references`).
-        `block`: index in the deep model of this copy of `segment`; None outside of blocks."""
+        """Yield the events of the deep model's log that stand for `event`, number `at` of `segment`. There is one event; but for
+        `Free`, `Land` and `Wait` there is one for each number that `_references` returns. `block`: index in the deep model of
+        this copy of `segment`; None outside of blocks."""
         if isinstance(event, Alloc):
             number = self._number(segment.origin(at, block))
             yield Alloc(number, event.num_bytes, event.category, event.stream, event.operator)
@@ -216,9 +215,9 @@ class _Extension:
         return self._numbers.setdefault(name, len(self._numbers))
 
     def _references(self, event: Free | Land | Wait, segment: _Segment, block: int | None) -> Sequence[int]:
-        """Return the numbers, in the deep log, of the allocations or transfers to which the copies of `event` refer. There is one
-        number, or one for each copy of a repeated block if `segment` is outside of blocks. `block`: index in the deep model of
-        this copy of `segment`. Raises `KeyError` if the deep log has not created such an allocation or transfer so far."""
+        """Return the numbers, in the deep log, of the allocations or transfers to which `event` refers. There is one number, or
+        one for each copy of a repeated block if `segment` is outside of blocks. `block`: index in the deep model of this copy of
+        `segment`. Raises `KeyError` if the deep log has not created such an allocation or transfer so far."""
         origin = self._origins.get(_key(event))
         if origin is None or origin.block is None:
             return [self._number(origin or _key(event))]
@@ -256,11 +255,11 @@ class _Extension:
         allocs: list[tuple[Alloc, int | None]] = []
         for alloc, unit in self._log.held:
             block = None if unit is None else self._position(unit)[0]
-            added = [self._added if unit is not None and unit >= self._end else 0]
-            if block is not None:
-                added = [self._deep_block(block) - block]
+            added: Sequence[int] = [self._added if unit is not None and unit >= self._end else 0]
             if self._is_repeated(block):
-                added = list(range(0, self._added + 1, self._period))
+                added = range(0, self._added + 1, self._period)
+            elif block is not None:
+                added = [self._deep_block(block) - block]
             for more in added:
                 number = self._number((*_key(alloc), more) if len(added) > 1 else _key(alloc))
                 allocs.append((replace(alloc, number=number), None if unit is None else unit + more * self._each))
@@ -277,5 +276,5 @@ class _Extension:
 
 
 def _key(event: Alloc | Free | Launch | Land | Mark | Wait) -> tuple[str, int]:
-    """Return a key of the allocation or transfer that `event` creates or refers to, unique in one log."""
+    """Return a key of the allocation or transfer that `event` creates or refers to; two of one log have different keys."""
     return ("memory", event.number) if isinstance(event, (Alloc, Free)) else ("transfer", event.transfer)

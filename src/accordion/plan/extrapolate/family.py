@@ -14,8 +14,8 @@ class UnlikeError(Exception):
 
 
 class Family:
-    """Extrapolates two logs of a step, each given as (micro-batch, log), to other micro-batches: `at(micro_batch)` returns the
-    log. The constructor raises `UnlikeError` if the two logs differ in more than sizes."""
+    """Extrapolates two logs of a step, each given as (size of the micro-batch, log), to other sizes. The constructor raises
+    `UnlikeError` if the two logs differ in more than bytes and flops."""
 
     def __init__(self, base: tuple[int, Log], more: tuple[int, Log]) -> None:
         self._base, self._more = base, more
@@ -23,7 +23,7 @@ class Family:
             raise UnlikeError
 
     def at(self, micro_batch: int) -> Log:
-        """Return the log of a step with this micro-batch; bytes and flops follow the line through those of the two logs."""
+        """Return the log of a step with `micro_batch`. Its bytes and flops are on the line through those of the two logs."""
         (batch, log), (larger, more) = self._base, self._more
         along = (micro_batch - batch) / (larger - batch)
         # A deep model's log has the same kernel object many times: it is computed once, and is one object in this log too.
@@ -56,7 +56,7 @@ def _between(a: Any, b: Any, along: float) -> Alloc | Op | Collective:
 
 
 def _shape(log: Log) -> Sequence[object]:
-    """Return the events of a log without their sizes, to compare logs of two micro-batches."""
+    """Return descriptions of the events of `log` without their bytes and flops, to compare logs of two micro-batches."""
     # Allocations are numbered anew: the first trace of a process also counts memory that torch allocates once.
     numbers: dict[int, int] = {}
     shape: list[object] = [numbers.setdefault(alloc.number, len(numbers)) for alloc, _ in log.held]

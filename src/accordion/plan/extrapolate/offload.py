@@ -34,13 +34,10 @@ COPIED = 2  # a copy reads and writes
 
 
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
-    """Return the log of a step with offloaded parameters and states, derived from `log`, in which they are on the device.
-
-    Returns `log` itself if `offload` leaves them there. Otherwise the result has the memory and work of the device only;
-    `replay.host_work` adds the time of copies, host and disk. Offload of activations must be in `log` already. Do not call this
-    for a single rank, whose offload has to be traced.
-    `compute_bytes`: bytes per element of the compute dtype.
-    """
+    """Return the log of a step with parameters and states offloaded as in `offload`, derived from `log`, in which they are on the
+    device. It has the memory and work of the device only. Returns `log` itself if `offload` offloads none of them. Offload of
+    activations must be in `log` already. Not for a single rank, whose offload has to be traced. `compute_bytes`: bytes per
+    element of the compute dtype."""
     return _without_states(log, offload.params == HOST, compute_bytes) if offload.is_any else log
 
 
@@ -61,8 +58,8 @@ def _without_states(log: Log, has_params_on_host: bool, compute_bytes: int) -> L
 
 def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
     """Yield the events of `log` without operators of the optimizer's step, and without frees of the allocations numbered in
-    `moved`. Sharded gradients are freed earlier than in `log`: when the next reduce or the backward ends, as the engine waits
-    for their copy to the host then."""
+    `moved`. Sharded gradients are freed earlier than in `log`: when the next reduce ends or the backward ends, because the
+    engine waits for their copy to the host then."""
     gradients = offloaded_gradients(log)
     launches = [event for event in log.events if isinstance(event, Launch)]
     last = REPLICATE if any(event.stream == REPLICATE for event in launches) else "reduce"
@@ -119,7 +116,7 @@ def state_by_unit(log: Log) -> Mapping[int, UnitState]:
 
 @lru_cache(4)
 def offloaded_gradients(log: Log) -> Mapping[int, int]:
-    """Return allocation number -> bytes of sharded gradients: those that are live at the end of a backward, and those
+    """Return allocation number -> bytes, for sharded gradients: the gradients that are live at the end of a backward, and those
     that other micro-batches allocate at the same point of their forward or backward."""
     live: set[int] = set()
     live_at_end: set[int] = set()
@@ -142,7 +139,8 @@ def offloaded_gradients(log: Log) -> Mapping[int, int]:
 
 
 def inputs_of(log: Log) -> list[int]:
-    """Return the bytes, in whole pages, of each offloaded input of the micro-batch that offloads most; [] if none offloads."""
+    """Return the bytes, in whole pages, of each offloaded input of the micro-batch that offloads most bytes; [] if no micro-batch
+    offloads inputs."""
     batches: list[list[int]] = [[]]
     for event in log.events:
         if isinstance(event, Enter) and begins(event.place):
@@ -153,9 +151,10 @@ def inputs_of(log: Log) -> list[int]:
 
 
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
-    """Return the bytes of host memory that offload takes on one machine, for all its ranks: float32 masters, shards in the
-    compute dtype if it differs, gradients, a buffer for the gradients of one unit, optimizer states, and inputs of recomputed
-    units. States or inputs on a disk take only staging buffers. `log`: of the step without offloaded states."""
+    """Return the bytes of host memory that the offload of `choice` takes on one machine, for all its ranks: float32 masters,
+    shards in the compute dtype if that is another, gradients, a buffer for the gradients of one unit, optimizer states, and
+    inputs of recomputed units. States or inputs on a disk take only staging buffers. `log`: of the step without offloaded states.
+    `compute_bytes`: bytes per element of the compute dtype."""
     ranks, offload = min(choice.gpus, cluster.node), choice.offload
     inputs = inputs_of(log) if offload.activations != DEVICE else []
     staged = NUM_STAGES * max(inputs, default=0)
@@ -173,7 +172,8 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
 
 
 def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
-    """Return the bytes on one machine's disk, of all its ranks: optimizer states and recomputed units' inputs, if kept there."""
+    """Return the bytes on one machine's disk, of all its ranks: optimizer states and inputs of recomputed units, if `choice`
+    offloads them to a disk; else 0. `log`: of the step without offloaded states."""
     states = sum(s.state_bytes for s in state_by_unit(log).values()) if folder_of(choice.offload.optimizer) else 0
     inputs = sum(inputs_of(log)) if folder_of(choice.offload.activations) else 0
     return (states + inputs) * min(choice.gpus, cluster.node)

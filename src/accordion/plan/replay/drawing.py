@@ -20,10 +20,16 @@ KINDS = {StepPhase.STEP: "optimizer"}
 
 
 def drawn(log: Log, costs: Costs, strategy: str) -> RankTrace:
-    """Simulate the step of `log` and return it as the trace of one rank, with 0 as `full_bytes` of units. `strategy`: a name."""
+    """Simulate the step of `log` and return it as the trace of one rank, in which each unit's `full_bytes` is 0. `strategy`: name
+    of the strategy in the trace."""
     clock = _DrawingClock(log, costs)
-    clock.run(log)
-    end_us = clock.step().seconds * 1e6
+    end_us = clock.run(log).seconds * 1e6
+    # Of the points in each of `NUM_POINTS` equal parts of the step, keep the one with most bytes.
+    highest: dict[int, MemoryPoint] = {}
+    for point in clock.points:
+        part = int(point.time_us / max(end_us, 1.0) * NUM_POINTS)
+        if part not in highest or point.total > highest[part].total:
+            highest[part] = point
     between, shards = Counter[Category](), Counter[int | None]()
     for alloc, unit in log.held:
         between[alloc.category] += alloc.num_bytes
@@ -35,21 +41,11 @@ def drawn(log: Log, costs: Costs, strategy: str) -> RankTrace:
         units=[UnitFacts(name=name or "root", full_bytes=0, shard_bytes=shards[i]) for i, name in enumerate(log.units)],
         steps=[(0.0, end_us)],
         spans=sorted((span for spans in clock.spans.values() for span in spans), key=lambda span: span.start_us),
-        memory=_thinned(clock.points, end_us),
+        memory=list(highest.values()),
         memory_step=0,
         shard_bytes=between[Category.PARAMETERS],
         state_bytes=between[Category.OPTIMIZER],
     )
-
-
-def _thinned(points: list[MemoryPoint], end_us: float) -> list[MemoryPoint]:
-    """Divide the step into `NUM_POINTS` equal intervals, and return the point with most bytes of each that has points."""
-    highest: dict[int, MemoryPoint] = {}
-    for point in points:
-        part = int(point.time_us / max(end_us, 1.0) * NUM_POINTS)
-        if part not in highest or point.total > highest[part].total:
-            highest[part] = point
-    return list(highest.values())
 
 
 class _DrawingClock(StreamClock):
@@ -86,7 +82,7 @@ class _DrawingClock(StreamClock):
         super().work(event)
         end_s, lane = self._busy[event.stream], LANES.get(event.stream, event.stream)
         kind = KINDS.get(self._place.phase, self._place.phase.value) if event.stream == COMPUTE else lane
-        self._add(lane, kind, end_s - self.seconds_of(event), end_s)
+        self._add(lane, kind, end_s - self._known[id(event)][1], end_s)
 
     def _wait(self, stream: str, seconds: float, cause: str) -> None:
         super()._wait(stream, seconds, cause)
@@ -94,15 +90,13 @@ class _DrawingClock(StreamClock):
             self._add(WAIT, LANES.get(cause, cause), self._busy[COMPUTE] - seconds, self._busy[COMPUTE])
 
     def _add(self, lane: str, kind: str, start_s: float, end_s: float) -> None:
-        """Add a span of the current unit; extend the last span of `lane` instead if kind and unit are equal and the gap short."""
+        """Add a span of the current unit to `lane`. If the last span there has the same kind and unit and ends less than `GAP_US`
+        before, extend that instead."""
         spans = self.spans[lane]
         # A transfer starts during the unit before the one that it is for, which a log does not name.
         unit = self._place.unit if lane in (COMPUTE, WAIT) else NO_UNIT
         span = TraceSpan(lane=lane, kind=kind, unit=unit, start_us=start_s * 1e6, end_us=end_s * 1e6)
-        if (
-            spans
-            and (spans[-1].kind, spans[-1].unit) == (kind, span.unit)
-            and span.start_us - spans[-1].end_us < GAP_US
-        ):
+        last = spans[-1] if spans else None
+        if last and (last.kind, last.unit) == (kind, unit) and span.start_us - last.end_us < GAP_US:
             span = replace(span, start_us=spans.pop().start_us)
         spans.append(span)

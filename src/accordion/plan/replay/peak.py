@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -67,8 +68,8 @@ def peak_of(log: Log) -> MemoryPeak:
 
 
 def _peak_at(log: Log, num_bytes: int, at: int, held_bytes: int, highest: dict[str, int]) -> MemoryPeak:
-    """Describe a peak of `num_bytes`, reached after event number `at` of `log`; -1: before the first event. `held_bytes` and
-    `highest` are put into the result as they are."""
+    """Return the description of a peak of `num_bytes`, reached after event number `at` of `log`; -1: before the first event.
+    `held_bytes` and `highest` are stored in the result as they are."""
     live = {a.number: a for a, _ in log.held}
     place = StepPart(StepPhase.FORWARD, -1)
     for event in log.events[: at + 1]:
@@ -79,6 +80,10 @@ def _peak_at(log: Log, num_bytes: int, at: int, held_bytes: int, highest: dict[s
         elif isinstance(event, Enter):
             place = event.place
     last = log.events[at] if at >= 0 else None
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for a in live.values():
+        groups[a.operator, a.category.value].append(a.num_bytes)
+    holdings = [Holding(operator=o, category=c, num_bytes=sum(n), count=len(n)) for (o, c), n in groups.items()]
     breakdown = {c.value: sum(a.num_bytes for a in live.values() if a.category is c) for c in Category}
     return MemoryPeak(
         num_bytes=num_bytes,
@@ -86,21 +91,14 @@ def _peak_at(log: Log, num_bytes: int, at: int, held_bytes: int, highest: dict[s
         phase=place.phase.value,
         unit=name_of(place, log.units),
         operator=last.operator if isinstance(last, Alloc) else "",
-        live=_largest(list(live.values())),
+        live=tuple(sorted(holdings, key=lambda h: -h.num_bytes)[:12]),
         held_bytes=held_bytes,
         highest=highest,
     )
 
 
 def name_of(place: StepPart, units: Sequence[str]) -> str:
+    """Return the name of the unit of `place`, "(root)" for the root. Outside of units "(loss)" in the backward, otherwise ""."""
     if place.unit < 0:
         return "(loss)" if place.phase is StepPhase.BACKWARD else ""
     return units[place.unit] or "(root)"
-
-
-def _largest(allocs: Sequence[Alloc]) -> tuple[Holding, ...]:
-    groups: dict[tuple[str, str], list[int]] = {}
-    for a in allocs:
-        groups.setdefault((a.operator, a.category.value), []).append(a.num_bytes)
-    holdings = [Holding(operator=o, category=c, num_bytes=sum(n), count=len(n)) for (o, c), n in groups.items()]
-    return tuple(sorted(holdings, key=lambda h: -h.num_bytes)[:12])

@@ -19,7 +19,7 @@ from accordion.plan.replay.peak import MemoryPeak, peak_of
 from accordion.plan.replay.timeline import Step, simulate
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
-from accordion.plan.trained_models import longest_run, shortened
+from accordion.plan.trained_models import longest_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class MemoryNeed:
 
     @property
     def possible_bytes(self) -> int:
-        """`needed_bytes` if operators with an unknown workspace allocate the most that they may."""
+        """Bytes of the GPU, as `needed_bytes`, if operators with an unknown workspace allocate the most that they may."""
         return int((self.largest_reserved + self.peak.unsure_bytes) * MARGIN) + OUTSIDE_BYTES
 
     def fits(self, cluster: Cluster) -> bool:
@@ -52,33 +52,33 @@ class MemoryNeed:
 
 
 def log_of(subject: Subject, run: TrainingSetup) -> tuple[Log, str]:
-    """Trace a step with some of the model's equal blocks, and repeat their events. Trace all blocks if the model has few or no
-    equal ones, if their events do not repeat, or for adamw_foreach. Returns (log of the step, text on what was traced: "all
-    blocks" or "6 of 32 equal blocks")."""
+    """Return (log of a step, text on what was traced: "all blocks" or "6 of 32 equal blocks"). Traces some of the model's equal
+    blocks and repeats their events. Traces all blocks if the model has few equal ones or none, if their events do not repeat, or
+    for adamw_foreach."""
     model = subject.make()
     blocks = longest_run(model, run.units)
     if blocks is None or run.optimizer == "adamw_foreach":
         return trace(subject, run), "all blocks"
     period = max(1, run.sharding.checkpointing.every)
-    later = _later(run)
+    # In the backward, a reduce over a hybrid's replicas ends two blocks later than a plain one, a copy to the host one later.
+    later = 2 * run.strategy.hybrid + run.sharding.offload.asks
     count = num_traced(blocks.count, period, later)
     if count == blocks.count:
         return trace(subject, run), "all blocks"
     num_trained = _num_trained(model)
-    short = shortened(model, blocks, count)
-    scale = num_trained / _num_trained(short)
+    holder: Any = model.get_submodule(blocks.container)
+    del holder[count:]  # from here on, `model` is the shortened model
+    how = Shortened(
+        first_unit=blocks.first_unit,
+        traced=count,
+        total=blocks.count,
+        period=period,
+        optimizer_scale=num_trained / _num_trained(model),
+        each=blocks.each,
+        later=later,
+    )
     try:
-        log = trace(replace(subject, make=lambda: short), run)
-        how = Shortened(
-            first_unit=blocks.first_unit,
-            traced=count,
-            total=blocks.count,
-            period=period,
-            optimizer_scale=scale,
-            each=blocks.each,
-            later=later,
-        )
-        extended = extend(log, how)
+        extended = extend(trace(replace(subject, make=lambda: model), run), how)
     except (IrregularError, IndexError, KeyError):
         return trace(subject, run), "all blocks"
     return extended, f"{count} of {blocks.count} equal blocks"
@@ -88,22 +88,15 @@ def _num_trained(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def _later(run: TrainingSetup) -> int:
-    # In the backward, a reduce over a hybrid's replicas ends two blocks later than a plain one, a copy to the host one later.
-    return 2 * run.strategy.hybrid + run.sharding.offload.asks
-
-
 @lru_cache(4)
 def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
-    """Return the memory that a step needs. If its allocated peak exceeds `enough_bytes`, the allocator is not replayed: reserved
-    bytes are then a lower bound, the peak."""
+    """Return the memory that the step in `log` needs. If its allocated peak exceeds `enough_bytes`, the allocator is not replayed
+    and `reserved_bytes` has the peak alone, a lower bound."""
     peak = peak_of(log)
     if enough_bytes is not None and peak.num_bytes > enough_bytes:
         return MemoryNeed(peak=peak, reserved_bytes={"at_least": peak.num_bytes})
-    reserved = {
-        "expandable_segments": reserved_bytes(log, expandable=True),
-        "classic": reserved_bytes(log, expandable=False),
-    }
+    settings = {"expandable_segments": True, "classic": False}
+    reserved = {name: reserved_bytes(log, expandable=expandable) for name, expandable in settings.items()}
     return MemoryNeed(peak=peak, reserved_bytes=reserved)
 
 
@@ -132,8 +125,8 @@ def step_of_choice(log: Log, run: TrainingSetup, choice: Choice, cluster: Cluste
     first, second = (step_of(replace(log, events=log.events[:end]), run, cluster, rate) for end in marks[1:3])
 
     def more(values: Callable[[Step], Mapping[Any, float]]) -> dict[Any, float]:
-        """Extrapolate figures of the simulated steps to the step with all micro-batches. `values`: takes a simulated step and
-        returns key -> seconds. Returns key -> seconds in the whole step."""
+        """Return key -> seconds in the step with all micro-batches, extrapolated from the simulated steps. `values`: function
+        that returns key -> seconds of a simulated step."""
         total, one, two = map(values, (step, first, second))
         added = {key: between * (two.get(key, 0.0) - one.get(key, 0.0)) for key in {**total, **two}}
         return {key: max(0.0, total.get(key, 0.0) + seconds) for key, seconds in added.items()}

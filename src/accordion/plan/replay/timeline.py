@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from accordion.plan.events import (
     ALL_TO_ALL,
@@ -53,9 +53,7 @@ def simulate(log: Log, costs: Costs) -> Step:
     As in the engine, a transfer starts after the compute stream's work so far, runs in order on its stream, and the compute
     stream waits for it at its `Land` event. The host takes `costs.rates.caller_s` for each kernel.
     """
-    clock = StreamClock(costs)
-    clock.run(log)
-    return clock.step()
+    return StreamClock(costs).run(log)
 
 
 class StreamClock:
@@ -72,7 +70,7 @@ class StreamClock:
         self._ends: dict[int, float] = {}  # end of each transfer; so far, if it still runs
         self._streams: dict[int, str] = {}  # stream of each transfer
         self._running: dict[str, int] = {}  # last transfer of each stream
-        # (kind, seconds) by id of the event, because a deep model's log has the same event object many times.
+        # (kind, seconds) of each event so far, by id, because a deep model's log has the same event object many times.
         self._known: dict[int, tuple[str, float]] = {}
         self._by_kind: dict[str, float] = defaultdict(float)
         self._waits: dict[str, float] = defaultdict(float)
@@ -81,13 +79,25 @@ class StreamClock:
         self._entered, self._place = 0.0, StepPart(StepPhase.FORWARD, -1)
         self._in_place = self._places.setdefault(self._place, [0.0, 0.0])
 
-    def run(self, log: Log) -> None:
-        handlers: dict[type, Callable[[Any], None]] = {
-            kind: getattr(self, name) for kind, name in self.handlers.items()
-        }
+    def run(self, log: Log) -> Step:
+        """Run all events of `log`, then wait for streams that are still busy, and return the simulated time. Call it once."""
+        handlers = {kind: getattr(self, name) for kind, name in self.handlers.items()}
         for event in log.events:
             if (handler := handlers.get(type(event))) is not None:
                 handler(event)
+        busy = self._busy
+        total = max(busy.values(), default=0.0)
+        self._in_place[0] += total - self._entered
+        if total > busy[COMPUTE]:
+            self._wait(COMPUTE, total - busy[COMPUTE], max(busy, key=lambda name: busy[name]))
+        return Step(
+            seconds=total,
+            exposed_s=sum(self._waits.values()),
+            flops=self._flops,
+            by_kind=dict(self._by_kind),
+            waits=dict(self._waits),
+            by_place={place: (seconds, waited) for place, (seconds, waited) in self._places.items()},
+        )
 
     def _wait(self, stream: str, seconds: float, cause: str) -> None:
         self._busy[stream] += seconds
@@ -95,14 +105,10 @@ class StreamClock:
             self._waits[cause] += seconds
             self._in_place[1] += seconds
 
-    def seconds_of(self, event: Op | Collective) -> float:
-        """Return the seconds of `event`, which `work` has run before."""
-        return self._known[id(event)][1]
-
     def work(self, event: Op | Collective) -> None:
         known = self._known.get(id(event))
         if known is None:
-            known = self._known[id(event)] = kind_of(event), self._costs.seconds_of(event)
+            known = self._known[id(event)] = kind_of(event), self._costs.of(event)
         (name, seconds), stream, busy = known, event.stream, self._busy
         if stream == COMPUTE:
             self._launched += self._costs.rates.caller_s
@@ -144,22 +150,6 @@ class StreamClock:
     def _wait_for(self, transfer: int, stream: str) -> None:
         waited = max(0.0, self._ends.get(transfer, 0.0) - self._busy[stream])
         self._wait(stream, waited, self._streams.get(transfer, ""))
-
-    def step(self) -> Step:
-        """Return the simulated time, with a wait at its end for streams that are still busy. Call it once, after all events."""
-        busy = self._busy
-        total = max(busy.values(), default=0.0)
-        self._in_place[0] += total - self._entered
-        if total > busy[COMPUTE]:
-            self._wait(COMPUTE, total - busy[COMPUTE], max(busy, key=lambda name: busy[name]))
-        return Step(
-            seconds=total,
-            exposed_s=sum(self._waits.values()),
-            flops=self._flops,
-            by_kind=dict(self._by_kind),
-            waits=dict(self._waits),
-            by_place={place: (seconds, waited) for place, (seconds, waited) in self._places.items()},
-        )
 
 
 def kind_of(event: Op | Collective) -> str:
@@ -207,12 +197,11 @@ class TimePart:
 
 
 def by_kind(step: Step) -> list[TimePart]:
-    """Return the times of the compute stream by kind, whose sum is the step's time, followed by those of work on side streams.
-    Each of the two parts is sorted, longest first."""
-    waits: dict[str, float] = {}
+    """Return the times of the compute stream by kind of work and of wait, whose sum is the step's time, then the times of work on
+    side streams by kind. Each of the two parts is sorted, longest first."""
+    waits: dict[str, float] = defaultdict(float)
     for stream, seconds in step.waits.items():
-        name = WAITED_FOR.get(stream, "waiting for others")
-        waits[name] = waits.get(name, 0.0) + seconds
+        waits[WAITED_FOR.get(stream, "waiting for others")] += seconds
     others = (*MESSAGES, FETCH, STORE, HOST, STEPPER, DISK_STREAM)
     compute = {name: s for name, s in step.by_kind.items() if name not in others and not name.endswith(KERNELS_OF)}
     parts = [TimePart(name=name, seconds=s) for name, s in compute.items() if s > 0]
@@ -226,23 +215,22 @@ def by_kind(step: Step) -> list[TimePart]:
 
 
 def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
-    """Return the compute stream's time by phase and unit, in the order of a step. Units that differ in a number are one entry."""
-    totals: dict[str, list[float]] = {}
-    counts: dict[str, set[str]] = {}
+    """Return the compute stream's time by phase and unit, in the order of a step. Units whose names differ only in a number are
+    one entry, and the optimizer's step with clipping is one entry. `units`: names of units, by index."""
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by name: [seconds, waits among them]
+    counts: dict[str, set[str]] = defaultdict(set)  # by name: its units
     for place, (seconds, waited) in step.by_place.items():
         unit = name_of(place, units)
         stem = ".".join("*" if part.isdecimal() else part for part in unit.split("."))
         name = f"{place.phase.value} {stem or '(before the model)'}".strip()
         if place.phase is StepPhase.STEP:
             name = "optimizer's step, clipping"
-        sums = totals.setdefault(name, [0.0, 0.0])
-        sums[0] += seconds
-        sums[1] += waited
-        counts.setdefault(name, set()).add(unit)
+        totals[name][0] += seconds
+        totals[name][1] += waited
+        counts[name].add(unit)
+    names = {name: f"{name}, {len(each)} of them" if name.endswith(".*") else name for name, each in counts.items()}
     return [
-        TimePart(
-            name=f"{name}, {len(counts[name])} of them" if name.endswith(".*") else name, seconds=seconds, waited=waited
-        )
+        TimePart(name=names[name], seconds=seconds, waited=waited)
         for name, (seconds, waited) in totals.items()
         if seconds > 0
     ]

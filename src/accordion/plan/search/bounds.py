@@ -21,7 +21,8 @@ RECOMPUTED = 0.7
 
 
 def least_bytes(choice: Choice, space: Space) -> int:
-    """Return a lower bound, in bytes, of a rank's GPU memory: its shards, its states, and full parameters if it keeps them."""
+    """Return a lower bound, in bytes, of a rank's GPU memory: its shards and states unless they are offloaded, and full
+    parameters if the strategy keeps them."""
     strategy = choice.strategy
     over = choice.gpus if strategy.optim_over_replicas else choice.shards
     if strategy.optim is Place.REPLICATE:
@@ -73,8 +74,7 @@ class Floor:
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
     """Return the floor that a FULL_SHARD step gives. `choice`, `log`, `step`: its configuration, log and time. `num_bytes`: its
     peak of allocated bytes."""
-    starts = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
-    last = starts[-1] if starts else 0
+    last = max((i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)), default=0)
     gathered: list[int] = []
     reduced: list[int] = []
     phase = StepPhase.FORWARD
@@ -95,21 +95,20 @@ def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Clus
                 gathered.append(event.num_bytes)
             elif event.kind in SCATTERS:
                 reduced.append(event.num_bytes)
-    far = choice.shards > cluster.node
     return Floor(
         num_bytes,
         step.seconds - step.exposed_s,
         tuple(gathered),
         tuple(reduced),
-        far,
+        far=choice.shards > cluster.node,
         blocks_s=blocks_s * choice.accumulate,
         light_s=light_s * choice.accumulate,
     )
 
 
 def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
-    """Return a lower bound of the seconds of a step of `choice`: those of its gathers in forwards or of its reductions,
-    whichever are longer. `floor`: that of the FULL_SHARD choice which bounds `choice`."""
+    """Return a lower bound of the seconds of a step of `choice`: the time of its gathers in forwards, or that of its reductions,
+    whichever is longer. `floor`: that of the FULL_SHARD choice which bounds `choice`."""
     strategy, cluster = choice.strategy, space.cluster
     costs = costs_of(cluster, "middle", choice.gpus, shards=choice.shards if strategy.hybrid else None)
 
@@ -132,7 +131,7 @@ def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
 
 
 def as_full_shard(choice: Choice) -> Choice:
-    """Return the FULL_SHARD choice whose memory and time are lower bounds for `choice`: without replicas and copies of units, and
-    with states on the device."""
+    """Return the FULL_SHARD choice whose memory and time are lower bounds for `choice`: without replicas, without copies of units
+    in a node, and with states on the device."""
     inputs = replace(NO_OFFLOAD, activations=choice.offload.activations)
     return replace(choice.but(strategy=FULL_SHARD, offload=inputs), replicas=1).keeping(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from accordion.config import Offload
 from accordion.plan.choice import NO_OFFLOAD, Choice, traced_as
 from accordion.plan.events import Log
 from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded, state_by_unit
@@ -18,9 +17,8 @@ from accordion.plan.search.bounds import Floor, as_full_shard, floor_of, least_b
 from accordion.plan.search.space import Space
 from accordion.plan.search.traces import Traces
 
-AS_FAST = (
-    0.02  # choices within this share of the fastest count as equally fast; the one that needs least memory is taken
-)
+# Choices within this share of the fastest count as equally fast; the one that needs least memory is taken.
+AS_FAST = 0.02
 NUM_VARIED = 3  # number of choices that `with_copies` and `with_activations` try
 HOST_MARGIN = 1.1  # factor on the bytes that ranks keep on the host, for Python, torch and data
 Say = Callable[[str], None]
@@ -54,7 +52,7 @@ class Candidate:
     why: str = ""
 
     def is_open(self, cluster: Cluster) -> bool:
-        """Return True if the unknown workspace of an operator decides if the choice fits into the GPU."""
+        """Return True if the unknown workspace of an operator decides whether the choice fits into the GPU."""
         return self.memory is not None and self.memory.is_open(cluster)
 
     @property
@@ -69,7 +67,7 @@ class Candidate:
 
 
 class Evaluator:
-    """Evaluates choices of a search; stores their traces and bounds."""
+    """Evaluates choices of a search. Stores their traces, and bounds by which later choices are ruled out."""
 
     def __init__(self, space: Space, say: Say) -> None:
         self._space, self._cluster = space, space.cluster
@@ -80,18 +78,23 @@ class Evaluator:
         self._most = int((self._cluster.card_bytes - OUTSIDE_BYTES) / MARGIN)
 
     def candidates(self, chosen: Sequence[Choice]) -> list[Candidate]:
+        """Evaluate `chosen` in order, each with one offload of states or several. Returns a candidate for each."""
         return [c for choice in chosen for c in self._offloads(choice)]
 
     def _offloads(self, choice: Choice) -> Iterator[Candidate]:
-        """Yield candidates with one offload after the other until one fits. Yield the first alone if `_bound_of` rules it out,
-        and only the first and the last, which needs least GPU memory, if the last cannot fit."""
-        choices = [_with_states(choice, offload) for offload in self._space.offloads_of(choice)]
+        """Yield candidates of `choice` with one offload of states after the other until one fits. Yield the first alone if
+        `_bound_of` rules it out. Yield the first and the last alone if the last, which needs least GPU memory, cannot fit, or
+        if none of the others can fit into the host's memory."""
+        inputs = choice.offload.activations
+        choices = [choice.but(offload=replace(o, activations=inputs)) for o in self._space.offloads_of(choice)]
         first = self.candidate(choices[0])
         yield first
         if first.fits or first.bound or len(choices) == 1:
             return
-        furthest = choices[-1]
-        if first.memory is None and (bound := self._host_bound_of(choices[1:])):
+        furthest, host = choices[-1], self._cluster.host_bytes
+        least = min(least_host_bytes(choice, self._space) for choice in choices[1:]) * HOST_MARGIN
+        if first.memory is None and least > host:
+            bound = f"needs at least {least / GIB:,.0f} of {host / GIB:,.0f} GiB of a machine's memory"
             yield Candidate(choice=furthest, fits=False, least_bytes=least_bytes(furthest, self._space), bound=bound)
             return
         if peak_of(self._offloaded(furthest, self.traces.of(choice))).num_bytes > self._most:
@@ -104,43 +107,34 @@ class Evaluator:
                 return
 
     def candidate(self, choice: Choice) -> Candidate:
-        """Return `choice` with memory and time, or without if a bound rules it out. May trace it; stores bounds for others."""
+        """Return `choice` with its memory and time, or with the bound that rules it out. Traces the choice unless its log can be
+        derived, and stores its bounds for later choices."""
         candidate = Candidate(choice=choice, fits=False, least_bytes=least_bytes(choice, self._space))
         if candidate.least_bytes > self._most:
             return candidate
-        candidate.bound = self._bound_of(choice)
-        if candidate.bound:
+        if bound := self._bound_of(choice):
+            candidate.bound = bound
             return candidate
         # On one GPU without offload the shards are the parameters themselves: offload cannot be derived and is traced.
         alone = choice.gpus == 1 and choice.offload.is_any
         return self._filled(candidate, self.traces.of(choice), self.traces.trace(choice) if alone else None)
 
-    def _host_bound_of(self, choices: Sequence[Choice]) -> str:
-        """Return the reason why none of `choices` fits into a machine's memory; empty if one may fit."""
-        least = min(least_host_bytes(choice, self._space) for choice in choices) * HOST_MARGIN
-        if least <= self._cluster.host_bytes:
-            return ""
-        return f"needs at least {least / GIB:,.0f} of {self._cluster.host_bytes / GIB:,.0f} GiB of a machine's memory"
-
     # -- variants of the fastest choices, or of the closest ones
 
-    def _fastest_first(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return the candidates that fit on all GPUs without offloaded states, fastest first."""
-        on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
-        return sorted((c for c in on_all if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))
-
     def with_copies(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return new candidates: up to `NUM_VARIED` of the fastest `candidates`, changed so that each node keeps a copy of a
-        unit from its forward to its backward, if this saves messages. [] if the search tries no copies."""
+        """Return new candidates: up to `NUM_VARIED` of the fastest `candidates` that fit on all GPUs without offloaded states,
+        changed so that each node keeps a copy of a unit from its forward to its backward. Leaves out those for which this saves
+        no messages. [] if the search tries no copies."""
         if not self._space.search.copies:
             return []
-        fastest = [c.choice for c in self._fastest_first(candidates)]
-        more = [other for choice in fastest if (other := choice.keeping(self._cluster.node)) != choice]
+        on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
+        fastest = sorted((c for c in on_all if c.fits), key=lambda c: -c.tokens_per_s(self._space.tokens))
+        more = [other for c in fastest if (other := c.choice.keeping(self._cluster.node)) != c.choice]
         return [self.candidate(choice) for choice in more[:NUM_VARIED]]
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return new candidates if none fits on all GPUs, else []: up to `NUM_VARIED` of `candidates` that need least memory,
-        changed to offload the inputs of recomputed units, to one place after the other until one fits."""
+        """Return new candidates if none of `candidates` fits on all GPUs, else []: up to `NUM_VARIED` of those that need least
+        memory, changed to offload the inputs of recomputed units, to one place after the other until one fits."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
         if any(c.fits for c in on_all):
             return []
@@ -148,8 +142,8 @@ class Evaluator:
         near = sorted(near, key=lambda c: c.needed_bytes)[:NUM_VARIED]
         tried: list[Candidate] = []
         for place in self._space.search.activations[1:]:
-            offloads = [replace(c.choice.offload, activations=place) for c in near]
-            tried += [self.candidate(c.choice.but(offload=offload)) for c, offload in zip(near, offloads, strict=True)]
+            moved = [c.choice.but(offload=replace(c.choice.offload, activations=place)) for c in near]
+            tried += map(self.candidate, moved)
             if any(c.fits for c in tried):
                 break
         return tried
@@ -162,7 +156,7 @@ class Evaluator:
 
     def _floor(self, choice: Choice) -> Floor | None:
         """Return lower bounds of a choice's memory and time, from the FULL_SHARD choice that bounds it. If that was not
-        evaluated, derive them from its counterpart without recomputation. None if neither was evaluated."""
+        evaluated, derive them from the FULL_SHARD choice without recomputation. None if neither was evaluated."""
         full = as_full_shard(choice)
         how = choice.sharding.checkpointing
         if full in self._floors or not how.every:
@@ -193,32 +187,27 @@ class Evaluator:
         case = "if only its messages took time" if seconds > floor.seconds else "if nothing waited"
         return f"even {case}, {gain}"
 
-    def _bound(self, candidate: Candidate) -> None:
-        """Store the floor and the speed of an evaluated candidate, which later rule out other choices."""
-        choice = candidate.choice
-        assert candidate.memory is not None
-        assert candidate.steps is not None
-        if choice == as_full_shard(choice):
-            peak, step = candidate.memory.peak.num_bytes, candidate.steps["middle"]
-            self._floors[choice] = floor_of(self.traces.of(choice), peak, step, choice, self._cluster)
-        if candidate.fits:
-            rate = candidate.tokens_per_s(self._space.tokens)
-            self._rates[choice.gpus] = max(rate, self._rates.get(choice.gpus, 0.0))
-
     # -- figures
 
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
-        """Set a candidate's figures, store its bounds for later choices, and return it. `log`: log of its step without offloaded
-        states. `traced`: log of its step with offload, to compute the memory; None: that log is derived from `log`."""
+        """Set a candidate's figures, store its floor and speed, which rule out later choices, and return it. `log`: log of its
+        step without offloaded states. `traced`: log of its step with offload, for the memory; None: derive it from `log`."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
-        candidate.is_traced = self.traces.is_own(log) and (traced is not None or not choice.offload.is_any)
+        is_own = any(log is own for own in self.traces.traced.values())  # not extrapolated
+        candidate.is_traced = is_own and (traced is not None or not choice.offload.is_any)
         candidate.memory = memory_of(traced or self._offloaded(choice, log), self._most)
-        candidate.steps = {"middle": self._step(log, choice, "middle")}
+        step = self._step(log, choice, "middle")
+        candidate.steps = {"middle": step}
         candidate.host_bytes = host_bytes(log, choice, space.compute_bytes, cluster)
         candidate.disk_bytes = disk_bytes(log, choice, cluster)
         on_host = candidate.host_bytes * HOST_MARGIN <= cluster.host_bytes
         candidate.fits = candidate.memory.fits(cluster) and on_host
-        self._bound(candidate)
+        if choice == as_full_shard(choice):
+            peak = candidate.memory.peak.num_bytes
+            self._floors[choice] = floor_of(self.traces.of(choice), peak, step, choice, cluster)
+        if candidate.fits:
+            rate = candidate.tokens_per_s(space.tokens)
+            self._rates[choice.gpus] = max(rate, self._rates.get(choice.gpus, 0.0))
         return candidate
 
     def _offloaded(self, choice: Choice, log: Log) -> Log:
@@ -240,7 +229,7 @@ class Evaluator:
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
         """Return the candidate that `fastest` chooses, with figures from its own trace; None if none fits. If its figures are
-        from other traces, trace it, update it in place, and choose again."""
+        from other traces, trace the candidate, update its figures in place, and choose again."""
         seen: list[Candidate] = []
         while (best := self.fastest(candidates)) is not None and all(c is not best for c in seen):
             if not best.is_traced:
@@ -258,8 +247,3 @@ class Evaluator:
         top = max(rates.values())
         close = [c for c in fitting if rates[id(c)] >= top * (1 - AS_FAST)]
         return min(close, key=lambda c: (c.needed_bytes, -rates[id(c)]))
-
-
-def _with_states(choice: Choice, offload: Offload) -> Choice:
-    """Return a copy of `choice` with parameters and states offloaded as in `offload`; `activations` stays the same."""
-    return choice.but(offload=replace(offload, activations=choice.offload.activations))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from accordion.config import DEVICE, Offload, Place, Precision
 from accordion.errors import UsageError
@@ -41,7 +42,7 @@ class Space:
     pure: bool = False
 
     def setup(self, choice: Choice) -> TrainingSetup:
-        """Return the setup of the trace for `choice`."""
+        """Return the setup of a trace of `choice` with the optimizer and engine of this space (`Choice.setup`)."""
         return choice.setup(self.cluster.node, self.optimizer, self.engine)
 
     @property
@@ -62,11 +63,6 @@ class Space:
     def state_bytes(self) -> float:
         """Least bytes of the optimizer's states per element of the parameters."""
         return OPTIMIZERS[self.optimizer].state_bytes * self.master_share
-
-    @property
-    def divided_gpus(self) -> Sequence[int]:
-        """The numbers of GPUs to try: those of the cluster that are multiples of `expert_parallel`."""
-        return [n for n in self.cluster.gpus if n % self.search.expert_parallel == 0]
 
     def offloads_of(self, choice: Choice) -> Sequence[Offload]:
         """Return the offloads to try for `choice`; only the first if its strategy keeps full parameters or full gradients."""
@@ -89,31 +85,26 @@ class Space:
     def _choices(self) -> Iterator[Choice]:
         search = self.search
         first, inputs = search.strategies[0], Offload(activations=search.activations[0])
-        for gpus in self.divided_gpus:
+        for gpus in [n for n in self.cluster.gpus if n % search.expert_parallel == 0]:
             strategies = [s for s in search.strategies if gpus > 1 or s is first or s.name == "no_shard"]
             for strategy in strategies:
-                base = Choice(
-                    sharding=self.sharding,
-                    micro_batch=1,
-                    gpus=gpus,
-                    no_sync=search.no_sync,
-                    expert_parallel=search.expert_parallel,
-                )
-                for replicas in self._replicas(strategy.hybrid, gpus):
-                    for way in search.checkpointing:
-                        if way != "none" or inputs.activations == DEVICE:
-                            chosen = base.but(strategy=strategy, checkpoint_activations=way, offload=inputs)
-                            yield from self._batches(chosen, replicas)
-
-    def _batches(self, chosen: Choice, replicas: int) -> Iterator[Choice]:
-        for micro_batch in self.search.micro_batches:
-            if accumulate := self._accumulate(micro_batch, chosen.gpus):
-                choice = replace(chosen, micro_batch=micro_batch, accumulate=accumulate, replicas=replicas)
-                yield choice.keeping(self.sharding.kept_over)
+                ways = [way for way in search.checkpointing if way != "none" or inputs.activations == DEVICE]
+                batches = [(n, times) for n in search.micro_batches if (times := self._accumulate(n, gpus))]
+                for replicas, way, (n, times) in product(self._replicas(strategy.hybrid, gpus), ways, batches):
+                    choice = Choice(
+                        sharding=replace(self.sharding, strategy=strategy, checkpoint_activations=way, offload=inputs),
+                        micro_batch=n,
+                        gpus=gpus,
+                        accumulate=times,
+                        replicas=replicas,
+                        no_sync=search.no_sync,
+                        expert_parallel=search.expert_parallel,
+                    )
+                    yield choice.keeping(self.sharding.kept_over)
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
-        """Return the numbers of replicas to try: that of the search, else those that shard over 1, 2 and 4 nodes; [] if none
-        divides `gpus`. [1] unless `hybrid`."""
+        """Return the numbers of replicas to try: [1] unless `hybrid`; else that of the search, or those that shard over 1, 2 and
+        4 nodes. Only numbers above 1 that divide `gpus`, so there may be none."""
         asked, node = self.search.replicas, self.cluster.node
         if not hybrid:
             return [1]

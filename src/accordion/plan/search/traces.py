@@ -14,7 +14,7 @@ from accordion.plan.search.space import Space
 
 class Traces:
     """Returns logs of choices: traced, or extrapolated from traces of other micro-batches. Attribute `traced`: all traced logs,
-    by the choice that was traced."""
+    by the choice that was traced. `say`: called with a line of text before each trace."""
 
     def __init__(self, space: Space, say: Callable[[str], None]) -> None:
         self._space, self._say = space, say
@@ -24,7 +24,8 @@ class Traces:
         self._last: tuple[Choice, Log] | None = None
 
     def of(self, choice: Choice) -> Log:
-        """Return the log of a step of `choice` with parameters and states on the device. Traces it unless it can be derived."""
+        """Return the log of a step of `choice` with parameters and states on the device. Traces the step unless the log is known
+        or can be extrapolated from traces of other micro-batches."""
         choice = traced_as(choice)
         if choice in self.traced:
             return self.traced[choice]
@@ -36,8 +37,8 @@ class Traces:
         return self._last[1]
 
     def trace(self, choice: Choice) -> Log:
-        """Return the log of a step of `choice` with its offload, without the work on the host. Traces the step unless that was
-        done before."""
+        """Return the log of a step of `choice` with its offload, without the work on the host. Calls `say` and traces the step,
+        unless that was done before."""
         choice = moved_as(choice)
         if choice not in self.traced:
             self._say(f"tracing {choice}")
@@ -47,13 +48,9 @@ class Traces:
             self.traced[choice] = replace(log, unmodelled=unmodelled)
         return self.traced[choice]
 
-    def is_own(self, log: Log) -> bool:
-        """Return True if `log` was traced, not extrapolated."""
-        return any(log is other for other in self.traced.values())
-
     def _family(self, choice: Choice) -> Family | None:
-        """Return the `Family` from which the log of `choice` can be extrapolated; None if the choice has to be traced. Traces the
-        two smallest micro-batches unless that was done before."""
+        """Return the `Family` from which the log of `choice` can be extrapolated. Traces the two smallest micro-batches of the
+        search, unless that was done before. None if there is only one, or if the events of the two differ in more than sizes."""
         key, batches = replace(choice, micro_batch=0), sorted(self._space.search.micro_batches)
         if len(batches) < 2:
             return None

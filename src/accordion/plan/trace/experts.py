@@ -63,9 +63,9 @@ def check_experts(model: nn.Module, name: str, ranks: int) -> None:
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> MeshChoice:
-    """Shard the experts of `model` in place over the axis "ep" of the 2-D `mesh`, and replace their forward by one that sends
-    tokens to the ranks of their experts with `exchange`. Returns the argument `meshes` of `accordion.shard`: name of each
-    module with experts -> mesh of the ranks that have the same experts."""
+    """Shard the experts of `model` in place over the axis `EXPERTS_AXIS` of the 2-D `mesh`, and replace their forward by one that
+    sends tokens to the ranks of their experts with `exchange`. Returns the argument `meshes` of `accordion.shard`: name of
+    each module with experts -> mesh of the ranks that have the same experts."""
     modules, axis = experts_in(model), mesh[EXPERTS_AXIS]
     for module in modules.values():
         for name, p in list(module.named_parameters(recurse=False)):
@@ -77,7 +77,8 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> Me
 
 
 def silent_exchange(tracker: Tracker) -> Exchange:
-    """Return a stand-in for an all-to-all of rows: a function that logs it, sends nothing and returns uninitialized rows."""
+    """Return a stand-in for an all-to-all: a function that logs the collective in `tracker`, sends nothing, and returns new,
+    uninitialized rows."""
 
     def exchange(rows: Tensor) -> Tensor:
         tracker.collective(ALL_TO_ALL, rows.nbytes, EXPERTS)
@@ -87,8 +88,9 @@ def silent_exchange(tracker: Tracker) -> Exchange:
 
 
 def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Forward of a module with experts: send tokens to the `ranks` ranks of their experts, compute, and return weighted sums
-    (n, width). `hidden`: tokens, (n, width). `chosen`: indices of each token's k experts, (n, k). `weights`: of these, (n, k)."""
+    """Forward of a `module` whose experts are sharded over `ranks` ranks: send the tokens `hidden`, (n, width), to the ranks of
+    their experts, run the module's own forward there, send the results back, and return their weighted sums, (n, width).
+    `chosen`: indices of each token's k experts, (n, k). `weights`: the weights of their results, (n, k)."""
     num, k = module.num_experts // ranks, chosen.shape[-1]
     by_expert = torch.argsort(chosen.flatten())
     rows, each = hidden[by_expert // k], weights.flatten()[by_expert].unsqueeze(-1)  # (n * k, width), (n * k, 1)
@@ -103,20 +105,17 @@ def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen
 
 
 def _local_module(module: nn.Module, num_experts: int) -> nn.Module:
-    """Return a copy of `module` with this rank's `num_experts` experts only; its parameters are local tensors, not DTensors."""
+    """Return a copy of `module` with `num_experts` experts, those of this rank: its parameters, DTensors in `module`, are their
+    local tensors."""
     twin: Any = object.__new__(type(module))  # a module of a unit refuses `copy.copy`
     tensors = {name: getattr(module, name).to_local() for name, p in module._parameters.items() if p is not None}
     vars(twin).update({**vars(module), **tensors, "num_experts": num_experts})
     return twin  # type: ignore[no-any-return]
 
 
-def _moved(rows: Tensor, exchange: Exchange) -> Tensor:
-    """Return the result of `exchange(rows)`; the backward sends its gradient through `exchange` too."""
-    moved: Tensor = _Moved.apply(rows, exchange)  # type: ignore[no-untyped-call]
-    return moved
-
-
 class _Moved(torch.autograd.Function):
+    """Computes `exchange(rows)`; the backward sends the gradient through `exchange` too."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
@@ -125,3 +124,6 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return ctx.exchange(grads[0]), None
+
+
+_moved: Callable[[Tensor, Exchange], Tensor] = _Moved.apply

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,18 +42,14 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
     return Rig(
         optimizer=optimizer,
         units=[name for name, _ in chosen],
-        clip=partial(clip, model),
+        clip=lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm),
         no_sync=partial(_no_sync, model),
         owners=partial(_owners, [module for _, module in chosen], optimizer),
     )
 
 
 def apply(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    sharding: Sharding,
-    reshard_root: bool | None = None,
-    reshard_last: bool = True,
+    model: nn.Module, mesh: DeviceMesh, sharding: Sharding, reshard_root: bool | None = None, reshard_last: bool = True
 ) -> None:
     """Apply FSDP2 to `model` in place with the units, strategy, precision and checkpointing of `sharding`; for plans and tests.
     `reshard_root`, `reshard_last`: `reshard_after_forward` of the root (None: FSDP2's default) and of the last unit. Raises
@@ -78,7 +74,6 @@ def apply(
 
 
 def has(strategy: Strategy) -> bool:
-    """Return True if FSDP2 supports `strategy`."""
     return Place.REPLICATE not in (strategy.params, strategy.optim) and not strategy.optim_over_replicas
 
 
@@ -101,11 +96,6 @@ def check(strategy: Strategy) -> None:
         )
 
 
-def clip(model: nn.Module, max_norm: float) -> None:
-    """Clip gradients to a total norm of at most `max_norm`, with torch's own function, as FSDP2 programs do."""
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-
-
 @contextmanager
 def _no_sync(model: Any) -> Iterator[None]:
     model.set_requires_gradient_sync(False)
@@ -119,7 +109,8 @@ def _no_sync(model: Any) -> Iterator[None]:
 
 
 def _track_unit(module: nn.Module, unit: int, tracker: Tracker) -> None:
-    """Register hooks on `module`, the unit with index `unit`, that log the start of its forward and backward."""
+    """Register hooks on `module`, the unit with index `unit`, that log each start of its forward and backward. A forward that is
+    repeated in the backward is not logged."""
 
     def backward(grad: Tensor) -> None:
         place = (StepPhase.BACKWARD, unit)
@@ -140,7 +131,8 @@ def _track_unit(module: nn.Module, unit: int, tracker: Tracker) -> None:
 
 
 def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return storage key -> index of the unit, for the storages of parameters of `modules` and of their optimizer states."""
+    """Return storage key -> index of the unit, for the storages of parameters of `modules` and of their optimizer states.
+    `modules`: the units, by index."""
     owners: dict[int, int] = {}
     for unit, module in enumerate(modules):  # the root first, so that inner units overwrite its entries
         for parameter in module.parameters():
@@ -154,19 +146,17 @@ def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> d
 
 @contextmanager
 def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
-    """Context manager in which collectives send nothing. If `run` is for CUDA, streams and events of `torch.cpu` are replaced
-    by ones that `tracker` logs, since a trace runs on fake CPU tensors."""
+    """Context manager in which collectives of fake tensors send nothing. If `run` is for CUDA, streams and events of `torch.cpu`
+    are replaced by ones that `tracker` logs, since a trace runs on fake CPU tensors."""
     _torch.fake_collectives()
-    with ExitStack() as stack:
-        stack.enter_context(_torch.around_propagation(tracker.paused))
-        if run.device == "cuda":
-            stack.enter_context(_named_streams(tracker))
+    streams = _named_streams(tracker) if run.device == "cuda" else nullcontext()
+    with _torch.around_propagation(tracker.paused), streams:
         yield
 
 
 @contextmanager
 def _named_streams(tracker: Tracker) -> Iterator[None]:
-    """Context manager that replaces the streams and events of `torch.cpu`, which do nothing, by ones that `tracker` logs."""
+    """Context manager in which `torch.cpu` creates streams and events that `tracker` logs; torch's own do nothing."""
     names = iter(STREAMS)
     streams = {COMPUTE: _Stream(COMPUTE, tracker)}
 
@@ -203,7 +193,7 @@ class _Event:
         self.number: int | None = None
 
     def record(self, stream: _Stream | None = None) -> _Event:
-        self.number = self._tracker.next_transfer()
+        self.number = next(self._tracker.transfers)
         self._tracker.events.append(Mark(self.number, self._tracker.stream if stream is None else stream.name))
         return self
 
@@ -219,7 +209,7 @@ class _Event:
 
 
 class _Stream:
-    """Stand-in for a device stream: it only has the name under which `tracker` logs work on it."""
+    """Stand-in for a device stream; `name` is the stream in events."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name, self._tracker = name, tracker

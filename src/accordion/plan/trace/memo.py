@@ -37,7 +37,8 @@ class Memo:
             _KNOWN.clear()
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return `func(*args, **kwargs)`, created from the cache if it ran on inputs of equal metadata, otherwise computed."""
+        """Return `func(*args, **kwargs)`, created from the cache if `func` ran on inputs of equal metadata before. Otherwise
+        compute it, and store its metadata if `func` can be cached."""
         if func.namespace != "aten":
             return func(*args, **kwargs)
         if getattr(func, "is_view", False):
@@ -59,23 +60,22 @@ class Memo:
 
 
 def _described(value: Any) -> Any:
-    """Return `value` in hashable form, with metadata in place of tensors. Raises `TypeError` if metadata is not enough."""
+    """Return nested `value` as tuples, with metadata in place of tensors. Raises `TypeError` if `fake_metadata` has none for a
+    tensor. The result has no hash if another value in it has none."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_described, value))
     if isinstance(value, torch.Tensor):
-        metadata = _torch.fake_metadata(value)
-        if metadata is None:
+        if (metadata := _torch.fake_metadata(value)) is None:
             raise TypeError
         return metadata
     return type(value), value
 
 
 def _maker(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Make | None:
-    """Return a function that creates a new result with the metadata of `out`, the result of one call; None if the operator
-    cannot be cached."""
+    """Return a function that creates a result with the metadata of `out`, which `func` returned for `args` and `kwargs`. For an
+    operator in place it returns the first argument, or None. Returns None if the result cannot be created without `func`."""
     schema, inputs = func._schema, tensors_of((args, kwargs))
-    writes = any(a.alias_info is not None for a in schema.arguments)
-    if writes:
+    if any(a.alias_info is not None for a in schema.arguments):
         in_place = torch.Tag.inplace_view not in func.tags and "out" not in kwargs
         if in_place and out is None:
             return lambda base, args: None

@@ -26,18 +26,18 @@ class Operator:
     moved: Callable[[Any, Any], int] | None = None  # (args, out) -> bytes read and written
     unread: Sequence[str] = ()  # arguments of which it reads a few elements at most
     overwrites: bool = False  # it does not read the tensors that it writes into
-    workspace: Callable[[Any], int] | None = None  # (args) -> bytes that the CUDA kernel allocates and frees
-    bound: Callable[[Any, Any, Any], float] | None = None  # (args, kwargs, out) -> most workspace bytes
+    workspace: Callable[[Any], int] = lambda args: 0  # (args) -> bytes that the CUDA kernel allocates and frees
+    # (args, kwargs, out) -> most workspace bytes, if they are not known; 0 if they are.
+    bound: Callable[[Any, Any, Any], float] = lambda args, kwargs, out: 0
     why: str = ""  # why the workspace is not known
 
 
-# -- arithmetic, bytes and workspace of one call, as a dispatch mode sees it
+# -- arithmetic and bytes of one call, as a dispatch mode sees it
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     """Return the floating point operations of one call, two for each multiply-add; 0 for operators without products."""
-    count_row = row_of(func).flops
-    if count_row is not None:
+    if (count_row := row_of(func).flops) is not None:
         return count_row(args)
     count = flop_registry.get(getattr(func, "_overloadpacket", None))
     if count is not None and _name(func).startswith("_scaled_dot_product"):
@@ -69,31 +69,20 @@ def bytes_moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     seen: set[int] = set()
     for name, value in _torch.named_arguments(func, args, kwargs):
         tensors = tensors_of(value)
-        written_only = name in mutated and (row.overwrites or name == "out")
+        size = sum(map(num_bytes, tensors))
         if name in mutated:
-            written += sum(map(num_bytes, tensors))
-            seen.update(id(t) for t in tensors)
-        if not written_only and name not in row.unread:
-            read += sum(map(num_bytes, tensors))
+            written += size
+            seen.update(map(id, tensors))
+        if not (name in mutated and (row.overwrites or name == "out")) and name not in row.unread:
+            read += size
     written += sum(num_bytes(t) for t in tensors_of(out) if id(t) not in seen)
     return read + written
 
 
-def workspace_of(func: Any, args: Any) -> int:
-    """Return the bytes that the CUDA kernel allocates and frees, which no trace sees; 0 if they are not known."""
-    count = row_of(func).workspace
-    return 0 if count is None else count(args)
-
-
-def unknown_workspace_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, str]:
-    """Return (upper bound of the CUDA kernel's workspace bytes, why they are not known); (0, "") if they are known."""
-    row = row_of(func)
-    return (0, "") if row.bound is None else (int(row.bound(args, kwargs, out)), row.why)
-
-
 @cache
 def row_of(func: Any) -> Operator:
-    """Return the table's row of an operator, or of its family; without one, `CUSTOM` or, for torch's own operators, `PLAIN`."""
+    """Return the row of the operator `func` in `OPERATORS`, else in `FAMILIES`. An operator without a row gets `PLAIN` if it is
+    torch's own, else `CUSTOM`."""
     if func._schema.name in OPERATORS:
         return OPERATORS[func._schema.name]
     if func.namespace not in NAMESPACES:
@@ -146,33 +135,6 @@ def _grouped(args: Any) -> float:
     return float(2 * left.numel() * right.shape[-1])
 
 
-def _grouped_backward(args: Any) -> float:
-    return 2 * _grouped(args)  # one product for each of the two gradients
-
-
-def _added(args: Any) -> float:
-    """Return the flops of a product that is added in place; `args`: (target, left, right)."""
-    return float(2 * args[1].numel() * args[2].shape[-1])
-
-
-# -- bytes moved
-
-
-def _rows(args: Any, out: Any) -> int:
-    """Return the bytes moved by an operator that picks rows from a table: it reads only as many bytes as it writes."""
-    return 2 * sum(map(num_bytes, tensors_of(out)))
-
-
-def _softmax(args: Any, out: Any) -> int:
-    """Return the bytes moved by a softmax: it reads its input twice, first for the sum of each row."""
-    return 2 * num_bytes(args[0]) + sum(map(num_bytes, tensors_of(out)))
-
-
-def _copy_in(args: Any, out: Any) -> int:
-    """Return the bytes moved by FSDP2's copy-in: it copies this rank's shards alone into the all-gather's buffer."""
-    return 2 * sum(map(num_bytes, tensors_of(args[0])))
-
-
 # -- workspaces on CUDA
 
 
@@ -189,39 +151,31 @@ def _flash_backward(args: Any) -> int:
 
 
 def _times(times: int, args: Any, kwargs: Any, out: Any) -> int:
-    return times * (sum(map(num_bytes, tensors_of((args, kwargs)))) + sum(map(num_bytes, tensors_of(out))))
+    """Return `times` the bytes of all inputs and outputs."""
+    return times * sum(map(num_bytes, tensors_of((args, kwargs, out))))
 
 
 _twice, _four_times = partial(_times, 2), partial(_times, 4)
 
 
-def _convolution(args: Any, kwargs: Any, out: Any) -> int:
-    """Return the most workspace bytes: the unfolded input (im2col), and input, weight and output in another layout."""
-    x, weight = args[0], args[1]
-    result = tensors_of(out)[0]
+def _convolution(result: Tensor, x: Tensor, weight: Tensor) -> int:
+    """Return the most workspace bytes: the unfolded input (im2col), and copies of the three tensors in another layout. `result`:
+    the output, or its gradient."""
     unfolded = x.shape[0] * prod(weight.shape[1:]) * prod(result.shape[2:]) * x.itemsize
-    return int(unfolded + sum(map(num_bytes, (x, weight, result))))
-
-
-def _convolution_backward(args: Any, kwargs: Any, out: Any) -> int:
-    grad, x, weight = args[:3]
-    unfolded = x.shape[0] * prod(weight.shape[1:]) * prod(grad.shape[2:]) * x.itemsize
-    return int(unfolded + sum(map(num_bytes, (grad, x, weight))) + sum(map(num_bytes, tensors_of(out))))
+    return unfolded + sum(map(num_bytes, (result, x, weight)))
 
 
 def _embedding_backward(args: Any, kwargs: Any, out: Any) -> float:
     """Return the most workspace bytes: sorted and original indices, and 1.1 rows of partial sums in float32 for each index."""
-    grad, indices = args[0], args[1]
+    grad, indices = args[:2]
     return float(indices.numel() * (4 * 8 + 1.1 * grad.shape[-1] * 4))
-
-
-def _attention_backward(args: Any, kwargs: Any, out: Any) -> int:
-    """Return the most workspace bytes: the gradients of query, key and value in float32."""
-    return sum(4 * t.numel() for t in args[1:4])
 
 
 # -- the table
 
+ADDS_PRODUCT = Operator(flops=lambda args: 2.0 * args[1].numel() * args[2].shape[-1])  # args: (target, left, right)
+# An operator that picks rows from a table reads only as many bytes as it writes.
+PICKS_ROWS = Operator(moved=lambda args, out: 2 * sum(map(num_bytes, tensors_of(out))))
 PLAIN = Operator()
 CUSTOM = Operator(
     bound=_twice,
@@ -230,23 +184,27 @@ CUSTOM = Operator(
 CUDNN = "cuDNN chooses an algorithm by its size: at most the unfolded input, and copies in another layout"
 
 OPERATORS: Mapping[str, Operator] = {
-    "aten::addmm_": Operator(flops=_added),
-    "aten::baddbmm_": Operator(flops=_added),
+    "aten::addmm_": ADDS_PRODUCT,
+    "aten::baddbmm_": ADDS_PRODUCT,
     "aten::_grouped_mm": Operator(flops=_grouped),
     "aten::_scaled_grouped_mm": Operator(flops=_grouped),
     "transformers::grouped_mm_fallback": replace(CUSTOM, flops=_grouped),
-    "transformers::grouped_mm_fallback_backward": replace(CUSTOM, flops=_grouped_backward),
+    "transformers::grouped_mm_fallback_backward": replace(CUSTOM, flops=lambda args: 2 * _grouped(args)),
     "aten::_scaled_dot_product_flash_attention_backward": Operator(workspace=_flash_backward),
-    "aten::_scaled_dot_product_efficient_attention_backward": Operator(
-        bound=_attention_backward, why="may sum gradients in float32"
+    "aten::_scaled_dot_product_efficient_attention_backward": Operator(  # gradients of query, key and value
+        bound=lambda args, kwargs, out: sum(4 * t.numel() for t in args[1:4]), why="may sum gradients in float32"
     ),
-    "aten::convolution": Operator(bound=_convolution, why=CUDNN),
-    "aten::convolution_backward": Operator(bound=_convolution_backward, why=CUDNN),
-    "aten::embedding": Operator(moved=_rows),
+    "aten::convolution": Operator(bound=lambda args, kwargs, out: _convolution(out, *args[:2]), why=CUDNN),
+    "aten::convolution_backward": Operator(
+        bound=lambda args, kwargs, out: _convolution(*args[:3]) + sum(map(num_bytes, tensors_of(out))), why=CUDNN
+    ),
+    "aten::embedding": PICKS_ROWS,
     "aten::embedding_dense_backward": Operator(bound=_embedding_backward, why="sorts indices and sums rows in chunks"),
-    "aten::index_select": Operator(moved=_rows),
-    "aten::gather": Operator(moved=_rows),
-    "aten::_log_softmax": Operator(moved=_softmax),
+    "aten::index_select": PICKS_ROWS,
+    "aten::gather": PICKS_ROWS,
+    "aten::_log_softmax": Operator(  # reads its input twice, first for the sum of each row
+        moved=lambda args, out: 2 * num_bytes(args[0]) + num_bytes(out)
+    ),
     "aten::nll_loss_forward": Operator(unread=("self",)),
     "aten::nll_loss_backward": Operator(unread=("self", "target", "total_weight")),
     "aten::copy_": Operator(overwrites=True),
@@ -254,7 +212,9 @@ OPERATORS: Mapping[str, Operator] = {
     "aten::fill_": Operator(overwrites=True),
     "aten::_foreach_copy_": Operator(overwrites=True),
     "aten::_foreach_zero_": Operator(overwrites=True),
-    "fsdp::all_gather_copy_in": Operator(moved=_copy_in),
+    "fsdp::all_gather_copy_in": Operator(  # copies this rank's shards alone into the all-gather's buffer
+        moved=lambda args, out: 2 * sum(map(num_bytes, tensors_of(args[0])))
+    ),
 }
 """Schema name -> row. Workspaces are from torch 2.13's sources if these state them; others are usual upper bounds."""
 

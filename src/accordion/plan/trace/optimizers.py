@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +20,8 @@ class OptimizerKind:
 
 
 class NarrowAdamW(torch.optim.Optimizer):
-    """Stand-in for AdamW of bitsandbytes and torchao, with moments of `bits` bits; below 16, `block` elements share a scale.
-
-    It allocates, reads and writes the same bytes as the real optimizer, and computes nothing useful.
-    """
+    """Stand-in for AdamW of bitsandbytes and torchao, with moments of `bits` bits; below 16 bits, `block` elements share a scale.
+    It allocates, reads and writes as many bytes as the real optimizer, and computes nothing useful."""
 
     def __init__(self, params: Any, bits: int, block: int) -> None:
         super().__init__(params, {})
@@ -32,26 +29,18 @@ class NarrowAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    for moment in ("first", "second"):
-                        state |= {f"{moment}_{name}": tensor for name, tensor in self._moment(p).items()}
-                for tensor in state.values():
-                    tensor.add_(1)
-                p.addcmul_(p.grad, p.grad)
-
-    def _moment(self, p: Tensor) -> dict[str, Tensor]:
-        if self._bits >= 16:
-            return {"values": torch.zeros_like(p, dtype=torch.bfloat16)}
-        scales = -(-p.numel() // self._block)
-        return {
-            "values": torch.zeros(p.numel() * self._bits // 8, dtype=torch.uint8, device=p.device),
-            "scales": torch.zeros(scales, dtype=torch.float32, device=p.device),
-        }
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            state = self.state[p]
+            for moment in () if state else ("first", "second"):
+                if self._bits >= 16:
+                    state[f"{moment}_values"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                else:
+                    num_bytes, num_scales = p.numel() * self._bits // 8, -(-p.numel() // self._block)
+                    state[f"{moment}_values"] = torch.zeros(num_bytes, dtype=torch.uint8, device=p.device)
+                    state[f"{moment}_scales"] = torch.zeros(num_scales, dtype=torch.float32, device=p.device)
+            for tensor in state.values():
+                tensor.add_(1)
+            p.addcmul_(p.grad, p.grad)
 
 
 class AveragedAdamW(torch.optim.AdamW):

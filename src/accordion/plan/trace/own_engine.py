@@ -93,7 +93,8 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
 
 
 class AtOnce:
-    """An executor whose `submit` runs work at once in the caller's thread, in the context manager that `wrapper` returns."""
+    """An executor whose `submit` runs work at once in the caller's thread, inside a new context manager from `wrapper`. If the
+    work raises an error, `submit` raises it."""
 
     # In place of offload's worker threads: dispatch modes see one thread, and fake tensors do not work in a second one.
 
@@ -118,7 +119,8 @@ class _Done:
 
 
 class SilentCommunicator(Communicator):
-    """A communicator that logs each collective and sends nothing. `works`: handles of its pending collectives."""
+    """A communicator that logs each collective in `tracker` and sends nothing. `works`: the handles that each of its `Pending`
+    gets."""
 
     def __init__(self, tracker: Tracker, works: Sequence[Any], group: Any, device: torch.device) -> None:
         super().__init__(group, device)
@@ -145,21 +147,22 @@ class SilentCommunicator(Communicator):
 
 
 class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
-    """The silent communicator for CPU ranks: gloo sends large tensors in messages between pairs of ranks."""
+    """The silent communicator for CPU ranks, where gloo sends large tensors in messages between pairs of ranks: these messages
+    are not logged."""
 
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
         return [_Done() for _ in messages]
 
 
 def silent(tracker: Tracker, run: TrainingSetup) -> CommunicatorMaker:
-    """Return a function of (group, device) that creates a communicator which sends nothing, for the device of `run`."""
+    """Return a function of (process group, device) that creates a communicator which logs collectives and sends nothing."""
     if run.device == "cuda":
         return partial(SilentCommunicator, tracker, ())
     return partial(SilentGlooCommunicator, tracker, (_Done(),))
 
 
 class TracedArena(Arena):
-    """Offload's arena of host memory, whose allocation is logged as host memory."""
+    """Offload's arena of host memory, whose allocation `tracker` logs on the stream of host memory."""
 
     def __init__(self, tracker: Tracker, run: TrainingSetup, num_bytes: int, device: torch.device) -> None:
         with tracker.on(_host_stream(run)), warnings.catch_warnings():
@@ -168,7 +171,7 @@ class TracedArena(Arena):
 
 
 def silenced(tracker: Tracker, run: TrainingSetup) -> AbstractContextManager[None]:
-    """Return a context manager that does nothing, because `build` creates communicators that send nothing."""
+    """Return a context manager that does nothing: the communicators that `build` creates send nothing already."""
     return nullcontext()
 
 
@@ -181,7 +184,8 @@ def _host_stream(run: TrainingSetup) -> str:
 
 
 def watch(engine: Engine, tracker: Tracker) -> None:
-    """Make `engine` report units, transfers and mesh axes to `tracker`: attach an observer, replace methods of side streams."""
+    """Make `engine` report units and transfers to `tracker`, and tell `tracker` the mesh axis of each communicator. Attaches an
+    observer, and replaces methods of side streams and of buffers of full parameters."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
@@ -191,7 +195,7 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     for group in [g for unit in engine.units for g in unit.groups if hasattr(g, "over")]:
         tracker.axes[id(group.over)] = NEAR
         buffer: Any = group.full_buffer
-        vars(buffer)["close"] = _counted_as(Category.GATHERED, tracker, buffer.close)
+        vars(buffer)["close"] = tracker.new_memory_as(Category.GATHERED)(buffer.close)
     streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, FETCH: context.fetch_stream}
     if context.replicate_stream is not context.reduce_stream:
         streams[REPLICATE] = context.replicate_stream
@@ -200,14 +204,6 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     for name, stream in streams.items():
         stream.makes = partial(_Traced, name, tracker)
     engine.observers.attach(StepTrace(tracker))
-
-
-def _counted_as(category: Category, tracker: Tracker, function: Callable[[], None]) -> Callable[[], None]:
-    def call() -> None:
-        with tracker.new_memory_as(category):
-            function()
-
-    return call
 
 
 class StepTrace(Observer):
@@ -241,11 +237,8 @@ class _Traced(Transfer):
         self, name: str, tracker: Tracker, stream: SideStream, steps: Steps, buffers: list[Any], label: str
     ) -> None:
         super().__init__(stream, steps, buffers, label)
-        self.name, self.number, self.tracker = (
-            name,
-            tracker.next_transfer(),
-            tracker,
-        )  # `number`: identifies it in events
+        self.name, self.tracker = name, tracker
+        self.number = next(tracker.transfers)  # identifies it in events
         tracker.events.append(Launch(self.number, name))
 
     def _run(self) -> None:
@@ -263,7 +256,8 @@ class _Traced(Transfer):
 
 
 def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return storage key -> index of the unit, for the storages of units and optimizer states between steps; 0 without a unit."""
+    """Return storage key -> index of the unit, for the storages of the units' parameters, shards and gradients and of their
+    optimizer states. States of a parameter without a unit get index 0."""
     owners: dict[int, int] = {}
     units: dict[int, int] = {}
     for unit in engine.units:
@@ -278,7 +272,7 @@ def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int
 
 
 def _tensors_below(value: Any, depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, mappings and objects of the engine, at most `depth` attributes deep."""
+    """Yield the tensors in nested lists and dicts, and in attributes of the engine's objects, at most `depth` attributes deep."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple)):

@@ -26,7 +26,8 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """How a subject is trained: engine, sharding, numbers of ranks, accumulation and optimizer."""
+    """How a subject is trained: engine, sharding, numbers of ranks, accumulation and optimizer. A mapping given as `sharding` is
+    converted to a `Sharding`, which raises `UsageError` for wrong values."""
 
     engine: str = "accordion"  # or "fsdp2"
     ranks: int = 8  # data parallel ranks
@@ -49,7 +50,7 @@ class TrainingSetup:
 
     @property
     def units(self) -> UnitChoice:
-        """The choice of units in `sharding`; if it has none and the engine is FSDP2, blocks only, as is usual there."""
+        """The choice of units in `sharding`. With engine "fsdp2" and no choice, the blocks are the units, as is usual there."""
         return only_blocks() if self.sharding.units is None and self.engine == "fsdp2" else self.sharding.units
 
     @property

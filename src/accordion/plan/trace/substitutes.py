@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,21 +17,26 @@ ALIGN = 8  # elements: what it pads heads to
 
 
 class Substitutes:
-    """Replaces CPU operators by those that CUDA would run. Attributes: `substituted`, name -> replacement, and `unmodelled`,
-    name -> how an operator without a replacement is traced.
+    """Replaces CPU operators by those that CUDA would run, inside the context manager `installed`. Attributes: `substituted`,
+    operator that ran -> text on its replacement; `unmodelled`, operator that could not be replaced -> how it is traced."""
 
-    The replacements are registered in torch's dispatcher. So they apply under whatever name a module calls an operator, and
-    also while a backward recomputes, when a function mode would be off.
-    """
+    # The replacements are registered in torch's dispatcher. So they apply under whatever name a module calls an operator, and
+    # also while a backward recomputes, when a function mode would be off.
 
     def __init__(self) -> None:
         self.substituted: dict[str, str] = {}
         self.unmodelled: dict[str, str] = {}
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        with _torch.in_place_on_cpu({name: partial(stand_in, self) for name, stand_in in STAND_INS.items()}):
-            yield
+    def installed(self) -> AbstractContextManager[None]:
+        # All are composite operators, so autograd records the operators that the replacement calls.
+        return _torch.in_place_on_cpu(
+            {
+                "scaled_dot_product_attention": self.attention,
+                "rms_norm": self.rms_norm,
+                "layer_norm": self.layer_norm,
+                "dropout": self.dropout,
+            }
+        )
 
     def attention(
         self,
@@ -58,21 +61,18 @@ class Substitutes:
             return out[..., :head] if pad else out
         if query.dim() == 4 and (not enable_gqa or query.shape[1] == key.shape[1]):
             self.substituted[name] = "memory-efficient attention"
-            bias = None if attn_mask is None else self._bias(attn_mask, query, key)
+            bias = attn_mask
+            if bias is not None:  # the kernel adds it to the scores of all heads
+                if bias.dtype == torch.bool:
+                    bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(bias, float("-inf"))
+                bias = bias.expand(*query.shape[:3], key.shape[2])
             return _aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
                 query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
             )[0]
         self.unmodelled[name] = "falls back to plain products, as traced on CPU"
-        plain: Tensor = _aten.scaled_dot_product_attention.default.decompose(
+        return _aten.scaled_dot_product_attention.default.decompose(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        return plain
-
-    def _bias(self, mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Return `mask` in the form that the kernel adds to scores: expanded to all heads, and not boolean."""
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask, float("-inf"))
-        return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
     def rms_norm(self, x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         if weight is not None and weight.dtype != x.dtype:  # without a fused kernel, CUDA decomposes as the CPU does
@@ -96,7 +96,8 @@ class Substitutes:
 
 
 class _Norm(torch.autograd.Function):
-    """Stand-in for a fused norm: saves its input, and `num_stats` float32 numbers for each row. Its values are wrong."""
+    """Stand-in for a fused norm over the last `num_dims` dims: saves its input, the parameters, and `num_stats` float32 numbers
+    for each row. Its values are wrong."""
 
     @staticmethod
     def forward(
@@ -111,12 +112,3 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *parameters = ctx.saved_tensors[:3]
         return grads[0] * x, *(None if p is None else torch.empty_like(p) for p in parameters), None, None
-
-
-STAND_INS: Mapping[str, Callable[..., Any]] = {
-    "scaled_dot_product_attention": Substitutes.attention,
-    "rms_norm": Substitutes.rms_norm,
-    "layer_norm": Substitutes.layer_norm,
-    "dropout": Substitutes.dropout,
-}
-"""Name in aten -> replacement. All are composite operators, so autograd records the operators that the replacement calls."""

@@ -30,10 +30,11 @@ CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, forward and
 
 
 def trace(subject: Subject, run: TrainingSetup) -> Log:
-    """Run two training steps on fake tensors, and return the log of the second, which has optimizer states from its start.
+    """Run two training steps of `subject` on fake tensors, and return the log of the second, which has optimizer states from its
+    start.
 
-    A fake process group exists meanwhile. Raises `UsageError` if this process has a process group already, if the model needs the
-    values of a tensor, or if the loss is not one number that requires a gradient.
+    This process has a fake process group meanwhile. Raises `UsageError` if it has a process group already, if the model needs the
+    values of a tensor, if the loss is not one number that requires a gradient, or if the engine refuses the model or `run`.
     """
     if dist.is_initialized():
         raise UsageError("a plan needs a process without a process group; plan before init_process_group.")
@@ -60,7 +61,12 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
         except Exception as error:
             if not _torch.asks_for_values(error):
                 raise
-            raise UsageError(_value_error(error)) from None
+            place = place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
+            reason = str(error).splitlines()[0] or type(error).__name__
+            raise UsageError(
+                f"the model needs the values of a tensor{' ' if place else ''}{place}: {reason}; a trace has none. Pass a loss "
+                "and a batch that avoid it, or a model in which that line is replaced by its worst case."
+            ) from None
 
 
 ENGINES: Mapping[str, Any] = {"accordion": own_engine, "fsdp2": fsdp2}
@@ -98,7 +104,12 @@ def _step(subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, trac
         accumulates_locally = run.no_sync or run.strategy.grads is Place.REPLICATE
         without_reduce = accumulates_locally and i + 1 < run.accumulate
         with rig.no_sync() if without_reduce else nullcontext():
-            loss = _scalar(subject.loss(model, subject.batch()))
+            loss: object = subject.loss(model, subject.batch())
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+                raise UsageError(
+                    f"the loss is {kind}; it must be one number that depends on parameters, such as its mean."
+                )
             tracker.enter(StepPhase.BACKWARD)
             torch.autograd.backward(loss)
     for parameter in model.parameters():
@@ -110,53 +121,45 @@ def _step(subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, trac
     rig.optimizer.zero_grad()
 
 
-def _scalar(loss: object) -> torch.Tensor:
-    """Return `loss`. Raises `UsageError` if it is not a tensor with one element that requires a gradient."""
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        raise UsageError(f"the loss is {kind}; it must be one number that depends on parameters, such as its mean.")
-    return loss
-
-
-# -- the mesh, the model and errors
+# -- the mesh and the model
 
 
 @contextmanager
 def _fake_mesh(run: TrainingSetup) -> Iterator[DeviceMesh]:
-    """Context manager that yields a mesh of `run.ranks` CPU ranks, over a fake process group whose rank 0 is this process."""
+    """Context manager that creates a fake process group of `run.ranks` ranks, whose rank 0 is this process, yields a CPU mesh
+    over it, and destroys the group at the end. Axes are replicate and shard, shard alone, or those of experts."""
     dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=run.ranks)
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
+    ranks = torch.arange(run.ranks)
+    names: tuple[str, ...] = ("shard",)
     try:
         if run.expert_parallel > 1:
-            shape, names = (run.ranks // run.expert_parallel, run.expert_parallel), (EXPERT_DATA_AXIS, EXPERTS_AXIS)
+            ranks, names = ranks.view(-1, run.expert_parallel), (EXPERT_DATA_AXIS, EXPERTS_AXIS)
         elif run.strategy.hybrid:
-            shape, names = (run.ranks // run.shards, run.shards), ("replicate", "shard")
-        else:
-            shape, names = (run.ranks,), ("shard",)
-        yield DeviceMesh("cpu", torch.arange(run.ranks).view(shape), mesh_dim_names=names)
+            ranks, names = ranks.view(-1, run.shards), ("replicate", "shard")
+        yield DeviceMesh("cpu", ranks, mesh_dim_names=names)
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
 def _one_sequence_a_row() -> Iterator[None]:
-    """Context manager that turns off transformers' detection of packed sequences, which reads the values of positions."""
+    """Context manager in which transformers does not look for packed sequences, for which it would read the values of positions.
+    Does nothing if this process has not imported transformers' masks."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"
-    if not hasattr(masks, name):
-        yield
-        return
-    before = getattr(masks, name)
-    setattr(masks, name, lambda *args, **kwargs: None)
+    before = getattr(masks, name, None)
+    if before is not None:
+        setattr(masks, name, lambda *args, **kwargs: None)
     try:
         yield
     finally:
-        setattr(masks, name, before)
+        if before is not None:
+            setattr(masks, name, before)
 
 
 def _as_fakes(model: nn.Module) -> None:
-    """Replace in place parameters by meta tensors, which take no memory before sharding, and buffers by fake CPU tensors."""
+    """Replace the parameters of `model` in place by meta tensors, which take no memory before sharding, and its buffers by fake
+    CPU tensors."""
     fakes: dict[int, nn.Parameter] = {}  # by id of the parameter; tied parameters stay tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -168,13 +171,3 @@ def _as_fakes(model: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
-
-
-def _value_error(error: BaseException) -> str:
-    """Return the message for `error`: the operator and the line of the model that need the values of a tensor."""
-    place = place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
-    reason = str(error).splitlines()[0] or type(error).__name__
-    return (
-        f"the model needs the values of a tensor{' ' if place else ''}{place}: {reason}; a trace has none. Pass a loss and a "
-        "batch that avoid it, or a model in which that line is replaced by its worst case."
-    )

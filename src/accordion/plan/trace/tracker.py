@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -13,14 +14,7 @@ from accordion import _torch
 from accordion.observe.storage_watch import StorageWatch
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, StepPart, StepPhase
 from accordion.plan.trace.memo import Memo
-from accordion.plan.trace.operators import (
-    bytes_moved_by,
-    flops_of,
-    num_bytes,
-    tensors_of,
-    unknown_workspace_of,
-    workspace_of,
-)
+from accordion.plan.trace.operators import bytes_moved_by, flops_of, num_bytes, row_of, tensors_of
 
 COLLECTIVES = {  # torch's own collectives: (kind, index of the argument with the full tensors; None: they are the result)
     "_allgather_base_": ("gather", 0),
@@ -44,8 +38,8 @@ BY_PHASE = {  # category of new memory, if it is not set
 
 
 class Tracker(StorageWatch):
-    """A dispatch mode that collects the event log of a step in `events`: storages, operators, collectives and transfers, and if
-    `with_workspaces` is set, also the known workspaces of CUDA kernels."""
+    """A dispatch mode that appends to `events` the storages, operators, collectives and transfers of a step. If
+    `with_workspaces` is set, it also appends the workspaces of CUDA kernels whose size is known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +56,7 @@ class Tracker(StorageWatch):
         self.with_workspaces = False  # log the workspaces of CUDA kernels
         self.unknown_workspaces: dict[str, str] = {}  # operator that ran -> why its workspace is not known
         self.sum_axis = "shard"  # mesh axis of torch's own all-reduce
-        self._transfers = 0
+        self.transfers = count(1)  # numbers for transfers
         self._memo = Memo()
 
     # -- called by the traced engine
@@ -91,7 +85,7 @@ class Tracker(StorageWatch):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager in which operators and resized storages are not logged; freed storages still are."""
+        """Context manager in which operators, new and resized storages are not logged; freed storages still are."""
         self._paused += 1
         try:
             yield
@@ -99,7 +93,8 @@ class Tracker(StorageWatch):
             self._paused -= 1
 
     def set_category(self, tensors: Any, category: Category) -> None:
-        """Set the category of the live allocations of the nested `tensors`, also in events that are logged already."""
+        """Set the category of the live allocations that hold the tensors in the nested `tensors`. This changes the `Alloc` events
+        that are logged already."""
         for storage in storages_of(tensors):
             alloc = self.live.get(_torch.storage_key(storage))
             if alloc is not None:
@@ -107,17 +102,6 @@ class Tracker(StorageWatch):
 
     def collective(self, kind: str, num_bytes: int, axis: str) -> None:
         self.events.append(Collective(kind, num_bytes, axis, self.stream))
-
-    def next_transfer(self) -> int:
-        self._transfers += 1
-        return self._transfers
-
-    def workspace(self, num_bytes: int) -> None:
-        """Log that the last operator allocated and freed `num_bytes` in its kernel. Log nothing if `num_bytes` is 0."""
-        if num_bytes > 0:
-            self._count += 1
-            self.events.append(Alloc(self._count, num_bytes, Category.OTHER, self.stream, self._operator))
-            self.events.append(Free(self._count))
 
     # -- operators and storages
 
@@ -136,14 +120,19 @@ class Tracker(StorageWatch):
         self._operator = str(func)
         for storage in storages_of(out):
             self._log_new(storage)
-        if self.with_workspaces:
-            self.workspace(workspace_of(func, args))
+        if self.with_workspaces and (workspace := row_of(func).workspace(args)):
+            self._count += 1
+            self.events.append(Alloc(self._count, workspace, Category.OTHER, self.stream, self._operator))
+            self.events.append(Free(self._count))
         if self._operator in ARGUMENT_CATEGORIES:
             self.set_category((args, kwargs), ARGUMENT_CATEGORIES[self._operator])
         if self.only_memory:
             return out
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._log_collective(func, args, out)
+            kind, index = COLLECTIVES.get(func.__name__.partition(".")[0], ("", None))
+            if kind:
+                full = tensors_of(out if index is None else args[index])
+                self.collective(kind, sum(map(num_bytes, full)), self.sum_axis if kind == "sum" else "shard")
         else:
             self._record(func, args, kwargs, out)
         return out
@@ -151,34 +140,25 @@ class Tracker(StorageWatch):
     def resized(self, key: int, storage: torch.UntypedStorage) -> None:
         if not self._paused:
             self._operator = "resize_"
-            self._release(key)
-            self._take(key, storage.nbytes(), Category.GATHERED)
-
-    def died(self, key: int) -> None:
-        self._release(key)
+            self.died(key)
+            self._take(storage, Category.GATHERED)
 
     def _log_new(self, storage: torch.UntypedStorage) -> None:
         if self.watch(storage):
-            self._take(_torch.storage_key(storage), storage.nbytes(), self._category())
-
-    def _category(self) -> Category:
-        if self.category is not None:
-            return self.category
-        if self._recomputes():
-            return Category.ACTIVATIONS
-        return BY_PHASE.get(self.phase, Category.OTHER)
+            by_phase = BY_PHASE.get(self.phase, Category.OTHER)
+            self._take(storage, self.category or (Category.ACTIVATIONS if self._recomputes() else by_phase))
 
     def _recomputes(self) -> bool:
         return self.phase is StepPhase.BACKWARD and torch.is_grad_enabled()
 
-    def _take(self, key: int, num_bytes: int, category: Category) -> None:
-        if num_bytes:
+    def _take(self, storage: torch.UntypedStorage, category: Category) -> None:
+        if storage.nbytes():
             self._count += 1
-            alloc = Alloc(self._count, num_bytes, category, self.stream, self._operator)
-            self.live[key] = alloc
+            alloc = Alloc(self._count, storage.nbytes(), category, self.stream, self._operator)
+            self.live[_torch.storage_key(storage)] = alloc
             self.events.append(alloc)
 
-    def _release(self, key: int) -> None:
+    def died(self, key: int) -> None:
         alloc = self.live.pop(key, None)
         if alloc is not None:
             self.events.append(Free(alloc.number))
@@ -193,21 +173,16 @@ class Tracker(StorageWatch):
         flops = flops_of(func, args, kwargs, out)
         moved = bytes_moved_by(func, args, kwargs, out)
         floating = next((t.dtype for t in (*inputs, *outputs) if t.is_floating_point()), torch.float32)
-        unsure, why = unknown_workspace_of(func, args, kwargs, out) if self.with_workspaces else (0, "")
+        row = row_of(func)
+        unsure = int(row.bound(args, kwargs, out)) if self.with_workspaces else 0
         if unsure:
-            self.unknown_workspaces[name] = why
+            self.unknown_workspaces[name] = row.why
         dtype = str(floating).removeprefix("torch.")
         self.events.append(Op(name, flops, moved, dtype, self.stream, self._recomputes(), unsure))
 
-    def _log_collective(self, func: Any, args: Any, out: Any) -> None:
-        kind, index = COLLECTIVES.get(func.__name__.partition(".")[0], ("", None))
-        if kind:
-            full = tensors_of(out if index is None else args[index])
-            axis = self.sum_axis if kind == "sum" else "shard"
-            self.collective(kind, sum(map(num_bytes, full)), axis)
-
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
-    """Return the storages of all strided tensors in a nested `tree`, but those on meta; of a DTensor its local tensor's."""
+    """Return the storages of the strided tensors in a nested `tree`, a DTensor's local tensor in its place; none of tensors on
+    the meta device. A storage that several tensors share is repeated."""
     local = [_torch.local_of(t) if isinstance(t, DTensor) else t for t in tensors_of(tree)]
     return [t.untyped_storage() for t in local if t.device.type != "meta" and t.layout is torch.strided]
