@@ -82,9 +82,8 @@ def checkpoint_of(folder: Path, at: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)
-    save(
-        at, model, extra={"model_config": {**model.config.to_dict(), "id2label": {0: "no", 1: "yes"}}}
-    )  # keys are ints
+    labels = {0: "no", 1: "yes"}  # keys that JSON cannot hold as they are
+    save(at, model, extra={"model_config": {**model.config.to_dict(), "id2label": labels}})
     return at
 
 
