@@ -1,0 +1,45 @@
+"""`sequence_parallel`: check a model of transformers, and run its attention over the ranks of a sequence."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from accordion.engine.hooks import engine_of
+from accordion.errors import UsageError
+from accordion.sequence.exchange import group_of
+
+
+def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Let the ranks of `mesh` share each sequence in the attention of a transformers `model`; change it in place and return it.
+
+    Call it before `shard`, which shards over all ranks as without it, and pass the model batches of `split_sequence`. The
+    model's attention implementation (sdpa, eager, flash or flex attention) runs on whole sequences of some of the heads, with
+    the masks of the whole sequences. `config.use_cache` becomes False. No communication; each forward gathers its
+    `attention_mask` or `position_ids`, and each attention has two all-to-alls.
+
+    Args:
+        model: a model of transformers that reads text, or one of PEFT around it. In a model of your own, call
+            `sequence_attention` instead.
+        mesh: 1-D, the ranks that share each sequence.
+
+    Raises `UsageError`, before anything changes, if the model's attention is not in transformers' registry or its heads cannot
+    be divided, for layers that are no attention (such as Mamba), and for models with images, with an encoder and a decoder, or
+    that are sharded already.
+    """
+    group = group_of(mesh)
+    if engine_of(model) is not None:
+        raise UsageError("sequence_parallel got a model that is sharded already; call it before shard().")
+    if "transformers" in sys.modules:
+        from accordion.sequence import registry
+
+        decoder = registry.find(model)
+        if decoder is not None:
+            registry.attach(decoder, group)
+            return model
+    raise UsageError(
+        f"sequence_parallel got {type(model).__name__}, which is no model of transformers; in a model of your own, call "
+        "accordion.sequence_attention in its attention, and pass it the parts of split_sequence."
+    )
