@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from accordion import _torch
 from accordion.errors import UsageError
 from accordion.sequence.exchange import group_of
 from accordion.tensor_checksum import checksums
-
-_COMPARED: set[str] = set()  # names of the groups whose ranks have compared a batch
 
 
 def split_sequence(
@@ -84,14 +83,15 @@ def _num_tokens(batch: Mapping[str, Any], num_ranks: int) -> int:
 
 def _compare_once(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     """Raise `UsageError` on all ranks of `group` if their first batches differ. The first call of a group is a collective."""
-    if group.group_name in _COMPARED:
+    compared = f"accordion/sequence/{_torch.group_name(group)}/"
+    if _torch.kept_with_job(compared):
         return
-    _COMPARED.add(group.group_name)
+    _torch.keep_with_job(compared, True)
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
-    own = {name: (tuple(t.shape), digest) for (name, t), digest in zip(tensors.items(), checksums(tensors).values())}
-    all_batches = [None] * dist.get_world_size(group)
-    dist.all_gather_object(all_batches, own, group=group)
-    other = next((rank for rank, batch in enumerate(all_batches) if batch != all_batches[0]), None)
+    shapes, digests = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, checksums(tensors)
+    batches = [None] * dist.get_world_size(group)
+    dist.all_gather_object(batches, (shapes, digests), group=group)
+    other = next((rank for rank, one in enumerate(batches) if one != batches[0]), None)
     if other is not None:
         raise UsageError(
             f"rank {other} of a sequence group got another batch than rank 0, and they share each sequence; give the ranks of a "

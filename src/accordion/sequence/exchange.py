@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
+from accordion.engine.communicator import Communicator, gathered_rows
 from accordion.errors import UsageError
 
 log = logging.getLogger("accordion")
@@ -164,7 +165,5 @@ def _exchanged(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Te
 
 def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the parts (rows, tokens of a rank) of all ranks of `group`, joined to (rows, all tokens). A collective."""
-    num_ranks = dist.get_world_size(group)
-    parts = part.new_empty(num_ranks * part.shape[0], part.shape[1])
-    dist.all_gather_into_tensor(parts, part.contiguous(), group=group)
-    return parts.unflatten(0, (num_ranks, -1)).movedim(0, 1).flatten(1)
+    parts = gathered_rows(part.flatten(), Communicator(group, part.device))  # (ranks, rows * tokens of a rank)
+    return parts.unflatten(1, part.shape).movedim(0, 1).flatten(1)

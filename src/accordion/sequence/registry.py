@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable
@@ -38,13 +37,26 @@ def attach(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
         AttentionMaskInterface.register(name, sequences.mask)
     model.config._attn_implementation = name
     model.config.use_cache = False
-    body = model.base_model
+    body, sums_losses = model.base_model, "loss_function(" in inspect.getsource(type(model).forward)
     names = list(inspect.signature(body.forward).parameters)
 
-    # A closure, because a model with a process group in its attributes could not be copied.
+    # Closures, because a model with a process group in its attributes could not be copied.
+    def before_loss(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("labels") is not None and not (sums_losses and "num_items_in_batch" in kwargs):
+            raise UsageError(
+                f"{type(model).__name__} got labels, and would average over the tokens of this rank alone; pass it "
+                "**split_sequence(batch, mesh)"
+                + (
+                    "."
+                    if sums_losses
+                    else " without labels, and compute the loss of its logits as docs/long-context.md shows."
+                )
+            )
+
     def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return (), sequences.prepared(dict(zip(names, args, strict=False)) | kwargs)
 
+    model.register_forward_pre_hook(before_loss, with_kwargs=True)
     body.register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
@@ -55,7 +67,9 @@ def _check(model: PreTrainedModel, num_ranks: int) -> None:
     if MARK in config._attn_implementation:
         raise UsageError(f"{name} is sequence parallel already; call sequence_parallel once.")
     if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
-        raise UsageError(f"sequence_parallel got {name}; it takes models that read text alone, with one stack of layers.")
+        raise UsageError(
+            f"sequence_parallel got {name}; it takes models that read text alone, with one stack of layers."
+        )
     if not model._can_set_attn_implementation():
         raise UsageError(
             f"the attention of {name} is not in transformers' registry (AttentionInterface), so sequence_parallel cannot run it; "
@@ -86,7 +100,9 @@ class _Sequences:
     def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the `inputs` of a forward with what it needs of other ranks' tokens. A collective."""
         if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
-            raise UsageError("sequence parallelism keeps no key/value cache; pass use_cache=False, and generate without it.")
+            raise UsageError(
+                "sequence parallelism keeps no key/value cache; pass use_cache=False, and generate without it."
+            )
         tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         size, num_ranks = tokens.shape[1], dist.get_world_size(self._group)
         positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
@@ -111,7 +127,9 @@ class _Sequences:
         """Return the mask of whole sequences: the registered function of the implementation, with their length and padding."""
         make = AttentionMaskInterface()[self._implementation]
         kwargs["attention_mask"] = self._padding
-        is_causal = "allow_is_bidirectional_skip" not in kwargs  # transformers masks packed sequences if they are causal
+        is_causal = (
+            "allow_is_bidirectional_skip" not in kwargs
+        )  # transformers masks packed sequences if they are causal
         if is_causal and self._positions is not None:
             if "flash" in self._implementation:
                 return self._positions  # instead of a mask; `attend` passes it on as position ids
@@ -132,14 +150,20 @@ class _Sequences:
         """Return (the attention of this rank's tokens (batch, tokens, heads, head dim), None in place of weights)."""
         group = self._group
         if kwargs.get("position_bias") is not None:
-            raise UsageError(f"{type(module).__name__} adds a bias to each position, which sequence_parallel does not split.")
+            raise UsageError(
+                f"{type(module).__name__} adds a bias to each position, which sequence_parallel does not split."
+            )
         q, k, v = whole_sequences(query, key, value, group)
         heads = slice(dist.get_rank(group) * q.shape[1], (dist.get_rank(group) + 1) * q.shape[1])
         kwargs["position_ids"] = None
-        if "flash" in self._implementation and isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int64:
+        if (
+            "flash" in self._implementation
+            and isinstance(attention_mask, Tensor)
+            and attention_mask.dtype == torch.int64
+        ):
             kwargs["position_ids"], attention_mask = attention_mask, None
-        replaced = {"num_key_value_groups": q.shape[1] // k.shape[1], "config": copy.copy(module.config)}
-        replaced["config"]._attn_implementation_internal = self._implementation
+        config = _Shown(module.config, {"_attn_implementation": self._implementation})
+        replaced = {"num_key_value_groups": q.shape[1] // k.shape[1], "config": config}
         for sinks in ("s_aux", "sinks"):  # one number per head, as an argument and as a parameter
             if kwargs.get(sinks) is not None:
                 kwargs[sinks] = kwargs[sinks][heads]
@@ -156,13 +180,13 @@ class _Sequences:
 
 
 class _Shown:
-    """An attention module as its kernel reads it, with some attributes `replaced` by those of this rank's heads."""
+    """An attention module, or its config, as a kernel reads it: some attributes are `replaced`, the others are those of `thing`."""
 
-    def __init__(self, module: nn.Module, replaced: dict[str, Any]) -> None:
-        self.__dict__.update(replaced, _module=module)
+    def __init__(self, thing: Any, replaced: dict[str, Any]) -> None:
+        vars(self).update(replaced, _thing=thing)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return getattr(self._thing, name)
 
 
 def _packed(mask_function: Callable[..., Any], positions: Tensor, numbers: Tensor) -> Callable[..., Any]:
