@@ -34,6 +34,7 @@ ORDER = [
     "ema",
     "checkpoint",
     "describe",
+    "sequence",
     "shard",
     "park",
     "state",
@@ -279,12 +280,13 @@ BUDGETS = {
     "pages": 250,
     "plan": 6190,
     "safety": 3450,
+    "sequence": 490,
     "shard": 1540,
     "tasks": 520,
     "train": 6110,
     "weights": 2160,
     "workers": 310,
-    "files beside them": 2770,
+    "files beside them": 2780,
 }
 
 

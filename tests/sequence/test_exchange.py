@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import accordion as acc
 from accordion import _torch
 from tests.devices import device
 from tests.sequence.subjects import DECODER, HEADS, TOKENS, WIDTH, family, packed_batch, padded_batch, plain_batch
+from tests.support import forked
 from tests.support.meters import Wire
 from tests.support.ranked import on_mesh, on_world
 
@@ -143,9 +145,15 @@ def test_bad_input(mesh: Any) -> None:
         assert model.config._attn_implementation == before
 
     wrong("BloomForCausalLM", "not in transformers' registry", hidden_size=8, n_layer=1, n_head=2)
-    wrong("LlamaForCausalLM", "3 attention heads cannot be divided", **DECODER | {"num_attention_heads": 3})
-    wrong("MambaForCausalLM", "layers that sequence_parallel does not know", hidden_size=8, num_hidden_layers=1)
-    wrong("T5Model", "text alone", d_model=8, d_ff=8, num_layers=1)
+    wrong(
+        "LlamaForCausalLM",
+        "3 attention heads cannot be divided",
+        **DECODER | {"hidden_size": 48, "num_attention_heads": 3},
+    )
+    wrong("MambaForCausalLM", "recurrent layers", hidden_size=8, num_hidden_layers=1)
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    wrong("LlamaForCausalLM", "longrope", **DECODER, rope_parameters=longrope)
+    wrong("T5Model", "an encoder and a decoder", d_model=8, d_ff=8, num_layers=1)
     model, sharded = family("LlamaForCausalLM"), acc.shard(family("LlamaForCausalLM"), group)
     with refused("1-D"):
         acc.sequence_parallel(model, mesh)
@@ -156,7 +164,9 @@ def test_bad_input(mesh: Any) -> None:
     acc.sequence_parallel(model, group)
     with refused("sequence parallel already"):
         acc.sequence_parallel(model, group)
-    with refused("keeps no key/value cache"):
+    with refused("has no key/value cache"):
+        model(batch["input_ids"], use_cache=True)
+    with refused("does not generate"):
         model.generate(batch["input_ids"], max_new_tokens=2)
     with refused(r"pass it \*\*split_sequence"):
         model(**batch)
@@ -164,9 +174,18 @@ def test_bad_input(mesh: Any) -> None:
         acc.sequence_attention(q, q, q, group)
     with refused("1 queries and 4 keys"):
         acc.sequence_attention(q[:, :2, :1], q, q, group)
-    with refused("15 tokens cannot be divided over 2 ranks; pad them to 16"):
+    with refused("15 tokens cannot be divided over 2 ranks; pad them"):
         acc.split_sequence({"input_ids": batch["input_ids"][:, 1:]}, group)
     with refused("a batch of labels"):
         acc.split_sequence({"labels": batch["labels"]}, group)
     with mock.patch.object(_torch, "kept_with_job", return_value=[]), refused("another batch than rank 0"):
         acc.split_sequence(plain_batch(mesh.get_rank()), group)
+
+
+def test_the_example_learns_across_parts(capfd: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "long_context.py"
+    assert forked.script_under_torchrun(example, 2) == 0
+    losses = [
+        float(line.split("loss ")[1].split(",")[0]) for line in capfd.readouterr().out.splitlines() if "loss " in line
+    ]
+    assert losses[-1] < 0.5 * losses[0]

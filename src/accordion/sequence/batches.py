@@ -41,21 +41,19 @@ def split_sequence(
     """
     group = group_of(mesh)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    num_tokens = _num_tokens(batch, num_ranks)
     _compare_once(batch, group)
-    whole, num_items = dict(batch), batch.get("num_items_in_batch")
-    labels: Tensor | None = batch.get("labels")
+    tokens = _tokens(batch, num_ranks)
+    num_tokens, size = tokens.shape[1], tokens.shape[1] // num_ranks
+    whole, labels, num_items = dict(batch), batch.get("labels"), batch.get("num_items_in_batch")
     if whole.get("position_ids") is None:
-        first = next(t for t in (batch.get("input_ids"), batch.get("inputs_embeds")) if t is not None)
-        whole["position_ids"] = torch.arange(num_tokens, device=first.device).expand(first.shape[0], -1)
-    if labels is not None and shift and whole.get("shift_labels") is None:
+        whole["position_ids"] = torch.arange(num_tokens, device=tokens.device).expand(tokens.shape[0], -1)
+    if labels is not None and shift and "shift_labels" not in whole:
         whole["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
-    targets = whole["shift_labels"] if whole.get("shift_labels") is not None else labels
+    targets = whole.get("shift_labels", labels)
     if num_items is None and targets is not None:
         num_items = (targets != ignore_index).sum().clamp(min=1)
     if num_items is not None:
         whole["num_items_in_batch"] = num_items / num_ranks
-    size = num_tokens // num_ranks
 
     def part(name: str, value: Any) -> Any:
         dim = value.ndim - 1 if name == "position_ids" else 1
@@ -64,21 +62,19 @@ def split_sequence(
     return {n: part(n, v) if isinstance(v, Tensor) and v.ndim > 1 else v for n, v in whole.items()}
 
 
-def _num_tokens(batch: Mapping[str, Any], num_ranks: int) -> int:
-    """Return the number of tokens of a whole sequence. Raises `UsageError` if there is none or it cannot be divided."""
-    first = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
-    if first is None or first.ndim < 2:
+def _tokens(batch: Mapping[str, Any], num_ranks: int) -> Tensor:
+    """Return the tokens of a batch, (batch, tokens) or their embeddings. Raises `UsageError` if they cannot be divided."""
+    tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+    if tokens is None or tokens.ndim < 2:
         raise UsageError(
             f"split_sequence got a batch of {', '.join(batch) or 'nothing'}; pass input_ids (batch, tokens), or inputs_embeds."
         )
-    num_tokens: int = first.shape[1]
-    if num_tokens % num_ranks:
-        wanted = -(-num_tokens // num_ranks) * num_ranks
+    if tokens.shape[1] % num_ranks:
         raise UsageError(
-            f"sequences of {num_tokens} tokens cannot be divided over {num_ranks} ranks; pad them to {wanted}, with 0 in an "
-            "attention_mask and labels of -100, or let the data loader pad to a multiple (pad_to_multiple_of)."
+            f"sequences of {tokens.shape[1]} tokens cannot be divided over {num_ranks} ranks; pad them to a multiple, with 0 in "
+            "an attention_mask and labels of -100 (pad_to_multiple_of of transformers' tokenizers and collators)."
         )
-    return num_tokens
+    return tokens
 
 
 def _compare_once(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""The all-to-all of sequence parallelism, which turns a part of each sequence with all heads into whole sequences with some heads."""
+"""The all-to-all of sequence parallelism: a part of each sequence with all heads becomes whole sequences with some heads."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 def whole_sequences(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Return (q, k, v) of whole sequences and of this rank's heads, by one all-to-all; by two if `v` has a head dim of its own.
 
-    Args: q, k, v: (batch, heads, tokens of this rank, head dim), with all heads. The results are (batch, heads of this rank, all
-    tokens, head dim). Raises `UsageError` as `sequence_attention` does.
+    `q`, `k` and `v` are (batch, all heads, tokens of this rank, head dim); results are (batch, heads of this rank, all tokens,
+    head dim). Raises `UsageError` as `sequence_attention` does.
     """
     if k.shape[2] != q.shape[2]:
         raise UsageError(
@@ -79,10 +79,11 @@ def whole_sequences(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -
         )
     num_ranks = dist.get_world_size(group)
     check_heads(q.shape[1], num_ranks)
-    k, v = (_repeated(heads, group) for heads in (k, v))
-    bundles = [(q, k, v)] if v.shape[-1] == q.shape[-1] else [(q, k), (v,)]
+    times = _times_sent(k.shape[1], num_ranks, dist.get_rank(group))
+    if times > 1:
+        k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     wholes = list[Tensor]()
-    for bundle in bundles:
+    for bundle in [(q, k, v)] if v.shape[-1] == q.shape[-1] else [(q, k), (v,)]:
         # By rank: its heads of q, then of k, then of v.
         by_rank = torch.cat([heads.unflatten(1, (num_ranks, -1)) for heads in bundle], 2)
         whole = exchange(by_rank.flatten(1, 2), group, split=1, join=2)
@@ -99,22 +100,13 @@ def check_heads(num_heads: int, num_ranks: int) -> None:
         )
 
 
-def _repeated(heads: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return key or value `heads`, each repeated as few times as make their number a multiple of the ranks."""
-    num_heads, num_ranks = heads.shape[1], dist.get_world_size(group)
-    times = num_ranks // math.gcd(num_heads, num_ranks)
-    if times == 1:
-        return heads
-    if dist.get_rank(group) == 0:
-        _say_repeated(num_heads, num_ranks, times)
-    return heads.repeat_interleave(times, 1)
-
-
 @cache
-def _say_repeated(num_heads: int, num_ranks: int, times: int) -> None:
-    log.info(
-        "%d key/value heads over %d ranks of a sequence: each head is sent to %d ranks", num_heads, num_ranks, times
-    )
+def _times_sent(num_heads: int, num_ranks: int, rank: int) -> int:
+    """Return how often each key/value head is sent, so that all ranks get equally many. The first call of rank 0 logs it."""
+    times = num_ranks // math.gcd(num_heads, num_ranks)
+    if times > 1 and rank == 0:
+        log.info("%d key/value heads over %d sequence ranks: each is sent to %d ranks", num_heads, num_ranks, times)
+    return times
 
 
 @contextmanager

@@ -15,19 +15,16 @@ from accordion.sequence.exchange import group_of
 def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Let the ranks of `mesh` share each sequence in the attention of a transformers `model`; change it in place and return it.
 
-    Call it before `shard`, which shards over all ranks as without it, and pass the model batches of `split_sequence`. The
-    model's attention implementation (sdpa, eager, flash or flex attention) runs on whole sequences of some of the heads, with
-    the masks of the whole sequences. `config.use_cache` becomes False. No communication; each forward gathers its
-    `attention_mask` or `position_ids`, and each attention has two all-to-alls.
+    Call it before `shard`, which shards over all ranks as without it, and pass the model parts of `split_sequence`. The model's
+    attention implementation (sdpa, eager, flash or flex attention) then runs on whole sequences of some of the heads.
+    `config.use_cache` becomes False. The call does not communicate. Each forward gathers position ids or the padding mask.
 
     Args:
-        model: a model of transformers that reads text, or one of PEFT around it. In a model of your own, call
-            `sequence_attention` instead.
-        mesh: 1-D, the ranks that share each sequence.
+        model: a model of transformers that reads text, or one of PEFT around it.
+        mesh: 1-D, the ranks that share each sequence, in the order of their parts.
 
-    Raises `UsageError`, before anything changes, if the model's attention is not in transformers' registry or its heads cannot
-    be divided, for layers that are no attention (such as Mamba), and for models with images, with an encoder and a decoder, or
-    that are sharded already.
+    Raises `UsageError`, before anything changes, if the model's attention is not in transformers' registry, if its heads cannot
+    be divided over the ranks, if other layers need whole sequences (such as Mamba), and for a model that is sharded already.
     """
     group = group_of(mesh)
     if engine_of(model) is not None:
