@@ -32,7 +32,7 @@ def split_sequence(
         shift: token i predicts label i + 1, also across the ends of parts. Pass False if labels are those of their tokens.
         ignore_index: the label of tokens without a loss.
 
-    Returns: the parts, with `position_ids` (1, tokens of this rank), counted from 0, if `batch` has none. If there are labels, also:
+    Returns: the parts, with `position_ids` (1, tokens of this rank) if `batch` has none. If there are labels, also:
         `shift_labels`: (batch, tokens of this rank), the label that each token predicts, with `shift`.
         `num_items_in_batch`: the number of tokens with a loss in the whole sequences, or that of `batch`, divided by the number
             of ranks. A sum over this rank's tokens divided by it is a loss whose mean over ranks is that of the whole batch.

@@ -79,8 +79,10 @@ def whole_sequences(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -
         )
     num_ranks = dist.get_world_size(group)
     check_heads(q.shape[1], num_ranks)
-    times = _times_sent(k.shape[1], num_ranks, dist.get_rank(group))
+    times = num_ranks // math.gcd(k.shape[1], num_ranks)  # how often each key/value head is sent
     if times > 1:
+        if dist.get_rank(group) == 0 and not torch.compiler.is_compiling():
+            _log_repeated(k.shape[1], num_ranks, times)
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     wholes = list[Tensor]()
     for bundle in [(q, k, v)] if v.shape[-1] == q.shape[-1] else [(q, k), (v,)]:
@@ -101,12 +103,8 @@ def check_heads(num_heads: int, num_ranks: int) -> None:
 
 
 @cache
-def _times_sent(num_heads: int, num_ranks: int, rank: int) -> int:
-    """Return how often each key/value head is sent, so that all ranks get equally many. The first call of rank 0 logs it."""
-    times = num_ranks // math.gcd(num_heads, num_ranks)
-    if times > 1 and rank == 0:
-        log.info("%d key/value heads over %d sequence ranks: each is sent to %d ranks", num_heads, num_ranks, times)
-    return times
+def _log_repeated(num_heads: int, num_ranks: int, times: int) -> None:
+    log.info("%d key/value heads over %d sequence ranks: each is sent to %d ranks", num_heads, num_ranks, times)
 
 
 @contextmanager

@@ -32,9 +32,7 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     if "transformers" in sys.modules:
         from accordion.sequence import registry
 
-        decoder = registry.find(model)
-        if decoder is not None:
-            registry.attach(decoder, group)
+        if registry.attach(model, group):
             return model
     raise UsageError(
         f"sequence_parallel got {type(model).__name__}, which is no model of transformers; in a model of your own, call "

@@ -22,13 +22,12 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 ROPES_BY_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that depend on the largest position
 
 
-def find(model: nn.Module) -> PreTrainedModel | None:
-    """Return the outermost model of transformers in `model`, None if there is none."""
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-
-
-def attach(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Run the attention of `model` over the ranks of `group`. Raises `UsageError`, before anything changes, if it cannot."""
+def attach(module: nn.Module, group: dist.ProcessGroup) -> bool:
+    """Run the attention of the outermost model of transformers in `module` over the ranks of `group`. Return False if there is
+    none. Raises `UsageError`, before anything changes, if its attention cannot."""
+    model = next((inner for inner in module.modules() if isinstance(inner, PreTrainedModel)), None)
+    if model is None:
+        return False
     _check(model, dist.get_world_size(group))
     implementation = model.config._attn_implementation
     sequences = _Sequences(implementation, group)
@@ -44,18 +43,14 @@ def attach(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     # Closures, because a model with a process group in its attributes could not be copied.
     def before_loss(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("labels") is not None and not (sums_losses and "num_items_in_batch" in kwargs):
-            without = (
-                "" if sums_losses else " without labels, and compute the loss of its logits (docs/long-context.md)"
-            )
+            without = "" if sums_losses else " without labels, and take the loss of its logits (docs/long-context.md)"
             raise UsageError(
                 f"{type(model).__name__} would average the loss over this rank's tokens alone; pass it "
                 f"**split_sequence(batch, mesh){without}."
             )
 
     def generate(*_: Any, **__: Any) -> None:
-        raise UsageError(
-            f"a sequence parallel {type(model).__name__} does not generate; load its saved weights without."
-        )
+        raise UsageError("a sequence parallel model does not generate; load its saved weights into another one.")
 
     def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return (), sequences.prepared(dict(zip(names, args, strict=False)) | kwargs)
@@ -63,6 +58,7 @@ def attach(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     model.generate = generate
     model.register_forward_pre_hook(before_loss, with_kwargs=True)
     body.register_forward_pre_hook(before_forward, with_kwargs=True)
+    return True
 
 
 def _check(model: PreTrainedModel, num_ranks: int) -> None:
@@ -107,8 +103,9 @@ class _Sequences:
     def __init__(self, implementation: str, group: dist.ProcessGroup) -> None:
         self._implementation, self._group = implementation, group
         self._padding: Tensor | None = None  # (batch, all tokens), bool: False for padding; None without padding
-        self._positions: Tensor | None = None  # (batch, all tokens) of packed sequences; None if they are not packed
-        self._numbers: Tensor | None = None  # (batch, all tokens): the packed sequence of each token
+        self._packed: tuple[Tensor, Tensor] | None = (
+            None  # (batch, all tokens) each: position in a text, number of the text
+        )
 
     def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the `inputs` of a forward with what it needs of other ranks' tokens. A collective."""
@@ -117,14 +114,14 @@ class _Sequences:
         tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
         (rows, size), num_ranks = tokens.shape[:2], dist.get_world_size(self._group)
         positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
-        self._padding = self._positions = self._numbers = None
+        self._padding = self._packed = None
         if positions is None:
             first = dist.get_rank(self._group) * size
             inputs["position_ids"] = torch.arange(first, first + size, device=tokens.device)[None]
         elif mask is None:
             whole = gathered(positions.expand(rows, -1), self._group)
-            self._numbers = find_packed_sequence_indices(whole)
-            self._positions = None if self._numbers is None else whole
+            numbers = find_packed_sequence_indices(whole)
+            self._packed = None if numbers is None else (whole, numbers)
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self._padding = gathered(mask, self._group).bool()
         if mask is None or self._padding is not None:
@@ -137,10 +134,10 @@ class _Sequences:
         make = AttentionMaskInterface()[self._implementation]
         kwargs["attention_mask"] = self._padding
         # In full attention, transformers does not tell packed sequences apart.
-        if "allow_is_bidirectional_skip" not in kwargs and self._positions is not None:
+        if "allow_is_bidirectional_skip" not in kwargs and self._packed is not None:
             if "flash" in self._implementation:
-                return self._positions  # instead of a mask; `attend` passes it on as position ids
-            inner, at, text = mask_function, self._positions, self._numbers
+                return self._packed[0]  # instead of a mask; `attend` passes it on as position ids
+            inner, (at, text) = mask_function, self._packed
             mask_function = lambda b, h, q, kv: (text[b, q] == text[b, kv]) & inner(b, h, at[b, q], at[b, kv])  # noqa: E731
             kwargs["allow_is_causal_skip"] = False
         return make(q_length=kv_length, kv_length=kv_length, mask_function=mask_function, **kwargs)
