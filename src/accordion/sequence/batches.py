@@ -64,7 +64,7 @@ def split_sequence(
 
 def _tokens(batch: Mapping[str, Any], num_ranks: int) -> Tensor:
     """Return the tokens of a batch, (batch, tokens) or their embeddings. Raises `UsageError` if they cannot be divided."""
-    tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+    tokens: Tensor | None = next((batch[n] for n in ("input_ids", "inputs_embeds") if batch.get(n) is not None), None)
     if tokens is None or tokens.ndim < 2:
         raise UsageError(
             f"split_sequence got a batch of {', '.join(batch) or 'nothing'}; pass input_ids (batch, tokens), or inputs_embeds."

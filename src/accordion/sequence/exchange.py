@@ -156,4 +156,4 @@ def _exchanged(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Te
 def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the parts (rows, tokens of a rank) of all ranks of `group`, joined to (rows, all tokens). A collective."""
     parts = gathered_rows(part.flatten(), Communicator(group, part.device))  # (ranks, rows * tokens of a rank)
-    return parts.unflatten(1, part.shape).movedim(0, 1).flatten(1)
+    return parts.view(-1, *part.shape).movedim(0, 1).flatten(1)

@@ -82,7 +82,7 @@ def _check(model: PreTrainedModel, num_ranks: int) -> None:
 def _needs_whole_sequences(model: PreTrainedModel) -> set[str]:
     """Return names of what `model` has, besides attention, that depends on tokens of other ranks or on their number."""
     config, rotary = model.config, [getattr(module, "rope_type", None) for module in model.modules()]
-    ropes = {kind for kinds in rotary for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])}
+    ropes: set[Any] = {kind for kinds in rotary for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])}
     parts = {
         "recurrent layers": model._is_stateful,
         "an encoder and a decoder": getattr(config, "is_encoder_decoder", False),
