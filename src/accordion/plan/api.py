@@ -20,6 +20,7 @@ from accordion.plan.search.search import SearchResult, search_in
 from accordion.plan.search.space import Space
 from accordion.plan.trace import fsdp2
 from accordion.plan.trace.experts import EVENLY, check_experts
+from accordion.plan.trace.sequence import check_sequence, sequences_for
 from accordion.plan.trained_models import ATTENTIONS
 from accordion.plan.workload import LARGEST_TOKENS, Trained, Workload, trained
 from accordion.sharding import Sharding
@@ -63,6 +64,8 @@ def plan(
     if search.expert_parallel > 1:
         check_experts(task.model, task.name, search.expert_parallel)
         task = replace(task, remarks=[*task.remarks, EVENLY.format(search.expert_parallel)])
+    if search.sequence is not None and search.sequence > 1:
+        check_sequence(task.model, workload.seq, search.sequence)
     space = _space(workload, cluster, base, search, task)
     result = search_in(space, say)
     answer = Plan(task=task, workload=workload, space=space, found=result)
@@ -119,12 +122,27 @@ def _check(workload: Workload, cluster: Cluster, base: Sharding, search: Search)
             "expert_parallel is planned with engine accordion and without hybrid strategies, replicas and secondary shards; "
             "leave these out, or take full_shard, shard_grad_op, shard_optim or no_shard."
         )
+    if search.sequence is not None and search.sequence > 1:
+        if not _can_share_sequences(workload, search):
+            raise UsageError(
+                f"sequence is {search.sequence}, which is planned for a language model by name or config.json, with engine "
+                "accordion and without expert_parallel; leave it out."
+            )
+        if cluster.num_gpus % search.sequence:
+            raise UsageError(
+                f"sequence is {search.sequence}, which does not divide {cluster.num_gpus} GPUs; take a divisor."
+            )
+
+
+def _can_share_sequences(workload: Workload, search: Search) -> bool:
+    return isinstance(workload.model, str) and workload.engine == "accordion" and search.expert_parallel == 1
 
 
 def _space(workload: Workload, cluster: Cluster, base: Sharding, search: Search, task: Trained) -> Space:
     choose_units(task.model, base.units)  # raises for names that the model lacks, before anything is traced
     if workload.engine == "fsdp2" and base.units is None:
         base = replace(base, units=only_blocks())  # as programs do; FSDP2 warns about parts of blocks
+    searched = search.sequence is None and _can_share_sequences(workload, search)
     return Space(
         subject_for=task.subject_for,
         num_params=sum(p.numel() for p in task.model.parameters() if p.requires_grad),
@@ -134,6 +152,7 @@ def _space(workload: Workload, cluster: Cluster, base: Sharding, search: Search,
         tokens=workload.seq if task.vocab else 1,
         optimizer=workload.optimizer,
         engine=workload.engine,
+        sequences=sequences_for(task.model, workload.seq) if searched else (),
         pure=workload.kernels.pure,
     )
 

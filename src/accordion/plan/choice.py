@@ -51,6 +51,7 @@ class Choice:
         replicas: copies of the model under a hybrid strategy, otherwise 1.
         no_sync: gradients are reduced in the last micro-batch of a step only.
         expert_parallel: number of ranks that share the experts of a mixture; 1: each rank has all of them.
+        sequence: number of neighbouring ranks that share each sequence.
     """
 
     sharding: Sharding
@@ -60,6 +61,7 @@ class Choice:
     replicas: int = 1
     no_sync: bool = False
     expert_parallel: int = 1
+    sequence: int = 1
 
     def __hash__(self) -> int:  # a sharding may hold mappings, which have no hash
         return hash((self.strategy.name, self.checkpointing, self.micro_batch, self.gpus, self.replicas))
@@ -69,6 +71,7 @@ class Choice:
         parts = [self.strategy.name + (f" x {self.replicas} replicas" if self.replicas > 1 else "")]
         parts += [f"copies kept over {copies}"] if copies else []
         parts += [f"experts over {self.expert_parallel}"] if self.expert_parallel > 1 else []
+        parts += [f"sequences over {self.sequence}"] if self.sequence > 1 else []
         inputs = "disk" if folder_of(offload.activations) else offload.activations
         inputs = f" with inputs on the {inputs}" if inputs != DEVICE else ""
         parts += [f"checkpointing {self.checkpointing}{inputs}", f"micro-batch {self.micro_batch}"]
@@ -89,6 +92,11 @@ class Choice:
     @property
     def offload(self) -> Offload:
         return self.sharding.offload
+
+    @property
+    def samples(self) -> float:
+        """Samples that a rank contributes to a step; a share of each one if ranks share sequences."""
+        return self.micro_batch * self.accumulate / self.sequence
 
     @property
     def num_traced(self) -> int:
@@ -126,6 +134,7 @@ class Choice:
             node=node,
             replicas=self.replicas,
             expert_parallel=self.expert_parallel,
+            sequence=self.sequence,
             accumulate=self.num_traced,
             no_sync=self.no_sync,
             optimizer=optimizer,
@@ -170,6 +179,8 @@ class Search:
         global_batch: samples per step over all GPUs; replaces `accumulate`.
         no_sync: reduce gradients in the last micro-batch of a step only.
         expert_parallel: number of neighbouring ranks that share the experts of a mixture; each expert gets equally many tokens.
+        sequence: number of neighbouring ranks that share each sequence of a model of transformers. None: if nothing fits, try
+            powers of two until something fits.
     """
 
     strategies: Sequence[Strategy] = STRATEGIES
@@ -183,6 +194,7 @@ class Search:
     global_batch: int | None = None
     no_sync: bool = False
     expert_parallel: int = 1
+    sequence: int | None = None
 
     def __post_init__(self) -> None:
         given: Any = self
@@ -191,7 +203,7 @@ class Search:
         object.__setattr__(self, "offloads", parsed)
         for way in self.checkpointing:
             checkpointing_named(way)
-        names = ("accumulate", "expert_parallel", "replicas", "global_batch")
+        names = ("accumulate", "expert_parallel", "sequence", "replicas", "global_batch")
         numbers = [("micro_batch", n) for n in self.micro_batches] + [(name, getattr(self, name)) for name in names]
         for name, value in numbers:
             if value is not None and not 1 <= value <= LARGEST:

@@ -11,8 +11,9 @@ FETCH, STORE = "fetch", "store"  # the streams of copies to the device and to th
 REPLICATE = "replicate"  # the stream of a hybrid strategy's reduces over replicas
 NEAR = "near"  # the axis of neighbouring ranks that keep one copy of a unit for its backward
 EXPERTS = "experts"  # the axis of neighbouring ranks that share a model's experts
+SEQUENCE = "sequence"  # the axis of neighbouring ranks that share each sequence
 EXPERT_DATA = "expert data"  # the axis of ranks that have the same experts
-ALL_TO_ALL = "all_to_all"  # kind of the collective that sends tokens to their experts, on the compute stream
+ALL_TO_ALL = "all_to_all"  # kind of the collective of experts and of sequence parallelism, on the compute stream
 HOST = "host"  # host memory; as a stream: the caller's thread, which starts the work on all other streams
 STEPPER, DISK_STREAM = "host step", "disk"  # the thread that steps offloaded parameters, and transfers of its files
 
@@ -86,7 +87,7 @@ class Collective:
 
     kind: str  # gather, exchange, scatter_sum, sum, ALL_TO_ALL
     num_bytes: int  # of the full tensors; of an all-to-all: what one rank sends and keeps
-    axis: str  # of the mesh: shard, replicate, NEAR, EXPERTS or EXPERT_DATA
+    axis: str  # of the mesh: shard, replicate, NEAR, EXPERTS, EXPERT_DATA or SEQUENCE
     stream: str
 
 

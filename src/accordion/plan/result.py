@@ -242,6 +242,7 @@ class Plan:
             "no_sync": choice.no_sync,
             "gpus": choice.gpus,
             "expert_parallel": choice.expert_parallel,
+            "sequence": choice.sequence,
             "optimizer": self.space.optimizer,
             "engine": self.space.engine,
         }

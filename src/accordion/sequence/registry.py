@@ -25,10 +25,9 @@ ROPES_BY_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that depend on th
 def attach(module: nn.Module, group: dist.ProcessGroup) -> bool:
     """Run the attention of the outermost model of transformers in `module` over the ranks of `group`. Return False if there is
     none. Raises `UsageError`, before anything changes, if its attention cannot."""
-    model = next((inner for inner in module.modules() if isinstance(inner, PreTrainedModel)), None)
+    model = checked(module, dist.get_world_size(group))
     if model is None:
         return False
-    _check(model, dist.get_world_size(group))
     implementation = model.config._attn_implementation
     sequences = _Sequences(implementation, group)
     name = f"{implementation}{MARK}{group.group_name}"
@@ -61,8 +60,12 @@ def attach(module: nn.Module, group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _check(model: PreTrainedModel, num_ranks: int) -> None:
-    """Raise `UsageError` if the attention of `model` cannot run over `num_ranks` ranks of a sequence."""
+def checked(module: nn.Module, num_ranks: int) -> PreTrainedModel | None:
+    """Return the outermost model of transformers in `module`, None without one. Raises `UsageError` if its attention cannot run
+    over `num_ranks` ranks of a sequence."""
+    model = next((inner for inner in module.modules() if isinstance(inner, PreTrainedModel)), None)
+    if model is None:
+        return None
     name, config = type(model).__name__, model.config
     if MARK in config._attn_implementation:
         raise UsageError(f"{name} is sequence parallel already; call sequence_parallel once.")
@@ -77,6 +80,7 @@ def _check(model: PreTrainedModel, num_ranks: int) -> None:
             "sequence_parallel takes models of text whose tokens meet in attention only."
         )
     check_heads(config.num_attention_heads, num_ranks)
+    return model
 
 
 def _needs_whole_sequences(model: PreTrainedModel) -> set[str]:

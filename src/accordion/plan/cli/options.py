@@ -50,6 +50,8 @@ class Options:
         sharding: more fields of accordion.Sharding as NAME=VALUE, separated by commas
         replicas: copies of the model under a hybrid strategy; searched if left out
         expert_parallel: number of neighbouring ranks that share the experts of a mixture; each expert gets equally many tokens
+        sequence: number of neighbouring ranks that share each sequence (accordion.sequence_parallel); if left out, powers of
+            two are tried if nothing fits without
         reserve_gb: GiB of each GPU that an inference engine keeps; plans for the rest, and shows what is free while the engine
             generates beside the parked model (accordion.park) or the model, and in a step
         tokens: tokens of a whole run, to show its hours and GPU-hours, and its price if --gpu has one
@@ -80,6 +82,7 @@ class Options:
     sharding: str | None = None
     replicas: int | None = None
     expert_parallel: int = 1
+    sequence: int | None = None
     reserve_gb: float = 0.0
     tokens: float | None = None
     html: str | None = None

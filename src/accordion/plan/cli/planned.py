@@ -39,6 +39,7 @@ def planned(o: Options, task_words: list[str]) -> Plan:
         global_batch=o.global_batch,
         no_sync=o.no_sync,
         expert_parallel=o.expert_parallel,
+        sequence=o.sequence,
     )
     workload = workload_of(o, task_words)
     with without_collections():  # planning makes millions of small objects, and no reference cycles

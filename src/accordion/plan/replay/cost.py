@@ -14,6 +14,7 @@ from accordion.plan.events import (
     FETCH,
     HOST,
     NEAR,
+    SEQUENCE,
     STEPPER,
     STORE,
     Collective,
@@ -99,7 +100,14 @@ class Costs:
 
 
 def costs_of(
-    cluster: Cluster, rate: str, ranks: int, *, shards: int | None = None, near: int = 0, experts: int = 1
+    cluster: Cluster,
+    rate: str,
+    ranks: int,
+    *,
+    shards: int | None = None,
+    near: int = 0,
+    experts: int = 1,
+    sequence: int = 1,
 ) -> Costs:
     """Return `Costs`, which computes the seconds of events on one rank of `cluster`.
 
@@ -109,6 +117,7 @@ def costs_of(
         shards: ranks over which a hybrid strategy shards; None: the strategy is not hybrid.
         near: number of neighbouring ranks that keep one copy of a unit for its backward; 0: none is kept.
         experts: number of neighbouring ranks that share the experts of the model; 1: experts are not shared.
+        sequence: number of neighbouring ranks that share each sequence.
     """
     machine, inside, near = min(ranks, cluster.node), shards or ranks, max(1, near)
     across = ranks // inside if shards else ranks
@@ -117,6 +126,7 @@ def costs_of(
         "replicate": MeshAxis(ranks=across, on_node=max(1, machine // inside) if shards else machine),
         NEAR: MeshAxis(ranks=near, on_node=min(near, machine)),
         EXPERTS: MeshAxis(ranks=experts, on_node=min(experts, machine)),
+        SEQUENCE: MeshAxis(ranks=sequence, on_node=min(sequence, machine)),
         EXPERT_DATA: MeshAxis(ranks=ranks // experts, on_node=max(1, machine // experts)),
     }
     drag = 1 + DRAG * log2(max(1.0, ranks / MANY_RANKS))

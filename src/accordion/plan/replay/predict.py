@@ -107,7 +107,8 @@ def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle"
 
 def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
     shards = run.shards if run.strategy.hybrid else None
-    return costs_of(cluster, rate, run.ranks, shards=shards, near=run.sharding.kept_over, experts=run.expert_parallel)
+    near, experts = run.sharding.kept_over, run.expert_parallel
+    return costs_of(cluster, rate, run.ranks, shards=shards, near=near, experts=experts, sequence=run.sequence)
 
 
 # -- accumulation: the traced micro-batches, and more of them like the second one

@@ -14,6 +14,7 @@ from accordion.plan.events import (
     FETCH,
     HOST,
     REPLICATE,
+    SEQUENCE,
     STEPPER,
     STORE,
     Collective,
@@ -33,6 +34,7 @@ from accordion.plan.replay.peak import name_of
 KERNELS_OF = " stream's kernels"
 IN_LINE = "messages in line"  # kind of collectives on the compute stream itself, such as the sum of norms
 OF_TOKENS = "all-to-all of tokens"
+OF_HEADS = "all-to-all of attention heads"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,8 @@ def kind_of(event: Op | Collective) -> str:
     if isinstance(event, Collective):
         if event.stream != COMPUTE:
             return event.kind
-        return OF_TOKENS if event.kind == ALL_TO_ALL else IN_LINE
+        of_axis = OF_HEADS if event.axis == SEQUENCE else OF_TOKENS
+        return of_axis if event.kind == ALL_TO_ALL else IN_LINE
     if event.stream in (FETCH, STORE):
         return event.stream
     if event.stream != COMPUTE:

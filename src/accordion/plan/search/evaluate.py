@@ -62,8 +62,7 @@ class Candidate:
     def tokens_per_s(self, tokens: int, rate: str = "middle") -> float:
         """Return the tokens that one GPU trains per second. `tokens`: tokens per sample. `rate`: a key of `steps`."""
         assert self.steps is not None
-        each = self.choice.micro_batch * tokens * self.choice.accumulate
-        return each / self.steps[rate].seconds
+        return self.choice.samples * tokens / self.steps[rate].seconds
 
 
 class Evaluator:
@@ -152,7 +151,7 @@ class Evaluator:
 
     def promising(self, chosen: Sequence[Choice]) -> list[Choice]:
         """Return all of `chosen`, sorted by the speed that bounds allow: fastest first, so that they rule out slower ones."""
-        return sorted(chosen, key=lambda c: self._least_s(c) / (c.micro_batch * c.accumulate))
+        return sorted(chosen, key=lambda c: self._least_s(c) / c.samples)
 
     def _floor(self, choice: Choice) -> Floor | None:
         """Return lower bounds of a choice's memory and time, from the FULL_SHARD choice that bounds it. If that was not
@@ -179,7 +178,7 @@ class Evaluator:
             needed = int(floor.num_bytes * MARGIN) + OUTSIDE_BYTES
             return f"takes more than full_shard, which needs at least {needed / GIB:,.1f} GiB"
         fastest, seconds = self._rates.get(choice.gpus, 0.0), self._least_s(choice)
-        rate = choice.micro_batch * choice.accumulate * self._space.tokens / seconds
+        rate = choice.samples * self._space.tokens / seconds
         if rate > fastest * (1 + AS_FAST):
             return ""
         percent = round((rate / fastest - 1) * 100)

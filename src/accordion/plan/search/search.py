@@ -36,10 +36,14 @@ def search_in(space: Space, say: Say = lambda text: None) -> SearchResult:
     `UsageError` if the space is empty."""
     every = space.choices()
     evaluator = Evaluator(space, say)
-    # FULL_SHARD takes least memory, and other strategies can only wait less, so it bounds them.
-    first = [c for c in every if c.strategy == FULL_SHARD] or every
-    candidates = evaluator.candidates(first)
-    candidates += evaluator.candidates(evaluator.promising([c for c in every if c not in first]))
+    candidates = _evaluated(every, evaluator)
+    for sequence in space.sequences:
+        if any(c.fits and c.choice.gpus == space.cluster.num_gpus for c in candidates):
+            break
+        more_choices = list(space.choices_over(sequence))
+        every += more_choices
+        probes = evaluator.candidates(_smallest(more_choices))
+        candidates += _evaluated(more_choices, evaluator) if any(c.fits for c in probes) else probes
     for more in (evaluator.with_copies, evaluator.with_activations):
         candidates += more(candidates)
     place = {_key(choice): i for i, choice in enumerate(every)}
@@ -54,9 +58,26 @@ def search_in(space: Space, say: Say = lambda text: None) -> SearchResult:
     return SearchResult(best=best, fewest=on_fewest, candidates=candidates, logs=evaluator.traces.traced)
 
 
+def _evaluated(choices: Sequence[Choice], evaluator: Evaluator) -> list[Candidate]:
+    """Return candidates for all of `choices`."""
+    # FULL_SHARD takes least memory, and other strategies can only wait less, so it bounds them.
+    first = [c for c in choices if c.strategy == FULL_SHARD] or choices
+    others = evaluator.promising([c for c in choices if c not in first])
+    return evaluator.candidates(first) + evaluator.candidates(others)
+
+
+def _smallest(choices: Sequence[Choice]) -> list[Choice]:
+    """Return the choices that need least memory if one of them does: FULL_SHARD with the smallest micro-batch on most GPUs,
+    recomputed in full. Where the search does not try these values, return those with the others."""
+    least = [c for c in choices if (c.gpus, -c.micro_batch) == max((c.gpus, -c.micro_batch) for c in choices)]
+    for wanted in (lambda c: c.strategy == FULL_SHARD, lambda c: c.checkpointing == "full"):
+        least = list(filter(wanted, least)) or least
+    return least
+
+
 def _key(choice: Choice) -> tuple[object, ...]:
     """Return a key of the fields in which choices of a space differ, without offload and the copies kept inside a node."""
-    return choice.strategy.name, choice.checkpointing, choice.micro_batch, choice.gpus, choice.replicas
+    return choice.strategy.name, choice.checkpointing, choice.micro_batch, choice.gpus, choice.replicas, choice.sequence
 
 
 def closest(candidates: Sequence[Candidate], space: Space) -> Candidate:

@@ -28,6 +28,7 @@ class Space:
         tokens: tokens per sample; 1 counts samples.
         optimizer: a key of `OPTIMIZERS`.
         engine: "accordion" or "fsdp2".
+        sequences: numbers of ranks that share each sequence, to try in this order if nothing fits.
         pure: True if the optimizer steps parameters of 16 bits, so that its states have 16 bits too.
     """
 
@@ -39,6 +40,7 @@ class Space:
     tokens: int = 1
     optimizer: str = "adamw"
     engine: str = "accordion"
+    sequences: Sequence[int] = ()
     pure: bool = False
 
     def setup(self, choice: Choice) -> TrainingSetup:
@@ -72,7 +74,7 @@ class Space:
 
     def choices(self) -> list[Choice]:
         """Return every choice of the space, with parameters and states on the device. Raises `UsageError` if there is none."""
-        if choices := list(self._choices()):
+        if choices := list(self.choices_over(self.search.sequence or 1)):
             return choices
         search = self.search
         raise UsageError(
@@ -82,14 +84,15 @@ class Space:
             "micro-batch must divide a global batch."
         )
 
-    def _choices(self) -> Iterator[Choice]:
+    def choices_over(self, sequence: int) -> Iterator[Choice]:
+        """Yield every choice, as `choices` does, in which `sequence` ranks share each sequence."""
         search = self.search
         first, inputs = search.strategies[0], Offload(activations=search.activations[0])
-        for gpus in [n for n in self.cluster.gpus if n % search.expert_parallel == 0]:
+        for gpus in [n for n in self.cluster.gpus if n % search.expert_parallel == n % sequence == 0]:
             strategies = [s for s in search.strategies if gpus > 1 or s is first or s.name == "no_shard"]
             for strategy in strategies:
                 ways = [way for way in search.checkpointing if way != "none" or inputs.activations == DEVICE]
-                batches = [(n, times) for n in search.micro_batches if (times := self._accumulate(n, gpus))]
+                batches = [(n, times) for n in search.micro_batches if (times := self._accumulate(n, gpus // sequence))]
                 for replicas, way, (n, times) in product(self._replicas(strategy.hybrid, gpus), ways, batches):
                     choice = Choice(
                         sharding=replace(self.sharding, strategy=strategy, checkpoint_activations=way, offload=inputs),
@@ -99,6 +102,7 @@ class Space:
                         replicas=replicas,
                         no_sync=search.no_sync,
                         expert_parallel=search.expert_parallel,
+                        sequence=sequence,
                     )
                     yield choice.keeping(self.sharding.kept_over)
 
@@ -113,7 +117,8 @@ class Space:
         return [gpus // size for size in (node, 2 * node, 4 * node) if size < gpus and gpus % size == 0]
 
     def _accumulate(self, micro_batch: int, ranks: int) -> int:
-        """Return the micro-batches per step; 0 if there is a global batch and it is no multiple of `ranks * micro_batch`."""
+        """Return the micro-batches per step of `ranks` ranks with batches of their own; 0 if there is a global batch and it is no
+        multiple of `ranks * micro_batch`."""
         batch = self.search.global_batch
         if batch is None:
             return self.search.accumulate

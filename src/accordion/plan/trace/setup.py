@@ -34,6 +34,7 @@ class TrainingSetup:
     node: int = 8  # ranks of one machine
     replicas: int = 0  # copies of the model under a hybrid strategy; 0: one for each machine
     expert_parallel: int = 1  # neighbouring ranks that share the experts of a mixture
+    sequence: int = 1  # neighbouring ranks that share each sequence
     accumulate: int = 1  # micro-batches per step
     no_sync: bool = False  # only the last micro-batch reduces gradients
     optimizer: str = "adamw"  # a key of `OPTIMIZERS`

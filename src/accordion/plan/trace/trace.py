@@ -21,6 +21,7 @@ from accordion.garbage import without_collections
 from accordion.plan.events import Category, Log, StepPhase, without_host
 from accordion.plan.trace import fsdp2, own_engine
 from accordion.plan.trace.experts import EXPERT_DATA_AXIS, EXPERTS_AXIS
+from accordion.plan.trace.sequence import part_of, share_sequences
 from accordion.plan.trace.setup import Rig, Subject, TrainingSetup
 from accordion.plan.trace.substitutes import Substitutes
 from accordion.plan.trace.tracker import Tracker
@@ -45,6 +46,7 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
         stack.enter_context(without_collections())  # `_steps` says why
         mesh = stack.enter_context(_fake_mesh(run))
         model = subject.make()
+        share_sequences(model, run.sequence)
         stack.enter_context(_one_sequence_a_row())
         stack.enter_context(engine.silenced(tracker, run))
         stack.enter_context(_torch.fake_tensors())
@@ -104,7 +106,7 @@ def _step(subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, trac
         accumulates_locally = run.no_sync or run.strategy.grads is Place.REPLICATE
         without_reduce = accumulates_locally and i + 1 < run.accumulate
         with rig.no_sync() if without_reduce else nullcontext():
-            loss: object = subject.loss(model, subject.batch())
+            loss: object = subject.loss(model, part_of(subject.batch(), run.sequence))
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
                 raise UsageError(

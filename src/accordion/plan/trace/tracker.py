@@ -12,7 +12,20 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.observe.storage_watch import StorageWatch
-from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Enter, Event, Free, Op, StepPart, StepPhase
+from accordion.plan.events import (
+    ALL_TO_ALL,
+    COMPUTE,
+    SEQUENCE,
+    Alloc,
+    Category,
+    Collective,
+    Enter,
+    Event,
+    Free,
+    Op,
+    StepPart,
+    StepPhase,
+)
 from accordion.plan.trace.memo import Memo
 from accordion.plan.trace.operators import bytes_moved_by, flops_of, num_bytes, row_of, tensors_of
 
@@ -20,6 +33,7 @@ COLLECTIVES = {  # torch's own collectives: (kind, index of the argument with th
     "_allgather_base_": ("gather", 0),
     "allreduce_": ("sum", 0),
     "_reduce_scatter_base_": ("scatter_sum", 1),
+    "alltoall_base_": (ALL_TO_ALL, 0),  # of sequence parallelism
     "all_reduce": ("sum", 0),
     "all_gather_into_tensor": ("gather", None),
     "reduce_scatter_tensor": ("scatter_sum", 0),
@@ -132,7 +146,8 @@ class Tracker(StorageWatch):
             kind, index = COLLECTIVES.get(func.__name__.partition(".")[0], ("", None))
             if kind:
                 full = tensors_of(out if index is None else args[index])
-                self.collective(kind, sum(map(num_bytes, full)), self.sum_axis if kind == "sum" else "shard")
+                axis = {"sum": self.sum_axis, ALL_TO_ALL: SEQUENCE}.get(kind, "shard")
+                self.collective(kind, sum(map(num_bytes, full)), axis)
         else:
             self._record(func, args, kwargs, out)
         return out
