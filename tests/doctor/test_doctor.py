@@ -81,9 +81,10 @@ def test_two_healthy_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     code, findings = examined(capfd, "--dir", str(tmp_path))
     assert code == 0
     assert "problem" not in {finding["severity"] for finding in findings.values()}
-    assert {f"ranks.{name}" for name in ("group", "messages", "gather")} <= set(findings)
-    rate = findings["ranks.gather"]["data"]["bytes_per_s"]
-    assert 1e5 < rate < 1e12
+    assert {f"ranks.{name}" for name in ("group", "messages", "gather", "exchange")} <= set(findings)
+    for check in ("ranks.gather", "ranks.exchange"):
+        assert 1e5 < findings[check]["data"]["bytes_per_s"] < 1e12
+    assert "over 2 ranks" in findings["ranks.exchange"]["found"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -127,10 +128,11 @@ def test_ranks_of_torchrun_run_one_exam(
     ("ranks", "check", "severity", "words"),
     [
         (sick_ranks.slow, "ranks.gather", "warning", ["usual: ", "steps wait for it"]),
+        (sick_ranks.slow_exchange, "ranks.exchange", "warning", ["attention waits for it", "top"]),
         (sick_ranks.wrong_messages, "ranks.messages", "problem", ["wrong numbers to ranks 0, 1", "wrong weights"]),
         (sick_ranks.dies, "ranks.group", "problem", ["rank"]),
     ],
-    ids=["slow", "wrong", "dies"],
+    ids=["slow", "slow exchange", "wrong", "dies"],
 )
 def test_faults_of_ranks_are_found(
     ranks: Any,

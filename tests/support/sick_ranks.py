@@ -21,6 +21,17 @@ def slow(seat: Seat) -> RankExam:
     return ranks.start(seat)
 
 
+def slow_exchange(seat: Seat) -> RankExam:
+    """Return an exam whose all-to-alls are slow."""
+
+    def slow_exchange(heads, group, split, join, plain=ranks.exchange):
+        time.sleep(2.0)
+        return plain(heads, group, split, join)
+
+    ranks.exchange, ranks.REPEATS, ranks.WARMUPS = slow_exchange, 1, 1
+    return ranks.start(seat)
+
+
 def wrong_messages(seat: Seat) -> RankExam:
     """Return an exam that gathers zeros from the second rank."""
 
@@ -40,4 +51,4 @@ class _Dies(RankExam):
 
 
 def dies(seat: Seat) -> RankExam:
-    return _Dies(seat.rank, seat.num_ranks, seat.device)
+    return _Dies(seat.rank, seat.num_ranks, seat.device, seat.num_ranks)

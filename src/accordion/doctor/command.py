@@ -102,7 +102,7 @@ def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptio
         world_size=place.world,
         timeout=timedelta(seconds=TIMEOUT_S),
     )
-    answer = RankExam(place.rank, place.world, device).gathers()
+    answer = RankExam(place.rank, place.world, device, place.local_world).gathers()
     answers.set(f"rank/{place.rank}", json.dumps({"machine": entries, "gathers": answer}))
     code = 0
     if place.rank == 0:

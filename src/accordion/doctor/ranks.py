@@ -1,10 +1,10 @@
-"""Test and time an all-gather: the check that each rank runs, and the findings from the results of all ranks."""
+"""Test and time an all-gather and an all-to-all: the check that each rank runs, and the findings from all ranks' results."""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from torch import Tensor
 from accordion.doctor.findings import Finding
 from accordion.engine.communicator import Communicator
 from accordion.engine.gloo import GlooCommunicator
+from accordion.sequence.exchange import exchange
 from accordion.shard.topology import communicator_over
 from accordion.workers.ranks import Seat
 
 REPEATS, WARMUPS = 5, 2
-MESSAGE_BYTES = 2**26  # size of the gathered tensor
+MESSAGE_BYTES = 2**26  # size of the gathered tensor, and of what a rank sends in an all-to-all
 GB = 10**9
 # By type of device: a slower rate in GB/s is a warning; and the usual rates.
 SLOW = {"cpu": 0.05, "device": 1.0}
@@ -27,7 +28,7 @@ USUAL = {
     "device": "100 and more over NVLink, 10 and more over PCIe 4 or InfiniBand",
 }
 MORE_OUTPUT = "TORCH_CPP_LOG_LEVEL=INFO and NCCL_DEBUG=INFO print more."
-REMEDIES = {  # for a slow all-gather
+REMEDIES = {  # for a slow link
     "network": "check that NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME names the fast interface and that NCCL finds InfiniBand "
     "(NCCL_DEBUG=INFO); shard within machines (hybrid_shard) if the network stays slow.",
     "cpu": "check which processes use these cores and this memory (top); start at most as many ranks as there are cores.",
@@ -39,44 +40,63 @@ Answer = Mapping[str, Any]
 
 def start(seat: Seat) -> RankExam:
     """Return the `RankExam` of this process, the rank `seat` that a `WorkerTeam` started."""
-    return RankExam(seat.rank, seat.num_ranks, seat.device)
+    return RankExam(seat.rank, seat.num_ranks, seat.device, seat.num_ranks)
 
 
 class RankExam:
-    """One rank's side of the all-gather that all ranks test and time together. Needs a process group."""
+    """One rank's side of the messages that all ranks test and time together. Needs a process group. `num_local`: ranks on each
+    machine; an all-to-all over them is timed if they are several, and as many on every machine."""
 
-    def __init__(self, rank: int, num_ranks: int, device: torch.device) -> None:
+    def __init__(self, rank: int, num_ranks: int, device: torch.device, num_local: int) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
+        self._num_near = num_local if num_ranks % num_local == 0 else 1
 
     def gathers(self) -> Answer:
         """Run an all-gather several times, test its values and time it. Collective. Returns a dict with the keys "host": name of
         this machine, "torch": version of torch, "right": True if the first and last values of all shards are right, "num_bytes":
-        received bytes, and "gather_s": seconds of the fastest run. If anything raises an exception, returns {"error": its text}.
+        received bytes, and "gather_s": seconds of the fastest run. With an all-to-all, also "exchanged_bytes": the received ones,
+        "exchange_s" and "num_near", the number of its ranks. If anything raises an exception, returns {"error": its text}.
         """
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks
             shard = torch.full((numel,), float(self._rank), dtype=torch.float32, device=self._device)
             full = torch.full((self._num_ranks, numel), -1.0, dtype=torch.float32, device=self._device)
-            times_s = []
-            for _ in range(WARMUPS + REPEATS):
-                self._synchronize()
-                dist.barrier()
-                self._synchronize()
-                began = time.perf_counter()
-                _gather(link, full.view(-1), shard)
-                self._synchronize()
-                times_s.append(time.perf_counter() - began)
+            gather_s = self._seconds(lambda: _gather(link, full.view(-1), shard))
             firsts_and_lasts = full[:, [0, -1]].mean(1).tolist()
             return {
                 "host": socket.gethostname(),
                 "torch": torch.__version__,
                 "right": firsts_and_lasts == [float(rank) for rank in range(self._num_ranks)],
                 "num_bytes": shard.nbytes * (self._num_ranks - 1),
-                "gather_s": min(times_s[WARMUPS:]),
+                "gather_s": gather_s,
+                **self._exchanges(),
             }
         except Exception as error:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+    def _exchanges(self) -> dict[str, Any]:
+        near = self._num_near
+        if near == 1:
+            return {}
+        group, _ = dist.new_subgroups(near)
+        # As sequence parallelism sends it: (batch, heads, tokens, head dim) -> all tokens of some of the heads.
+        heads = torch.zeros(1, near, MESSAGE_BYTES // 4 // near // 128, 128, device=self._device)
+        seconds = self._seconds(lambda: exchange(heads, group, split=1, join=2))
+        return {"num_near": near, "exchanged_bytes": heads.nbytes // near * (near - 1), "exchange_s": seconds}
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """Return the seconds of the fastest of `REPEATS` runs of `work` on all ranks, after `WARMUPS`. Collective."""
+        times_s = []
+        for _ in range(WARMUPS + REPEATS):
+            self._synchronize()
+            dist.barrier()
+            self._synchronize()
+            began = time.perf_counter()
+            work()
+            self._synchronize()
+            times_s.append(time.perf_counter() - began)
+        return min(times_s[WARMUPS:])
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
@@ -108,8 +128,9 @@ def no_group(error: str) -> Finding:
 
 
 def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
-    """Return the findings on the process group, and on values and rate of the all-gather (no rate for one rank). `answers`:
-    results of `RankExam.gathers`, in rank order. If a rank failed, return only the finding `no_group` with its error."""
+    """Return the findings on the process group, on values and rate of the all-gather (no rate for one rank), and on the rate of
+    the all-to-all if there was one. `answers`: results of `RankExam.gathers`, in rank order. If a rank failed, return only the
+    finding `no_group` with its error."""
     errors = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         return [no_group(f"{_ranks(errors)} failed: {answers[errors[0]]['error']}")]
@@ -138,8 +159,9 @@ def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
         if wrong
         else "",
     )
-    rate = [_rate(answers, device_type, len(hosts))] if len(answers) > 1 else []
-    return [group, messages, *rate]
+    rates = [_rate(answers, device_type, len(hosts))] if len(answers) > 1 else []
+    rates += [_exchange_rate(answers, device_type)] if "num_near" in answers[0] else []
+    return [group, messages, *rates]
 
 
 def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Finding:
@@ -153,6 +175,21 @@ def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Findin
         found=f"all-gather: {rate / GB:.2f} GB/s received by each rank; usual: {USUAL[kind]}",
         means="it carries the parameters, twice a step" + (": steps wait for it" if slow else ""),
         do=REMEDIES["network" if num_hosts > 1 else kind] if slow else "",
+        data={"bytes_per_s": rate},
+    )
+
+
+def _exchange_rate(answers: Sequence[Answer], device_type: str) -> Finding:
+    """Return the finding on the all-to-all rate of the slowest rank: a warning if it is below `SLOW` for its type of device."""
+    rate = min(answer["exchanged_bytes"] / answer["exchange_s"] for answer in answers)
+    kind = "cpu" if device_type == "cpu" else "device"
+    slow = rate < SLOW[kind] * GB
+    return Finding(
+        check="ranks.exchange",
+        severity="warning" if slow else "ok",
+        found=f"all-to-all over {answers[0]['num_near']} ranks of a machine: {rate / GB:.2f} GB/s received by each rank",
+        means="with sequence parallelism, each layer's attention waits for it, before and after",
+        do=REMEDIES[kind] if slow else "",
         data={"bytes_per_s": rate},
     )
 
