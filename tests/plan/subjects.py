@@ -107,6 +107,7 @@ class Case:
     accumulate: int = 1
     change: Callable[[nn.Module], None] | None = None
     expert_parallel: int = 1
+    sequence: int = 1
 
 
 BF16 = acc.Precision(params=torch.bfloat16)
@@ -138,6 +139,14 @@ EXPERTS = {
     ),
 }
 """Cases of the mixture alone."""
+SEQUENCES = {
+    "sequences over 2": Case(sequence=2),
+    "sequences over 2 of 4, recomputed, bf16": Case(
+        ranks=4, sequence=2, sharding={"checkpoint_activations": "full", "precision": BF16}
+    ),
+    "sequences over 4, bf16": Case(ranks=4, sequence=4, sharding={"precision": BF16}),
+}
+"""Cases of the llama alone."""
 ARCHITECTURES = {"gpt": gpt, "llama": llama, "vision": vision}
 
 
@@ -157,7 +166,7 @@ def loss(architecture: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> T
 
 
 def case_of(case: str) -> Case:
-    return {**CASES, **EXPERTS}[case]
+    return {**CASES, **EXPERTS, **SEQUENCES}[case]
 
 
 def made(architecture: str, case: str, device: str) -> nn.Module:
@@ -187,6 +196,7 @@ def run_of(architecture: str, case: str, engine: str = "accordion") -> TrainingS
         node=max(1, c.ranks // 2),
         accumulate=c.accumulate,
         expert_parallel=c.expert_parallel,
+        sequence=c.sequence,
         sharding=sharding,
         device="cpu",
     )

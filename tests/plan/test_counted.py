@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import accordion as acc
@@ -28,6 +29,7 @@ from accordion.plan.trace import fsdp2
 from accordion.plan.trace.experts import ALL_AXES, EXPERT_DATA_AXIS, EXPERTS_AXIS, spread_experts
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.own_engine import AtOnce
+from accordion.plan.trace.sequence import part_of
 from accordion.plan.trace.trace import trace
 from tests.plan import subjects
 from tests.support.sample import sampled
@@ -40,6 +42,7 @@ SAMPLE = [
     ("gpt", "secondary"),
     ("llama", "inputs on the host"),
     ("mixture", "experts over 4, recomputed"),
+    ("llama", "sequences over 2"),
     ("rows", "full_shard"),
 ]
 USUAL = (("gpt", "full_shard"), ("rows", "full_shard"))
@@ -55,6 +58,7 @@ FSDP2 = [
     ("vision", "frozen"),
 ]
 ALL = [(a, c) for a in subjects.ARCHITECTURES for c in subjects.CASES] + [("mixture", c) for c in subjects.EXPERTS]
+ALL += [("llama", c) for c in subjects.SEQUENCES]
 
 
 MARK = "the step that is counted"
@@ -79,6 +83,11 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
             optimizer = OPTIMIZERS[run.optimizer].make(model.parameters())
         else:
             meshes = None
+            if run.sequence > 1:
+                sequences = init_device_mesh(
+                    "cpu", (run.ranks // run.sequence, run.sequence), mesh_dim_names=("dp", "sp")
+                )
+                acc.sequence_parallel(model, sequences["sp"])
             if run.expert_parallel > 1:
                 meshes = spread_experts(model, mesh, partial(exchanged, mesh[EXPERTS_AXIS].get_group()))
                 mesh = mesh[EXPERT_DATA_AXIS, EXPERTS_AXIS]._flatten(ALL_AXES)
@@ -92,7 +101,9 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
                 for i in range(run.accumulate):
                     later = run.strategy.grads is Place.REPLICATE and i + 1 < run.accumulate
                     with acc.no_sync(model) if later else nullcontext():
-                        loss = subjects.loss(architecture, model, subjects.batch_of(architecture))
+                        loss = subjects.loss(
+                            architecture, model, part_of(subjects.batch_of(architecture), run.sequence)
+                        )
                         loss.backward()
                 if name == "fsdp2":
                     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

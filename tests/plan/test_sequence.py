@@ -1,0 +1,104 @@
+"""Plans of ranks that share each sequence: messages, memory and time against arithmetic, the search, and bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accordion as acc
+from accordion.plan.events import ALL_TO_ALL, SEQUENCE, Collective, Op
+from accordion.plan.hardware import cluster_of
+from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.timeline import OF_HEADS
+from accordion.plan.result import Plan
+from tests.plan.builders import ONE_CHOICE, config_in, planned, sent, total
+
+SEQ, WIDTH, LAYERS, HEADS, KV = 2048, 256, 3, 8, 2
+FIXED = {**ONE_CHOICE, "gpus": 8, "seq": SEQ}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": 2 * WIDTH, "vocab_size": 2048}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV, "max_position_embeddings": 1 << 17}
+    return config_in(tmp_path_factory.mktemp("model"), **sizes, **heads)
+
+
+def flops(plan: Plan) -> float:
+    return sum(e.flops for e in plan.log.events if isinstance(e, Op))
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+def test_messages_and_activations_of_one_two_and_four_ranks(folder: Path, recomputed: str) -> None:
+    plans = {n: planned(folder, **{**FIXED, "checkpoint_activations": recomputed}, sequence=n) for n in (1, 2, 4)}
+    one = plans[1].chosen
+    assert sent(plans[1], ALL_TO_ALL, axis=SEQUENCE) == []
+    for n, plan in plans.items():
+        chosen, step = plan.chosen, plan.chosen.steps["middle"]
+        kept = one.memory.peak.breakdown["activations"], chosen.memory.peak.breakdown["activations"]
+        assert kept[1] == pytest.approx(kept[0] / n, rel=0.12), (n, kept)  # besides a copy of the heads per layer
+        assert flops(plan) == pytest.approx(flops(plans[1]) / n, rel=1e-2)
+        # A rank's share of each sequence counts as its tokens.
+        assert chosen.tokens_per_s(SEQ) == pytest.approx(SEQ / n / step.seconds)
+        if n == 1:
+            continue
+        key_value = KV * (n // KV if n > KV else 1)  # each is sent twice to four ranks
+        there, back = (2 * SEQ // n * heads * WIDTH // HEADS for heads in (HEADS + 2 * key_value, HEADS))
+        passes = 2 + (recomputed == "full")
+        messages = sent(plan, ALL_TO_ALL, axis=SEQUENCE)
+        assert sorted(messages) == sorted([there, back] * passes * LAYERS)
+        costs = costs_of(plan.cluster, "middle", 8, sequence=n)
+        by_hand = sum(costs.of_collective(Collective(ALL_TO_ALL, m, SEQUENCE, "compute")) for m in messages)
+        assert step.by_kind[OF_HEADS] == pytest.approx(by_hand)
+        assert plan.as_dict()["config"]["sequence"] == n
+        assert f"sequences over {n}" in str(chosen.choice)
+
+
+def test_ranks_share_sequences_if_nothing_fits_without(folder: Path) -> None:
+    workload, search = acc.Workload(str(folder), seq=1 << 16), acc.Search(micro_batches=[1, 2])
+    small, large = (
+        acc.plan(workload, cluster_of(f"h100,memory_gib={gib}", gpus=[8]), {"strategy": "full_shard"}, search)
+        for gib in (3.0, 80.0)
+    )
+    assert large.fits
+    assert {c.choice.sequence for c in large.found.candidates} == {1}
+    assert small.fits
+    tried = {c.choice.sequence for c in small.found.candidates}
+    assert tried == {2**i for i in range(len(tried))}
+    assert small.chosen.choice.sequence == max(tried) > 1
+    assert not any(c.fits for c in small.found.candidates if c.choice.sequence < max(tried))
+
+
+def test_a_global_batch_counts_the_sequences_of_all_groups(folder: Path) -> None:
+    plan = planned(folder, **FIXED, sequence=4, global_batch=8)
+    assert plan.chosen.choice.accumulate == 4
+    with pytest.raises(acc.UsageError, match="there is no configuration to try"):
+        planned(folder, **FIXED, sequence=4, global_batch=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequence": 0}, r"sequence is 0; it takes 1 or more"),
+        ({"sequence": 3}, r"sequence is 3, which does not divide 8 GPUs; take a divisor"),
+        ({"sequence": 4, "seq": 2046}, r"sequence is 4, which does not divide the 2046 tokens of --seq"),
+        ({"sequence": 16, "gpus": 16}, r"8 attention heads cannot be divided over the 16 ranks of a sequence"),
+        ({"sequence": 2, "engine": "fsdp2"}, r"is planned for a language model .* with engine accordion"),
+        ({"sequence": 2, "expert_parallel": 2}, r"and without expert_parallel"),
+        ({"sequence": 2, "model": nn.Linear(4, 4), "loss": total, "batch": torch.ones(2, 4)}, r"by name or config"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_a_trace(folder: Path, options: dict[str, Any], message: str) -> None:
+    def traced(text: str) -> None:
+        raise AssertionError(text)
+
+    words = {"model": folder, **FIXED, **options}
+    if "expert_parallel" in options:
+        words["model"] = config_in(folder.parent, "mixtral", num_local_experts=2, num_experts_per_tok=1)
+    with pytest.raises(acc.UsageError, match=message) as raised:
+        planned(**words, say=traced)
+    assert "\n" not in str(raised.value)
