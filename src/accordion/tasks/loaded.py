@@ -166,8 +166,8 @@ def mean_loss(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor:
 
 
 def example_of(task: LoadedTask, micro_batch: int) -> Any:
-    """Return a training batch: the loader's first, or up to `micro_batch` samples, collated. Raises `UsageError` without
-    samples."""
+    """Return a training batch of `task`: the first of its loader, or if its data is samples, up to `micro_batch` of them,
+    collated. Raises `UsageError` if there is no data or no sample; an empty loader raises `StopIteration`."""
     data = data_of(task, "train", 0, 1)
     if data is None:
         raise UsageError(f"the task {task.name!r} has no training data: its dataset('train') returned None.")
