@@ -280,7 +280,7 @@ BUDGETS = {
     "pages": 250,
     "plan": 6190,
     "safety": 3450,
-    "sequence": 490,
+    "sequence": 480,
     "shard": 1540,
     "tasks": 520,
     "train": 6110,
