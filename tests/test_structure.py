@@ -34,6 +34,7 @@ ORDER = [
     "ema",
     "checkpoint",
     "describe",
+    "sequence",
     "shard",
     "park",
     "state",
@@ -279,12 +280,13 @@ BUDGETS = {
     "pages": 240,
     "plan": 5910,
     "safety": 3240,
+    "sequence": 480,
     "shard": 1500,
     "tasks": 500,
     "train": 5820,
     "weights": 2130,
     "workers": 310,
-    "files beside them": 2710,
+    "files beside them": 2720,
 }
 
 
