@@ -169,8 +169,9 @@ class EMA:
 def _allocated(
     params: Mapping[str, nn.Parameter], decays: Sequence[float], place: str, device: torch.device
 ) -> tuple[object, dict[float, list[Tensor]]]:
-    """Return (owner of the memory, decay -> a new tensor in `place` for each of `params`, like its shard on this rank). Raises
-    `UsageError` if there is nothing to average, a parameter is a tensor subclass, or memory is lacking."""
+    """Return (owner of the memory, decay -> uninitialised tensors in `place`: for each of `params` one with the shape, strides
+    and dtype of this rank's shard). Raises `UsageError` if `params` is empty, if a shard is a tensor subclass, or if memory is
+    lacking."""
     if not params:
         raise UsageError("EMA averages the parameters that require a gradient, and this model has none.")
     for name, param in params.items():

@@ -188,7 +188,8 @@ class Option:
         return isinstance(self.hint, UnionType)
 
     def converted(self, value: Any, name: str) -> Any:
-        """Return `value`, text or parsed YAML, as the field's type. Raises `UsageError`, with `name`, if it is none."""
+        """Return `value`, text or parsed YAML, converted to the field's type; "null" becomes None if the field may be None.
+        Raises `UsageError` if `value` does not fit the type or the choices. `name`: the option, for the message."""
         if value is None and self.default is not None:
             raise UsageError(f"{name} is null; leave it out for its default.")
         if value is None or (value == "null" and self.is_optional):

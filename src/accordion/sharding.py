@@ -152,7 +152,8 @@ KINDS: Mapping[str, tuple[type, str]] = {
 
 
 def num_bytes_in(text: str) -> int:
-    """Return the number of bytes that a text such as "1000000" or "16GiB" names. Raises `ValueError` for other texts."""
+    """Return the number of bytes that a text such as "1000000" or "16GiB" names. Raises `ValueError` for other texts,
+    and `OverflowError` for "infGiB"."""
     return int(float(text.removesuffix("GiB")) * 2**30) if text.endswith("GiB") else int(text)
 
 
@@ -186,7 +187,7 @@ def offload_named(text: str) -> Offload:
         name, _, word = (piece.strip() for piece in part.partition("="))
         try:
             values[name] = OFFLOAD_FIELDS[name](word)
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, OverflowError):  # a number may be inf
             known = nearest(name, OFFLOAD_FIELDS)
             raise UsageError(f"offload {text!r} has {part!r}; write optimizer=host, for example; {known}") from None
     return Offload(**values)

@@ -13,7 +13,9 @@ from importlib import import_module
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
+import accordion as acc
 from accordion import cli
 from accordion.pages.show import show
 from accordion.plan.cli import cache
@@ -21,6 +23,7 @@ from accordion.plan.cli.command import Options
 from accordion.plan.cli.pages import of_plan
 from accordion.plan.hardware import GIB, GPUS, OUTSIDE_BYTES, gpu_named
 from accordion.plan.result import Plan
+from accordion.tasks.loaded import LoadedTask, example_of
 from tests.plan.builders import ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, planned, total
 
 
@@ -274,3 +277,10 @@ def test_a_small_models_bytes_are_shown_with_enough_digits(plan):
     shown = {row[0]: float(row[1]) for row in table.rows}
     assert all(shown[key] > 0 for key in ("parameters", "optimizer", "activations", "all"))
     assert sum(shown.values()) == pytest.approx(2 * shown["all"], abs=0.004)
+
+
+@pytest.mark.parametrize("data", [[], DataLoader([])], ids=["samples", "loader"])
+def test_a_task_without_a_sample_is_one_sentence(data: object) -> None:
+    task = LoadedTask(name="mine", model=nn.Identity, dataset=lambda split: data, loss=lambda model, batch: batch)
+    with pytest.raises(acc.UsageError, match="'mine' has no sample"):
+        example_of(task, 2)

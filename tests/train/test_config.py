@@ -71,6 +71,7 @@ MISTAKES = [
     (["--shard.offload", "step=host"], "pass optimizer='host' too"),
     (["--shard.offload", "host_bytes=1GiB"], "needs params, grads or optimizer on 'host' or 'disk:/path'"),
     (["--shard.offload", "optimizer=host,device_bytes=nanGiB"], "has 'device_bytes=nanGiB'"),
+    (["--shard.offload", "host_bytes=infGiB"], "has 'host_bytes=infGiB'"),
     (
         ["--shard.offload_params", "host"],
         "option '--shard.offload_params' does not exist; did you mean '--shard.offload'?",

@@ -139,7 +139,8 @@ def name_of_group(group: Any) -> str:
 
 
 def joined_mesh(*slices: Any) -> Any:
-    """Return the mesh with the dims of all `slices` of one mesh; works in a fake tensor mode too. No public name."""
+    """Return one mesh that has the dims of all `slices`, which are submeshes of one mesh. Works in a fake tensor mode too. No
+    public name."""
     with unset_fake_temporarily():
         return type(slices[0])._concatenate(list(slices))
 

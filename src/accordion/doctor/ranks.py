@@ -39,7 +39,8 @@ Answer = Mapping[str, Any]
 
 
 def start(seat: Seat) -> RankExam:
-    """Return the `RankExam` of this process, the rank `seat` that a `WorkerTeam` started."""
+    """Return the `RankExam` of the rank `seat`. A `WorkerTeam` calls this function in each rank's process, when the process
+    group exists."""
     return RankExam(seat.rank, seat.num_ranks, seat.device, seat.num_ranks)
 
 
@@ -165,7 +166,8 @@ def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
 
 
 def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Finding:
-    """Return the finding on the all-gather rate of the slowest rank: a warning if it is below `SLOW` for its type of device."""
+    """Return the finding on the all-gather rate of the slowest rank: a warning if it is below `SLOW` for the type of device.
+    The advice in a warning is about the network if there are several hosts."""
     rate = min(answer["num_bytes"] / answer["gather_s"] for answer in answers)
     kind = "cpu" if device_type == "cpu" else "device"
     slow = rate < SLOW[kind] * GB

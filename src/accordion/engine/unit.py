@@ -71,9 +71,9 @@ class GatherState:
 class UnitPolicy:
     """Settings of one unit that may differ from the strategy and change between passes.
 
-    `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: also after the backward, until
-    the shards change. `reduces`: False sums gradients on this rank, as under no_sync. `ahead`: indices of the units to prefetch
-    while this one runs, instead of the recorded order. `on_convert`: called before `module.to(...)` and similar methods.
+    `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: also after a backward, until
+    a reduce or a write of shards. `reduces`: False sums gradients on this rank, as under no_sync. `ahead`: indices of the units
+    to prefetch while this one runs, not the recorded order. `on_convert`: called before `module.to(...)` and similar methods.
     """
 
     keep: bool | None = None

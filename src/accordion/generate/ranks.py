@@ -194,8 +194,8 @@ class CommonSteps:
         dist.all_reduce(self._num_working)
 
     def finish(self, printer: Printer) -> None:
-        """When this rank has no prompts left: remove the hook, then make dummy calls and print new answers until none
-        generates."""
+        """Make dummy calls of the model, and print new answers after each, until no rank generates. Each rank must call this
+        method when it has no prompts left. Removes the hook that the constructor added."""
         self._handle.remove()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)  # (b, tokens)
         while True:

@@ -182,9 +182,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             load(folder / name, model, optimizer, only=() if model in taken else None)
 
     def _complete(self, input_dir: str | None, names: list[str]) -> Path:
-        """Return the folder `input_dir`; if None, the newest folder with a name of accelerate in which all `names` are complete
-        checkpoints. Raises `CheckpointError` if one is incomplete in `input_dir`, or if there is no such folder. Raises
-        `UsageError` if `input_dir` is None and accelerate does not name folders."""
+        """Return the folder to load: `input_dir`; if that is None, the newest of accelerate's folders `checkpoint_N` that has a
+        complete checkpoint for each of `names`. Raises `CheckpointError` if `input_dir` lacks one, or no such folder has all of
+        them. Raises `UsageError` if `input_dir` is None and automatic_checkpoint_naming is off."""
         if input_dir is not None:
             folder = Path(input_dir).expanduser()
             lost = [name for name in names if why_incomplete(folder / name)]

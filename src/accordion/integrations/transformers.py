@@ -118,8 +118,9 @@ class ShardedTrainer:
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss, or (loss, outputs) if `return_outputs`. Calls the library's method if `self.loss` is "library", if
-        there are no labels, or if logits are needed. Otherwise computes the loss without logits. Raises `UsageError` if the
-        model's logits are not the output of its head alone, or if the model has a loss of routers."""
+        there are no labels, or if `outputs` must have logits. Otherwise computes the loss without logits; `outputs` is then the
+        dict {"loss": loss}. Raises `UsageError` if the model's logits are not the output of its head alone, or if the model has
+        a loss of routers."""
         labels = inputs.get("labels")
         if self.loss == "library" or labels is None or (return_outputs and self._needs_logits):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]

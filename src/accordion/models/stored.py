@@ -82,8 +82,9 @@ def find_model(source: str, *, like: str | None = None) -> StoredModel:
 
 
 def located(source: str) -> tuple[Literal["checkpoint", "folder", "adapter"], str]:
-    """Return (kind, path) of the model at `source`: of a run's folder, or any folder of checkpoints, the newest good one. Kinds:
-    "checkpoint", also for any URL, "folder" (of transformers), "adapter" (of PEFT). Raises `UsageError` if there is no model."""
+    """Return (kind, path) of the model at `source`. Kinds: "checkpoint", "folder" (of transformers) and "adapter" (of PEFT). If
+    `source` is a run's folder, or another folder of checkpoints, the path is that of the newest good checkpoint in it; else it
+    is `source`. Any URL counts as a checkpoint, unread. Raises `UsageError` if there is no model."""
     path = Path(source)
     if "://" in source or (path / MANIFEST).is_file():
         return "checkpoint", source
@@ -125,8 +126,8 @@ def _of_checkpoint(path: str, like: str | None) -> StoredModel:
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], like: str | None) -> str | None:
-    """Return the first of these folders that has a tokenizer, None if none has: `path`, which is a checkpoint, its two parent
-    folders, `like`, and the folder of the model that the run started from, which `extra` of the checkpoint names."""
+    """Return the folder of the tokenizer of the checkpoint `path`, or None if there is none: the first folder that has one, of
+    `path`, its two parent folders, `like`, and the folder of the model that the run started from, which `extra` names."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]

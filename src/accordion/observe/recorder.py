@@ -89,7 +89,8 @@ class StepLog:
 
 
 class Recorder(Observer):
-    """Observer that records steps: spans of the compute stream and the side streams, full units, and memory."""
+    """Observer that records the first `num_steps` training steps between `attach` and `detach`: spans of the compute stream and
+    the side streams, times in which units are unsharded, and memory. `result` returns the record."""
 
     def __init__(self, engine: Engine, num_steps: int) -> None:
         self._engine, self._device, self._num_steps = engine, engine.context.device, num_steps
@@ -231,7 +232,8 @@ class Recorder(Observer):
             self._switch(self.log)
 
     def _pop(self, kind: str, unit: int) -> None:
-        """Remove the newest entry (`kind`, `unit`) of the stack. Do nothing without one, or if no step is being recorded."""
+        """Remove the newest entry (`kind`, `unit`) of the stack, end its profiler range and those inside, and record the switch
+        to the work that is on top now. Does nothing if there is no such entry, or if no step is being recorded."""
         if self.log is not None and (kind, unit) in self._stack:
             index = len(self._stack) - 1 - self._stack[::-1].index((kind, unit))
             del self._stack[index]

@@ -50,7 +50,7 @@ class Division:
     order: tuple[int, ...]  # the ranks in the order of their rows
 
     def counts(self, matrix: Matrix) -> tuple[int, ...]:
-        """Return the number of rows of each rank, in the order of rows."""
+        """Return the number of rows of `matrix` on each rank; entry i is that of the rank `order[i]`."""
         return _counts(matrix.shape[matrix.dim], self.splits)
 
     def local_shape(self, matrix: Matrix, rank: int) -> tuple[int, ...]:

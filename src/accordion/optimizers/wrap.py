@@ -142,7 +142,8 @@ class LocalStep(Optimizer):
 
 
 class StepHooks:
-    """Hooks that torch calls before and after each step of any optimizer. They check optimizers that step sharded parameters."""
+    """Hooks that torch calls before and after each step of any optimizer: they notify the watches that `add` registers, and
+    raise `UsageError` before a step if an optimizer cannot step its sharded parameters. `step_hooks` returns the instance."""
 
     # One pair for all models, never removed: removing hooks would change torch's dict while a step may be iterating over it.
     def __init__(self) -> None:

@@ -62,7 +62,8 @@ def write(page: Page, folder: Path) -> Path:
 
 
 def plain_data(value: Any) -> Any:
-    """Return a copy of nested data for `json.dumps`: dataclasses become dicts, and a key that is a tuple of names, `a / b`."""
+    """Return a copy of nested data for `json.dumps`: dataclasses become dicts, tuples become lists, and keys become text. A key
+    that is a tuple of names becomes "a / b"."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain_data(asdict(value))
     if isinstance(value, Mapping):

@@ -87,8 +87,8 @@ class PassHistory:
         return kind in self._passes
 
     def end(self, phase: Phase) -> bool:
-        """End the pass of this `phase`, and store it as the last one of its kind. Return True if it had all predicted events,
-        False if it was the first of its kind, or if none is in progress."""
+        """End the pass of this `phase`, and store it as the last one of its kind. Return True if no event was still expected
+        (`num_left` was 0); False if some were, if the pass was the first of its kind, or if no pass was in progress."""
         run = self._open.pop(phase, None)
         if run is None:
             return False

@@ -102,9 +102,9 @@ def _refuse_pickle(protocol: object) -> NoReturn:
 
 
 def _refusing(of: weakref.ref[nn.Module], method: Any, why: str, by: weakref.ref[Engine]) -> Callable[..., Any]:
-    """Return `method` of the module `of`, wrapped so that it raises `UsageError(why)` while the engine `by` exists. But
-    `save_pretrained` still runs if it is given a `state_dict` of full tensors, inside `full_params`, and if transformers itself
-    has sharded the model."""
+    """Return `method`, a function of the class of the module `of`, bound to `of` and wrapped so that it raises
+    `UsageError(why)` while the engine `by` exists. In three cases `save_pretrained` runs nevertheless: it is given a
+    `state_dict` of full tensors, it is called inside `full_params`, or transformers itself has sharded the model."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -163,9 +163,9 @@ def _read_outside(error: BaseException, units: Sequence[Unit]) -> UsageError:
 
 
 def _guard_conversion(guarded: nn.Module, of_unit: Hooks) -> None:
-    """Replace `_apply` of the module `guarded`, which `to`, `half` and `to_empty` call. That raises `UsageError` if dtype or
-    device of shards would change. In a forward of the unit it converts the full parameters of the call. Inside `full_params` it
-    converts as torch does; also outside of forwards, after a call of the unit's `UnitPolicy.on_convert`, if that is set."""
+    """Replace `_apply` of the module `guarded`, which `to`, `half` and `to_empty` call. The new method raises `UsageError` if
+    dtype or device of shards would change. In a forward of the unit it converts the full parameters of the call. Inside
+    `full_params`, it converts as torch does; also outside of forwards, if the unit has an `on_convert`, called first."""
     of, by = weakref.ref(guarded), weakref.ref(of_unit)
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -55,7 +55,8 @@ def default_mesh() -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device of `mesh`. Raises `UsageError` if the machine has no such device."""
+    """Return the device of this rank: "cpu" if `mesh` is of that type, otherwise the current accelerator. Raises `UsageError`
+    if the machine has no accelerator of the type of `mesh`."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -166,17 +166,16 @@ def mean_loss(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor:
 
 
 def example_of(task: LoadedTask, micro_batch: int) -> Any:
-    """Return a training batch: the loader's first, or up to `micro_batch` samples, collated. Raises `UsageError` without
-    samples."""
+    """Return a training batch of `task`: the first of its loader, or if its data is samples, up to `micro_batch` of them,
+    collated. Raises `UsageError` if there is no data or no sample."""
     data = data_of(task, "train", 0, 1)
     if data is None:
         raise UsageError(f"the task {task.name!r} has no training data: its dataset('train') returned None.")
-    if is_loader(data):
-        return next(iter(data))
-    samples = list(islice((data[i] for i in range(len(data))) if is_indexed(data) else iter(data), micro_batch))
+    values = (data[i] for i in range(len(data))) if is_indexed(data) and not is_loader(data) else iter(data)
+    samples = list(islice(values, 1 if is_loader(data) else micro_batch))
     if not samples:
         raise UsageError(f"the training data of the task {task.name!r} has no sample.")
-    return task.collate(samples)
+    return samples[0] if is_loader(data) else task.collate(samples)
 
 
 def is_loader(data: object) -> bool:

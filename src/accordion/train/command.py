@@ -106,7 +106,8 @@ def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run the subcommand: start the ranks, or be one rank if torchrun or srun started this process. Returns the exit code."""
+    """Run the subcommand, and return the exit code. Starts all ranks, unless torchrun or srun started this process: then it is
+    one rank, and if its code is not 0, it ends at once, without a return."""
     began_s = time.time()
     values = _values(words)
     config, named, cache = _config_of(values), frozenset(values), cache_folder(environ)

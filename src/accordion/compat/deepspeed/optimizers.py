@@ -30,7 +30,7 @@ class OptimizerChoice:
 
     @property
     def weight_decay(self) -> float:
-        """Weight decay of every parameter; 0 if the class has none."""
+        """Weight decay in `params`, or else the default of `cls`; 0 if `cls` takes no weight decay."""
         return self._number("weight_decay")
 
     def _number(self, name: str) -> float:

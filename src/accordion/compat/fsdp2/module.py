@@ -123,7 +123,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
             part.push()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Choose if full parameters are freed after a backward (True), or kept until the shards change (False)."""
+        """Choose if full parameters are freed after a backward (True), or kept for the next forward (False). That forward still
+        gathers again if gradients were reduced, or shards written, in between."""
         for part in _parts(self, recurse):
             part.unit_policy.keep_on = not reshard_after_backward
 
