@@ -26,6 +26,9 @@ from accordion.plan.api import plan
 from accordion.plan.choice import Search
 from accordion.plan.hardware import Cluster
 from accordion.plan.workload import Workload
+from accordion.sequence.batches import split_sequence
+from accordion.sequence.exchange import sequence_attention
+from accordion.sequence.parallel import sequence_parallel
 from accordion.shard.api import entry_point, shard
 from accordion.sharding import Sharding
 from accordion.state import full_params, full_state_dict, no_sync, synchronize
@@ -81,7 +84,10 @@ __all__ = [
     "quantize",
     "save",
     "save_pretrained",
+    "sequence_attention",
+    "sequence_parallel",
     "shard",
+    "split_sequence",
     "stream_weights",
     "synchronize",
     "unpark",

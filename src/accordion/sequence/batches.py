@@ -1,0 +1,95 @@
+"""`split_sequence`: this rank's part of each sequence of a batch, with what makes the loss of all parts that of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from accordion import _torch
+from accordion.errors import UsageError
+from accordion.sequence.exchange import group_of
+from accordion.tensor_checksum import checksums
+
+
+def split_sequence(
+    batch: Mapping[str, Any], mesh: DeviceMesh, *, shift: bool = True, ignore_index: int = -100
+) -> dict[str, Any]:
+    """Return this rank's part of a `batch` of whole sequences, as keyword arguments of the model.
+
+    All ranks of `mesh` pass the same batch. The first call of a group compares it over ranks, which is a collective; later
+    calls do not communicate.
+
+    Args:
+        batch: `input_ids` or `inputs_embeds`, and `labels` if there is a loss. Tensors with the same number of tokens in dim 1
+            are split there, `position_ids` in the last dim. All else, such as a mask (batch, 1, tokens, tokens), stays whole.
+        mesh: 1-D, the ranks that share each sequence.
+        shift: token i predicts label i + 1, also across the ends of parts. Pass False if labels are those of their tokens.
+        ignore_index: the label of tokens without a loss.
+
+    Returns: the parts, with `position_ids` (1, tokens of this rank) if `batch` has none. If there are labels, also:
+        `shift_labels`: (batch, tokens of this rank), the label that each token predicts, with `shift`.
+        `num_items_in_batch`: the number of tokens with a loss in the whole sequences, or that of `batch`, divided by the number
+            of ranks. A sum over this rank's tokens divided by it is a loss whose mean over ranks is that of the whole batch.
+
+    Raises `UsageError` if the number of tokens is no multiple of the ranks, or if the ranks' first batches differ.
+    """
+    group = group_of(mesh)
+    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    _compare_once(batch, group)
+    tokens = _tokens(batch, num_ranks)
+    num_tokens, size = tokens.shape[1], tokens.shape[1] // num_ranks
+    whole, labels, num_items = dict(batch), batch.get("labels"), batch.get("num_items_in_batch")
+    if whole.get("position_ids") is None:
+        whole["position_ids"] = torch.arange(num_tokens, device=tokens.device)[None]
+    if labels is not None and shift and "shift_labels" not in whole:
+        whole["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+    targets = whole.get("shift_labels", labels)
+    if num_items is None and targets is not None:
+        num_items = (targets != ignore_index).sum().clamp(min=1)
+    if num_items is not None:
+        whole["num_items_in_batch"] = num_items / num_ranks
+
+    def part(name: str, value: Any) -> Any:
+        dim = value.ndim - 1 if name == "position_ids" else 1
+        return value.narrow(dim, rank * size, size).contiguous() if value.shape[dim] == num_tokens else value
+
+    return {n: part(n, v) if isinstance(v, Tensor) and v.ndim > 1 else v for n, v in whole.items()}
+
+
+def _tokens(batch: Mapping[str, Any], num_ranks: int) -> Tensor:
+    """Return the tokens of a batch, (batch, tokens) or their embeddings. Raises `UsageError` if they cannot be divided."""
+    tokens: Tensor | None = next((batch[n] for n in ("input_ids", "inputs_embeds") if batch.get(n) is not None), None)
+    if tokens is None or tokens.ndim < 2:
+        raise UsageError(
+            f"split_sequence got a batch of {', '.join(batch) or 'nothing'}; pass input_ids (batch, tokens), or inputs_embeds."
+        )
+    if tokens.shape[1] % num_ranks:
+        raise UsageError(
+            f"sequences of {tokens.shape[1]} tokens cannot be divided over {num_ranks} ranks; pad them to a multiple, with 0 in "
+            "an attention_mask and labels of -100 (pad_to_multiple_of of transformers' tokenizers and collators)."
+        )
+    return tokens
+
+
+def _compare_once(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
+    """Raise `UsageError` on all ranks of `group` if their first batches differ. The first call of a group is a collective."""
+    compared = f"accordion/sequence/{_torch.group_name(group)}/"
+    if _torch.kept_with_job(compared):
+        return
+    _torch.keep_with_job(compared, True)
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    shapes, digests = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, checksums(tensors)
+    batches = [None] * dist.get_world_size(group)
+    dist.all_gather_object(batches, (shapes, digests), group=group)
+    other = next((rank for rank, one in enumerate(batches) if one != batches[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"rank {other} of a sequence group got another batch than rank 0, and they share each sequence; give the ranks of a "
+            'group the same data: DistributedSampler(data, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()).'
+        )
