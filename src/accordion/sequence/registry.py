@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import find_packed_sequence_indices
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from accordion.errors import UsageError
 from accordion.sequence.exchange import check_heads, exchange, gathered, numbers_of_rank, whole_sequences
@@ -28,7 +27,7 @@ def attach(module: nn.Module, group: dist.ProcessGroup) -> bool:
     model = next((inner for inner in module.modules() if isinstance(inner, PreTrainedModel)), None)
     if model is None:
         return False
-    _check(model, dist.get_world_size(group))
+    check(model, dist.get_world_size(group))
     implementation = model.config._attn_implementation
     sequences = _Sequences(implementation, group)
     name = f"{implementation}{MARK}{group.group_name}"
@@ -61,7 +60,7 @@ def attach(module: nn.Module, group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _check(model: PreTrainedModel, num_ranks: int) -> None:
+def check(model: PreTrainedModel, num_ranks: int) -> None:
     """Raise `UsageError` if the attention of `model` cannot run over `num_ranks` ranks of a sequence."""
     name, config = type(model).__name__, model.config
     if MARK in config._attn_implementation:
@@ -120,7 +119,7 @@ class _Sequences:
             inputs["position_ids"] = torch.arange(first, first + size, device=tokens.device)[None]
         elif mask is None:
             whole = gathered(positions.expand(rows, -1), self._group)
-            numbers = find_packed_sequence_indices(whole)
+            numbers = masking_utils.find_packed_sequence_indices(whole)
             self._packed = None if numbers is None else (whole, numbers)
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self._padding = gathered(mask, self._group).bool()
