@@ -100,9 +100,9 @@ def plain_batch(seed: int, rows: int = 2) -> dict[str, Tensor]:
 
 
 def padded_batch(seed: int) -> dict[str, Tensor]:
-    """The second sequence ends inside of the part of each rank but the first of two."""
-    batch = plain_batch(seed)
-    mask = torch.arange(TOKENS, device=device()) < torch.tensor([[TOKENS], [TOKENS - 7]], device=device())
+    """The first sequence begins with padding; the second ends with it, inside of the part of each rank but the first of two."""
+    batch, places = plain_batch(seed), torch.arange(TOKENS, device=device())
+    mask = torch.stack([places >= 3, places < TOKENS - 7])
     return {**batch, "labels": batch["labels"].masked_fill(~mask, -100), "attention_mask": mask.long()}
 
 
