@@ -198,7 +198,7 @@ OF_TASKS = {
     "an option's type": (TASK, ["--task.width", "wide"], "it takes a whole number"),
     "a required option": (changed("width: int = 8", "width: int"), [], "needs 'width', which has no default"),
     "an option that is no text": (changed("width: int = 8", "width: list"), [], "needs 'width', which is no number"),
-    "a sequence": (changed("", ""), ["--shard.sequence", "2"], "shard.sequence is 2, but this run trains a task"),
+    "a sequence": (TASK, ["--shard.sequence", "2"], "shard.sequence is 2, but this run trains a task"),
     "no loss": (changed("def loss", "def lose"), [], "Task is no task: it has no method loss(model, batch)"),
     "no model": (changed("nn.Linear(4, self.width)", "None"), [], "model() returned a NoneType"),
     "a frozen model": (changed("self.width)", "self.width).requires_grad_(False)"), [], "nothing would be trained"),
