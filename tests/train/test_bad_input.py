@@ -269,7 +269,7 @@ CASES = {
     "tokens are not divisible": (words("--shard.sequence", "2", "--data.seq_len", "17"), "data.seq_len is 17, which"),
     "heads are not divisible": (
         words("--shard.sequence", "8", "--launch.nproc", "8"),
-        "4 attention heads cannot be divided over the 8 ranks",
+        "2 attention heads cannot be divided over the 8 ranks",
     ),
     "no such class": (words("--shard.units", "LlamaDecoderLayr"), "'LlamaDecoderLayer'"),
     "no folder": (words("--model.path", "model"), "is no folder"),
