@@ -77,6 +77,7 @@ class ShardedTrainer:
     model_accepts_loss_kwargs: bool
     compute_loss_func: Any
     compute_metrics: Any
+    model_init: Any
 
     def __init__(
         self,
@@ -120,10 +121,13 @@ class ShardedTrainer:
         size, world = self.sequence, self.args.world_size
         if not isinstance(size, int) or size < 1 or world % size:
             raise UsageError(f"sequence={size!r} does not divide the {world} ranks; pass a divisor of {world}.")
+        inherited: Any = super().compute_loss  # type: ignore[misc]
         whole = {
             "compute_metrics": self.compute_metrics,
             "compute_loss_func": self.compute_loss_func,
             "label_smoothing_factor": self.args.label_smoothing_factor,
+            "model_init": self.model_init,
+            f"the loss of {type(self).__name__}": inherited.__func__ is not transformers.Trainer.compute_loss,
         }
         for name in (name for name, value in whole.items() if value):
             raise UsageError(
