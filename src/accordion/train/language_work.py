@@ -285,7 +285,7 @@ def logits_at(model: nn.Module, whole: dict[str, Tensor], places: Sequence[int],
     logits = model(**part, use_cache=False).logits  # (b, tokens of this rank, vocab)
     at -= sequence.get_local_rank() * logits.shape[1]
     is_own = (at >= 0) & (at < logits.shape[1])
-    chosen = logits[:, at.clamp(0, logits.shape[1] - 1)].float() * is_own[:, None]
+    chosen = torch.where(is_own[:, None], logits[:, at.clamp(0, logits.shape[1] - 1)].float(), 0.0)
     dist.all_reduce(chosen, group=sequence.get_group())
     return chosen.to(logits.dtype)
 
