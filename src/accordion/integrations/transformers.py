@@ -137,6 +137,7 @@ class ShardedTrainer:
         mesh = init_device_mesh(self.args.device.type, (world // size, size), mesh_dim_names=("dp_shard", "cp"))
         sequence_parallel(self.model, mesh["cp"])
         self.accelerator.sequences = mesh
+        self.gather_function = self.accelerator.gather_for_metrics  # the Trainer bound it before the class changed
 
     def get_cp_size(self) -> int:
         return self.sequence  # by which the Trainer divides numbers of samples and tokens that it counts over all ranks
