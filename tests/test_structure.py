@@ -271,7 +271,7 @@ BUDGETS = {
     "engine": 4500,
     "export": 560,
     "generate": 550,
-    "integrations": 1410,
+    "integrations": 1420,
     "losses": 460,
     "models": 520,
     "observe": 1200,
