@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import PrefixStore, Store
+
+from accordion.train import loop
+from accordion.train.launch import RankPlace
 from tests.support import forked, own_tasks
 
 TEXT = str(Path(asyncio.__file__).parent)
@@ -27,6 +31,12 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     file = run_dir / "metrics.jsonl"
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def several(place: RankPlace, store: Store, jobs: list[tuple[Any, ...]]) -> None:
+    """Train each of `jobs`, (prepared inputs, type of device), in this rank."""
+    for i, job in enumerate(jobs):
+        loop.train(place, PrefixStore(str(i), store), *job)
 
 
 def started(log: Path, words: list[str]) -> forked.Job:

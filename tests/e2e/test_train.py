@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, Store
 
 from accordion import cli
-from accordion.train import launch, loop
+from accordion.train import launch
 from accordion.train.command import read
 from accordion.train.deepspeed import translated
-from accordion.train.launch import RankPlace
 from accordion.train.prepare import prepare
 from accordion.train.screen import Screen
-from tests.e2e.jobs import TINY, lines_of, losses
+from tests.e2e.jobs import TINY, lines_of, losses, several
 from tests.support import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -139,11 +137,6 @@ DEEPSPEED = {
 }
 AS_FLAGS = ["--train.micro_batch", "4", "--train.accumulate", "2", "--train.clip", "0.25", "--train.lr", "0.003"]
 AS_FLAGS += ["--train.weight_decay", "0", "--shard.strategy", "full_shard"]
-
-
-def several(place: RankPlace, store: Store, jobs: list[tuple[Any, ...]]) -> None:
-    for i, job in enumerate(jobs):
-        loop.train(place, PrefixStore(str(i), store), *job)
 
 
 USUAL = ("full_shard", "hybrid", "accumulated", "offloaded")

@@ -315,6 +315,43 @@ def test_an_incomplete_checkpoint_is_never_resumed(mesh: Any, tmp_path: Path, cu
         assert integration._newest(str(here)) == str(here / "checkpoint-4")
 
 
+# -- ranks that share each sequence
+
+
+@on_job(4)
+def test_ranks_that_share_sequences_take_the_same_steps(mesh: Any, tmp_path: Path) -> None:
+    """As four ranks with whole sequences and as large a batch; from the second step on, also after a save on two x two."""
+    once: dict[str, Any] = {"optim": "sgd", "max_steps": 4, "per_device_eval_batch_size": 2, "eval_strategy": "steps"}
+    once |= {"eval_steps": 4}
+    # The last batches of two data ranks have one real half. With labels everywhere, since the Trainer's weights of batches of
+    # different numbers of labels depend on the number of data ranks.
+    evaluated = {"eval_dataset": [{**row, "labels": row["input_ids"]} for row in sentences(22, seed=2)]}
+    keys = ("loss", "grad_norm", "eval_loss")
+
+    def one(size: int, per_rank: int, **more: Any) -> Any:
+        extra = {**evaluated, "sequence": size, **({"loss": "chunked"} if size == 4 else {})}
+        return trainer(True, tmp_path, extra=extra, per_device_train_batch_size=per_rank, **once, **more)
+
+    with library_job():
+        whole = train(one(1, 1))
+        parts = train(one(2, 2, save_strategy="steps", save_steps=2))
+        assert parts.state.max_steps == 4
+        assert len(history(whole)[0]) == 4
+        alike(whole, parts, *keys)
+        alike(whole, train(one(4, 4)), *keys)
+        alike(whole, train(one(1, 1), str(tmp_path / "checkpoint-2")), *keys)
+        by_rank = train(one(2, 2, average_tokens_across_devices=False))
+        assert history(by_rank, "loss")[0] == pytest.approx(history(parts, "loss")[0], rel=0.05)
+        with pytest.raises(acc.UsageError, match="sequence=2"):
+            parts.predict(sentences(4))
+        for size, extra, words in (
+            (3, {}, "sequence=3 does not divide the 4 ranks"),
+            (2, {"compute_metrics": dict}, "compute_metrics needs whole sequences"),
+        ):
+            with pytest.raises(acc.UsageError, match=words):
+                trainer(True, tmp_path, extra={**extra, "sequence": size})
+
+
 # -- a model that fits no rank
 
 

@@ -96,7 +96,7 @@ class Watched:
         print(f"step {number}: {'ahead' if ahead else 'behind'}, waits: {', '.join(waits)};", flush=True)
 
     def losses(
-        self, model: nn.Module, batch: Any, real: Any = language_work.label_losses, **options: str
+        self, model: nn.Module, batch: Any, real: Any = language_work.label_losses, **options: Any
     ) -> tuple[Tensor, Tensor]:
         total, count = real(model, batch, **options)
         if self.now == 2 and os.environ["RANK"] == "1":

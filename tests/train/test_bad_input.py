@@ -198,6 +198,7 @@ OF_TASKS = {
     "an option's type": (TASK, ["--task.width", "wide"], "it takes a whole number"),
     "a required option": (changed("width: int = 8", "width: int"), [], "needs 'width', which has no default"),
     "an option that is no text": (changed("width: int = 8", "width: list"), [], "needs 'width', which is no number"),
+    "a sequence": (TASK, ["--shard.sequence", "2"], "shard.sequence is 2, but this run trains a task"),
     "no loss": (changed("def loss", "def lose"), [], "Task is no task: it has no method loss(model, batch)"),
     "no model": (changed("nn.Linear(4, self.width)", "None"), [], "model() returned a NoneType"),
     "a frozen model": (changed("self.width)", "self.width).requires_grad_(False)"), [], "nothing would be trained"),
@@ -263,6 +264,12 @@ CASES = {
     "replicas do not divide": (
         words("--shard.strategy", "hybrid_shard", "--shard.replicas", "3"),
         "does not divide the 2",
+    ),
+    "sequence does not divide": (words("--shard.sequence", "3", "--data.seq_len", "18"), "does not divide the 2 ranks"),
+    "tokens are not divisible": (words("--shard.sequence", "2", "--data.seq_len", "17"), "data.seq_len is 17, which"),
+    "heads are not divisible": (
+        words("--shard.sequence", "8", "--launch.nproc", "8"),
+        "2 attention heads cannot be divided over the 8 ranks",
     ),
     "no such class": (words("--shard.units", "LlamaDecoderLayr"), "'LlamaDecoderLayer'"),
     "no folder": (words("--model.path", "model"), "is no folder"),

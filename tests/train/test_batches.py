@@ -95,12 +95,11 @@ def test_data_with_a_state_dict_resumes_from_it() -> None:
 def counted(mesh: object, accumulate: int) -> tuple[float, float, float]:
     """Return the mean that four ranks compute from sums and counts, also without any, and the expected mean."""
     rank = torch.distributed.get_rank()
-    share = Share(rank=rank, world=4, micro_batch=1, accumulate=accumulate)
     sums = torch.tensor([[5.0, 2.0, 7.0], [1.0, 4.0, 3.0], [0.0, 0.0, 0.0], [8.0, 8.0, 8.0]])[:, :accumulate]
     counts = torch.tensor([[2.0, 0.0, 5.0], [0.0, 1.0, 9.0], [0.0, 0.0, 0.0], [3.0, 5.0, 1.0]])[:, :accumulate]
     found = []
     for scale in (1.0, 0.0):
-        counter = Counted(share)
+        counter = Counted(accumulate, 4)
         mine = sum(counter.mean_of((sums[rank, i], scale * counts[rank, i])) for i in range(accumulate))
         left = counter.left()
         total = mine * (1.0 if left is None else left)

@@ -12,7 +12,9 @@ from typing import Any
 import accelerate
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
@@ -42,6 +44,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     Raises `UsageError` if accelerate's own FSDP, DeepSpeed, Megatron-LM, parallelism, fp8 or a dynamo backend is configured.
     """
 
+    sequences: DeviceMesh | None = None
+    """mesh of ("dp_shard", "cp"), accelerate's names, if the ranks of "cp" share each sequence; set it before `prepare`"""
+    _by_group = False  # `gather` returns the values of one rank of each sequence group
     _models: list[Any]
     _custom_objects: list[Any]
     _optimizers: list[Any]
@@ -115,6 +120,37 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if not keep_fp32_wrapper and "_original_forward" in vars(model):
             model.forward = vars(model).pop("_original_forward")
         return model
+
+    # -- ranks that share each sequence
+
+    def _prepare_device_mesh(self) -> Any:
+        return super()._prepare_device_mesh() if self.sequences is None else self.sequences
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a loader as accelerate does; ranks that share each sequence get equal batches. Raises `UsageError` if the first
+        rank would read batches for the others, and there are such ranks."""
+        loader = super().prepare_data_loader(*args, **kwargs)
+        if self.sequences is not None and isinstance(loader, accelerate.data_loader.DataLoaderDispatcher):
+            raise UsageError(
+                "the first rank would give each rank a batch of its own, also those that share each sequence; pass "
+                "accelerator_config={'dispatch_batches': False}, or a dataset with a length."
+            )
+        return loader
+
+    def gather(self, tensor: Any) -> Any:
+        whole = super().gather(tensor)
+        if not self._by_group or self.sequences is None:
+            return whole
+        size = self.sequences["cp"].size()
+        return tree_map(lambda t: t.unflatten(0, (self.num_processes, -1))[::size].flatten(0, 1), whole)
+
+    def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather as accelerate does, but of ranks that share each sequence those of one, so that each sample counts once."""
+        self._by_group = True
+        try:
+            return super().gather_for_metrics(*args, **kwargs)
+        finally:
+            self._by_group = False
 
     # -- steps
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers.trainer import TRAINER_STATE_NAME
 
 from accordion.checkpoint import load, save
@@ -20,6 +22,8 @@ from accordion.integrations.accelerate import Accelerator
 from accordion.integrations.sharding import ShardArguments
 from accordion.integrations.states import why_incomplete
 from accordion.losses.chunks import head_returns_loss
+from accordion.sequence.batches import split_sequence
+from accordion.sequence.parallel import sequence_parallel
 from accordion.sharding import Sharding
 from accordion.state import Only
 from accordion.weights.export import is_peft, load_exported, state_on_disk
@@ -51,10 +55,16 @@ class ShardedTrainer:
     model with `accordion.linear_cross_entropy`, which needs no logits; "head_rows" does not gather the whole head either.
     Evaluation with `compute_metrics` needs logits, and always uses the library's loss. A class attribute of this name is the
     default.
+
+    `sequence`: ranks that share each sequence (docs/long-context.md), neighbours by rank. They get the same batches, and a
+    step has `per_device_train_batch_size` sequences for each group of them. Collective in `__init__` if above 1. Raises
+    `UsageError` for what needs whole sequences on each rank: `compute_metrics`, `predict`, label smoothing, a loss of one's own.
+    A class attribute of this name is the default.
     """
 
     sharding: Sharding | Mapping[str, Any] | None = None
     loss: Literal["library", "chunked", "head_rows"] = "library"
+    sequence: int = 1
     # Attributes of the Trainer.
     args: Any
     model: Any
@@ -66,19 +76,25 @@ class ShardedTrainer:
     _needs_logits = True  # of `compute_loss` with `return_outputs`
     model_accepts_loss_kwargs: bool
     compute_loss_func: Any
+    compute_metrics: Any
+    model_init: Any
 
     def __init__(
         self,
         *args: Any,
         sharding: Sharding | Mapping[str, Any] | None = None,
         loss: Literal["library", "chunked", "head_rows"] | None = None,
+        sequence: int | None = None,
         **kwargs: Any,
     ) -> None:
         self._shard_arguments = ShardArguments.of(sharding if sharding is not None else type(self).sharding)
         self.loss = loss or type(self).loss
         if self.loss not in ("library", *CHUNKED):
             raise UsageError(f"loss={self.loss!r} is unknown; pass 'library', 'chunked' or 'head_rows'.")
+        self.sequence = type(self).sequence if sequence is None else sequence
         super().__init__(*args, **kwargs)
+        if self.sequence != 1:
+            self._share_sequences()
         if self.loss in CHUNKED and (
             self.compute_loss_func is not None or self.args.__dict__.get("loss_type") == "dft"
         ):
@@ -99,6 +115,32 @@ class ShardedTrainer:
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         Accelerator.of(self.accelerator, self._shard_arguments)
+
+    def _share_sequences(self) -> None:
+        """Let groups of `self.sequence` ranks share each sequence. Collective. Raises `UsageError` if they cannot."""
+        size, world = self.sequence, self.args.world_size
+        if not isinstance(size, int) or size < 1 or world % size:
+            raise UsageError(f"sequence={size!r} does not divide the {world} ranks; pass a divisor of {world}.")
+        inherited: Any = super().compute_loss  # type: ignore[misc]
+        whole = {
+            "compute_metrics": self.compute_metrics,
+            "compute_loss_func": self.compute_loss_func,
+            "label_smoothing_factor": self.args.label_smoothing_factor,
+            "model_init": self.model_init,
+            f"the loss of {type(self).__name__}": inherited.__func__ is not transformers.Trainer.compute_loss,
+        }
+        for name in (name for name, value in whole.items() if value):
+            raise UsageError(
+                f"{name} needs whole sequences on each rank, and sequence={size} splits them; leave one out."
+            )
+        # With accelerate's names, its loaders give the ranks of "cp" equal batches.
+        mesh = init_device_mesh(self.args.device.type, (world // size, size), mesh_dim_names=("dp_shard", "cp"))
+        sequence_parallel(self.model, mesh["cp"])
+        self.accelerator.sequences = mesh
+        self.gather_function = self.accelerator.gather_for_metrics  # the Trainer bound it before the class changed
+
+    def get_cp_size(self) -> int:
+        return self.sequence  # by which the Trainer divides numbers of samples and tokens that it counts over all ranks
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: the whole model may not fit the device, and sharding moves each rank's rows there."""
@@ -121,15 +163,19 @@ class ShardedTrainer:
         there are no labels, or if `outputs` must have logits. Otherwise computes the loss without logits; `outputs` is then the
         dict {"loss": loss}. Raises `UsageError` if the model's logits are not the output of its head alone, or if the model has
         a loss of routers."""
-        labels = inputs.get("labels")
+        labels, divisor, shift = inputs.get("labels"), num_items_in_batch, True
+        if self.sequence > 1:
+            inputs = split_sequence(inputs, self.accelerator.sequences["cp"])
+            labels, shift = inputs.get("shift_labels"), False
+            divisor = inputs.get("num_items_in_batch") if divisor is None else divisor
         if self.loss == "library" or labels is None or (return_outputs and self._needs_logits):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
-        sums = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        sums = self.model_accepts_loss_kwargs and divisor is not None
         head = self.model.get_output_embeddings()
         with head_returns_loss(
             head,
             labels,
-            shift=True,
+            shift=shift,
             reduction="sum" if sums else "mean",
             label_smoothing=self.args.label_smoothing_factor,
             head_rows=self.loss == "head_rows",
@@ -144,18 +190,28 @@ class ShardedTrainer:
         loss = outputs.logits
         if sums:
             # `num_items_in_batch` counts the labels of all ranks if the trainer averages over them; gradients are averaged too.
-            loss = loss * (self.accelerator.num_processes if self.args.average_tokens_across_devices else 1)
-            loss = loss / num_items_in_batch
+            over_ranks = self.args.average_tokens_across_devices and num_items_in_batch is not None
+            loss = loss * (self.accelerator.num_processes if over_ranks else 1)
+            loss = loss / divisor
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
+        if self.sequence > 1 and not prediction_loss_only:
+            raise UsageError(
+                f"logits are of this rank's part of each sequence alone (sequence={self.sequence}); evaluate the loss with "
+                "evaluate(), and predict with a Trainer without sequence."
+            )
         self._needs_logits = not prediction_loss_only
         try:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+            loss, *rest = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
         finally:
             self._needs_logits = True
+        if self.sequence > 1 and loss is not None:
+            dist.all_reduce(loss, group=self.accelerator.sequences["cp"].get_group())
+            loss = loss / self.sequence
+        return loss, *rest
 
     # -- saving
 

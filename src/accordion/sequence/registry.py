@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import find_packed_sequence_indices
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from accordion.errors import UsageError
 from accordion.sequence.exchange import check_heads, exchange, gathered, numbers_of_rank, whole_sequences
@@ -124,7 +123,7 @@ class _Sequences:
             inputs["position_ids"] = torch.arange(first, first + size, device=tokens.device)[None]
         elif mask is None:
             whole = gathered(positions.expand(rows, -1), self._group)
-            numbers = find_packed_sequence_indices(whole)
+            numbers = masking_utils.find_packed_sequence_indices(whole)
             self._packed = None if numbers is None else (whole, numbers)
         if isinstance(mask, Tensor) and mask.ndim == 2:
             self._padding = gathered(mask, self._group).bool()

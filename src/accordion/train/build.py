@@ -27,9 +27,10 @@ from accordion.train.config import JobConfig, max_skips_of
 from accordion.train.data import Share
 from accordion.train.deepspeed import settings_of
 from accordion.train.ending import Best, Ending, Signals
+from accordion.train.language_work import LanguageWork
 from accordion.train.launch import RankPlace
 from accordion.train.nonfinite import Skips
-from accordion.train.prepare import Prepared
+from accordion.train.prepare import Prepared, share_of
 from accordion.train.rates import LearningRates, rates_of
 from accordion.train.screen import Screen
 
@@ -90,6 +91,7 @@ def agree(prepared: Prepared, place: RankPlace) -> None:
 
 def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
     """Build, shard and fill the model, and return it with its optimizer, batches and more as a `Run`. Collective."""
+    prepared = _with_sequences(prepared, place, device)
     config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
     # "auto" is fp32 on CPU, bf16 on accelerators that support it, else fp16.
     best = "fp32" if on_cpu else "bf16" if _torch.has_bf16(device) else "fp16"
@@ -101,7 +103,7 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
     task_optimizer = work.optimizer(model)
     optimizer = _optimizer(model, config, theirs, task_optimizer)
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
-    share = Share(rank=place.rank, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
+    share = share_of(config, place)
     state_bytes = sum(unit.parameter_bytes + unit.optimizer_bytes for unit in describe(model).units)
     return Run(
         prepared=prepared,
@@ -121,6 +123,15 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
         skips=Skips(max_skips_of(options.on_nonfinite)),
         ema=EMA(model, options.ema) if options.ema else None,
     )
+
+
+def _with_sequences(prepared: Prepared, place: RankPlace, device: torch.device) -> Prepared:
+    """Return `prepared` with the mesh of the ranks that share each sequence, `shard.sequence` neighbours. Collective."""
+    size, work = prepared.config.shard.sequence, prepared.work
+    if size == 1 or not isinstance(work, LanguageWork):
+        return prepared
+    mesh = init_device_mesh(device.type, (place.world // size, size), mesh_dim_names=("data", "sequence"))
+    return replace(prepared, work=replace(work, sequence=mesh["sequence"]))
 
 
 def _sharded_model(

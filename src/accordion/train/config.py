@@ -90,6 +90,17 @@ class ShardConfig(Sharding):
 
     replicas: int = at_least(0, 0)
     """copies of the sharded model, for a hybrid strategy; 0: one for each node"""
+    sequence: int = at_least(1, 1)
+    """ranks that share each sequence of a language model, for sequences that do not fit on one (docs/long-context.md). Batches
+    then count groups of so many ranks, and not ranks"""
+
+    def num_groups(self, num_ranks: int) -> int:
+        """Return the number of groups of `sequence` ranks. Raises `UsageError` if `sequence` does not divide `num_ranks`."""
+        if num_ranks % self.sequence:
+            raise UsageError(
+                f"shard.sequence is {self.sequence}, which does not divide the {num_ranks} ranks; take a divisor of {num_ranks}."
+            )
+        return num_ranks // self.sequence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +112,7 @@ class TrainConfig:
     micro_batch: int = at_least(1, 8)
     """sequences in one forward on one rank"""
     accumulate: int = at_least(1, 1)
-    """micro-batches in a step, which reads ranks x micro_batch x accumulate sequences"""
+    """micro-batches in a step, which reads ranks x micro_batch x accumulate sequences (ranks / `shard.sequence`, if given)"""
     global_batch: int = at_least(0, 0)
     """sequences in a step over all ranks, instead of `accumulate`: a run that is resumed on another number of ranks makes the
     same steps; 0: set by `accumulate`"""
@@ -285,10 +296,20 @@ def check(config: JobConfig) -> None:
     for key in ("sample_every", "validation_rows"):
         if getattr(options, key):
             raise UsageError(f"train.{key} is for text and examples, and this run trains a task; leave it out.")
+    if shard.sequence > 1:
+        raise UsageError(
+            f"shard.sequence is {shard.sequence}, but this run trains a task, and only language models are split; leave it out, "
+            "or call accordion.sequence_attention in a program of your own (docs/long-context.md)."
+        )
 
 
 def _check_text(config: Config) -> None:
-    model, adapter = config.model, config.adapter
+    model, adapter, sequence = config.model, config.adapter, config.shard.sequence
+    if config.data.seq_len % sequence:
+        raise UsageError(
+            f"data.seq_len is {config.data.seq_len}, which cannot be divided over the {sequence} ranks of a sequence "
+            f"(shard.sequence); take a multiple of {sequence}."
+        )
     if not 0 <= adapter.dropout < 1:
         raise UsageError(f"adapter.dropout is {adapter.dropout}; it must be at least 0 and below 1.")
     if adapter.alpha <= 0:
@@ -321,17 +342,19 @@ def fine_tuning(config: Job, named: Collection[str]) -> Job:
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
     """Return `config` with `train.accumulate` computed from `train.global_batch` for `num_ranks` ranks; `config` itself if no
     global batch is set. `named`: keys that the user set. Raises `UsageError` if the global batch is no multiple of the
-    micro-batches of all ranks, or if the user set `train.accumulate` or `train.deepspeed` too."""
-    options = config.train
+    micro-batches of all ranks, if the user set `train.accumulate` or `train.deepspeed` too, or if `shard.sequence` does not
+    divide the ranks."""
+    options, sequence, num_groups = config.train, config.shard.sequence, config.shard.num_groups(num_ranks)
     if not options.global_batch:
         return config
     other = "train.deepspeed" if options.deepspeed is not None else "train.accumulate"
     if other in named:
         raise UsageError(f"train.global_batch is {options.global_batch}, and {other} is given too; give one of them.")
-    accumulate, rest = divmod(options.global_batch, num_ranks * options.micro_batch)
+    accumulate, rest = divmod(options.global_batch, num_groups * options.micro_batch)
     if rest:
+        who = f"{num_ranks} ranks" if sequence == 1 else f"{num_groups} groups of {sequence} ranks"
         raise UsageError(
-            f"train.global_batch is {options.global_batch}, which is no multiple of {num_ranks} ranks x train.micro_batch "
+            f"train.global_batch is {options.global_batch}, which is no multiple of {who} x train.micro_batch "
             f"{options.micro_batch}; take a multiple, or a smaller train.micro_batch."
         )
     return replace(config, train=replace(options, accumulate=accumulate))

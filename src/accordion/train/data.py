@@ -66,9 +66,10 @@ class GlobalOrder(Sampler[list[int]]):
         self.steps_per_epoch = count // share.global_batch
         self.num_read = 0
 
-    def notes(self, what: str) -> list[str]:
-        """Return lines for the user on the sizes of a step and of an epoch. `what`: name of the samples, such as "sequences"."""
-        sizes = f"{self.share.world} ranks x {self.share.micro_batch} x {self.share.accumulate}"
+    def notes(self, what: str, who: str = "ranks") -> list[str]:
+        """Return lines for the user on the sizes of a step and of an epoch. `what`: name of the samples, such as "sequences".
+        `who`: what reads a share of them."""
+        sizes = f"{self.share.world} {who} x {self.share.micro_batch} x {self.share.accumulate}"
         num_dropped = self.count - self.steps_per_epoch * self.share.global_batch
         uneven = f"; the remaining {num_dropped} do not fill a step and are left out" if num_dropped else ""
         return [

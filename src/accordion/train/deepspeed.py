@@ -88,7 +88,7 @@ def _meanings(config: JobConfig, settings: Settings, num_ranks: int) -> Iterator
     places = ("offload_optimizer.device", "offload_param.device")
     yield "shard.offload", offload_words(settings.sharding.offload), tuple(zero + name for name in places)
     keys = settings.said if {TRAIN, MICRO} & set(settings.said) else {**settings.said, MICRO: config.train.micro_batch}
-    batch = replace(settings, said=keys).batch(num_ranks)
+    batch = replace(settings, said=keys).batch(config.shard.num_groups(num_ranks))
     yield "train.micro_batch", batch.micro_batch, (MICRO, TRAIN)
     yield "train.accumulate", batch.accumulation, (ACCUMULATION, TRAIN)
     yield "train.clip", settings.clip, ("gradient_clipping",)

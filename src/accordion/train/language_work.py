@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.optim import Optimizer
 
@@ -22,7 +23,9 @@ from accordion.describe import describe
 from accordion.errors import UsageError
 from accordion.losses.chunks import head_returns_loss
 from accordion.models.language import is_encoder, language_model
-from accordion.models.stored import ends_of, generation_config, with_lora
+from accordion.models.stored import computing, ends_of, generation_config, with_lora
+from accordion.sequence.batches import split_sequence
+from accordion.sequence.parallel import sequence_parallel
 from accordion.state import Only, full_params, sharded_engine
 from accordion.tasks.loaded import made_optimizer, optimizer_of
 from accordion.train.batches import OrderedBatches, means_of
@@ -46,12 +49,14 @@ ROWS_OF_TEST = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageWork:
     """Training of a language model on text or on examples with answers. `generation`: content of generation_config.json. `spec`:
-    content of tokenizer.json. `counted`: unit of the reported speed."""
+    content of tokenizer.json. `sequence`: on ranks, those that share each sequence; None if none do. `counted`: unit of the
+    reported speed."""
 
     config: Config
     files: TokenFiles
     generation: Mapping[str, Any]
     spec: str
+    sequence: DeviceMesh | None = None
     counted: str = field(default="tokens", init=False)
 
     @property
@@ -78,22 +83,26 @@ class LanguageWork:
         return bool(extra["data"] == self.data)
 
     def _collate(self) -> Collate:
-        return Collate(self.config.data.seq_len, "none" if self.is_text else self.config.data.packing)
+        data, multiple = self.config.data, self.config.shard.sequence
+        return Collate(data.seq_len, "none" if self.is_text else data.packing, multiple)
 
     def batches(self, share: Share, seed: int, *, pins: bool) -> OrderedBatches:
         return OrderedBatches(rows_in(self.files, "train", self.config.data), share, seed, self._collate(), pins=pins)
 
     def notes(self, share: Share) -> list[str]:
-        data = self.config.data
-        return GlobalOrder(len(rows_in(self.files, "train", data)), share, 0).notes(unit_of(data))
+        data, size = self.config.data, self.config.shard.sequence
+        who = "ranks" if size == 1 else f"groups of {size} ranks"
+        return GlobalOrder(len(rows_in(self.files, "train", data)), share, 0).notes(unit_of(data), who)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the loss of `batch`: the mean over tokens if the data is text, else (sum over answer tokens, their number)."""
-        total, count = label_losses(model, batch, kind=self.config.model.loss)
-        return total / batch["labels"].numel() if self.is_text else (total, count)
+        """Return the loss of this rank's part of `batch`: the mean over tokens if the data is text, else (sum over answer tokens,
+        their number)."""
+        total, count = label_losses(model, batch, kind=self.config.model.loss, sequence=self.sequence)
+        num_tokens = batch["labels"].numel() // self.config.shard.sequence
+        return total / num_tokens if self.is_text else (total, count)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Estimate the tokens of all ranks in a step, without padding: those of this rank times the number of ranks."""
+        """Estimate the tokens of all ranks in a step, without padding: those of this rank's batches times the ranks or groups."""
         return share.world * sum(int(batch["num_tokens"]) for batch in batches)
 
     @torch.no_grad()
@@ -101,8 +110,9 @@ class LanguageWork:
         """Return the mean loss over the validation labels of all ranks, without `IGNORED` ones. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
-        batches, kind = validation_batches(rows, order, share, self._collate()), self.config.model.loss
-        losses = means_of(model, batches, lambda batch: {"loss": label_losses(model, batch, kind=kind)}, device)
+        options: dict[str, Any] = {"kind": self.config.model.loss, "sequence": self.sequence}
+        batches = validation_batches(rows, order, share, self._collate())
+        losses = means_of(model, batches, lambda batch: {"loss": label_losses(model, batch, **options)}, device)
         loss = losses["loss"]
         perplexity = math.exp(min(loss, 700.0))
         whose = "" if self.is_text else " of an answer's token"
@@ -129,7 +139,8 @@ class LanguageWork:
         with full_params(model) if small else nullcontext():
             for _ in range(SAMPLE_TOKENS):
                 shown = torch.tensor([ids[-self.config.data.seq_len :]], device=device)  # (1, tokens)
-                logits = model(input_ids=shown, use_cache=False).logits[0, -1].float().cpu()  # (vocab,)
+                last = logits_at(model, {"input_ids": shown}, [shown.shape[1] - 1], self.sequence)
+                logits = last[0, 0].float().cpu()  # (vocab,)
                 token = int(torch.multinomial(torch.softmax(logits / TEMPERATURE, dim=-1), 1, generator=generator))
                 if token in self.generation["eos_token_id"]:
                     break
@@ -142,6 +153,11 @@ class LanguageWork:
         model = trained_model(self.config)
         if self.config.model.loss != "plain":
             check_loss_of_head(model, self.config.model.loss, self.config.shard.units)
+        if self.sequence is not None:
+            config = computing(model).config
+            use_cache = getattr(config, "use_cache", True)
+            sequence_parallel(model, self.sequence)
+            config.use_cache = use_cache  # it is saved, for generation; a run passes use_cache=False
         return model
 
     def units(self) -> None:
@@ -153,7 +169,7 @@ class LanguageWork:
         that are packed into one row attend to each other. Collective."""
         fill(model, self.config.model, seed)
         if not self.is_text and self.config.data.packing == "documents":
-            check_apart(model)
+            check_apart(model, self.sequence)
         if self.config.adapter.dropout:
             torch.manual_seed(seed + 1 + dist.get_rank())
 
@@ -217,14 +233,18 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 # -- losses
 
 
-def label_losses(model: nn.Module, batch: Batch, *, kind: str = "plain") -> tuple[Tensor, Tensor]:
-    """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32. `kind`:
-    value of `model.loss`. If it is not "plain", the head computes the loss itself, without the logits of all tokens."""
-    shown = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
-    labels: Tensor = batch["labels"]
+def label_losses(
+    model: nn.Module, batch: Batch, *, kind: str = "plain", sequence: DeviceMesh | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32; those
+    of this rank's part, if the ranks of `sequence` share each sequence. `kind`: value of `model.loss`. If it is not "plain", the
+    head computes the loss itself, without the logits of all tokens."""
+    shown: dict[str, Tensor] = {n: batch[n] for n in ("input_ids", "position_ids", "labels") if n in batch}
     several = "position_ids" in shown
     if several and in_one_row(model):
-        shown, labels = {name: value.reshape(1, -1) for name, value in shown.items()}, labels.reshape(1, -1)
+        shown = {name: value.reshape(1, -1) for name, value in shown.items()}
+    shown = part_of(shown, sequence)
+    labels: Tensor = shown.pop("labels")
     with documents_in_rows(several=several), ExitStack() as stack:
         if kind != "plain":
             head: Any = model.get_output_embeddings()  # type: ignore[operator]
@@ -245,9 +265,35 @@ def in_one_row(model: nn.Module) -> bool:
     return str(getattr(model.config, "_attn_implementation", "")).startswith("flash")
 
 
+def part_of(whole: dict[str, Tensor], sequence: DeviceMesh | None) -> dict[str, Tensor]:
+    """Return this rank's part of the tensors in `whole`, each (b, tokens); `whole` itself if no ranks share sequences."""
+    if sequence is None:
+        return whole
+    part = split_sequence(whole, sequence, shift=False)
+    # Without position ids of its own, a row is one text, and the model needs no position ids of other ranks.
+    return {name: part[name] for name in whole}
+
+
+def logits_at(model: nn.Module, whole: dict[str, Tensor], places: Sequence[int], sequence: DeviceMesh | None) -> Tensor:
+    """Return the logits of the tokens `places` in the sequences `whole`, (b, places, vocab), equal on the ranks of `sequence`,
+    which share each sequence. Collective."""
+    at = torch.tensor(places, device=whole["input_ids"].device)
+    if sequence is None:
+        return model(**whole, use_cache=False).logits[:, at]  # type: ignore[no-any-return]
+    padding = -whole["input_ids"].shape[1] % sequence.size()
+    part = part_of({name: functional.pad(value, (0, padding)) for name, value in whole.items()}, sequence)
+    logits = model(**part, use_cache=False).logits  # (b, tokens of this rank, vocab)
+    at -= sequence.get_local_rank() * logits.shape[1]
+    is_own = (at >= 0) & (at < logits.shape[1])
+    chosen = torch.where(is_own[:, None], logits[:, at.clamp(0, logits.shape[1] - 1)].float(), 0.0)
+    dist.all_reduce(chosen, group=sequence.get_group())
+    return chosen.to(logits.dtype)
+
+
 @torch.no_grad()
-def check_apart(model: nn.Module) -> None:
-    """Raise `UsageError` on every rank if documents in a row attend to each other. Collective."""
+def check_apart(model: nn.Module, sequence: DeviceMesh | None = None) -> None:
+    """Raise `UsageError` on every rank if documents in a row attend to each other. Collective. `sequence`: the ranks that share
+    each sequence."""
     # Compare the logits of a document before and after another one. No attribute of a model shows if its mask uses position ids.
     device = sharded_engine(model, "training").context.device
     was_training = model.training
@@ -259,7 +305,8 @@ def check_apart(model: nn.Module) -> None:
     if in_one_row(model):
         ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
     with documents_in_rows(several=True):
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        shown = {"input_ids": ids, "position_ids": positions}
+        logits = logits_at(model, shown, range(ids.shape[1]), sequence)
     bound = 1e-3 if logits.dtype == torch.float32 else 5e-2
     logits = logits.float().reshape(2, len(first) + len(second), -1)
     model.train(was_training)

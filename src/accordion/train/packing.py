@@ -90,16 +90,19 @@ class ExampleRows(Dataset[Row]):
 
 @dataclass(frozen=True, slots=True)
 class Collate:
-    """Makes a batch of rows, padded on the right: to `seq_len` if rows have several examples, else to the longest row. In a
-    causal model no token of an example attends to padding, which is after it and has position ids like another example."""
+    """Makes a batch of rows, padded on the right to a `multiple` of tokens: to `seq_len` if rows have several examples, else to
+    the longest row. In a causal model no token of an example attends to padding, which is after it and has position ids like
+    another example."""
 
     seq_len: int
     packing: str
+    multiple: int = 1
 
     def __call__(self, rows: list[Row]) -> Batch:
         several = self.packing == "documents"
         lengths = [sum(len(inputs) for inputs, _ in row) for row in rows]
         width = self.seq_len if several else max(1, *lengths)
+        width += -width % self.multiple
         batch = {
             "input_ids": torch.zeros(len(rows), width, dtype=torch.int64, device="cpu"),
             "labels": torch.full((len(rows), width), IGNORED, device="cpu"),

@@ -88,6 +88,7 @@ def prepare(
                 f"shard.replicas is {replicas}, which does not divide the {world} ranks; take a divisor of {world}."
             )
         config.shard.check_secondary(world // replicas, "shard.")
+        config.shard.num_groups(world)
         for key, url in (("run.dir", config.run.dir), ("checkpoint.dir", config.checkpoint.dir)):
             if url and "://" in url:
                 raise UsageError(
@@ -105,6 +106,17 @@ def prepare(
     except OSError as error:
         raise UsageError(f"{error.filename or cache}: {error.strerror or error}.") from None
     return replace(prepared, replicas=replicas, began_s=began_s)
+
+
+def share_of(config: JobConfig, place: RankPlace) -> Share:
+    """Return which samples of each step the rank `place` reads: the same on the ranks that share each sequence."""
+    shard, options = config.shard, config.train
+    return Share(
+        rank=place.rank // shard.sequence,
+        world=shard.num_groups(place.world),
+        micro_batch=options.micro_batch,
+        accumulate=options.accumulate,
+    )
 
 
 def _folders(
@@ -125,7 +137,7 @@ def _folders(
     if place.rank == 0:  # it may have claimed them before other hosts check
         check_free(folders, place.job)
     resume = checkpoints.choose(folder, config, screen.note)
-    return folders, resume, checkpoints.with_batch_of(resume, config, named, place.world)
+    return folders, resume, checkpoints.with_batch_of(resume, config, named, config.shard.num_groups(place.world))
 
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
@@ -142,7 +154,7 @@ def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen,
     if resume is not None:
         checkpoints.check_run(resume, options.steps, None)
         checkpoints.check_model(resume, {name: tuple(value.shape) for name, value in model.state_dict().items()})
-    share = Share(rank=0, world=place.world, micro_batch=options.micro_batch, accumulate=options.accumulate)
+    share = replace(share_of(config, place), rank=0)
     work = replace(work, size=check_data(work, share, options))
     tried(work, model, share, options.seed)
     for path in reversed(folders.values()):
@@ -172,7 +184,7 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, 
     rows = {split: rows_in(files, split, data) for split in SPLITS}
     if isinstance(train := rows["train"], ExampleRows):  # before the check, which may refuse them
         screen.examples(preview(train.examples, tokenizer, data.seq_len))
-    check_enough(rows, data, place.world * config.train.micro_batch * config.train.accumulate, source.label)
+    check_enough(rows, data, share_of(config, place).global_batch, source.label)
     _report_data(rows, files, source, say)
     for path in reversed(folders.values()):
         path.mkdir(parents=True, exist_ok=True)
@@ -210,12 +222,16 @@ def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFile
 
 
 def _check_model(config: Config, resume: Path | None, say: Say) -> None:
-    """Raise `UsageError` if packing, units, pretrained weights or the checkpoint `resume` do not fit the model. Shows with `say`
-    the learning rate if weights are pretrained, and the number of trained parameters if not all are trained."""
+    """Raise `UsageError` if packing, units, `shard.sequence`, pretrained weights or the checkpoint `resume` do not fit the model.
+    Shows with `say` the learning rate if weights are pretrained, and the number of trained parameters if not all are trained."""
     from accordion.weights.pretrained import check_pretrained
 
     model = trained_model(config)
     choose_units(model, config.shard.units)
+    if config.shard.sequence > 1:
+        from accordion.sequence.registry import checked
+
+        checked(computing(model), config.shard.sequence)
     if config.data.format != "text" and config.data.packing == "documents":
         inner = type(computing(model))
         if "position_ids" not in signature(inner.forward).parameters:

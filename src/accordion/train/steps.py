@@ -20,7 +20,6 @@ from accordion.optimizers.wrap import clip_grad_norm_, scale_gradients
 from accordion.state import no_sync
 from accordion.train.batches import on_device
 from accordion.train.build import Run
-from accordion.train.data import Share
 from accordion.train.metrics import StepMetrics, peak_bytes
 from accordion.train.nonfinite import FLEETING, source_of
 from accordion.train.saves import RunSaves
@@ -165,7 +164,7 @@ def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
 def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> Tensor:
     """Run forward and backward of `batches`, a step's micro-batches. `scale(loss)` returns the value whose backward is run.
     Returns this rank's unscaled loss, 0-d and detached; the mean over ranks is the loss of the step. Collective."""
-    loss, counted = torch.zeros((), device=run.device), Counted(run.share)
+    loss, counted = torch.zeros((), device=run.device), Counted(run.share.accumulate, run.place.world)
     for i, batch in enumerate(batches):
         is_summed_later = run.sums_locally and i + 1 < len(batches)
         with no_sync(run.model) if is_summed_later else nullcontext():
@@ -184,8 +183,8 @@ class Counted:
     after the last forward, but backwards must not wait for it. So all sums are divided by the count that results if every
     micro-batch is like the first, and gradients are multiplied by `left()` at the end."""
 
-    def __init__(self, share: Share) -> None:
-        self._share = share
+    def __init__(self, accumulate: int, num_ranks: int) -> None:
+        self._accumulate, self._num_ranks = accumulate, num_ranks
         self._first: Tensor | None = None
         self._own: Tensor | None = None
 
@@ -193,20 +192,20 @@ class Counted:
         """Return `loss`, a mean or (sum, count) of a micro-batch, divided so that the sum over micro-batches, times `left()`, is
         this rank's loss in the step. Collective for the first (sum, count) of a step."""
         if isinstance(loss, Tensor):
-            return loss / self._share.accumulate
+            return loss / self._accumulate
         total, count = loss
         self._own = count if self._own is None else self._own + count
         if self._first is None:
             self._first = count.clone()
             dist.all_reduce(self._first)
             # If nothing counts, the sums are zero too, whatever divides them.
-            self._first = torch.where(self._first == 0, 1.0, self._first) * (self._share.accumulate / self._share.world)
+            self._first = torch.where(self._first == 0, 1.0, self._first) * (self._accumulate / self._num_ranks)
         return total / self._first
 
     def left(self) -> Tensor | None:
         """Return the factor, 0-d, by which gradients and losses have to be multiplied after the last micro-batch; None if the
         factor is 1. Collective if a micro-batch had a (sum, count) loss and there are several micro-batches."""
-        if self._own is None or self._first is None or self._share.accumulate == 1:
+        if self._own is None or self._first is None or self._accumulate == 1:
             return None
         dist.all_reduce(self._own)
-        return self._first * self._share.world / torch.where(self._own == 0, 1.0, self._own)
+        return self._first * self._num_ranks / torch.where(self._own == 0, 1.0, self._own)
