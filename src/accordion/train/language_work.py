@@ -239,7 +239,7 @@ def label_losses(
     """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32; those
     of this rank's part, if the ranks of `sequence` share each sequence. `kind`: value of `model.loss`. If it is not "plain", the
     head computes the loss itself, without the logits of all tokens."""
-    shown = {name: batch[name] for name in ("input_ids", "position_ids", "labels") if name in batch}
+    shown: dict[str, Tensor] = {n: batch[n] for n in ("input_ids", "position_ids", "labels") if n in batch}
     several = "position_ids" in shown
     if several and in_one_row(model):
         shown = {name: value.reshape(1, -1) for name, value in shown.items()}
