@@ -223,7 +223,7 @@ FIXED = {**ONE_CHOICE, "checkpoint_activations": None, "offload": None, "seq": S
 
 
 def test_offloaded_inputs_are_tried_if_nothing_fits_and_the_disk_if_the_host_is_full(folder: Path) -> None:
-    fixed = {**FIXED, "offloads": ["none"], "checkpoint_activations": "full"}
+    fixed = {**FIXED, "offloads": ["none"], "checkpoint_activations": "full", "sequence": 1}
     plain = planned(folder, **fixed)
     assert {c.choice.offload.activations for c in plain.found.candidates} == {"device"}
     needed = plain.chosen.memory.needed_bytes
