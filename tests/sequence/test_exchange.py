@@ -100,8 +100,10 @@ def test_flash_kernels_get_whole_positions_and_padding(mesh: Any) -> None:
     AttentionInterface.register("flash_stand_in", flash)
     AttentionMaskInterface.register("flash_stand_in", AttentionMaskInterface()["flash_attention_2"])
     model = family("LlamaForCausalLM")
-    model.config._attn_implementation = "flash_stand_in"
+    config = model.config
+    config._attn_implementation, config.use_cache = "flash_stand_in", True
     acc.sequence_parallel(model, mesh)
+    assert config._attn_implementation == "flash_stand_in"  # another model may have this object
     packed, padded = packed_batch(0), padded_batch(0)
     for batch in (plain_batch(0), packed, padded):
         model(**acc.split_sequence(batch, mesh))
@@ -110,6 +112,8 @@ def test_flash_kernels_get_whole_positions_and_padding(mesh: Any) -> None:
     assert seen[LAYERS][1].equal(packed["position_ids"])
     assert seen[-1][0].equal(padded["attention_mask"].bool())
     assert seen[-1][1] is None
+    assert model.config.use_cache  # a saved config keeps it, for generation
+    assert model(**acc.split_sequence(plain_batch(0), mesh)).past_key_values is None
     copy.deepcopy(model)(**acc.split_sequence(plain_batch(0), mesh))  # a copy shares the group, which cannot be copied
 
 

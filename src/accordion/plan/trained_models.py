@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import traceback
@@ -130,7 +129,6 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
     """Return the language model of `config` on the meta device, with dtype and adapters as in `kernels`. `label`: its name in
     errors. Raises `UsageError` if it cannot be built, or if adapters, four bits or the loss do not suit it."""
     attention = "eager" if kernels.attention == "eager" else None
-    config = copy.deepcopy(config)  # a model keeps its config, which sequence_parallel changes
     model = (masked_model if is_encoder(config) else language_model)(config, label, attention)
     if kernels.pure:
         model = model.to(torch.bfloat16)

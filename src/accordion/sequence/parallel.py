@@ -17,7 +17,8 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Call it before `shard`, which shards over all ranks as without it, and pass the model parts of `split_sequence`. The model's
     attention implementation (sdpa, eager, flash or flex attention) then runs on whole sequences of some of the heads.
-    `config.use_cache` becomes False. The call does not communicate. Each forward gathers position ids or the padding mask.
+    Its forward passes `use_cache=False` by default, and it gets a copy of its `config`, with a name of Accordion's as
+    the attention implementation. The call does not communicate. Each forward gathers position ids or the padding mask.
 
     Args:
         model: a model of transformers that reads text, or one of PEFT around it.

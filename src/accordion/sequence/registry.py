@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable
@@ -33,12 +34,17 @@ def attach(module: nn.Module, group: dist.ProcessGroup) -> bool:
     AttentionInterface.register(name, sequences.attend)
     if implementation in AttentionMaskInterface():
         AttentionMaskInterface.register(name, sequences.mask)
-    model.config._attn_implementation = name
-    model.config.use_cache = False
+    config = copy.deepcopy(model.config)  # another model may have the same object
+    config._attn_implementation = name
+    for inner in [inner for inner in module.modules() if vars(inner).get("config") is model.config]:
+        inner.config = config  # type: ignore[assignment]
     body, sums_losses = model.base_model, "loss_function(" in inspect.getsource(type(model).forward)
     names = list(inspect.signature(body.forward).parameters)
 
     # Closures, because a model with a process group in its attributes could not be copied.
+    def without_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | {"use_cache": kwargs.get("use_cache") or False}
+
     def before_loss(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("labels") is not None and not (sums_losses and "num_items_in_batch" in kwargs):
             without = "" if sums_losses else " without labels, and take the loss of its logits (docs/long-context.md)"
@@ -51,9 +57,12 @@ def attach(module: nn.Module, group: dist.ProcessGroup) -> bool:
         raise UsageError("a sequence parallel model does not generate; load its saved weights into another one.")
 
     def before_forward(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return (), sequences.prepared(dict(zip(names, args, strict=False)) | kwargs)
+        inputs = sequences.prepared(dict(zip(names, args, strict=False)) | kwargs)
+        return (), inputs | ({"use_cache": False} if "use_cache" in names else {})
 
     model.generate = generate
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        model.register_forward_pre_hook(without_cache, with_kwargs=True)
     model.register_forward_pre_hook(before_loss, with_kwargs=True)
     body.register_forward_pre_hook(before_forward, with_kwargs=True)
     return True

@@ -23,7 +23,7 @@ from accordion.describe import describe
 from accordion.errors import UsageError
 from accordion.losses.chunks import head_returns_loss
 from accordion.models.language import is_encoder, language_model
-from accordion.models.stored import computing, ends_of, generation_config, with_lora
+from accordion.models.stored import ends_of, generation_config, with_lora
 from accordion.sequence.batches import split_sequence
 from accordion.sequence.parallel import sequence_parallel
 from accordion.state import Only, full_params, sharded_engine
@@ -154,10 +154,7 @@ class LanguageWork:
         if self.config.model.loss != "plain":
             check_loss_of_head(model, self.config.model.loss, self.config.shard.units)
         if self.sequence is not None:
-            config = computing(model).config
-            use_cache = getattr(config, "use_cache", True)
             sequence_parallel(model, self.sequence)
-            config.use_cache = use_cache  # it is saved, for generation; a run passes use_cache=False
         return model
 
     def units(self) -> None:
