@@ -152,7 +152,7 @@ def test_faults_of_ranks_are_found(
 def test_faults_between_machines() -> None:
     """The answers are those of several machines."""
     own = {"host": "a", "torch": "2.13.0", "right": True}
-    own |= {"num_bytes": 10**7, "gather_s": 1.0}
+    own |= {"gather_bytes": 10**7, "gather_s": 1.0}
     group, _, rate = ranks.judged([own, {**own, "host": "b", "torch": "2.12.1"}], "cuda")
     assert (group.severity, "2.12.1 and 2.13.0" in group.found) == ("problem", True)
     assert rate.severity == "warning"

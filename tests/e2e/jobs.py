@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store
 
 from accordion.train import loop
 from accordion.train.launch import RankPlace
-from tests.support import forked, own_tasks
+from tests.support import forked, language_folders, own_tasks
 
 TEXT = str(Path(asyncio.__file__).parent)
 TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
@@ -24,6 +24,17 @@ def of_task(task: str, run_dir: Path | str, *flags: str) -> list[str]:
     """Return the words of `accordion train` for a task of `own_tasks` on the CPU."""
     at = ["--task", f"{own_tasks.__file__}:{task}", "--run.dir", str(run_dir), "--launch.device", "cpu"]
     return ["train", *at, *forked.UNTRACKED, *flags]
+
+
+def chat_data(folder: Path) -> None:
+    """Write a small Llama, "base", and 40 talks of one or two turns, "talks.jsonl"."""
+    language_folders.llama(folder / "base")
+    with (folder / "talks.jsonl").open("w") as file:
+        for i in range(40):
+            texts = [f"add {i % 7}", "so it is " * (1 + i % 4), *["thanks", "ok"] * (i % 3 == 0)]
+            roles = ("user", "assistant") * 2
+            talk = [{"role": role, "content": content} for role, content in zip(roles, texts, strict=False)]
+            file.write(json.dumps({"messages": talk}) + "\n")
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from accordion import cli
-from tests.e2e.jobs import losses_of
-from tests.support import forked, language_folders
+from tests.e2e.jobs import chat_data, losses_of
+from tests.support import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TEMPLATE = (
@@ -23,13 +23,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def place(place: Path) -> Path:
-    language_folders.llama(place / "base")
-    with (place / "talks.jsonl").open("w") as file:
-        for i in range(40):
-            texts = [f"add {i % 7}", "so it is " * (1 + i % 4), *["thanks", "ok"] * (i % 3 == 0)]
-            roles = ("user", "assistant") * 2
-            talk = [{"role": role, "content": content} for role, content in zip(roles, texts, strict=False)]
-            file.write(json.dumps({"messages": talk}) + "\n")
+    chat_data(place)
     (place / "marked.jinja").write_text(TEMPLATE)
     return place
 

@@ -16,8 +16,8 @@ from accordion.train.deepspeed import translated
 from accordion.train.launch import RankPlace
 from accordion.train.prepare import prepare
 from accordion.train.screen import Screen
-from tests.e2e.jobs import TINY, losses_of, several
-from tests.support import forked, language_folders
+from tests.e2e.jobs import TINY, chat_data, losses_of, several
+from tests.support import forked
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 STEPS = ["--train.steps", "4", "--train.global_batch", "4", "--train.micro_batch", "1", "--checkpoint.every", "2"]
@@ -39,13 +39,7 @@ JOBS = [
 
 @pytest.fixture(scope="module")
 def place(place: Path) -> Path:
-    language_folders.llama(place / "base")
-    with (place / "talks.jsonl").open("w") as file:
-        for i in range(40):
-            texts = [f"add {i % 7}", "so it is " * (1 + i % 4), *["thanks", "ok"] * (i % 3 == 0)]
-            roles = ("user", "assistant") * 2
-            talk = [{"role": role, "content": content} for role, content in zip(roles, texts, strict=False)]
-            file.write(json.dumps({"messages": talk}) + "\n")
+    chat_data(place)
     return place
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,8 +54,8 @@ class RankExam:
 
     def gathers(self) -> Answer:
         """Run an all-gather several times, test its values and time it. Collective. Returns a dict with the keys "host": name of
-        this machine, "torch": version of torch, "right": True if the first and last values of all shards are right, "num_bytes":
-        received bytes, and "gather_s": seconds of the fastest run. With an all-to-all, also "exchanged_bytes": the received ones,
+        this machine, "torch": version of torch, "right": True if the first and last values of all shards are right,
+        "gather_bytes": received bytes, and "gather_s": seconds of the fastest run. With an all-to-all, also "exchange_bytes",
         "exchange_s" and "num_near", the number of its ranks. If anything raises an exception, returns {"error": its text}.
         """
         try:
@@ -69,7 +69,7 @@ class RankExam:
                 "host": socket.gethostname(),
                 "torch": torch.__version__,
                 "right": firsts_and_lasts == [float(rank) for rank in range(self._num_ranks)],
-                "num_bytes": shard.nbytes * (self._num_ranks - 1),
+                "gather_bytes": shard.nbytes * (self._num_ranks - 1),
                 "gather_s": gather_s,
                 **self._exchanges(),
             }
@@ -84,7 +84,7 @@ class RankExam:
         # As sequence parallelism sends it: (batch, heads, tokens, head dim) -> all tokens of some of the heads.
         heads = torch.zeros(1, near, MESSAGE_BYTES // 4 // near // 128, 128, device=self._device)
         seconds = self._seconds(lambda: exchange(heads, group, split=1, join=2))
-        return {"num_near": near, "exchanged_bytes": heads.nbytes // near * (near - 1), "exchange_s": seconds}
+        return {"num_near": near, "exchange_bytes": heads.nbytes // near * (near - 1), "exchange_s": seconds}
 
     def _seconds(self, work: Callable[[], object]) -> float:
         """Return the seconds of the fastest of `REPEATS` runs of `work` on all ranks, after `WARMUPS`. Collective."""
@@ -160,40 +160,32 @@ def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
         if wrong
         else "",
     )
-    rates = [_rate(answers, device_type, len(hosts))] if len(answers) > 1 else []
-    rates += [_exchange_rate(answers, device_type)] if "num_near" in answers[0] else []
-    return [group, messages, *rates]
+    return [group, messages, *(_rates(answers, device_type, len(hosts)) if len(answers) > 1 else ())]
 
 
-def _rate(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Finding:
-    """Return the finding on the all-gather rate of the slowest rank: a warning if it is below `SLOW` for the type of device.
-    The advice in a warning is about the network if there are several hosts."""
-    rate = min(answer["num_bytes"] / answer["gather_s"] for answer in answers)
+def _rates(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Iterator[Finding]:
+    """Yield a finding on each rate that was measured, of the slowest rank: a warning if it is below `SLOW` for the type of
+    device. The advice on all-gathers is about the network if there are several hosts."""
     kind = "cpu" if device_type == "cpu" else "device"
-    slow = rate < SLOW[kind] * GB
-    return Finding(
-        check="ranks.gather",
-        severity="warning" if slow else "ok",
-        found=f"all-gather: {rate / GB:.2f} GB/s received by each rank; usual: {USUAL[kind]}",
-        means="it carries the parameters, twice a step" + (": steps wait for it" if slow else ""),
-        do=REMEDIES["network" if num_hosts > 1 else kind] if slow else "",
-        data={"bytes_per_s": rate},
-    )
-
-
-def _exchange_rate(answers: Sequence[Answer], device_type: str) -> Finding:
-    """Return the finding on the all-to-all rate of the slowest rank: a warning if it is below `SLOW` for its type of device."""
-    rate = min(answer["exchanged_bytes"] / answer["exchange_s"] for answer in answers)
-    kind = "cpu" if device_type == "cpu" else "device"
-    slow = rate < SLOW[kind] * GB
-    return Finding(
-        check="ranks.exchange",
-        severity="warning" if slow else "ok",
-        found=f"all-to-all over {answers[0]['num_near']} ranks of a machine: {rate / GB:.2f} GB/s received by each rank",
-        means="with sequence parallelism, each layer's attention waits for it, before and after",
-        do=REMEDIES[kind] if slow else "",
-        data={"bytes_per_s": rate},
-    )
+    near = f"all-to-all over {answers[0].get('num_near')} ranks of a machine"
+    usual = f"; usual: {USUAL[kind]}"
+    attention = "with sequence parallelism, each layer's attention waits for it, before and after"
+    for check, name, place, means in (
+        ("gather", "all-gather", "network" if num_hosts > 1 else kind, "it carries the parameters, twice a step"),
+        ("exchange", near, kind, attention),
+    ):
+        if f"{check}_s" not in answers[0]:
+            continue
+        rate = min(answer[f"{check}_bytes"] / answer[f"{check}_s"] for answer in answers)
+        slow = rate < SLOW[kind] * GB
+        yield Finding(
+            check=f"ranks.{check}",
+            severity="warning" if slow else "ok",
+            found=f"{name}: {rate / GB:.2f} GB/s received by each rank{usual if check == 'gather' else ''}",
+            means=means + (": steps wait for it" if slow else ""),
+            do=REMEDIES[place] if slow else "",
+            data={"bytes_per_s": rate},
+        )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

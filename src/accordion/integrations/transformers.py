@@ -129,7 +129,7 @@ class ShardedTrainer:
             "model_init": self.model_init,
             f"the loss of {type(self).__name__}": inherited.__func__ is not transformers.Trainer.compute_loss,
         }
-        for name in (name for name, value in whole.items() if value):
+        if (name := next((name for name, value in whole.items() if value), None)) is not None:
             raise UsageError(
                 f"{name} needs whole sequences on each rank, and sequence={size} splits them; leave one out."
             )
