@@ -124,7 +124,7 @@ def test_kinds_of_memory_sum_to_the_allocated_bytes(mesh: Any) -> None:
     model = acc.shard(models.seeded(width=64, hidden=256), mesh=mesh)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     tokens, targets = models.batch(0, 0, 0, vocab=48)
-    live = []
+    live, table = [], torch.zeros(2**18, device=device())  # 1 MiB that is no part of the step
 
     def step() -> None:
         models.loss_of(model(tokens), targets).backward()
@@ -147,9 +147,10 @@ def test_kinds_of_memory_sum_to_the_allocated_bytes(mesh: Any) -> None:
     assert last.gradients == shards
     full = sum(unit.full_bytes for unit in rank.units)
     assert 0 < max(point.full for point in rank.memory) < full
+    assert max(point.activations for point in rank.memory) > last.activations
     if live:
-        total = rank.shard_bytes + rank.state_bytes + last.full + last.gradients + last.other
-        assert total == pytest.approx(live[-2], rel=0.01)
+        assert last.other == pytest.approx(table.nbytes, rel=0.05)
+        assert rank.shard_bytes + rank.state_bytes + last.total == pytest.approx(live[-2], rel=0.01)
 
 
 @on_world(2)
@@ -259,8 +260,8 @@ def gathers(*spans: tuple[str, str, int, float, float], ranks: int = 1, **facts:
         for lane, kind, unit, start, end in spans
     ]
     points = [
-        MemoryPoint(time_us=0, full=0, gradients=0, other=5),
-        MemoryPoint(time_us=9, full=2**20, gradients=3, other=4),
+        MemoryPoint(time_us=0, full=0, gradients=0, activations=4, other=1),
+        MemoryPoint(time_us=9, full=2**20, gradients=3, activations=2, other=2),
     ]
     one = RankTrace(
         rank=0, device="cpu", strategy="full_shard", units=units, steps=[(0.0, 1e5)], spans=values, memory=points,

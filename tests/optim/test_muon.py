@@ -149,29 +149,31 @@ def test_each_matrix_is_orthogonalised_once_and_its_rows_travel_twice(world, num
     if num_ranks == 3:
         shapes = [(12, 8)] * 6
     sent = (num_ranks - 1) / num_ranks * numel / num_ranks  # elements, one way
-    for products, num_bytes in world.run(num_ranks, _counted, shapes, torch.optim.Muon, False):
+    for products, num_bytes, exchanges in world.run(num_ranks, _counted, shapes, torch.optim.Muon, False):
         assert products == 6 // num_ranks * 5 * 2  # five iterations of two products that add
         assert num_bytes == 2 * sent * 2
-    for _, num_bytes in world.run(num_ranks, _counted, shapes, Shampoo, True):
+        assert exchanges == 2  # six matrices travel together, one way and back
+    for _, num_bytes, _ in world.run(num_ranks, _counted, shapes, Shampoo, True):
         assert num_bytes == 3 * sent * 4
 
 
-def _counted(mesh: Any, shapes: list[tuple[int, int]], kind: Any, whole_matrices: bool) -> tuple[int, int]:
-    """Return (products of this rank in a step, bytes that it sends to others)."""
+def _counted(mesh: Any, shapes: list[tuple[int, int]], kind: Any, whole_matrices: bool) -> tuple[int, int, int]:
+    """Return (products of this rank in a step, bytes that it sends to others, exchanges)."""
     model = acc.shard(Matrices(shapes), mesh=mesh)
     optimizer = acc.wrap_optimizer(kind(split(model)[0]), whole_matrices=whole_matrices)
     model(inputs(0)).backward()
-    num_bytes, exchange = 0, Communicator.exchange
+    num_bytes, exchanges, exchange = 0, 0, Communicator.exchange
 
     def counting(self: Communicator, sends: Any) -> Any:
-        nonlocal num_bytes
+        nonlocal num_bytes, exchanges
+        exchanges += 1
         for _, sent, _, numels in sends:
             num_bytes += (sum(numels) - numels[self.rank]) * sent.itemsize
         return exchange(self, sends)
 
     with mock.patch.object(Communicator, "exchange", counting), Products() as products:
         optimizer.step()
-    return products.count, num_bytes
+    return products.count, num_bytes, exchanges
 
 
 @pytest.mark.parametrize("form", ["muon", "whole"])

@@ -69,7 +69,7 @@ def _rank_data(rank: RankTrace, num_steps: int) -> dict[str, Any]:
             for span in rank.spans
             if span.start_us < end_us
         ],
-        "memory": [[round(p.time_us), p.full, p.gradients, p.other] for p in rank.memory],
+        "memory": [[round(p.time_us), p.full, p.gradients, p.activations, p.other] for p in rank.memory],
         "memory_step": rank.memory_step if rank.memory_step < num_steps else -1,
         "between": [rank.shard_bytes, rank.state_bytes],
         "times": [list(asdict(times).values()) for times in unit_times(rank)],

@@ -36,7 +36,8 @@ def _events(rank: RankTrace) -> Iterator[dict[str, Any]]:
             "tid": FIRST_UNIT + span.unit if is_unit else LANES.index(span.lane),
         }
     for point in rank.memory:
-        kinds = {"full parameters": point.full, "gradients": point.gradients, "activations and other": point.other}
+        kinds = {"full parameters": point.full, "gradients": point.gradients, "activations": point.activations}
+        kinds["other"] = point.other
         between = {"shards": rank.shard_bytes, "optimizer states": rank.state_bytes}
         yield {"name": "bytes", "ph": "C", "ts": point.time_us, "pid": rank.rank, "args": {**between, **kinds}}
 

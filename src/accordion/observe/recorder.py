@@ -318,16 +318,23 @@ class Recorder(Observer):
             return []
         start_us, end_us = self.clock.us(log.start), self.clock.us(log.end)
         # The counter of the CPU sees what was allocated since the step began; full parameters are in memory that is not new.
-        grads_before = log.points[0][2]
-        between = trace.shard_bytes + trace.state_bytes
+        _, full_before, grads_before, total_before = log.points[0]
+        before = max(total_before - trace.shard_bytes - trace.state_bytes - full_before - grads_before, 0)
         points = []
         for mark, full, gradients, total in log.points:
             if self.clock.us(mark) > end_us:
                 break
-            other = total - between - full - gradients if self._counter is None else total - (gradients - grads_before)
-            points.append(
-                MemoryPoint(time_us=self.clock.us(mark) - start_us, full=full, gradients=gradients, other=max(other, 0))
+            new, other = total - (gradients - grads_before), 0
+            if self._counter is None:
+                new, other = new - total_before - (full - full_before), before
+            point = MemoryPoint(
+                time_us=self.clock.us(mark) - start_us,
+                full=full,
+                gradients=gradients,
+                activations=max(new, 0),
+                other=max(other + min(new, 0), 0),
             )
+            points.append(point)
         return points
 
 

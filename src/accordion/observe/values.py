@@ -41,17 +41,19 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPoint:
-    """Bytes on the device of a rank at `time_us`, by kind. `other`: activations and everything else that was allocated."""
+    """Bytes on the device of a rank at `time_us`, by kind. `activations`: activations and temporaries, all that was allocated
+    since the step began. `other`: all that was allocated before it; 0 on CPU."""
 
     time_us: float
     full: int
     gradients: int
+    activations: int
     other: int
 
     @property
     def total(self) -> int:
         """The sum of all kinds; shards and optimizer states are not among them."""
-        return self.full + self.gradients + self.other
+        return self.full + self.gradients + self.activations + self.other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ def attach(module: nn.Module, group: dist.ProcessGroup) -> bool:
     config = copy.deepcopy(model.config)  # another model may have the same object
     config._attn_implementation = name
     for inner in [inner for inner in module.modules() if vars(inner).get("config") is model.config]:
-        inner.config = config  # type: ignore[assignment]
+        inner.config = config
     body, sums_losses = model.base_model, "loss_function(" in inspect.getsource(type(model).forward)
     names = list(inspect.signature(body.forward).parameters)
 

@@ -74,9 +74,15 @@ class _DrawingClock(StreamClock):
     def _change(self, category: Category, num_bytes: int) -> None:
         self._bytes[category] += num_bytes
         full, gradients = self._bytes[Category.GATHERED], self._bytes[Category.GRADIENTS]
-        other = sum(self._bytes.values()) - self._between - full - gradients
-        time_us = self._busy[COMPUTE] * 1e6
-        self.points.append(MemoryPoint(time_us=time_us, full=full, gradients=gradients, other=other))
+        activations = self._bytes[Category.ACTIVATIONS]
+        point = MemoryPoint(
+            time_us=self._busy[COMPUTE] * 1e6,
+            full=full,
+            gradients=gradients,
+            activations=activations,
+            other=sum(self._bytes.values()) - self._between - full - gradients - activations,
+        )
+        self.points.append(point)
 
     def work(self, event: Op | Collective) -> None:
         super().work(event)
