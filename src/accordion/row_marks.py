@@ -52,8 +52,8 @@ def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> 
     sharded = [(a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor)]
     is_other = any(a.device_mesh is not b.device_mesh and _is_elsewhere(a, b) for a, b in sharded)
     # A mesh that `mark_meshes` marked, here or in another process, keeps its mark when it is unpickled.
-    made = [((os.getpid(), id(a.device_mesh)), vars(a.device_mesh).get(MADE), b) for a, b in sharded]
-    _refuse_on_all(is_other, (b for this, mark, b in made if mark not in (None, this)), what)
+    marks = [(vars(a.device_mesh).get(MADE), (os.getpid(), id(a.device_mesh)), b) for a, b in sharded]
+    _refuse_on_all(is_other, (b for mark, own, b in marks if mark not in (None, own)), what)
 
 
 def refuse_states_of_others(optimizer: Optimizer) -> None:

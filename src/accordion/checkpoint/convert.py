@@ -93,7 +93,7 @@ def _open_source(path: Path) -> Foreign:
         raise CheckpointError(f"{path} holds no tensors of a model: nothing to convert.")
     config: Any = {}
     with suppress(OSError, ValueError):
-        config = json.loads(read_text(path / "config.json"))
+        config = json.loads(read_text(path / CONFIG))
     check_quantised(config if isinstance(config, dict) else {}, os.fspath(path), source.tensors)
     return source
 

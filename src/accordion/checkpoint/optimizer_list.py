@@ -21,9 +21,8 @@ class OptimizerList(torch.optim.Optimizer):
         self.parts = list(parts)
         self.param_groups = [group for part in parts for group in part.param_groups]
         counts = [sum(len(group["params"]) for group in part.param_groups) for part in parts]
-        self._spans = list(
-            pairwise(accumulate(counts, initial=0))
-        )  # (first, end) of the indices of each part's parameters
+        # (first, end) of the indices of each part's parameters.
+        self._spans = list(pairwise(accumulate(counts, initial=0)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return one state dict of all parts. Keys of states that are strings begin with the part's number and "/"."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from accordion.engine.order import BACKWARD, FORWARD, Phase, UnitOrder
 from accordion.engine.params import Param
 from accordion.engine.unit import RESHARDED, Unit
 
+Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
 
 IN_BACKWARD = -1  # `Call.root` of calls in a backward, in which activation checkpointing recomputes them
@@ -140,7 +141,7 @@ class Engine:
         for notify in self.observers.forward_ends:
             notify(error)
 
-    def allocate(self, purpose: Purpose, function: Callable[..., Result], *args: Any) -> Result:
+    def allocate(self, purpose: Purpose, function: Callable[[*Args], Result], *args: *Args) -> Result:
         """Return `function(*args)`, and tell observers that the memory allocated inside is for `purpose`."""
         for notify in self.observers.memory_is_for:
             notify(purpose)

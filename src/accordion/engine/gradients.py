@@ -86,10 +86,9 @@ class GradientsUnderWay:
         task = _torch.current_graph_task()
         if self._may_write is None or self._may_write[0] != task:  # computed once per backward
             self._may_write = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self._leaf)
-        may = self._may_write[1]
-        if may:
+        if self._may_write[1]:
             self.write_here()
-        return may
+        return self._may_write[1]
 
     def write_here(self) -> None:
         """Record that this compute stream writes gradients, and let it wait for the other streams that wrote some."""

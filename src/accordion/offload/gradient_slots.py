@@ -100,7 +100,7 @@ class Slot:
 
     def file_range_of(self, grad: Tensor) -> FileRange | None:
         """Return the place of `grad` in the file; None if the slot is in memory, or if `grad` has other memory than the slot."""
-        return self.file_range if grad.data_ptr() == self._memory.data_ptr() else None
+        return None if self.file_range is None or grad.data_ptr() != self._memory.data_ptr() else self.file_range
 
     def settle(self) -> None:
         """If the slot is on disk, write changes that a caller made to the gradient to the file. Otherwise do nothing."""

@@ -44,9 +44,8 @@ class Division:
 
     communicator: Communicator
     side_stream: SideStream  # on which rows are sent
-    splits: tuple[
-        int, ...
-    ]  # rows are divided among `splits[0]` ranks, and each part among `splits[1]` ranks if there are two
+    # Rows are divided among `splits[0]` ranks, and each part among `splits[1]` ranks if there are two.
+    splits: tuple[int, ...]
     order: tuple[int, ...]  # the ranks in the order of their rows
 
     def counts(self, matrix: Matrix) -> tuple[int, ...]:

@@ -233,10 +233,7 @@ def entry_point(module: nn.Module, name: str) -> None:
 
 
 def _fill(
-    value_of: Callable[[Owned], Tensor | None],
-    layouts: Mapping[str, tuple[Owned, Layout]],
-    param: Param,
-    local: Tensor,
+    value_of: Callable[[Owned], Tensor | None], layouts: Mapping[str, tuple[Owned, Layout]], param: Param, local: Tensor
 ) -> None:
     """Copy the value of a parameter into `local`, this rank's rows, and replace the parameter by a sharded one of these rows.
 

@@ -278,6 +278,7 @@ class _SubclassGroup(Group):
 
         transfer = _SubclassGather(self.context.gather_stream, steps(), [pairs], f"gathers {self.place}")
         transfer.then = end
+        transfer.begin()
         return transfer
 
     def landed(self) -> None:
