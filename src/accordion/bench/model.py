@@ -109,8 +109,8 @@ def shape_of(name: str) -> BenchModel:
 
     if name not in TRAINED:
         check_folder(name)
-    of = ModelConfig(preset=name) if name in TRAINED else ModelConfig(path=name)
-    config: Any = configuration(of, DataConfig())
+    choice = ModelConfig(preset=name) if name in TRAINED else ModelConfig(path=name)
+    config: Any = configuration(choice, DataConfig())
     language_model(config, f"model {name!r}")
 
     def make() -> nn.Module:

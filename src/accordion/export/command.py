@@ -97,8 +97,8 @@ def export(options: ExportOptions) -> tuple[list[str], list[str]]:
         return _of_checkpoint(path, options, form, dtype)
     if form in OF_CHECKPOINTS:
         raise UsageError(
-            f"--format {form} takes a checkpoint, and SOURCE {options.source!r} is a folder of transformers or PEFT; "
-            "`accordion checkpoint convert` makes a checkpoint of one."
+            f"--format {form} takes a checkpoint, and SOURCE {options.source!r} is an adapter or a folder of transformers; "
+            "`accordion checkpoint convert` makes a checkpoint of such a folder."
         )
     if "://" in options.target:
         raise UsageError(f"TARGET {options.target!r} is a URL; --format {form} is written to file systems alone.")

@@ -197,9 +197,9 @@ class Search:
     sequence: int | None = None
 
     def __post_init__(self) -> None:
-        given: Any = self
-        object.__setattr__(self, "strategies", tuple(map(strategy_named, given.strategies)))
-        parsed = tuple(offload_named(o) if isinstance(o, str) else o for o in given.offloads)
+        unparsed: Any = self
+        object.__setattr__(self, "strategies", tuple(map(strategy_named, unparsed.strategies)))
+        parsed = tuple(offload_named(o) if isinstance(o, str) else o for o in unparsed.offloads)
         object.__setattr__(self, "offloads", parsed)
         for way in self.checkpointing:
             checkpointing_named(way)

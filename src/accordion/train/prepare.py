@@ -109,7 +109,7 @@ def prepare(
 
 
 def share_of(config: JobConfig, place: RankPlace) -> Share:
-    """Return which samples of each step the rank `place` reads: the same on the ranks that share each sequence."""
+    """Return the share of samples that the rank `place` reads; ranks that share each sequence have equal shares."""
     shard, options = config.shard, config.train
     return Share(
         rank=place.rank // shard.sequence,

@@ -60,8 +60,8 @@ class RunSaves:
             self.poll()
 
     def poll(self) -> None:
-        """If a background save has finished since the last call, record how long it took, and with `train.keep_best`, link its
-        checkpoint as `best` if its validation is the best. Does nothing while the save is still running."""
+        """Record how long the save under way took, if it has finished, and with `train.keep_best`, link its checkpoint as `best`
+        if its validation is the best. Does nothing while the save is still running, or if there is none."""
         if self._under_way is None or not self._under_way[0].is_done:
             return
         (_, began_s, step), self._under_way = self._under_way, None

@@ -53,7 +53,7 @@ class Steps:
 
     def take(self, step: int) -> None:
         """Run step number `step`: forward and backward of each micro-batch, and an optimizer step unless loss or gradients are
-        NaN or inf. Metrics may be recorded in the next call only. Collective. Raises `NonFiniteError` if the run has to end."""
+        NaN or inf. Records the metrics now or in the next call. Collective. Raises `NonFiniteError` if the run has to end."""
         run, began_s = self._run, time.perf_counter()
         seen = [on_device(next(run.batches), run.device) for _ in range(run.share.accumulate)]
         drawn = RandomState().state_dict()  # reading the data draws random numbers too
@@ -81,10 +81,10 @@ class Steps:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and record the metrics of the last step, take its optimizer step unless the device has, and update learning rates
-        and averaged weights. Returns True; also, without any of that, if there is no step to record. If loss or gradients are NaN
-        or inf, instead repeats the step to find the cause, zeroes the gradients and returns False. Collective. Raises
-        `NonFiniteError` if the run has to end."""
+        """Read and record the metrics of the last step, if they are not recorded yet. If loss and gradients are finite, also take
+        the optimizer step unless the device has, and update learning rates and averaged weights. Otherwise repeat the step to
+        find the cause, and zero the gradients. Returns True unless the step was repeated. Collective. Raises `NonFiniteError` if
+        the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True

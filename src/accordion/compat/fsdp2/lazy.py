@@ -38,7 +38,7 @@ from accordion.units import Owned, owned_parameters
 
 @dataclass(slots=True)
 class PartSettings:
-    """What the setters of `FSDPModule` have set on the modules of one `fully_shard` call.
+    """Settings of the modules of one `fully_shard` call, which setters of `FSDPModule` change.
 
     Args:
         stays: do not free the memory of full parameters when they are resharded.

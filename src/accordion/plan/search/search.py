@@ -67,9 +67,10 @@ def _evaluated(choices: Sequence[Choice], evaluator: Evaluator) -> list[Candidat
 
 
 def _smallest(choices: Sequence[Choice]) -> list[Choice]:
-    """Return the choices that need least memory if one of them does: FULL_SHARD with the smallest micro-batch on most GPUs,
-    recomputed in full. Where the search does not try these values, return those with the others."""
-    least = [c for c in choices if (c.gpus, -c.micro_batch) == max((c.gpus, -c.micro_batch) for c in choices)]
+    """Return the choices that need least memory: with the smallest micro-batch on most GPUs, and if the search tries these
+    values, with FULL_SHARD and full recomputation. Return [] if there are no choices."""
+    first = max(((c.gpus, -c.micro_batch) for c in choices), default=None)
+    least = [c for c in choices if (c.gpus, -c.micro_batch) == first]
     for wanted in (lambda c: c.strategy == FULL_SHARD, lambda c: c.checkpointing == "full"):
         least = list(filter(wanted, least)) or least
     return least

@@ -52,7 +52,10 @@ class AveragedAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(p, 1e-3)
+                    state = self.state[p]
+                    if "average" not in state:
+                        state["average"] = torch.zeros_like(p)
+                    state["average"].lerp_(p, 1e-3)
 
 
 OPTIMIZERS: Mapping[str, OptimizerKind] = {
