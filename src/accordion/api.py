@@ -29,6 +29,7 @@ from accordion.plan.workload import Workload
 from accordion.sequence.batches import split_sequence
 from accordion.sequence.exchange import sequence_attention
 from accordion.sequence.parallel import sequence_parallel
+from accordion.sequence.tiles import tile
 from accordion.shard.api import entry_point, shard
 from accordion.sharding import Sharding
 from accordion.state import full_params, full_state_dict, no_sync, synchronize
@@ -90,6 +91,7 @@ __all__ = [
     "split_sequence",
     "stream_weights",
     "synchronize",
+    "tile",
     "unpark",
     "wrap_optimizer",
 ]

@@ -19,7 +19,9 @@ from accordion import cli
 from accordion.devices import Devices
 from accordion.doctor import command, devices, disk, ranks
 from accordion.workers.ranks import BenchError
+from tests.devices import device
 from tests.support import disks, forked, sick_ranks
+from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 Findings = dict[str, dict[str, Any]]
@@ -159,6 +161,13 @@ def test_faults_between_machines() -> None:
     assert "InfiniBand" in rate.found
     (failed,) = ranks.judged([own, {"error": "RuntimeError: no kernel for this"}], "cuda")
     assert (failed.severity, "rank 1 failed: RuntimeError: no kernel" in failed.found) == ("problem", True)
+
+
+@on_world(4)
+def test_machines_with_other_numbers_of_ranks_time_no_all_to_all(mesh: Any) -> None:
+    answer = ranks.RankExam(mesh.get_rank(), 4, device(), 2 if mesh.get_rank() < 2 else 1).gathers()
+    assert answer["right"]
+    assert "num_near" not in answer
 
 
 def test_an_error_of_the_process_group_is_a_finding(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

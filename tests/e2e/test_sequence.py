@@ -46,6 +46,7 @@ def place(place: Path) -> Path:
 def job_of(place: Path, name: str, world: int, sequence: int, resumed: str | None) -> tuple[Any, ...]:
     run_dir = f"{name} {world} {sequence}" + (" resumed" if resumed else "")
     words = [*RUNS[name], "--run.dir", run_dir, "--shard.sequence", str(sequence)]
+    words += ["--model.mlp_tiles", "3"] if sequence > 1 else []
     words += ["--checkpoint.resume", f"{resumed}/checkpoints/step-000002"] if resumed else []
     at = RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="a test")
     config = translated(read(words), (), world)

@@ -15,6 +15,7 @@ from accordion.plan.hardware import cluster_of
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.timeline import OF_HEADS
 from accordion.plan.result import Plan
+from accordion.plan.trained_models import Kernels
 from tests.plan.builders import ONE_CHOICE, config_in, planned, sent, total
 
 SEQ, WIDTH, LAYERS, HEADS, KV = 2048, 256, 3, 8, 2
@@ -56,6 +57,19 @@ def test_messages_and_activations_of_one_two_and_four_ranks(folder: Path, recomp
         assert step.by_kind[OF_HEADS] == pytest.approx(by_hand)
         assert plan.as_dict()["config"]["sequence"] == n
         assert f"sequences over {n}" in str(chosen.choice)
+
+
+def test_tiles_of_mlps_lower_the_peak_and_compute_them_again(folder: Path) -> None:
+    options = {**FIXED, "checkpoint_activations": "full", "sequence": 2}
+    plain, tiled = (planned(folder, **options, kernels=Kernels(loss="chunked", mlp_tiles=n)) for n in (1, 8))
+    activations = [plan.chosen.memory.peak.breakdown["activations"] for plan in (plain, tiled)]
+    assert activations[1] < 0.8 * activations[0]
+    product = 2 * SEQ // 2 * WIDTH * 2 * WIDTH * LAYERS  # one of the three products of all MLPs
+    # torch ends the recomputation of a block at the last tensor that it needs: the third product, the last tile.
+    assert flops(tiled) - flops(plain) == pytest.approx((2 + 3 * 7 / 8 - 2) * product, rel=1e-6)
+    assert "MLPs in 8 tiles" in tiled.planned_for
+    with pytest.raises(acc.UsageError, match="mlp_tiles is 0; it takes 1 or more"):
+        Kernels(mlp_tiles=0)
 
 
 def test_ranks_share_sequences_if_nothing_fits_without(folder: Path) -> None:

@@ -16,7 +16,9 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 from tests.compat.test_fsdp2_parallel import Levels, Packed
 from tests.devices import device, here
+from tests.inside import unit_in
 from tests.support.checks import assert_at_rest, assert_close
+from tests.support.meters import Wire
 from tests.support.ranked import on_world, under_strategies
 
 
@@ -338,6 +340,10 @@ def kept(mesh, strategy: acc.Strategy) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert torch.equal(losses[-2], losses[-1]), step
+    with Wire() as wire:
+        unit_in(model[0]).unshard()
+    assert wire.calls, "a gather of subclasses begins when its unit is unsharded, not when it is needed"
+    unit_in(model[0]).reshard()
 
 
 class Eighths(Levels):

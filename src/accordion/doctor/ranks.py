@@ -50,7 +50,7 @@ class RankExam:
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device, num_local: int) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
-        self._num_near = num_local if num_ranks % num_local == 0 else 1
+        self._num_local = num_local
 
     def gathers(self) -> Answer:
         """Run an all-gather several times, test its values and time it. Collective. Returns a dict with the keys "host": name of
@@ -77,8 +77,10 @@ class RankExam:
             return {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
     def _exchanges(self) -> dict[str, Any]:
-        near = self._num_near
-        if near == 1:
+        near = self._num_local
+        most_and_least = torch.tensor([near, -near], device=self._device)
+        dist.all_reduce(most_and_least, op=dist.ReduceOp.MAX)  # machines may have different numbers of ranks
+        if near == 1 or most_and_least.tolist() != [near, -near] or self._num_ranks % near:
             return {}
         group, _ = dist.new_subgroups(near)
         # As sequence parallelism sends it: (batch, heads, tokens, head dim) -> all tokens of some of the heads.

@@ -151,6 +151,7 @@ class Plan:
         precision, node = self.space.precision, min(self.chosen.choice.gpus, self.cluster.node)
         num_nodes = self.chosen.choice.gpus // node
         parts = [f"sequence length {self.seq:,}", f"loss {self.workload.kernels.loss}"] if self.seq else []
+        parts += [f"MLPs in {self.workload.kernels.mlp_tiles} tiles"] if self.workload.kernels.mlp_tiles > 1 else []
         dtypes = {"computed": precision.params, "reduced": precision.reduce}
         parts += [f"{what} in {dtype or 'its own dtype'}".replace("torch.", "") for what, dtype in dtypes.items()]
         return ", ".join(
@@ -173,6 +174,7 @@ class Plan:
             "engine": space.engine,
             "loss": kernels.loss,
             "attention": kernels.attention,
+            "mlp_tiles": kernels.mlp_tiles,
             "lora_rank": kernels.lora_rank,
             "quantize": kernels.quantize,
             "precision": {

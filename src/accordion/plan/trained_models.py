@@ -22,6 +22,7 @@ from accordion.models.llama import PUBLISHED, llama_config
 from accordion.plan.adapters import ALL, with_adapters
 from accordion.plan.losses import LOSSES, OF_HEAD, token_loss
 from accordion.plan.trace.setup import Subject
+from accordion.sequence.tiles import tile_mlps
 from accordion.units import UnitChoice, choose_units
 from accordion.weights.four_bits import FourBits
 
@@ -110,6 +111,7 @@ class Kernels:
 
     loss: str = "plain"  # a key of `LOSSES`
     attention: str = "auto"  # a key of `ATTENTIONS`
+    mlp_tiles: int = 1  # parts of the tokens that an MLP computes one after another
     pure: bool = False  # parameters in bf16
     lora_rank: int = 0  # rank of LoRA adapters; all other parameters are frozen. 0: no adapters
     lora_targets: str = ALL  # layers with adapters: names separated by commas, or "all" but the head
@@ -121,6 +123,8 @@ class Kernels:
             name = getattr(self, kind)
             if name not in names and (kind, name) != ("quantize", None):
                 raise UsageError(f"{kind} {name!r} is unknown; {nearest(name, names)}")
+        if self.mlp_tiles < 1:
+            raise UsageError(f"mlp_tiles is {self.mlp_tiles}; it takes 1 or more.")
         if not 0 <= self.lora_rank <= 4096:
             raise UsageError(f"lora_rank is {self.lora_rank}; it takes 0 (no adapters) to 4,096.")
 
@@ -138,6 +142,8 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
         raise UsageError(
             f"{label} has weights of four bits, which cannot be trained; train adapters instead: --lora 16."
         )
+    if kernels.mlp_tiles > 1:
+        tile_mlps(model, kernels.mlp_tiles)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if kernels.loss in OF_HEAD and not isinstance(head, nn.Linear):
         raise UsageError(f"the head of {label} is no nn.Linear; take --loss fused or plain.")

@@ -35,6 +35,9 @@ class ModelConfig:
     quantize: Literal["none", "nf4", "fp4", "nf4-double", "fp4-double"] = "none"
     """short `--quantize nf4`: data type of four bits for the frozen weights of linear layers but the head, which are quantised
     while `model.path` is read; `-double` quantises their scales too. For `--adapter lora`; takes bitsandbytes"""
+    mlp_tiles: int = at_least(1, 1)
+    """parts of the tokens that each MLP computes one after another, and again in the backward, so that the activations of one
+    part exist at a time; for sequences whose MLPs decide what fits"""
     loss: Literal["plain", "chunked", "head_rows"] = "plain"
     """`plain` computes the logits of all tokens; `chunked` computes head and loss together for some tokens at a time, with equal
     gradients up to rounding, for models whose logits are the output of a linear head; `head_rows` also gathers a few rows of the

@@ -26,6 +26,7 @@ from accordion.models.language import is_encoder, language_model
 from accordion.models.stored import ends_of, generation_config, with_lora
 from accordion.sequence.batches import split_sequence
 from accordion.sequence.parallel import sequence_parallel
+from accordion.sequence.tiles import tile_mlps
 from accordion.state import Only, full_params, sharded_engine
 from accordion.tasks.loaded import made_optimizer, optimizer_of
 from accordion.train.batches import OrderedBatches, means_of
@@ -153,6 +154,8 @@ class LanguageWork:
         model = trained_model(self.config)
         if self.config.model.loss != "plain":
             check_loss_of_head(model, self.config.model.loss, self.config.shard.units)
+        if self.config.model.mlp_tiles > 1:
+            tile_mlps(model, self.config.model.mlp_tiles)
         if self.sequence is not None:
             sequence_parallel(model, self.sequence)
         return model

@@ -36,6 +36,7 @@ class Options:
         loss: plain (a float32 copy of the logits), fused (one kernel over them), chunked (head and loss together for some
             tokens at a time, no logits) or head_rows (also with a few rows of the head at a time)
         attention: auto (FlashAttention-2 if possible), eager (products and a softmax), fa1, fa2, fa3, cudnn or flex
+        mlp_tiles: parts of the tokens that an MLP computes one after another, and again in the backward (accordion.tile)
         lora: rank of adapters next to frozen weights, then optionally targets=q_proj+v_proj for the layers that have them
             (default: all linear layers but the head)
         quantize: data type of the frozen weights of linear layers, for --lora: nf4 or fp4, or nf4-double or fp4-double, which
@@ -72,6 +73,7 @@ class Options:
     optimizer: str = "adamw"
     loss: str = "plain"
     attention: str = "auto"
+    mlp_tiles: int = 1
     lora: str | None = None
     quantize: str | None = None
     precision: str = "bf16"

@@ -69,6 +69,7 @@ def workload_of(o: Options, task_words: list[str]) -> Workload:
     kernels = Kernels(
         loss=o.loss,
         attention=o.attention,
+        mlp_tiles=o.mlp_tiles,
         pure=o.precision.partition(",")[0] == PURE,
         lora_rank=rank,
         lora_targets=targets,
