@@ -66,8 +66,8 @@ def test_under_torchrun_its_ranks_are_the_group(tmp_path: Path, capfd: pytest.Ca
 @pytest.mark.parametrize(
     ("environ", "kind", "message"),
     [
-        ({"RANK": "1"}, "cpu", "RANK is set, and launchers set RANK and WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "cpu", "unset WORLD_SIZE for one rank"),
+        ({"RANK": "1"}, "cpu", "only RANK is set"),
+        ({"WORLD_SIZE": "2"}, "cpu", "only WORLD_SIZE is set; start with torchrun"),
         ({**TORCHRUN, "WORLD_SIZE": "many"}, "cpu", "they are invalid.*'many'"),
         (TORCHRUN, "auto", "2 ranks run on this machine, which has 1 device of type 'cuda'"),
         ({}, "tpu", "the device of init is 'tpu' and this machine has 1 device"),

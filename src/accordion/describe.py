@@ -56,18 +56,17 @@ class Report:
             stored = (unit.parameter_bytes, unit.gradient_bytes, unit.optimizer_bytes, always)
             rows.append((unit, (*stored, 0 if resident else unit.full_bytes)))
         copies = ["copies"] * any(row[3] for _, row in rows)
-        lines = [["unit", "size", "weights", "gradients", "optimizer", *copies, "total", "gathered"]]
+        table: list[tuple[str, int, list[tuple[int, ...]]]] = []
         for _, run in groupby(rows, key=lambda pair: (pair[0].kind, pair[1])):
             equal = list(run)
             first, last = equal[0][0].name, equal[-1][0].name.rpartition(".")[2]
             name = first if len(equal) == 1 else f"{first}-{last}"
-            lines.append(
-                _cells(name, sum(unit.num_params for unit, _ in equal), [row for _, row in equal], bool(copies))
-            )
-        lines.append(_cells("all units", self.total_params, [row for _, row in rows], bool(copies)))
+            table.append((name, sum(unit.num_params for unit, _ in equal), [row for _, row in equal]))
         quarter = self.unsharded_bytes // 4  # parameters, gradients and two states of AdamW have equal bytes
-        unsharded = (quarter, quarter, 2 * quarter, 0, 0)
-        lines.append(_cells("without sharding", self.total_params, [unsharded], bool(copies)))
+        table.append(("all units", self.total_params, [row for _, row in rows]))
+        table.append(("without sharding", self.total_params, [(quarter, quarter, 2 * quarter, 0, 0)]))
+        lines = [["unit", "size", "weights", "gradients", "optimizer", *copies, "total", "gathered"]]
+        lines += [_cells(*entry, with_copies=bool(copies)) for entry in table]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         texts = [" ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
         rule = "-" * max(map(len, texts))
@@ -84,7 +83,7 @@ def human(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-def _cells(name: str, num_params: int, several: Sequence[tuple[int, ...]], with_copies: bool) -> list[str]:
+def _cells(name: str, num_params: int, several: Sequence[tuple[int, ...]], *, with_copies: bool) -> list[str]:
     """Return one row of the table, for the units in `several`. Each unit is a tuple of bytes: first those stored, one number for
     each column, and last those gathered. The row has the sums of stored bytes, and the largest gathered ones."""
     *stored, _ = map(sum, zip(*several, strict=True))

@@ -28,11 +28,10 @@ class EvenBatches(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         engine, context = self._engine, self._engine.context
         total = partial(reduced, communicators=[context.shard.gather, context.replicate.gather])
-        sums = context.scale == 1.0  # reduce_op="sum"
+        num_ranks, sums = context.num_ranks, context.scale == 1.0  # reduce_op="sum"
         try:
-            for batch, is_new, num_new in in_step(self._loader, total, context.num_ranks, context.device):
-                factor = 1.0 if sums else context.num_ranks / num_new
-                self.weight = engine.weight = factor if is_new else 0.0
+            for batch, is_new, num_new in in_step(self._loader, total, num_ranks, context.device):
+                self.weight = engine.weight = is_new * (1.0 if sums else num_ranks / num_new)
                 yield batch
         finally:
             self.weight = engine.weight = 1.0
@@ -43,13 +42,12 @@ def even(loader: Iterable[Batch], model: nn.Module) -> EvenBatches[Batch]:
 
     Every rank runs the body of the loop in every step, since it has to step its shards of `model`. A rank that has no batch left
     gets its last one again, and its gradients do not count: the gradient of a step is the mean over the ranks that have a batch,
-    or, under `shard(reduce_op="sum")`, their sum. A parameter that none of these uses gets None. Each micro-batch under `no_sync`
-    is averaged by itself. All else in the body counts a repeated batch like a new one: buffers such as the statistics of a batch
-    norm, and the loss that you log. The mean over all ranks of `loss * batches.weight`, with the result as `batches`, leaves it
-    out.
+    or their sum under `shard(reduce_op="sum")`, and None if none of these uses the parameter. Each micro-batch under `no_sync`
+    is averaged by itself. Buffers, such as the statistics of a batch norm, and the loss see a repeated batch like a new one: log
+    the mean over all ranks of `loss * batches.weight`, with the result as `batches`.
 
-    Iterating is collective: before each step a number is summed over the ranks of `model`. The batch after it is read before
-    that, and the host waits for no work of the step. End a loop early on all ranks together.
+    Iterating is collective: a number is summed over the ranks of `model` one step ahead, so that the host does not wait for the
+    step that it has just queued. End a loop early on all ranks together.
 
     Raises:
         UsageError: if `model` is not sharded; when iterating, on every rank, if only some ranks have a batch at all.
@@ -62,19 +60,15 @@ def in_step(
 ) -> Iterator[tuple[Batch, bool, int]]:
     """Yield (batch, True if it is new, number of ranks with a new batch), equally often on all ranks; a rank that has no batch
     left repeats its last one. Each step is collective. Raises `UsageError` on every rank if only some have a batch at all.
-
-    total: replaces a tensor on `device`, in place, by its sum over `num_ranks` ranks.
-    """
+    `total`: replaces a tensor on `device`, in place, by its sum over `num_ranks` ranks."""
 
     def counted(batch: Any) -> HostCopy:
         num = torch.full((), int(batch is not end), device=device)
         total(num)
         return HostCopy([num])
 
-    end = object()
-    rest = iter(batches)
-    batch: Any = next(rest, end)
-    last: Any = end
+    end, rest = object(), iter(batches)
+    last, batch = end, next(rest, end)
     count = counted(batch)
     while num_new := count.read()[0]:
         if last is end and num_new < num_ranks:
@@ -84,7 +78,7 @@ def in_step(
             )
         is_new = batch is not end
         last = batch if is_new else last
-        # The next batch is counted before this one is used. So the host never waits for the work of the step it has just queued.
+        # Counted before the step is queued, so that the host never waits for its work.
         batch = next(rest, end) if is_new else end
         count = counted(batch)
         yield last, is_new, num_new

@@ -53,7 +53,7 @@ def _power(tensors: Sequence[Tensor], norm_type: float, device: torch.device) ->
         each.append(
             torch.stack(_torch.foreach_norm(same, norm_type, dtype=wide)).to(device=device, dtype=torch.float32)
         )
-    norm = torch.linalg.vector_norm(torch.cat(each or [torch.zeros(1, device=device)]), norm_type)
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(each or [torch.zeros(1, device=device)]), norm_type)
     return norm if math.isinf(norm_type) else norm.pow(norm_type)
 
 

@@ -398,9 +398,7 @@ def clip_norm_of(
         engine.synchronize()
         for notify in engine.observers.gradients_are_clipped:
             notify(float(max_norm), float(norm_type))
-    owned = [(engine, param) for engine in engines for param in engine.params if id(param.sharded) in wanted]
-    ids = {id(param.sharded) for _, param in owned}
-    parts = norm_parts(owned, [param for key, param in wanted.items() if key not in ids], lambda param: param.grad)
+    parts = norm_parts(wanted.values(), owned_by_id(engines), lambda param: param.grad) or [NormPart([])]
     norm = norms([parts], float(norm_type), engines[0].context.device)[0]
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteError(
@@ -412,22 +410,23 @@ def clip_norm_of(
     return norm
 
 
-def norm_parts(
-    owned: Iterable[tuple[Engine, Param]], others: Iterable[Tensor], value_of: Callable[[Tensor], Tensor | None]
-) -> list[NormPart]:
-    """Return the parts over which the norm of the values of some parameters is computed, without values that are None.
+def owned_by_id(engines: Iterable[Engine]) -> dict[int, tuple[Engine, Param]]:
+    """Return the id of each sharded parameter -> its engine and its `Param`."""
+    return {id(param.sharded): (engine, param) for engine in engines for param in engine.params}
 
-    owned: sharded parameters with their engines, the same on all ranks; others: parameters that every rank has whole; value_of:
-    returns the value of a parameter, such as its gradient.
-    """
+
+def norm_parts(
+    params: Iterable[Tensor], owned: Mapping[int, tuple[Engine, Param]], value_of: Callable[[Tensor], Tensor | None]
+) -> list[NormPart]:
+    """Return the parts over which the norm of the values of `params`, the same on all ranks, is computed. A value is what
+    `value_of` returns for a parameter, such as its gradient; None is left out. `owned`: result of `owned_by_id`."""
     parts: dict[tuple[int, ...], NormPart] = {}
-    for engine, param in owned:
-        communicators, counts = _norm_over(param, engine)
+    for p in params:
+        communicators, counts = _norm_over(*owned[id(p)]) if id(p) in owned else ([], True)
         part = parts.setdefault(tuple(id(each.group) for each in communicators), NormPart(communicators))
-        value = value_of(param.sharded)
+        value = value_of(p)
         if counts and value is not None:
-            part.tensors.append(_torch.local_of(value))
-    parts.setdefault((), NormPart([])).tensors += [value for value in map(value_of, others) if value is not None]
+            part.tensors.append(_torch.local_of(value) if id(p) in owned else value)
     return list(parts.values())
 
 
@@ -440,7 +439,7 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
     multiply([_torch.local_or_same(p.grad) for p in model.parameters() if p.grad is not None], factor)
 
 
-def _norm_over(param: Param, engine: Engine) -> tuple[Sequence[Communicator], bool]:
+def _norm_over(engine: Engine, param: Param) -> tuple[Sequence[Communicator], bool]:
     """Return (the communicators over which the norm of the gradient of `param` is reduced; True if this rank's rows count, False
     if another rank counts the same rows)."""
     context, model = param.context, engine.context

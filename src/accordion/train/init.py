@@ -35,10 +35,10 @@ def init(device: str = "auto", *, timeout_s: float = 600.0) -> torch.device:
         return torch.device(kind) if kind == CPU else torch.device(kind, torch.accelerator.current_device_index())
     from accordion.train import launch  # imports torchrun's library
 
-    names = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
-    if len(names) == 1:
+    half = {"RANK", "WORLD_SIZE"} & os.environ.keys()
+    if len(half) == 1:
         raise UsageError(
-            f"{names[0]} is set, and launchers set RANK and WORLD_SIZE; start with torchrun, or unset {names[0]} for one rank."
+            f"a launcher sets RANK and WORLD_SIZE, and only {half.pop()} is set; start with torchrun, or unset it."
         )
     alone = launch.RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="init")
     place = launch.place_of(os.environ) or alone
