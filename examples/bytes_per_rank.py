@@ -14,7 +14,7 @@ MIB = 2**20
 
 
 def main(layers: int = 6, width: int = 320) -> None:
-    dist.init_process_group("gloo")
+    acc.init("cpu")
     world = dist.get_world_size()
     flat = init_device_mesh("cpu", (world,))
     square = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
@@ -38,7 +38,6 @@ def main(layers: int = 6, width: int = 320) -> None:
         print("| strategy | parameters | gradients | optimizer | gathered beside them |\n|---|---|---|---|---|")
         for name, *numbers in rows:
             print(f"| `{name}` | " + " | ".join(f"{n / MIB:.1f}" for n in numbers) + " |")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

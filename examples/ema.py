@@ -9,10 +9,9 @@ from torch import nn
 
 import accordion as acc
 
-dist.init_process_group()
+device = acc.init()
 torch.manual_seed(0)
 model = acc.shard(nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 1)))
-device = next(model.parameters()).device
 optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-2))
 ema = acc.EMA(model, decay=[0.9, 0.98], place="host")  # two averages in host memory, each rank's rows alone
 
@@ -54,4 +53,3 @@ if dist.get_rank() == 0:
     sharded = sum(unit.parameter_bytes for unit in acc.describe(model).units)
     print(f"bytes on this rank: parameters {sharded}, both averages {ema.num_bytes}")
     print("exported:", {name: tuple(weight.shape) for name, weight in weights.items()})
-dist.destroy_process_group()

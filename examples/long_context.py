@@ -43,8 +43,7 @@ class Language(nn.Module):
         return total / num_items_in_batch
 
 
-dist.init_process_group()
-device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+device = acc.init()
 num_sequence_ranks = 2
 mesh = init_device_mesh(
     device.type, (dist.get_world_size() // num_sequence_ranks, num_sequence_ranks), mesh_dim_names=("dp", "sp")
@@ -72,4 +71,3 @@ for step in range(101):
             print(
                 f"step {step}: loss {loss / dist.get_world_size():.3f}, {parts['input_ids'].shape[1]} of {TOKENS} tokens a rank"
             )
-dist.destroy_process_group()

@@ -32,7 +32,7 @@ class Tail(nn.Module):
 
 
 def main(tokens=2048, words=128256, width=64):
-    dist.init_process_group("gloo")
+    acc.init("cpu")
     mesh, bf16 = init_device_mesh("cpu", (dist.get_world_size(),)), acc.Precision(params=torch.bfloat16)
     torch.manual_seed(dist.get_rank())
     x, labels = torch.randn(tokens, width), torch.randint(words, (tokens,))
@@ -54,7 +54,6 @@ def main(tokens=2048, words=128256, width=64):
         print("| loss | value | peak beside shards and gradients | sent |\n|---|---|---|---|")
         for value, beside, sent, name in table:
             print(f"| `{name}` | {value:.6f} | {beside:,.1f} | {sent:,.1f} |")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def main(folder: str) -> None:
     num_ranks, is_first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
     planned = {name: planned_bytes(name, num_ranks) for name in PLANNED} if is_first else {}
-    dist.init_process_group("gloo")
+    acc.init("cpu")
     torch.compiler.set_stance("force_eager")  # on a GPU leave this out: torchao compiles its step
     for name, kind in OPTIMIZERS.items():
         model = acc.shard(build(), state_block=256)
@@ -68,7 +68,6 @@ def main(folder: str) -> None:
             counted, num_elements = state_bytes(optimizer), sum(p.numel() for p in model.parameters()) / num_ranks
             words = f"{planned[name]:,} bytes planned, " if name in planned else ""
             print(f"{name}: {words}{counted:,} counted, {counted / num_elements:.3f} an element; loss {loss:.5f}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

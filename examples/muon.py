@@ -16,7 +16,7 @@ STEPS, WIDTH, BATCH = 20, 64, 48
 
 
 def main(folder: str = "runs/muon") -> None:
-    dist.init_process_group("gloo")
+    acc.init("cpu")
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
     model = acc.shard(nn.Sequential(*blocks, nn.Linear(WIDTH, WIDTH)), units={nn.Sequential})
@@ -42,7 +42,6 @@ def main(folder: str = "runs/muon") -> None:
             print(f"step {step + 1}: loss {loss.item():.4f}")
 
     acc.save(Path(folder) / f"step-{start + STEPS}", model, [muon, adamw], extra={"step": start + STEPS})
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

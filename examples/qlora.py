@@ -34,7 +34,7 @@ def bytes_of(model: torch.nn.Module) -> int:
     return sum(p.to_local().nbytes for p in model.parameters() if not p.requires_grad)
 
 
-dist.init_process_group()
+device = acc.init()
 torch.manual_seed(0)
 folder = folder_of_base()
 
@@ -47,7 +47,6 @@ acc.load_pretrained(model, folder)  # each rank reads and quantises its own rows
 if dist.get_rank() == 0:
     print(f"frozen weights on this rank: {bytes_of(model):,} bytes")
 
-device = next(model.parameters()).device
 adapters = [p for p in model.parameters() if p.requires_grad]
 optimizer = acc.wrap_optimizer(torch.optim.AdamW(adapters, lr=1e-2))
 own = torch.Generator().manual_seed(dist.get_rank())  # each rank has a batch of its own
@@ -62,4 +61,3 @@ for step in range(20):
 
 acc.save(folder / "adapters", model, optimizer, only="trained")  # resumes on any number of ranks
 acc.save_pretrained(model, folder / "peft")  # for PeftModel.from_pretrained
-dist.destroy_process_group()

@@ -6,7 +6,7 @@ from torch import nn
 
 import accordion as acc
 
-dist.init_process_group()
+device = acc.init()
 torch.manual_seed(0)  # every rank builds the same model; shard() checks that
 block = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
 model = nn.Sequential(
@@ -14,7 +14,6 @@ model = nn.Sequential(
 )
 
 model = acc.shard(model)  # each rank keeps its rows of every parameter, as DTensors
-device = next(model.parameters()).device
 optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 for step in range(20):
@@ -27,4 +26,3 @@ for step in range(20):
     optimizer.zero_grad()
     if dist.get_rank() == 0 and step % 5 == 4:
         print(f"step {step + 1}: loss {loss.item():.3f}")
-dist.destroy_process_group()

@@ -17,7 +17,9 @@ from accordion.config import (
 from accordion.describe import describe
 from accordion.ema import EMA
 from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, OffloadError, UsageError
+from accordion.even_batches import even
 from accordion.losses.chunks import linear_cross_entropy
+from accordion.norms import log_norms
 from accordion.observe.recorder import observe
 from accordion.offload.estimate import estimate_memory
 from accordion.optimizers.wrap import clip_grad_norm_, wrap_optimizer
@@ -34,6 +36,7 @@ from accordion.shard.api import entry_point, shard
 from accordion.sharding import Sharding
 from accordion.state import full_params, full_state_dict, no_sync, synchronize
 from accordion.train.fit import fit
+from accordion.train.init import init
 from accordion.units import min_params, only_blocks
 from accordion.weights.export import save_pretrained
 from accordion.weights.four_bits import quantize
@@ -68,14 +71,17 @@ __all__ = [
     "describe",
     "entry_point",
     "estimate_memory",
+    "even",
     "fit",
     "full_params",
     "full_state_dict",
+    "init",
     "initialise",
     "latest",
     "linear_cross_entropy",
     "load",
     "load_pretrained",
+    "log_norms",
     "min_params",
     "no_sync",
     "observe",

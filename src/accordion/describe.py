@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import nn
 
+from accordion.config import STRATEGIES, Place
 from accordion.engine.unit import Unit
 from accordion.state import sharded_engine
 
@@ -32,18 +35,67 @@ class UnitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Sizes of a sharded model. `world`: number of ranks. `unsharded_bytes`: bytes of all parameters and, for trained ones, of
-    gradients and two optimizer states."""
+    """Sizes of a sharded model, printed as a table. `world`: number of ranks. `device`: that of this rank. `unsharded_bytes`:
+    bytes of all parameters and, for trained ones, of gradients and two optimizer states."""
 
     strategy: str
     world: int
+    device: str
     total_params: int
     unsharded_bytes: int
     units: tuple[UnitReport, ...]
 
+    def __str__(self) -> str:
+        """Return a table of bytes on this rank: a row for each run of equal units, one for all, and one without sharding."""
+        strategy = STRATEGIES.get(self.strategy)
+        resident = strategy is not None and strategy.params is Place.REPLICATE
+        # Bytes on a rank: parameters, gradients, optimizer, permanent copies, and the gathered unit.
+        rows = list[tuple[UnitReport, tuple[int, ...]]]()
+        for unit in (unit for unit in self.units if unit.num_params):
+            always = unit.inner_shard_bytes + unit.secondary_bytes + (unit.full_bytes if resident else 0)
+            stored = (unit.parameter_bytes, unit.gradient_bytes, unit.optimizer_bytes, always)
+            rows.append((unit, (*stored, 0 if resident else unit.full_bytes)))
+        copies = ["copies"] * any(row[3] for _, row in rows)
+        table: list[tuple[str, int, list[tuple[int, ...]]]] = []
+        for _, run in groupby(rows, key=lambda pair: (pair[0].kind, pair[1])):
+            equal = list(run)
+            first, last = equal[0][0].name, equal[-1][0].name.rpartition(".")[2]
+            name = first if len(equal) == 1 else f"{first}-{last}"
+            table.append((name, sum(unit.num_params for unit, _ in equal), [row for _, row in equal]))
+        quarter = self.unsharded_bytes // 4  # parameters, gradients and two states of AdamW have equal bytes
+        table.append(("all units", self.total_params, [row for _, row in rows]))
+        table.append(("without sharding", self.total_params, [(quarter, quarter, 2 * quarter, 0, 0)]))
+        lines = [["unit", "size", "weights", "gradients", "optimizer", *copies, "total", "gathered"]]
+        lines += [_cells(*entry, with_copies=bool(copies)) for entry in table]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        texts = [" ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
+        rule = "-" * max(map(len, texts))
+        title = f"{self.strategy} over {self.world} rank{'s' * (self.world > 1)}, this one on {self.device}: bytes on each rank"
+        return "\n".join([title, texts[0], rule, *texts[1:-2], rule, *texts[-2:]])
+
+
+def human(num_bytes: float) -> str:
+    """Return `num_bytes` as text with a binary unit: 1536 -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def _cells(name: str, num_params: int, several: Sequence[tuple[int, ...]], *, with_copies: bool) -> list[str]:
+    """Return one row of the table, for the units in `several`. Each unit is a tuple of bytes: first those stored, one number for
+    each column, and last those gathered. The row has the sums of stored bytes, and the largest gathered ones."""
+    *stored, _ = map(sum, zip(*several, strict=True))
+    gathered = max(row[-1] for row in several)
+    size = f"{num_params:,}" if num_params < 1e5 else f"{num_params / 1e6:,.2f} M"
+    size = size if num_params < 1e9 else f"{num_params / 1e9:,.2f} B"
+    amounts = [human(n) for n in [*stored[: 3 + with_copies], sum(stored)]]
+    return [name, size, *amounts, human(gathered) if gathered else ""]
+
 
 def describe(model: nn.Module) -> Report:
-    """Return a `Report` on the units of a sharded model and their bytes, without communication.
+    """Return a `Report` on the units of a sharded model and their bytes, without communication; `print` shows it as a table.
 
     Raises `UsageError` if `model` is not sharded.
     """
@@ -52,6 +104,7 @@ def describe(model: nn.Module) -> Report:
     return Report(
         strategy=engine.strategy.name,
         world=engine.context.num_ranks,
+        device=str(engine.context.device),
         total_params=sum(param.sharded.numel() for param in engine.params),
         unsharded_bytes=sum(
             p.sharded.numel() * p.dtype.itemsize * n for p, n in zip(engine.params, copies, strict=True)

@@ -132,7 +132,7 @@ def test_a_waiting_rank_reports_how_many_have_started(
             first.result()
     said = capsys.readouterr().err
     assert "rank 0 has waited 0.5 s: 2 of 3 ranks have started that the variables of srun announce" in said
-    assert "env -u SLURM_PROCID accordion train" in said
+    assert "env -u SLURM_PROCID" in said
 
 
 def test_a_port_in_use_is_reported() -> None:

@@ -15,8 +15,8 @@ from torch.distributed import HashStore
 
 from accordion.errors import UsageError
 from accordion.train import owner
-from accordion.train.launch import first_does
-from accordion.train.owner import FILE, Claim, check_free, job_of
+from accordion.train.launch import first_does, job_of
+from accordion.train.owner import FILE, Claim, check_free
 from tests.e2e.jobs import until
 from tests.support import forked
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.engine.calls import Call, transform_error
+from accordion.engine.gradients import weighted
 from accordion.engine.observer import GRADIENTS
 from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.unit import ReduceNode
@@ -154,11 +155,13 @@ class Gather(torch.autograd.Function):
         if not call.trained.indices:
             return None, None
         if not call.reduces:
+            # Zeros, so that `.grad`, which ranks compare before the next backward, is None on all ranks or on none.
+            own = weighted(grads, call.weight, zeros=True)
             # As in autograd's own accumulation, a parameter that was frozen since the forward gets no gradient.
             trains = _torch.which_train(call.trained.params)
-            engine.add_up(unit, [call.trained.indices[k] for k in trains], [grads[k] for k in trains])
+            engine.add_up(unit, [call.trained.indices[k] for k in trains], [own[k] for k in trains])
             return None, engine.zero if call.sync else None
-        parts = engine.allocate(GRADIENTS, unit.reduce, call.trained, grads, ours)
+        parts = engine.allocate(GRADIENTS, unit.reduce, call.trained, weighted(grads, call.weight), ours)
         engine.gradients.reduces.append(parts)
         assert call.reduce_node is not None, "a call that reduces has its node"
         call.reduce_node.reducing.setdefault(task, []).append((call, parts))

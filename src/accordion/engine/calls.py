@@ -47,7 +47,7 @@ class Call:
 
     def __init__(self, engine: Engine, unit: Unit, by_read: bool = False, is_dummy: bool = False) -> None:
         self.engine, self.unit, self.trained, self.is_dummy = engine, unit, unit.trained, is_dummy
-        self.sync = engine.sync
+        self.sync, self.weight = engine.sync, engine.weight
         policy = unit.unit_policy
         # True if its backward computes with parameters, or if the policy keeps them in memory.
         self.needs_full_in_backward = bool(by_read or unit.needs_full_in_backward or policy.keep or policy.keep_on)

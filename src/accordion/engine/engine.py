@@ -13,7 +13,7 @@ from torch import Tensor
 from accordion import _torch
 from accordion.config import Precision, Prefetch, Strategy
 from accordion.engine.context import ShardingContext
-from accordion.engine.gradients import GradientsUnderWay
+from accordion.engine.gradients import GradientsUnderWay, weighted
 from accordion.engine.observer import GATHERED, GRADIENTS, Observers, Purpose
 from accordion.engine.order import BACKWARD, FORWARD, Phase, UnitOrder
 from accordion.engine.params import Param
@@ -49,6 +49,9 @@ class Engine:
         self.zero = torch.zeros((), device=context.device)  # value and gradient of every edge tensor
         self.leaf = torch.zeros((), device=context.device, requires_grad=True)  # in place of edge tensors under no_sync
         self.sync = True
+        self.weight = (
+            1.0  # factor of this rank's gradients of calls that begin now; with 0.0 the rank counts as one without any
+        )
         self.suspended = False  # True inside `full_params`: the registry holds full parameters, hooks do nothing
         # Forwards.
         self.depth = 0  # number of calls under way, each inside the one before
@@ -239,7 +242,8 @@ class Engine:
         self._reduces = True
         # All trained parameters are added: ranks may have such gradients for different ones, and must reduce the same.
         indices = tuple(sorted({*unit.trained.indices, i}))
-        self.add_up(unit, indices, [grad if k == i else None for k in indices])
+        grads = [grad if k == i else None for k in indices]
+        self.add_up(unit, indices, weighted(grads, self.weight))
 
     # -- gradients
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -141,3 +141,13 @@ class GradientsUnderWay:
         self._failed.clear()
         self.reduces.clear()
         self.drop()
+
+
+def weighted(grads: Sequence[Tensor | None], weight: float, *, zeros: bool = False) -> Sequence[Tensor | None]:
+    """Return this rank's gradients times `weight`. If that is 0, each is None, as on a rank that has no gradient, or with `zeros`
+    a tensor of zeros."""
+    if weight == 1.0:
+        return grads
+    if weight:
+        return [None if grad is None else grad * weight for grad in grads]
+    return [torch.zeros_like(grad) if zeros and grad is not None else None for grad in grads]

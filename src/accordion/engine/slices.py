@@ -12,6 +12,7 @@ from accordion.engine.autograd import hand_over
 from accordion.engine.calls import Call, changed_error
 from accordion.engine.communicator import carried
 from accordion.engine.engine import Engine
+from accordion.engine.gradients import weighted
 from accordion.engine.layout import Slice
 from accordion.engine.observer import GATHERED, GRADIENTS
 from accordion.engine.pending_reduce import PendingReduce
@@ -101,7 +102,7 @@ class SlicedReduce(PendingReduce):
         trained parameter, each (rows of all ranks with padding, ...)."""
         self.finish()
         sent, ours = self._group.dtype, [True] * len(grads)
-        grads = [grad.to(sent) for grad in grads]
+        grads = [grad.to(sent) for grad in weighted(grads, self._call.weight, zeros=True) if grad is not None]
         reduce = self._call.engine.allocate(
             GRADIENTS, PendingReduce, self._group, self._chosen, grads, sent, ours, part.height
         )

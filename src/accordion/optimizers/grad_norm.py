@@ -1,4 +1,4 @@
-"""The norm of all gradients of a sharded model, with one all-reduce of one number per set of ranks."""
+"""Norms of gradients and parameters of a sharded model, with one all-reduce per set of ranks."""
 
 from __future__ import annotations
 
@@ -22,26 +22,39 @@ class NormPart:
     tensors: list[Tensor] = field(default_factory=list)
 
 
-def total_norm(parts: Sequence[NormPart], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm over all elements of all `parts` as a 0-d float32 tensor on `device`, equal on all ranks. A collective.
+def norms(rows: Sequence[Sequence[NormPart]], norm_type: float, device: torch.device) -> Tensor:
+    """Return the norm over all elements of each row of parts, (len(rows),) float32 on `device`, equal on all ranks.
 
-    All ranks must pass parts with the same communicators in the same order. `device`: of the communication; the tensors may be
-    on the host. `norm_type`: as in `torch.nn.utils.clip_grad_norm_`.
+    Collective: one all-reduce per set of ranks, of a number for each row. All ranks must pass rows of parts with the same
+    communicators in the same order. `device`: of the communication; the tensors may be on the host. `norm_type`: as in
+    `torch.nn.utils.clip_grad_norm_`.
     """
-    is_max = math.isinf(norm_type)
-    powers = []
-    for part in parts:
-        norms = []
-        # One copy of norms per device. Norms of float64 tensors are separate, since torch computes them in float64 only.
-        for same in _grouped((t for t in part.tensors if t.numel()), lambda t: (t.device, t.dtype is torch.float64)):
-            wide = torch.promote_types(same[0].dtype, torch.float32)
-            each = torch.stack(_torch.foreach_norm(same, norm_type, dtype=wide))
-            norms.append(each.to(device=device, dtype=torch.float32))
-        norm = torch.linalg.vector_norm(torch.cat(norms or [torch.zeros(1, device=device)]), norm_type)
-        power = norm if is_max else norm.pow(norm_type)
-        powers.append(reduced(power, part.communicators, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM))
-    total = torch.stack(powers)
-    return total.max() if is_max else total.sum().pow(1.0 / norm_type)
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    of_ranks: dict[tuple[int, ...], list[tuple[int, NormPart]]] = {}
+    for row, part in [(row, part) for row, parts in enumerate(rows) for part in parts]:
+        of_ranks.setdefault(tuple(id(each.group) for each in part.communicators), []).append((row, part))
+    powers: list[list[Tensor]] = [[] for _ in rows]
+    for same in of_ranks.values():
+        own = torch.stack([_power(part.tensors, norm_type, device) for _, part in same])
+        for (row, _), power in zip(same, reduced(own, same[0][1].communicators, op), strict=True):
+            powers[row].append(power)
+    totals = list(map(torch.stack, powers))
+    if math.isinf(norm_type):
+        return torch.stack([total.max() for total in totals])
+    return torch.stack([total.sum().pow(1.0 / norm_type) for total in totals])
+
+
+def _power(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Return the norm over this rank's elements of `tensors`, raised to the power `norm_type` unless that is inf; 0-d float32."""
+    each = []
+    # One copy of norms per device. Norms of float64 tensors are separate, since torch computes them in float64 only.
+    for same in _grouped((t for t in tensors if t.numel()), lambda t: (t.device, t.dtype is torch.float64)):
+        wide = torch.promote_types(same[0].dtype, torch.float32)
+        each.append(
+            torch.stack(_torch.foreach_norm(same, norm_type, dtype=wide)).to(device=device, dtype=torch.float32)
+        )
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(each or [torch.zeros(1, device=device)]), norm_type)
+    return norm if math.isinf(norm_type) else norm.pow(norm_type)
 
 
 def _grouped(tensors: Iterable[Tensor], key: Callable[[Tensor], object]) -> list[list[Tensor]]:

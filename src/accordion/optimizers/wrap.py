@@ -22,7 +22,7 @@ from accordion.engine.params import Param
 from accordion.errors import NonFiniteError, UsageError
 from accordion.offload.step.deferred_step import defer, engines_of, expose, owned_by, prepare, refuse_unwrapped
 from accordion.offload.step.optimizer_copy import exchange, local_state, write_back
-from accordion.optimizers.grad_norm import NormPart, multiply, total_norm
+from accordion.optimizers.grad_norm import NormPart, multiply, norms
 from accordion.optimizers.low_bit import OURS, LowBitStates, check_blocks, low_bit_kind
 from accordion.optimizers.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
 from accordion.row_marks import refuse_other_rows, refuse_states_of_others
@@ -398,24 +398,36 @@ def clip_norm_of(
         engine.synchronize()
         for notify in engine.observers.gradients_are_clipped:
             notify(float(max_norm), float(norm_type))
-    parts: dict[tuple[int, ...], NormPart] = {}
-    scaled: list[Tensor] = []
-    for engine, param in [(one, param) for one in engines for param in one.params]:
-        communicators, counts = _norm_over(param, engine)
-        part = parts.setdefault(tuple(id(each.group) for each in communicators), NormPart(communicators))
-        if wanted.pop(id(param.sharded), None) is not None and param.sharded.grad is not None:
-            scaled.append(_torch.local_of(param.sharded.grad))
-            part.tensors += scaled[-1:] if counts else []
-    others = [p.grad for p in wanted.values() if p.grad is not None]
-    parts.setdefault((), NormPart([])).tensors += others
-    norm = total_norm([*parts.values()], float(norm_type), engines[0].context.device)
+    parts = norm_parts(wanted.values(), owned_by_id(engines), lambda param: param.grad) or [NormPart([])]
+    norm = norms([parts], float(norm_type), engines[0].context.device)[0]
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteError(
             f"the norm of the gradients is {norm.item()}, so they were not clipped; skip the step, or leave out "
             'error_if_nonfinite to clip anyway; shard(debug="finite") names the module in which NaN or inf first appears.'
         )
-    multiply([*scaled, *others], torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    grads = [_torch.local_or_same(param.grad) for param in wanted.values() if param.grad is not None]
+    multiply(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
+
+
+def owned_by_id(engines: Iterable[Engine]) -> dict[int, tuple[Engine, Param]]:
+    """Return the id of each sharded parameter -> its engine and its `Param`."""
+    return {id(param.sharded): (engine, param) for engine in engines for param in engine.params}
+
+
+def norm_parts(
+    params: Iterable[Tensor], owned: Mapping[int, tuple[Engine, Param]], value_of: Callable[[Tensor], Tensor | None]
+) -> list[NormPart]:
+    """Return the parts over which the norm of the values of `params`, the same on all ranks, is computed. A value is what
+    `value_of` returns for a parameter, such as its gradient; None is left out. `owned`: result of `owned_by_id`."""
+    parts: dict[tuple[int, ...], NormPart] = {}
+    for p in params:
+        communicators, counts = _norm_over(*owned[id(p)]) if id(p) in owned else ([], True)
+        part = parts.setdefault(tuple(id(each.group) for each in communicators), NormPart(communicators))
+        value = value_of(p)
+        if counts and value is not None:
+            part.tensors.append(_torch.local_of(value) if id(p) in owned else value)
+    return list(parts.values())
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
@@ -427,7 +439,7 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
     multiply([_torch.local_or_same(p.grad) for p in model.parameters() if p.grad is not None], factor)
 
 
-def _norm_over(param: Param, engine: Engine) -> tuple[Sequence[Communicator], bool]:
+def _norm_over(engine: Engine, param: Param) -> tuple[Sequence[Communicator], bool]:
     """Return (the communicators over which the norm of the gradient of `param` is reduced; True if this rank's rows count, False
     if another rank counts the same rows)."""
     context, model = param.context, engine.context

@@ -50,7 +50,7 @@ def mesh_for(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
 def default_mesh() -> DeviceMesh:
     """Return a 1-D mesh of all ranks, on accelerators if the job uses them. Raises `UsageError` without a process group."""
     if not dist.is_initialized():
-        raise UsageError("torch.distributed is not initialised; start with torchrun, or call init_process_group first.")
+        raise UsageError("torch.distributed is not initialised; call accordion.init() first.")
     return init_device_mesh(device_type_of_job(), (dist.get_world_size(),))
 
 

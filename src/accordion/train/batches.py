@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from accordion.checkpoint import RandomState
 from accordion.errors import UsageError
+from accordion.even_batches import in_step
 from accordion.tasks.loaded import count_of, is_indexed, is_loader, scalar_of
 from accordion.train.data import GlobalOrder, Share, validation_batches
 
@@ -235,20 +236,20 @@ def validation_of(data: Any, share: Share, collate: Collate, device: torch.devic
 
 
 def _in_step(loader: Any, device: torch.device) -> Iterator[tuple[Any, int]]:
-    draws, last = Draws(0), None  # ranks that take turns need the same order
+    for batch, is_new, _ in in_step(_drawn(loader), dist.all_reduce, dist.get_world_size(), device):
+        yield batch, rows_of(batch) if is_new else 0
+
+
+def _drawn(loader: Any) -> Iterator[Any]:
+    draws = Draws(0)  # ranks that take turns need the same order
     with draws.of(0):
         batches = begun(loader, 0)
     while True:
         with draws.of(0):
             batch = next(batches, loader)  # `loader` marks the end
-        has = torch.full((), int(batch is not loader), device=device)
-        dist.all_reduce(has)
-        if not int(has):
+        if batch is loader:
             return
-        if batch is loader and last is None:
-            raise UsageError(f"the validation data has no batch for rank {dist.get_rank()}; give each rank one.")
-        last = last if batch is loader else batch
-        yield last, 0 if batch is loader else rows_of(last)
+        yield batch
 
 
 def rows_of(batch: Any) -> int:

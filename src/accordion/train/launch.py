@@ -47,7 +47,6 @@ from accordion.safety.own_process import keep_freed_memory
 from accordion.tasks.errors import is_own, own_traceback
 from accordion.train.config import LaunchConfig as Choice
 from accordion.train.ending import PREEMPTED, SIGNALS
-from accordion.train.owner import job_of
 
 CPU_RANKS = 2  # without GPUs and without launch.nproc: the fewest ranks that shard
 # A collective mostly fails because another rank has died. The launcher has this time to end this rank first.
@@ -131,6 +130,15 @@ def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
         address=f"{host}:{int(port)}",
         job=job_of(environ),
     )
+
+
+def job_of(environ: Mapping[str, str]) -> str | None:
+    """Return the name of this job that torchrun or srun put into `environ`, and that restarts keep; None if there is none."""
+    torchrun = environ.get("TORCHELASTIC_RUN_ID", "none")
+    if torchrun != "none":
+        return f"torchrun {torchrun}"
+    job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
+    return None if job is None or step is None else f"srun {job}.{step}"
 
 
 def first_host(nodes: str) -> str:
@@ -296,7 +304,7 @@ def guarded(entry: Entry, *args: Any) -> None:
 
 def joined(place: RankPlace) -> Store:
     """Connect to the job's store at `place.address`, which rank 0 opens unless torchrun has, and return it with a prefix of keys
-    that no earlier start used. Collective. If that takes long, rank 0 prints how many ranks have started, and how to train
+    that no earlier start used. Collective. If that takes long, rank 0 prints how many ranks have started, and how to run
     without the others. Raises `AccordionError` if the store cannot be opened or reached, and on rank 0 `DistStoreError` if not
     all ranks start within `START_S`."""
     keeps = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # "True": torchrun serves it
@@ -347,7 +355,7 @@ def of_this_start(store: Store, place: RankPlace) -> Store:
     def report() -> None:
         print(
             f"accordion: rank 0 has waited {SLOW_S:g} s: {1 + len(words)} of {place.world} ranks have started that the variables "
-            f"of {place.starter} announce; to train without the others: env -u {SAYS_RANK[place.starter]} accordion train ...",
+            f"of {place.starter} announce; to run without the others, start this command with env -u {SAYS_RANK[place.starter]}",
             file=sys.stderr,
             flush=True,
         )

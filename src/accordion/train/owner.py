@@ -17,15 +17,6 @@ EXIT_S = 5.0  # time for a job that was just ended to exit
 POLL_S = 0.2
 
 
-def job_of(environ: Mapping[str, str]) -> str | None:
-    """Return the name of this job that torchrun or srun put into `environ`, and that restarts keep; None if there is none."""
-    torchrun = environ.get("TORCHELASTIC_RUN_ID", "none")
-    if torchrun != "none":
-        return f"torchrun {torchrun}"
-    job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
-    return None if job is None or step is None else f"srun {job}.{step}"
-
-
 def check_free(folders: Mapping[str, Path], job: str | None) -> None:
     """Raise `UsageError` if another job owns one of `folders` (configuration key -> folder) and does not exit within `EXIT_S`. A
     folder that an earlier start of this job owns counts as free. `job`: the launcher's name for this job."""

@@ -5,31 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import groupby
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
-from accordion.config import STRATEGIES, Place
-from accordion.describe import Report, UnitReport
+from accordion.describe import Report, human
 from accordion.output import lasting_stream
 from accordion.train.metrics import StepMetrics
 
 PLAIN_WIDTH = 110  # of tables without a terminal
 RECENT = 0.2  # weight of a new step in the moving average of step times, for the time left
 PLAIN_LINES = 100  # number of progress lines without a terminal
-
-
-def human(num_bytes: float) -> str:
-    """Return `num_bytes` as text with a binary unit: 1536 -> `1.5 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
 
 
 def lasting(seconds: float) -> str:
@@ -59,7 +47,7 @@ class Screen(AbstractContextManager["Screen"]):
         self._console.print(Text(text))
 
     def units(self, report: Report) -> None:
-        self._console.print(units_table(report))
+        self.note(str(report))
 
     def start(self, done: int, total: int) -> None:
         """Record that the run has `total` steps. If the output is a terminal, start the progress bar at `done` of them."""
@@ -121,41 +109,3 @@ class Screen(AbstractContextManager["Screen"]):
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
-
-
-def units_table(report: Report) -> Table:
-    """Return a table of bytes on a rank: a row for each run of equal units, one for all units, and one without sharding."""
-    strategy = STRATEGIES.get(report.strategy)
-    resident = strategy is not None and strategy.params is Place.REPLICATE
-    # Bytes on a rank: parameters, gradients, optimizer, permanent copies, and the gathered unit.
-    rows = list[tuple[UnitReport, tuple[int, ...]]]()
-    for unit in report.units:
-        always = unit.inner_shard_bytes + unit.secondary_bytes + (unit.full_bytes if resident else 0)
-        stored = (unit.parameter_bytes, unit.gradient_bytes, unit.optimizer_bytes, always)
-        rows.append((unit, (*stored, 0 if resident else unit.full_bytes)))
-    with_copies = any(row[3] for _, row in rows)
-    title = f"{report.strategy} over {report.world} ranks: bytes on each rank"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("unit")
-    for name in ("size", "weights", "gradients", "optimizer", *["copies"] * with_copies, "total", "gathered"):
-        table.add_column(name, justify="right", no_wrap=True)
-
-    def add(name: str, num_params: int, several: Sequence[tuple[int, ...]], style: str | None = None) -> None:
-        """Add one row to `table`, for the units in `several`. Each unit is a tuple of bytes: first those stored, one number for
-        each column, and last those gathered. The row has the sums of stored bytes, and the largest gathered ones."""
-        *stored, _ = map(sum, zip(*several, strict=True))
-        gathered = max(row[-1] for row in several)
-        cells = [*(human(n) for n in [*stored[: 3 + with_copies], sum(stored)]), human(gathered) if gathered else ""]
-        size = f"{num_params / 1e6:,.2f} M" if num_params < 1e9 else f"{num_params / 1e9:,.2f} B"
-        table.add_row(name, size, *cells, style=style)
-
-    for _, run in groupby(rows, key=lambda pair: (pair[0].kind, pair[1])):
-        equal_units = list(run)
-        first, last = equal_units[0][0].name, equal_units[-1][0].name.rpartition(".")[2]
-        name = first if len(equal_units) == 1 else f"{first}-{last}"
-        add(name, sum(unit.num_params for unit, _ in equal_units), [row for _, row in equal_units])
-    table.add_section()
-    add("all units", report.total_params, [row for _, row in rows], style="bold")
-    quarter = report.unsharded_bytes // 4  # parameters, gradients and two states of AdamW have equal bytes
-    add("without sharding", report.total_params, [(quarter, quarter, 2 * quarter, 0, 0)])
-    return table

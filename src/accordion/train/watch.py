@@ -23,13 +23,14 @@ from rich.text import Text
 
 from accordion import options as flags
 from accordion.checkpoint.prune import BEST
+from accordion.describe import human
 from accordion.errors import UsageError
 from accordion.observe.findings import findings
 from accordion.observe.trace import NOTHING, SHOWN, Trace
 from accordion.train.failures import FILES
 from accordion.train.metrics import METRICS, steps_in
 from accordion.train.run_files import config_of_run
-from accordion.train.screen import human, lasting
+from accordion.train.screen import lasting
 
 ABOUT = "Show runs as they go: accordion watch RUN_DIR ... (more than one: side by side). Ctrl-C ends the watch, not the run."
 EVERY_S = 1.0

@@ -44,7 +44,7 @@ class Position:
         if " at " not in doing:
             place = wording.place_of(traceback.walk_stack(frame)) if frame is not None else ""
             # While Python prints an uncaught error, the stack has been unwound; the error's traceback has the place.
-            if not place and (error := _last_error()) is not None:
+            if not place and (error := last_error()) is not None:
                 place = wording.place_of_error(error)
         current: Any = sys._current_exceptions().get(self._main)
         handled = current[1] if isinstance(current, tuple) else current  # 3.11 gives `sys.exc_info()`
@@ -149,7 +149,7 @@ class Hub:
         if self.is_closed:
             return
         is_exit = sys.is_finalizing() or not threading.main_thread().is_alive()
-        error = _last_error() if is_exit else sys.exception()
+        error = last_error() if is_exit else sys.exception()
         if is_exit and error is not None:
             self.explain(error)
             if advise(error):  # Python has printed the error
@@ -163,7 +163,7 @@ class Hub:
         nothing after a report of an end."""
         if self.is_closed or self._has_reported_end or threading.main_thread().is_alive():
             return
-        if (error := _last_error()) is None:
+        if (error := last_error()) is None:
             self.say_ended(wording.PROGRAM_END)
         else:
             self._say_failed(error)
@@ -356,7 +356,7 @@ def hubs_of_job() -> list[Hub]:
     return [lease.hub for lease in _torch.kept_with_job(KEPT) if not lease.hub.is_closed]
 
 
-def _last_error() -> BaseException | None:
+def last_error() -> BaseException | None:
     """Return the uncaught error that ended the program, which Python keeps until its exit; None without one."""
     error: BaseException | None = getattr(sys, "last_exc", getattr(sys, "last_value", None))
     # An interactive session keeps the last error of any statement. torch prints a warning that became an error like one that
