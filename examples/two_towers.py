@@ -46,39 +46,33 @@ class Towers(nn.Module):
         return seen, read
 
 
-class Data:
-    """Images (1797, 8, 8), texts (788, LONGEST) as numbers of letters, and the digits of both. The last fifth is held out."""
+def data() -> tuple[list[Tensor], list[Tensor]]:
+    """Return images (n, 8, 8), texts (m, LONGEST) and the digits of both, to train on and held out: the last fifth of each."""
+    names = dict[str, int]()
+    for character in map(chr, range(sys.maxunicode + 1)):
+        if (digit := unicodedata.digit(character, None)) is not None:
+            names[unicodedata.name(character)] = digit
+    texts = [[LETTERS.find(letter) + 1 for letter in name[-LONGEST:].rjust(LONGEST)] for name in names]
+    images = torch.from_numpy(load_digits().images).float().div(16)
+    parts = images, torch.tensor(texts), torch.from_numpy(load_digits().target), torch.tensor([*names.values()])
+    return [part[: len(part) * 4 // 5] for part in parts], [part[len(part) * 4 // 5 :] for part in parts]
 
-    def __init__(self) -> None:
-        names = dict[str, int]()
-        for character in map(chr, range(sys.maxunicode + 1)):
-            if (digit := unicodedata.digit(character, None)) is not None:
-                names[unicodedata.name(character)] = digit
-        texts = [[LETTERS.find(letter) + 1 for letter in name[-LONGEST:].rjust(LONGEST)] for name in names]
-        images, shown = load_digits(return_X_y=True)
-        self.images, self.shown = torch.from_numpy(images).float().div(16).view(-1, 8, 8), torch.from_numpy(shown)
-        self.texts, self.named = torch.tensor(texts), torch.tensor([*names.values()])
 
-    def rows(self, images: Tensor | slice, texts: Tensor | slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.images[images], self.texts[texts], self.shown[images], self.named[texts]
-
-    def held_out(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.rows(slice(len(self.images) * 4 // 5, None), slice(len(self.texts) * 4 // 5, None))
-
-    def batch(self, step: int, rank: int, world: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return this rank's images, none if it is its turn, its texts, and the digits of both."""
-        draw = torch.Generator().manual_seed(step * world + rank)
-        num_images, num_texts = 0 if step % world == rank else 48, int(torch.randint(16, 64, (), generator=draw))
-        images = torch.randint(len(self.images) * 4 // 5, (num_images,), generator=draw)
-        return self.rows(images, torch.randint(len(self.texts) * 4 // 5, (num_texts,), generator=draw))
+def batch_of(train: list[Tensor], step: int, rank: int, world: int) -> list[Tensor]:
+    """Return this rank's images, none if it is its turn, its texts, and the digits of both."""
+    images, texts, shown, named = train
+    draw = torch.Generator().manual_seed(step * world + rank)
+    i = torch.randint(len(images), (0 if step % world == rank else 48,), generator=draw)
+    t = torch.randint(len(texts), (int(torch.randint(16, 64, (), generator=draw)),), generator=draw)
+    return [images[i], texts[t], shown[i], named[t]]
 
 
 def of_all_ranks(own: Tensor) -> Tensor:
     """Return the rows of all ranks, in the order of ranks. Only those of this rank have a gradient."""
-    counts = torch.zeros(dist.get_world_size(), dtype=torch.long, device=own.device)
-    counts[dist.get_rank()] = len(own)
-    dist.all_reduce(counts)
-    rank, counts = dist.get_rank(), counts.tolist()
+    rank, numbers = dist.get_rank(), torch.zeros(dist.get_world_size(), dtype=torch.long, device=own.device)
+    numbers[rank] = len(own)
+    dist.all_reduce(numbers)
+    counts = numbers.tolist()
     rows = F.pad(own, (0, 0, sum(counts[:rank]), sum(counts[rank + 1 :])))  # zeros in place of other ranks' rows
     every = rows.detach().clone()
     dist.all_reduce(every)
@@ -107,11 +101,11 @@ def shard_towers() -> nn.Module:
 
 def train(steps: int = 300) -> float:
     """Train on the ranks of the process group; return the share of held-out images whose nearest held-out name is right."""
-    model, data = shard_towers(), Data()
+    model, (train_data, held_out) = shard_towers(), data()
     device = next(model.parameters()).device
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
     for step in range(steps):
-        batch = [values.to(device) for values in data.batch(step, dist.get_rank(), dist.get_world_size())]
+        batch = [part.to(device) for part in batch_of(train_data, step, dist.get_rank(), dist.get_world_size())]
         loss = loss_of(model, *batch)
         loss.backward()
         optimizer.step()
@@ -120,7 +114,7 @@ def train(steps: int = 300) -> float:
             print(
                 f"step {step + 1}, rank {dist.get_rank()}: {len(batch[0])} images, {len(batch[1])} texts, loss {loss:.3f}"
             )
-    images, texts, shown, named = (values.to(device) for values in data.held_out())
+    images, texts, shown, named = (part.to(device) for part in held_out)
     with torch.no_grad():
         seen, read = model(images, texts)
     return (named[(seen @ read.T).argmax(1)] == shown).float().mean().item()
