@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accordion as acc
 
-EPOCHS, BATCH = 12, 32  # images in a batch of one rank
+EPOCHS, BATCH = 8, 32  # images in a batch of one rank
 
 
 class Net(nn.Module):

@@ -1,4 +1,6 @@
-"""A mixture of experts on the source of Python's standard library: torchrun --nproc-per-node 2 examples/mixture_of_experts.py
+"""A mixture of experts on the source of Python's standard library:
+
+torchrun --nproc-per-node 2 examples/mixture_of_experts.py [STEPS]
 
 The model is a small Mixtral of transformers with random weights: a router sends each byte of the text to two of eight experts.
 Every rank has other text, so its experts have other numbers of tokens; all ranks shard the parameters of all experts. Prints
@@ -6,6 +8,7 @@ the loss of modules that are not trained on, in bits for a byte, and how many of
 """
 
 import math
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -16,7 +19,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import accordion as acc
 
-STEPS, BATCH, LENGTH = 100, 8, 128  # sequences in a batch of one rank; bytes in a sequence
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+BATCH, LENGTH = 8, 128  # sequences in a batch of one rank; bytes in a sequence
 
 
 def text() -> tuple[Tensor, Tensor]:
@@ -53,7 +57,7 @@ for step in range(STEPS):
     acc.clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    if dist.get_rank() == 0 and step % 20 == 19:
+    if dist.get_rank() == 0 and step % 50 == 49:
         print(f"step {step + 1}: loss {loss.item():.3f}")
 
 model.eval()

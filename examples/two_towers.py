@@ -23,24 +23,15 @@ WIDTH, LONGEST, SHARPNESS = 32, 40, 10.0  # size of the features; letters of a n
 LETTERS = " -ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-class ImageTower(nn.Sequential):  # (images, 8, 8) -> (images, WIDTH)
-    def __init__(self) -> None:
-        convolution = nn.Unflatten(1, (1, 8)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
-        super().__init__(*convolution, nn.Linear(32 * 16, 64), nn.ReLU(), nn.Linear(64, WIDTH))
-
-
-class TextTower(nn.Sequential):  # (texts, LONGEST) -> (texts, WIDTH)
-    def __init__(self) -> None:
-        letters = nn.Embedding(len(LETTERS) + 1, 16), nn.Flatten()
-        super().__init__(*letters, nn.Linear(LONGEST * 16, 64), nn.ReLU(), nn.Linear(64, WIDTH))
-
-
 class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.images, self.texts = ImageTower(), TextTower()
+        convolution = nn.Unflatten(1, (1, 8)), nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+        self.images = nn.Sequential(*convolution, nn.Linear(32 * 16, 64), nn.ReLU(), nn.Linear(64, WIDTH))
+        letters = nn.Embedding(len(LETTERS) + 1, 16), nn.Flatten()
+        self.texts = nn.Sequential(*letters, nn.Linear(LONGEST * 16, 64), nn.ReLU(), nn.Linear(64, WIDTH))
 
-    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:  # features (images or texts, WIDTH)
         read = F.normalize(self.texts(texts), dim=-1)
         seen = F.normalize(self.images(images), dim=-1) if len(images) else read[:0]  # skips the tower without images
         return seen, read
@@ -96,7 +87,7 @@ def loss_of(model: nn.Module, images: Tensor, texts: Tensor, shown: Tensor, name
 def shard_towers() -> nn.Module:
     """Return the sharded model. Gradients are summed, because each rank has those of its own rows."""
     torch.manual_seed(0)
-    return acc.shard(Towers(), units={ImageTower, TextTower}, reduce_op="sum")
+    return acc.shard(Towers(), units=lambda name, module: name in ("images", "texts"), reduce_op="sum")
 
 
 def train(steps: int = 300) -> float:

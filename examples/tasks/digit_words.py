@@ -1,6 +1,6 @@
 """An encoder-decoder that reads a handwritten digit and spells its name:
 
-accordion train --task examples/tasks/digit_words.py --train.steps 300 --train.micro_batch 64 --train.lr 3e-3
+accordion train --task examples/tasks/digit_words.py --train.steps 400 --train.micro_batch 64 --train.lr 2e-3
 
 The encoder of a small T5 with random weights reads the rows and columns of an image of scikit-learn's digits; the decoder
 writes "three", letter by letter. The validation generates the names of 360 images that are not trained on, with full

@@ -1,6 +1,6 @@
 """A vision transformer on scikit-learn's digits:
 
-accordion train --task examples/tasks/vision_transformer.py --train.steps 300 --train.micro_batch 64 --train.lr 3e-3
+accordion train --task examples/tasks/vision_transformer.py --train.steps 400 --train.micro_batch 64 --train.lr 2e-3
 
 The model is transformers' ViT with random weights; its blocks are the units. The validation shows the accuracy on 360
 images that are not trained on. Takes scikit-learn.
