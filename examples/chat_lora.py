@@ -1,7 +1,7 @@
 """Fine-tune on chats with LoRA, from data to answers: what does each function of numpy do?
 
 python examples/chat_lora.py chat
-accordion train --data.path chat/docs.jsonl --model.preset llama-tiny --train.steps 300 --train.lr 3e-3 --run.dir chat/base
+accordion train --data.path chat/docs.jsonl --model.preset llama-tiny --train.steps 200 --train.lr 3e-3 --run.dir chat/base
 accordion export chat/base chat/llama
 accordion train --model.path chat/llama --model.init pretrained --data.path chat/talks.jsonl --data.format chat
     --data.chat_template chat/template.jinja --adapter lora --train.steps 100 --train.lr 1e-2 --run.dir chat/run

@@ -85,9 +85,9 @@ def loss_of(model: nn.Module, images: Tensor, texts: Tensor, shown: Tensor, name
 
 
 def shard_towers() -> nn.Module:
-    """Return the sharded model. Gradients are summed, because each rank has those of its own rows."""
-    torch.manual_seed(0)
-    return acc.shard(Towers(), units=lambda name, module: name in ("images", "texts"), reduce_op="sum")
+    """Return the sharded model. With `debug="order"` a rank may lack images for the first time in any step."""
+    torch.manual_seed(0)  # gradients are summed, because each rank has those of its own rows
+    return acc.shard(Towers(), units=lambda name, _: name in ("images", "texts"), reduce_op="sum", debug="order")
 
 
 def train(steps: int = 300) -> float:
