@@ -53,10 +53,12 @@ class Task:
     Args:
         width: of the model
         layers: of the encoder, and of the decoder
+        held_out: images for validation
     """
 
     width: int = 64
     layers: int = 2
+    held_out: int = 360
 
     def model(self):
         return Reader(self.width, self.layers)
@@ -67,7 +69,7 @@ class Task:
             torch.from_numpy(data.images).float().div(16),
             torch.tensor([*map(tokens_of, NAMES)])[data.target],
         )
-        train, held_out, *labels = train_test_split(images, names, test_size=0.2, random_state=0)
+        train, held_out, *labels = train_test_split(images, names, test_size=self.held_out, random_state=0)
         return TensorDataset(train, labels[0]) if split == "train" else TensorDataset(held_out, labels[1])
 
     def loss(self, model, batch):

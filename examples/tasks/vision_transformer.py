@@ -24,11 +24,13 @@ class Task:
         width: of the hidden states
         layers: number of transformer blocks
         patch: side of a patch, in pixels of the 8 x 8
+        held_out: images for validation
     """
 
     width: int = 48
     layers: int = 3
     patch: int = 2
+    held_out: int = 360
 
     def model(self):
         sizes = {"hidden_size": self.width, "intermediate_size": 2 * self.width, "num_hidden_layers": self.layers}
@@ -39,7 +41,7 @@ class Task:
         data = load_digits()  # 1,797 images of 8 x 8 values from 0 to 16
         images = torch.from_numpy(data.images).float().div(8).sub(1).unsqueeze(1)
         train, held_out, *labels = train_test_split(
-            images, torch.from_numpy(data.target), test_size=0.2, random_state=0
+            images, torch.from_numpy(data.target), test_size=self.held_out, random_state=0
         )
         return TensorDataset(train, labels[0]) if split == "train" else TensorDataset(held_out, labels[1])
 

@@ -141,8 +141,8 @@ def test_an_optimizer_by_class_path_trains_on_text(place: Path) -> None:
 # -- the examples
 
 EXAMPLES = {
-    "vision_transformer": (["--task.width", "16", "--task.layers", "1"], "accuracy"),
-    "digit_words": (["--task.width", "16", "--task.layers", "1"], "spelled"),
+    "vision_transformer": (["--task.width", "16", "--task.layers", "1", "--task.held_out", "24"], "accuracy"),
+    "digit_words": (["--task.width", "16", "--task.layers", "1", "--task.held_out", "24"], "spelled"),
 }
 GLOBAL_BATCH, STEPS = 12, 6
 
@@ -168,7 +168,7 @@ def test_examples_train_as_one_process_does(place: Path, capfd: pytest.CaptureFi
     """Two ranks of six samples against one process of twelve; names of digits are not equally long."""
     pytest.importorskip("sklearn")
     flags, merit = EXAMPLES[name]
-    words = ["train", "--task", str(TASKS / f"{name}.py"), *flags, "--train.clip", "0", "--train.validation_rows", "24"]
+    words = ["train", "--task", str(TASKS / f"{name}.py"), *flags, "--train.clip", "0"]
     words += ["--train.steps", str(STEPS), "--train.micro_batch", str(GLOBAL_BATCH // 2), "--run.dir", name]
     words += ["--optimizer", "torch.optim.SGD", "--optimizer.lr", "0.05", "--optimizer.momentum", "0.9"]
     assert cli.main([*words, "--launch.device", "cpu", "--launch.nproc", "2", *forked.UNTRACKED]) == 0
@@ -176,7 +176,7 @@ def test_examples_train_as_one_process_does(place: Path, capfd: pytest.CaptureFi
     assert shown is not None
     assert 0 <= float(shown[1]) <= 1
     torch.manual_seed(0)
-    task = runpy.run_path(str(TASKS / f"{name}.py"))["Task"](width=16, layers=1)
+    task = runpy.run_path(str(TASKS / f"{name}.py"))["Task"](width=16, layers=1, held_out=24)
     model = task.model().train()
     task.optimizer = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     expected = plain(task, model, STEPS, GLOBAL_BATCH)
