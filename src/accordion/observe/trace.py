@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from statistics import median
 
@@ -50,6 +51,10 @@ class Trace:
     def html(self, path: str | Path, plan: Trace | None = None) -> None:
         """Write the trace as one self-contained HTML page. `plan`: `acc.plan(...).trace()`, whose memory is drawn as well."""
         write_text(path, as_html(self.recorded(), None if plan is None else plan.recorded()[0]))
+
+    def _repr_html_(self) -> str:
+        """Return the page in a frame, which a notebook shows if a cell ends with the trace."""
+        return f'<iframe srcdoc="{escape(as_html(self.recorded()))}" style="width: 100%; height: 800px; border: 0"></iframe>'
 
     def perfetto(self, path: str | Path) -> None:
         """Write the trace as Chrome JSON, for ui.perfetto.dev."""
