@@ -64,3 +64,5 @@ def test_a_run_in_the_programs_group_saves_where_one_rank_asks_and_leaves_the_gr
     assert latest(tmp_path / "run" / "checkpoints") == fit.checkpoint
     assert dist.group.WORLD is group
     dist.barrier()
+    fit = in_a_thread(tmp_path / "run", 9, None)
+    assert (fit.state, fit.step) == ("finished", 9), fit

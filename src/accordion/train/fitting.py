@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,7 +53,8 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any], on_step
     job: JobConfig = made(JobConfig, values)
     check(job)
     store: Store | None
-    place, store = launch.place_in_group() if dist.is_initialized() else (launch.place_of(os.environ), None)
+    in_group = dist.is_initialized()
+    place, store = launch.place_in_group() if in_group else (launch.place_of(os.environ), None)
     if place is None and job.launch.nproc > 1:
         raise UsageError(
             f"launch.nproc is {job.launch.nproc}, and fit trains in its own process; start the program with torchrun "
@@ -73,7 +74,8 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any], on_step
         place, store, lambda: prepare(job, place, cache, screen, named=named, began_s=began_s, task=task)
     )
     with Signals() as signals:
-        with ExitStack() as cleanups, _reported_to_other_ranks():
+        # A rank that has reported its end can do nothing more in its group, so a program reports in its own group itself.
+        with ExitStack() as cleanups, nullcontext() if in_group else _reported_to_other_ranks():
             outcome = loop.trained(place, store, prepared, device, signals, cleanups, on_step)
         if outcome.state == "preempted" and threading.current_thread() is threading.main_thread():
             sys.exit(PREEMPTED)

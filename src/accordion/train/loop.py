@@ -90,9 +90,7 @@ def trained(
     return outcome
 
 
-def _steps(
-    run: Run, saves: RunSaves, log: MetricsLog | None, done: int, on_step: OnStep | None
-) -> tuple[int, Outcome]:
+def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, on_step: OnStep | None) -> tuple[int, Outcome]:
     """Run the steps after the first `done`. Returns (number of steps done, outcome)."""
     screen = run.screen
 
