@@ -283,7 +283,7 @@ BUDGETS = {
     "sequence": 490,
     "shard": 1500,
     "tasks": 500,
-    "train": 5920,
+    "train": 6000,
     "weights": 2130,
     "workers": 310,
     "files beside them": 2720,
