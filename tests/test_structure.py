@@ -285,7 +285,7 @@ BUDGETS = {
     "sequence": 560,
     "shard": 1500,
     "tasks": 500,
-    "train": 5930,
+    "train": 6010,
     "weights": 2130,
     "workers": 310,
     "files beside them": 2920,

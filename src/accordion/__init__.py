@@ -34,6 +34,10 @@ class _Package(ModuleType):
         if not (name in SHADOWED and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
+    # cloudpickle, by which Ray ships functions, stores a module by name only if it is of no subclass.
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return import_module, ("accordion",)
+
 
 # Functions; an import of the submodules of these names would replace them.
 SHADOWED = ("describe", "observe", "plan", "shard")

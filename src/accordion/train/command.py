@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ ABOUT = (
     "Train a causal language model, sharded over ranks, on text. Without arguments: a Llama of 10 M parameters on the Python "
     "standard library's source, on every GPU found or on two CPU ranks."
 )
+PET = {"PET_NNODES", "PET_NPROC_PER_NODE"}  # torchrun's options as variables, which Kubeflow Trainer sets
 PRINTS = ("--print_config", "--print-config")
 FLAGS = {
     "--task": ("my_task.py", "train your own task: file.py, file.py:Name or package.module:Name (docs/tasks.md)"),
@@ -107,7 +109,8 @@ def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
     """Run the subcommand, and return the exit code. Starts all ranks, unless torchrun or srun started this process: then it is
-    one rank, and if its code is not 0, it ends at once, without a return."""
+    one rank, and if its code is not 0, it ends at once, without a return. If `environ` has torchrun's variables for the number of
+    ranks, this process becomes a torchrun that runs the same command."""
     began_s = time.time()
     values = _values(words)
     config, named, cache = _config_of(values), frozenset(values), cache_folder(environ)
@@ -115,6 +118,9 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     if launch.place_of(environ) is not None:
         launch.guarded(_started_rank, config, named, cache, began_s)
         return 0
+    if not PET.isdisjoint(environ):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "-m", "accordion", "train"]
+        os.execv(sys.executable, [*torchrun, *words])
     try:
         with launch.Forwarding() as signals:
             device, world = launch.choose(config.launch, None, devices_here())

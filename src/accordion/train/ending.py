@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"; the same command resumes from what was saved
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # with which schedulers announce the end of a job
-GOES_ON, TIME_IS_OVER, IS_PREEMPTED = 0, 1, 2  # wishes of a rank; the largest of all ranks decides
+GOES_ON, SAVES, TIME_IS_OVER, IS_PREEMPTED = range(4)  # wishes of a rank; the largest of all ranks decides
 SLOW_DISK = 100e6  # bytes/s; assumed speed of a rank's writes until a save was measured
 
 
@@ -40,8 +40,9 @@ class Signals(AbstractContextManager["Signals"]):
 
 
 class Ending:
-    """Decides if the run ends early, because of a signal or the time limit, after the same step on all ranks: the ranks exchange
-    `wish()` with the metrics of a step, and each passes the largest to `decide`."""
+    """Decides if the run ends early, because of a signal or the time limit, or saves because `ask` was called, after the same
+    step on all ranks: the ranks exchange `wish()` with the metrics of a step, and each passes the largest to `decide`.
+    `decided`: `GOES_ON`, or why the run ends. `saves`: a save was asked for; set it to False after a save."""
 
     def __init__(self, signals: Signals, *, hours: float, began_s: float, state_bytes: int) -> None:
         """`hours`: time limit, counted from `began_s` (`time.time`); 0: no limit. `state_bytes`: bytes that this rank writes into
@@ -49,25 +50,35 @@ class Ending:
         self._signals, self._limit_s, self._began_s = signals, 3600 * hours, began_s
         self._longest_s = {"step": 0.0, "validation": 0.0, "save": 0.0}
         self._first_save_s = state_bytes / SLOW_DISK
-        self.decided = GOES_ON
+        self.decided, self.saves = GOES_ON, False
+        self._asks = self._asked = False
 
     def took(self, what: Literal["step", "validation", "save"], seconds: float) -> None:
         self._longest_s[what] = max(self._longest_s[what], seconds)
 
     def wish(self) -> int:
-        """Return `IS_PREEMPTED` after a signal, `TIME_IS_OVER` if another step may pass the time limit, else `GOES_ON`."""
+        """Return `IS_PREEMPTED` after a signal, `TIME_IS_OVER` if another step may pass the time limit, `SAVES` if the last call
+        of `ask` asks for a save, else `GOES_ON`."""
         if self._signals.came:
             return IS_PREEMPTED
+        goes_on = SAVES if self._asks else GOES_ON
         if not self._limit_s:
-            return GOES_ON
+            return goes_on
         # Two steps, because an accelerator's figures are read one step later; two saves, because one may be under way.
         longest_s = self._longest_s
         needed_s = 2 * longest_s["step"] + longest_s["validation"] + 2 * (longest_s["save"] or self._first_save_s)
-        return TIME_IS_OVER if time.time() + needed_s > self._began_s + self._limit_s else GOES_ON
+        return TIME_IS_OVER if time.time() + needed_s > self._began_s + self._limit_s else goes_on
+
+    def ask(self, save: bool) -> None:
+        """Ask for a save after the next step if `save` is True and was not True at the last call. Call it once a step."""
+        self._asks, self._asked = save and not self._asked, save
 
     def decide(self, most: int) -> None:
-        """Record the largest wish of all ranks, `most`, in `decided`. Does nothing if `decided` is already larger."""
-        self.decided = max(self.decided, most)
+        """Record the largest wish of all ranks, `most`: `SAVES` in `saves`, others in `decided` unless that is larger already."""
+        if most == SAVES:
+            self.saves = True
+        else:
+            self.decided = max(self.decided, most)
 
 
 class Best:

@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accordion.train.fitting import Fit
 
 
-def fit(task: object, config: str | os.PathLike[str] | None = None, options: Mapping[str, Any] | None = None) -> Fit:
+def fit(
+    task: object,
+    config: str | os.PathLike[str] | None = None,
+    options: Mapping[str, Any] | None = None,
+    *,
+    on_step: Callable[[dict[str, float]], bool | None] | None = None,
+) -> Fit:
     """Train `task` as `accordion train --task` does, in the calling processes, and return the result of the run.
 
-    Under torchrun or srun every process calls it and is one rank; otherwise this process is the only rank. Creates the process
-    group and destroys it at the end. `task`: object with `model`, `dataset` and `loss`, see docs/tasks.md. `config`: a run file.
-    `options`: keys of run files, such as `{"train.steps": 50}`, which override the file.
+    If the program has a process group, each of its ranks calls this and trains in that group, on its current device; the group
+    stays, and `launch.timeout_s` has no effect. Otherwise creates a group and destroys it at the end: under torchrun or srun
+    every process calls this and is one rank, else this process is the only rank.
 
-    Raises `UsageError` for mistakes in the arguments, before the first step, and if there is a process group already. Raises
-    `CheckpointError`, `NonFiniteError` and `DivergenceError` as the command does, and exceptions of the task's own code. If a
-    signal (SIGTERM, SIGUSR1) ends the run, it saves and raises `SystemExit(75)`: a launcher then starts the program again, and
-    the same call resumes. The program's own signal handlers are replaced during the run, and restored before this returns or
-    raises. Needs `pip install 'accordion-fsdp[train]'`.
+    Args:
+        task: object with `model`, `dataset` and `loss`, see docs/tasks.md.
+        config: path of a run file.
+        options: keys of run files, such as `{"train.steps": 50}`, which override the file.
+        on_step: called on every rank after each step with the metrics of `metrics.jsonl` by name (`step`, `loss`, ...), for
+            example `ray.train.report`. If it returns True on any rank, all ranks save a checkpoint after one of the next two
+            steps and go on; while it keeps returning True, they save no second time.
+
+    In the main thread, a signal (SIGTERM, SIGUSR1) saves, ends the run and raises `SystemExit(75)`: a launcher then starts the
+    program again, and the same call resumes. The program's own signal handlers are replaced during the run, and restored before
+    this returns or raises. In another thread, such as a worker's of Ray Train, signals are left to the program, and
+    `SystemExit` is never raised.
+
+    Raises `UsageError` for mistakes in the arguments, before the first step. Raises `CheckpointError`, `NonFiniteError` and
+    `DivergenceError` as the command does, and exceptions of the task's own code and of `on_step`. Needs `pip install
+    'accordion-fsdp[train]'`.
     """
     from accordion.train.fitting import fitted
 
-    return fitted(task, None if config is None else os.fspath(config), options or {})
+    return fitted(task, None if config is None else os.fspath(config), options or {}, on_step)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +33,9 @@ from accordion.train.screen import Screen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Result of a run. `state`: "finished", or "stopped" for the reason `why`. `step`: the last step. `loss`: its mean loss.
-    `checkpoint`: path of the newest checkpoint, for `accordion.load`."""
+    """Result of a run. `state`: "finished", "stopped" for the reason `why`, or, if `fit` ran outside of the main thread, also
+    "preempted". `step`: the last step. `loss`: its mean loss. `checkpoint`: path of the newest checkpoint, for
+    `accordion.load`."""
 
     run_dir: str
     state: str
@@ -43,16 +45,16 @@ class Fit:
     checkpoint: str | None
 
 
-def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
+def fitted(task: object, config: str | None, options: Mapping[str, Any], on_step: loop.OnStep | None) -> Fit:
     """Train `task` in the calling processes and return the result: see `accordion.fit`. `config`: a run file. `options`: keys
     that override it. If a signal ends the run, saves and raises `SystemExit(PREEMPTED)`."""
     began_s, cache = time.time(), cache_folder(os.environ)
-    if dist.is_initialized():
-        raise UsageError("fit creates the process group itself, but there is one; call it without init_process_group.")
     values = _values(config, options)
     job: JobConfig = made(JobConfig, values)
     check(job)
-    place = launch.place_of(os.environ)
+    store: Store | None
+    in_group = dist.is_initialized()
+    place, store = launch.place_in_group() if in_group else (launch.place_of(os.environ), None)
     if place is None and job.launch.nproc > 1:
         raise UsageError(
             f"launch.nproc is {job.launch.nproc}, and fit trains in its own process; start the program with torchrun "
@@ -62,20 +64,20 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any]) -> Fit:
     device, world = launch.choose(alone, place, devices_here())
     named = frozenset(values)
     job = translated(job, named, world)
-    store: Store
     screen = Screen(speaks=place is None or place.rank == 0)
     if place is None:
         place, store = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit"), HashStore()
-    else:
+    elif store is None:
         store = launch.joined(place)
+        launch.give_up_store(store, job.launch.timeout_s)
     prepared = launch.once_per_host(
         place, store, lambda: prepare(job, place, cache, screen, named=named, began_s=began_s, task=task)
     )
-    launch.give_up_store(store, job.launch.timeout_s)
     with Signals() as signals:
-        with ExitStack() as cleanups, _reported_to_other_ranks():
-            outcome = loop.trained(place, store, prepared, device, signals, cleanups)
-        if outcome.state == "preempted":
+        # A rank that has reported its end can do nothing more in its group, so a program reports in its own group itself.
+        with ExitStack() as cleanups, nullcontext() if in_group else _reported_to_other_ranks():
+            outcome = loop.trained(place, store, prepared, device, signals, cleanups, on_step)
+        if outcome.state == "preempted" and threading.current_thread() is threading.main_thread():
             sys.exit(PREEMPTED)
     return _result(prepared, outcome)
 

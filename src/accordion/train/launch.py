@@ -34,6 +34,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from accordion import _torch
 from accordion.devices import Devices, backend_of, devices_named, num_cores
 from accordion.errors import AccordionError, DivergenceError, UsageError, advise
 from accordion.garbage import end_with_one_collection
@@ -139,6 +140,24 @@ def job_of(environ: Mapping[str, str]) -> str | None:
         return f"torchrun {torchrun}"
     job, step = environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     return None if job is None or step is None else f"srun {job}.{step}"
+
+
+def place_in_group() -> tuple[RankPlace, Store]:
+    """Return this rank's place in the program's process group, and the group's store with a prefix of keys that no other call
+    used. Collective."""
+    rank, word = dist.get_rank(), secrets.token_hex(8)
+    of_ranks = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (socket.gethostname(), word))
+    here = [other for other, (host, _) in enumerate(of_ranks) if host == of_ranks[rank][0]]
+    place = RankPlace(
+        rank=rank,
+        world=len(of_ranks),
+        local_rank=here.index(rank),
+        local_world=len(here),
+        starter="the program",
+        job=job_of(os.environ),
+    )
+    return place, PrefixStore(of_ranks[0][1], _torch.default_store())
 
 
 def first_host(nodes: str) -> str:

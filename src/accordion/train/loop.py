@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
@@ -30,6 +31,8 @@ from accordion.train.steps import Steps
 from accordion.train.trackers import trackers_of
 
 OBSERVED = 3  # steps that `train.observe` records
+OnStep = Callable[[dict[str, float]], bool | None]
+"""Function that a program passes to `fit`, called with the metrics of each step; if it returns True, the run saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +51,17 @@ def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals
 
 
 def trained(
-    place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals, cleanups: ExitStack
+    place: RankPlace,
+    store: Store,
+    prepared: Prepared,
+    kind: str,
+    signals: Signals,
+    cleanups: ExitStack,
+    on_step: OnStep | None = None,
 ) -> Outcome:
-    """Train on one rank and return the outcome. Collective. `kind`: type of device. `cleanups`: gets the callbacks that release
-    the folders and destroy the process group; closed here, unless an error is raised."""
+    """Train on one rank and return the outcome. Collective. If there is a process group, trains in that, on the current device of
+    type `kind`. `cleanups`: gets the callbacks that release the folders and destroy the process group unless there was one
+    before; closed here, unless an error is raised."""
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -59,8 +69,11 @@ def trained(
         if claim is not None:
             cleanups.callback(claim.release)
         stack.enter_context(recorded(prepared.run_dir, place.rank, place.world))
-        device = join_group(place, store, kind, config.launch.timeout_s)
-        cleanups.callback(dist.destroy_process_group)
+        if dist.is_initialized():  # the program's own
+            device = torch.device(kind, 0 if kind == "cpu" else torch.accelerator.current_device_index())
+        else:
+            device = join_group(place, store, kind, config.launch.timeout_s)
+            cleanups.callback(dist.destroy_process_group)
         agree(prepared, place)
         run = run_of(prepared, place, device, signals, screen)
         saves = RunSaves(run)
@@ -70,14 +83,14 @@ def trained(
             screen.note(line)
         done = saves.resume()
         log = stack.enter_context(_open_record(run, done)) if place.rank == 0 else None
-        step, outcome = _steps(run, saves, log, done)
+        step, outcome = _steps(run, saves, log, done, on_step)
         _finish(run, saves, log, step, outcome)
         dist.barrier()  # the first rank that exits with a code of its own may have its launcher end the others
     cleanups.close()
     return outcome
 
 
-def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int) -> tuple[int, Outcome]:
+def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, on_step: OnStep | None) -> tuple[int, Outcome]:
     """Run the steps after the first `done`. Returns (number of steps done, outcome)."""
     screen = run.screen
 
@@ -86,6 +99,8 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int) -> tupl
         run.ending.took("step", metrics.step_s)
         if log is not None:
             log.step(metrics)
+        if on_step is not None:
+            run.ending.ask(bool(on_step(metrics.values())))
 
     screen.start(done, run.config.train.steps)
     steps, step, over = Steps(run, saves, record), done, _over(run, done)
@@ -133,12 +148,13 @@ def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: Metrics
     due = due or (step == options.steps and options.keep_best)
     is_best = due and not run.ending.decided and _validate(run, step, log)
     over = _over(run, step)
-    saved = over is not None or _due(run.config.checkpoint.every, step)
+    saved = over is not None or run.ending.saves or _due(run.config.checkpoint.every, step)
     if is_best and not saved:
         saves.save(step, last=False, name=BEST)
     if saved:
         steps.settle()
         saves.save(step, last=over is not None)
+        run.ending.saves = False
     if over is None and _due(options.sample_every, step):
         steps.settle()
         run.screen.note(f"after {step} steps:")

@@ -34,6 +34,10 @@ class StepMetrics:
     peak_bytes: int
     skipped: bool
 
+    def values(self) -> dict[str, float]:
+        """Return name -> value of the metrics that the run has."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
@@ -81,7 +85,7 @@ class MetricsLog:
 
     def step(self, metrics: StepMetrics) -> None:
         """Record one step. Values that are not finite are null in the file, and not passed to trackers."""
-        values = {k: v if math.isfinite(v) else None for k, v in asdict(metrics).items() if v is not None}
+        values = {k: v if math.isfinite(v) else None for k, v in metrics.values().items()}
         try:
             if self._path is not None:
                 with self._path.open("a") as file:

@@ -35,18 +35,18 @@ class Position:
         self.doing: str | None = None
         self.phase = ""
         self.may_wait_on_device = False  # such a wait never ends, so the hub's thread logs which rank will not join
-        self._main = threading.main_thread().ident or 0
+        self._thread = threading.get_ident()  # that shards the model; Ray Train's is not the main one
 
     def __str__(self) -> str:
         doing = self.doing or ("is in the model" if self.phase.startswith("in ") else "is outside of the model")
-        frame = sys._current_frames().get(self._main)
+        frame = sys._current_frames().get(self._thread)
         place = ""
         if " at " not in doing:
             place = wording.place_of(traceback.walk_stack(frame)) if frame is not None else ""
             # While Python prints an uncaught error, the stack has been unwound; the error's traceback has the place.
             if not place and (error := last_error()) is not None:
                 place = wording.place_of_error(error)
-        current: Any = sys._current_exceptions().get(self._main)
+        current: Any = sys._current_exceptions().get(self._thread)
         handled = current[1] if isinstance(current, tuple) else current  # 3.11 gives `sys.exc_info()`
         return " ".join(text for text in (doing, self.phase, place) if text) + wording.while_handling(handled)
 
