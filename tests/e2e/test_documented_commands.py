@@ -1,4 +1,4 @@
-"""Every command in the README, the guide, docs/strategies.md and docs/first-gpu-run.md runs, or exists with the options that it is given."""
+"""Every command in the README, the guide and two other pages runs, or exists with the options that it is given."""
 
 from __future__ import annotations
 
