@@ -322,6 +322,8 @@ def test_blocks_run(
     output = capfd.readouterr()
     assert code == 0, output.err
     if first_run:
-        one, two = re.findall(r"^(\d.*?\n\d.*?\n(?:step .*\n)+)", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        one, two = re.findall(
+            r"^(\d.*?\n\d.*?\n(?:step .*\n)+)", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE
+        )
         assert two in output.out
         assert one.splitlines()[2:] == two.splitlines()[2:]
