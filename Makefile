@@ -7,7 +7,10 @@ UNCOMPILED := /(tests|models|moto|_inductor|pip|setuptools|mypy|mypyc)/
 # All tests of a file run in one worker, since they share fixtures. Each worker has its own four ranks.
 WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
-LINTED := src tests benchmarks
+LINTED := src tests benchmarks docs/draw.py
+
+# What the site shows, or links to.
+PAGES := ':(glob)*.md' docs examples 'src/*.md' 'tests/*.md' 'benchmarks/*.md'
 
 TORCH ?= 2.15.0  # for `make test-torch`, which makes a separate environment for each version
 OTHER = .venv-torch-$(strip $(TORCH))
@@ -23,7 +26,7 @@ STRICT := tests/engine/test_grid.py tests/offload/test_every_strategy.py  # free
 SEEDS := 0:100 1:0 2:30 3:300 4:1000  # SIM_SEED:SIM_DELAY_US; tests/sim runs with each pair
 SEED := $(shell echo $$$$)  # for all other tests; make prints it
 
-.PHONY: train test test-torch test-all test-sim lint format clean
+.PHONY: train test test-torch test-all test-sim lint docs format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -61,9 +64,14 @@ lint: $(STAMP)
 	$(BIN)/python -m ruff format --check $(LINTED)
 	$(BIN)/python -m mypy
 
+docs: $(STAMP)  # the site in build/site; a link that leads nowhere is an error
+	rm -rf build/pages build/site && mkdir -p build/pages
+	git ls-files -co --exclude-standard -- $(PAGES) | tar cf - -T - | tar xf - -C build/pages
+	$(BIN)/zensical build --clean --strict
+
 format: $(STAMP)
 	$(BIN)/python -m ruff format $(LINTED)
 	$(BIN)/python -m ruff check --fix $(LINTED)
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) .venv-torch-* build dist .cache .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

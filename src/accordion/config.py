@@ -157,9 +157,10 @@ class Offload:
         activations: place, until the recomputation, of the inputs of units that `checkpoint_activations` recomputes
         step: "host" steps on the CPU, during the next forward; "device" copies the states to the device, chunk by
             chunk. None: "host" if `optimizer` is off the device
-        device_bytes, host_bytes: bytes of this rank up to which offloaded state stays on the device, or on the host instead
-            of the disk: parameters first, then gradients, then states, each from the first unit on. With `host_bytes` alone
-            and nothing on disk, units that do not fit on the host stay on the device
+        device_bytes: bytes of this rank up to which offloaded state stays on the device: parameters first, then gradients,
+            then states, each from the first unit on
+        host_bytes: the same for state that stays on the host instead of the disk. Alone and with nothing on disk: units that
+            do not fit on the host stay on the device
         overrides: class or name of a unit -> its own `Offload`
     """
 

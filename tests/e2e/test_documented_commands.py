@@ -1,4 +1,4 @@
-"""Every command in the README, the guide and docs/first-gpu-run.md runs, or exists with the options that it is given."""
+"""Every command in the README, the guide and two other pages runs, or exists with the options that it is given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.sample import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "docs" / "strategies.md"]
 README = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 GPU_RUN = (ROOT / "docs" / "first-gpu-run.md").read_text(encoding="utf-8")
 

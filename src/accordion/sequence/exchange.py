@@ -38,8 +38,9 @@ def sequence_attention(
 
     Args:
         q: (batch, heads, tokens of this rank, head dim). The number of heads must be a multiple of the ranks of `mesh`.
-        k, v: the same with the number of key/value heads, which divides that of heads. If it is no multiple of the ranks, each
+        k: the same with the number of key/value heads, which divides that of heads. If it is no multiple of the ranks, each
             of these heads is sent several times, which is logged once.
+        v: as `k`.
         mesh: 1-D, the ranks that share each sequence, in the order of their parts.
         kernel: called as `kernel(q, k, v, **options)` with (batch, heads of this rank, all tokens, head dim).
         options: arguments of `kernel`, for whole sequences: `is_causal=True`, `enable_gqa=True` for grouped heads, or an
