@@ -6,8 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from accordion.errors import check_installed
+
 if TYPE_CHECKING:
     from accordion.train.fitting import Fit
+
+
+PACKAGES = ("yaml", "rich", "tokenizers", "transformers", "pyarrow", "datasets")  # of the extra "train"
 
 
 def fit(task: object, config: str | os.PathLike[str] | None = None, options: Mapping[str, Any] | None = None) -> Fit:
@@ -23,6 +28,7 @@ def fit(task: object, config: str | os.PathLike[str] | None = None, options: Map
     the same call resumes. The program's own signal handlers are replaced during the run, and restored before this returns or
     raises. Needs `pip install 'accordion-fsdp[train]'`.
     """
+    check_installed("acc.fit", PACKAGES, "train")
     from accordion.train.fitting import fitted
 
     return fitted(task, None if config is None else os.fspath(config), options or {})
