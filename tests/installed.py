@@ -6,6 +6,7 @@ sentence that names that extra. Runs under the Python to test, with the standard
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -17,15 +18,17 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-TINY = f"train --model.preset llama-tiny --data.path {EXAMPLES}/train_tiny.py --data.seq_len 32 --launch.device cpu"
+TINY = (
+    f"train --model.preset llama-tiny --data.path {Path(asyncio.__file__).parent} --data.seq_len 32 --launch.device cpu"
+)
 TINY += " --train.steps 2"
 SHARD = (
     "import accordion as acc, torch, torch.distributed as d; d.init_process_group('gloo', store=d.HashStore(), rank=0, "
     "world_size=1); m = acc.shard(torch.nn.Linear(3, 2)); acc.save('{at}', m); acc.load('{at}', m)"
 )
 MODEL = (
-    "from transformers import AutoModelForCausalLM as Model, LlamaConfig; "
-    "Model.from_config(LlamaConfig(8, 8, 8, 1, 1)).save_pretrained('hf')"
+    "from transformers import AutoModelForCausalLM as Model, LlamaConfig; Model.from_config(LlamaConfig(vocab_size=8, "
+    "hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)).save_pretrained('hf')"
 )
 MODULE = "import accordion.integrations.{}"
 FIT = (

@@ -37,8 +37,9 @@ class CompareOptions:
 
     Args:
         against: contenders next to `accordion`, separated by commas: fsdp2, fsdp1, ddp, deepspeed, plain (no
-            communication), floor (the same, with an optimizer for one rank's share), or this engine under another strategy, such as accordion:shard_grad_op
-        model: gpt-30m, gpt-tiny, one of train's presets (llama-10m), or a folder with a transformers config.json
+            communication), floor (plain, with an optimizer for one rank's share), or this engine under another
+            strategy, such as accordion:shard_grad_op
+        model: gpt-30m, gpt-98m, gpt-tiny, one of train's presets (llama-10m), or a folder with a transformers config.json
         batch: sequences per rank and step; 0: the model's default
         seq: tokens per sequence; 0: the model's default
         precision: fp32, or bf16 over fp32 parameters
