@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -65,13 +61,3 @@ def in_one_byte(mesh) -> None:
 def test_float8_weights_are_gathered_in_one_byte_an_element(world):
     pytest.importorskip("torchao")
     world.run(2, in_one_byte)
-
-
-def test_the_example_learns():
-    pytest.importorskip("torchao")
-    script = Path(__file__).parents[2] / "examples" / "float8.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    losses = [float(line.rpartition(" ")[2]) for line in shown.splitlines()]
-    assert len(losses) == 4
-    assert losses[-1] < losses[0] / 2
