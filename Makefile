@@ -26,7 +26,7 @@ STRICT := tests/engine/test_grid.py tests/offload/test_every_strategy.py  # free
 SEEDS := 0:100 1:0 2:30 3:300 4:1000  # SIM_SEED:SIM_DELAY_US; tests/sim runs with each pair
 SEED := $(shell echo $$$$)  # for all other tests; make prints it
 
-.PHONY: train test test-torch test-all test-sim lint docs format clean
+.PHONY: train test test-torch test-all test-sim wheel lint docs format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +59,13 @@ test-sim: $(STAMP)  # on a simulated accelerator, which g++ builds first (tests/
 	$(if $(strip $(NCCL2)),SIM_CCL_NAME=nccl2 $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(NCCL2))
 	SIM_POISON=2 $(BIN)/python -m pytest --device sim $(WORKERS) $(ARGS) $(STRICT)
 
+wheel:  # builds dist/, and tests the wheel with torch alone and with each extra, in new environments
+	rm -rf dist .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build
+	.venv-wheel/bin/python -m build --outdir dist
+	.venv-wheel/bin/python tests/installed.py dist/*.whl
+
 lint: $(STAMP)
 	$(BIN)/python -m ruff check $(LINTED)
 	$(BIN)/python -m ruff format --check $(LINTED)
@@ -74,4 +81,4 @@ format: $(STAMP)
 	$(BIN)/python -m ruff check --fix $(LINTED)
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist .cache .pytest_cache .mypy_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) .venv-torch-* .venv-wheel build dist .cache .pytest_cache .mypy_cache .ruff_cache src/*.egg-info

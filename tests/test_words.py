@@ -76,7 +76,7 @@ def test_the_glossary_is_short_and_each_of_its_words_is_used() -> None:
     assert not set(terms()) & set(PRIVATE)
 
 
-PROSE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PROSE = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RELEASING.md", "SECURITY.md")]
 PROSE += [
     path for folder in ("docs", "src", "tests", "examples", "benchmarks") for path in ROOT.glob(f"{folder}/**/*.md")
 ]
@@ -101,3 +101,11 @@ def test_prose_is_narrow_enough_to_read() -> None:
         if len(line) > WIDTH
     ]
     assert not wide
+
+
+def test_each_row_of_the_comparison_links_to_its_test() -> None:
+    rows = [line for line in (ROOT / "docs/comparison.md").read_text().splitlines() if line.endswith(".py) |")]
+    assert len(rows) > 10
+    for row in rows:
+        name, path = re.findall(r"\[(test_\w+)\]\(\.\./(tests/[\w/]+\.py)\) \|$", row)[0]
+        assert f"def {name}(" in (ROOT / path).read_text(), row

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 
 from accordion import __version__
-from accordion.errors import AccordionError, UsageError, nearest
+from accordion.errors import AccordionError, UsageError, check_installed, nearest
 from accordion.garbage import end_with_one_collection
 from accordion.output import lasting_output
+from accordion.train.fit import PACKAGES as TRAINING
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,6 @@ class Command:
     takes_environ: bool = False
 
 
-TRAINING = ("yaml", "rich", "tokenizers", "transformers", "pyarrow", "datasets")
 COMMANDS = {
     "train": Command("train a model, sharded over ranks, on text or a task", "train.command", TRAINING, "train", True),
     "watch": Command("show runs as they go: loss, speed, memory, step times", "train.watch", TRAINING, "train"),
@@ -121,11 +120,7 @@ def _run(words: list[str]) -> int:
     if words[0] not in COMMANDS:
         raise UsageError(f"command {words[0]!r} does not exist; {nearest(words[0], COMMANDS)}")
     command = COMMANDS[words[0]]
-    missing = [name for name in command.needs if find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"accordion {words[0]} needs {', '.join(missing)}, not installed here; pip install 'accordion-fsdp[{command.extra}]'."
-        )
+    check_installed(f"accordion {words[0]}", command.needs, command.extra)
     if words[0] == "plan" and {"-h", "--help"} & set(words):
         from accordion.options import read
         from accordion.plan.cli.options import ABOUT, Options

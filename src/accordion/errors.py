@@ -1,7 +1,8 @@
 """The errors that callers may catch, in one class hierarchy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from importlib.util import find_spec
 
 
 class AccordionError(Exception):
@@ -35,6 +36,10 @@ class AssertedUsageError(UsageError, AssertionError):
     """A `UsageError` that is an AssertionError too, for callers that catch the AssertionError of torch's FSDP2."""
 
 
+class NotInstalledError(UsageError, ImportError):
+    """A package that an optional part needs is not installed; the message names the extra with which pip installs it."""
+
+
 class NonFiniteError(AccordionError, ArithmeticError):
     """NaN or inf, raised on every rank: by `shard(debug="finite")`, which names the unit and phase of the first one, by
     `clip_grad_norm_(error_if_nonfinite=True)` for such a norm, and by `accordion train` for such a loss or norm."""
@@ -66,3 +71,17 @@ def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:
     """Return "valid: ..." with all `choices`, for a message; if one is similar to `word`, "did you mean ...?" before it."""
     close = get_close_matches(word, [choice for choice in choices if choice != word], n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(choices)}."
+
+
+def not_installed(what: str, packages: Sequence[str], extra: str) -> NotInstalledError:
+    """Return the error for `what`, which needs `packages` that are missing; it names the `extra` with which pip installs them."""
+    return NotInstalledError(
+        f"{what} needs {', '.join(packages)}, not installed here; pip install 'accordion-fsdp[{extra}]'."
+    )
+
+
+def check_installed(what: str, packages: Iterable[str], extra: str) -> None:
+    """Raise the `NotInstalledError` of `not_installed` if any of `packages` is missing. Imports none of them."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise not_installed(what, missing, extra)

@@ -1,10 +1,11 @@
-"""Read files named by users, but only regular ones: reading a pipe waits for its writer, and a device has no end."""
+"""Files named by users, of which only regular ones are read (a pipe waits for its writer), and small files written atomically."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import uuid
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +25,17 @@ def read_text(path: str | os.PathLike[str]) -> str:
     """Return the text of a UTF-8 file. Raises `OSError` if it cannot be read or is no regular file, or `UnicodeDecodeError`."""
     with open_regular(Path(path)) as file:
         return file.read().decode("utf-8")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file atomically: a reader sees its old content, its new content, or no file. Creates its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def is_open_at(handle: int, path: str | os.PathLike[str]) -> bool:

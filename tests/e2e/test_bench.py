@@ -139,8 +139,8 @@ def test_contenders_that_train_something_else_are_named_and_nothing_is_compared(
 def test_contenders_train_the_same_and_are_measured(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compare, "STEPS", 2)
-    against = "fsdp2,ddp"
-    words = ["--against", against, "--model", "gpt-tiny", "--rounds", "2"]
+    against = "fsdp2,ddp,floor"
+    words = ["--against", against, "--model", "gpt-tiny", "--rounds", "2", "--report", "figures.md"]
     assert cli.main(["bench", *words, "--device", "cpu", "--nproc", "2"]) == 0
     shown = capsys.readouterr().out
     assert "losses agree" in shown
@@ -148,10 +148,18 @@ def test_contenders_train_the_same_and_are_measured(tmp_path, capsys, monkeypatc
     found = data["comparison"]
     names = ["accordion", *against.split(",")]
     assert list(found["contenders"]) == names
-    assert set(found["ratios"]) == {"accordion / fsdp2", "accordion / ddp"}
+    assert set(found["ratios"]) == {
+        *(f"accordion / {peer}" for peer in ("fsdp2", "ddp", "floor")),
+        *(f"{peer} / floor" for peer in ("fsdp2", "ddp")),
+    }
     assert set(found["cpu_ratios"]) == set(found["ratios"])
     assert found["verdict"]["wrong"] == []
-    assert {len(v) for v in found["verdict"]["losses"].values()} == {3}
+    assert {name: len(v) for name, v in found["verdict"]["losses"].items()} == dict.fromkeys(names, 3) | {"floor": 1}
+    report = Path("figures.md").read_text()
+    assert report.startswith("# Figures of this machine\n\n`accordion bench --against fsdp2,ddp,floor --model gpt-tiny")
+    assert all(
+        text in report for text in ("- processor: ", "\n| fsdp2 | ", "\n- floor: the step without communication")
+    )
     assert set(data["host"]) == {"plain", "accordion", "fsdp2"}
     for m in found["contenders"].values():
         assert [len(turn) for turn in m["steps"]] == [2, 2]

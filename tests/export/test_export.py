@@ -408,7 +408,7 @@ def test_bad_input_is_one_line_and_writes_nothing(words, tmp_path, capsys):
 
 
 def test_a_missing_package_is_named(capsys, monkeypatch):
-    monkeypatch.setattr("accordion.export.command.find_spec", lambda name: None if name == "onnxscript" else object())
+    monkeypatch.setattr("accordion.errors.find_spec", lambda name: None if name == "onnxscript" else object())
     missing = "needs onnxscript, not installed here; pip install 'accordion-fsdp[export]'"
     refused(capsys, ["export", "x", "y", "--format", "onnx"], missing)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
 from typing import Any, Literal
 
 from accordion import options
@@ -17,7 +20,7 @@ from accordion.devices import devices_here, devices_named, num_cores
 from accordion.errors import UsageError
 from accordion.options import at_least, check_limits, check_subcommand, listed
 from accordion.pages.machine import describe
-from accordion.pages.page import FOLDER, Page, check_folder, write
+from accordion.pages.page import FOLDER, Page, as_markdown, check_folder, write
 from accordion.pages.show import show
 from accordion.workers.ranks import WorkerTeam, World
 
@@ -34,14 +37,16 @@ class CompareOptions:
 
     Args:
         against: contenders next to `accordion`, separated by commas: fsdp2, fsdp1, ddp, deepspeed, plain (no
-            communication), or this engine under another strategy, such as accordion:shard_grad_op
-        model: gpt-30m, gpt-tiny, one of train's presets (llama-10m), or a folder with a transformers config.json
+            communication), floor (plain, with an optimizer for one rank's share), or this engine under another
+            strategy, such as accordion:shard_grad_op
+        model: gpt-30m, gpt-98m, gpt-tiny, one of train's presets (llama-10m), or a folder with a transformers config.json
         batch: sequences per rank and step; 0: the model's default
         seq: tokens per sequence; 0: the model's default
         precision: fp32, or bf16 over fp32 parameters
         nproc: ranks on this machine; 0: one per GPU, or 2 without GPUs
         device: auto (the accelerators of this machine, or CPU if there are none), cpu, or another device type
         rounds: how often each contender is measured; in a round, all are measured one after the other
+        report: Markdown file to write, with all tables, the machine, its load, the command and the date
     """
 
     against: str = ",".join(PEERS)
@@ -52,6 +57,7 @@ class CompareOptions:
     nproc: int = at_least(0, 0)
     device: str = "auto"
     rounds: int = at_least(1, 5)
+    report: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +101,24 @@ def run(words: list[str]) -> int:
     kind, job = JOBS[name]
     about = (kind.__doc__ or "").splitlines()[0] + ("" if name else "\n" + listed(SUBCOMMANDS, "accordion bench"))
     chosen_options = options.read(kind, words[bool(name) :], f"accordion bench {name}".strip(), about)
-    return 0 if chosen_options is None else measure(chosen_options, job)
+    return 0 if chosen_options is None else measure(chosen_options, job, " ".join(["accordion bench", *words]))
 
 
-def measure(chosen_options: Any, job: Callable[[Any], Page]) -> int:
-    """Run `job(chosen_options)`, print the page that it returns, and write it into `FOLDER`. Returns 0. Raises `UsageError`
-    before the run if an option is out of its limits, or if nothing can be written to `FOLDER`."""
+def measure(chosen_options: Any, job: Callable[[Any], Page], command: str = "") -> int:
+    """Run `job(chosen_options)`, print the page that it returns, and write it into `FOLDER`, and also into the file of the option
+    `report` if there is one, with `command`. Returns 0. Raises `UsageError` before the run if an option is out of its limits, or
+    if nothing can be written to a folder."""
     check_limits(chosen_options)
-    check_folder(FOLDER)
+    report = getattr(chosen_options, "report", None)
+    for folder in (FOLDER, *([] if report is None else [Path(report).parent])):
+        check_folder(folder)
+    about = f"`{command}`, {date.today()}, at a load of {os.getloadavg()[0]:.1f} before the start."
     page = job(chosen_options)
     show(page)
     print(f"written: {write(page, FOLDER)}")
+    if report is not None:
+        Path(report).write_text(as_markdown(page, about), encoding="utf-8")
+        print(f"written: {report}")
     return 0
 
 

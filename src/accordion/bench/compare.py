@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from accordion.bench.contenders import ENVIRON, Setting, is_ours
+from accordion.bench.contenders import ALONE, ENVIRON, FLOOR, Setting, is_ours
 from accordion.bench.trainer import Trainer
 from accordion.pages.machine import describe
 from accordion.pages.stats import Spread, Verdict, compare_losses, flat, quartiles, ratio
@@ -44,9 +44,9 @@ class ContenderResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All figures of `accordion bench`. `ratios`, `cpu_ratios`: (this engine under one strategy, other contender) -> the former's
-    wall or CPU time of a step divided by the latter's, as a spread over rounds. `left_out`: contender that did not start ->
-    reason."""
+    """All figures of `accordion bench`. `ratios`, `cpu_ratios`: (this engine under one strategy, other contender) or (any
+    contender, "floor") -> the former's wall or CPU time of a step divided by the latter's, as a spread over rounds. `left_out`:
+    contender that did not start -> reason."""
 
     machine: dict[str, Any]
     setting: Setting
@@ -89,7 +89,7 @@ def compare(
     tokens = world.num_ranks * setting.batch * setting.seq
     results = {name: _result(turns[name], *facts[name], tokens) for name in names}
     ours = [name for name in names if is_ours(name)]
-    pairs = [(a, b) for a in ours for b in names if b not in ours]
+    pairs = [(a, b) for a in names for b in names if b not in ours and (a in ours or b == FLOOR != a)]
     return Comparison(
         machine=describe(world.device_type),
         setting=setting,
@@ -105,13 +105,13 @@ def compare(
 
 def same_losses(teams: Sequence[WorkerTeam], setting: Setting) -> Verdict:
     """Train each contender for `LOSS_STEPS` steps, and return the `Verdict` on their losses, which are means over ranks. Of
-    "plain" only the first loss is compared. Raises `BenchError` if losses differ by more than the tolerance."""
+    the contenders `ALONE` only the first loss is compared. Raises `BenchError` if losses differ by more than the tolerance."""
     losses = {}
     for team in teams:
         by_rank = team.ask("losses", LOSS_STEPS)
         means = [mean(step) for step in zip(*by_rank, strict=True)]
-        # Without communication ranks diverge from the second step on, so only the first loss of "plain" counts.
-        losses[team.name] = means[:1] if team.name == "plain" else means
+        # Without communication ranks diverge from the second step on, so only their first loss counts.
+        losses[team.name] = means[:1] if team.name in ALONE else means
     verdict = compare_losses(losses, TOLERANCE[setting.bf16])
     if verdict.wrong:
         raise BenchError(

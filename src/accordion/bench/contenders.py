@@ -60,6 +60,26 @@ class Loop:
         self._optimizer.zero_grad()
 
 
+class FloorLoop(Loop):
+    """A `Loop` without communication, whose optimizer steps one rank's share of every parameter: the least that a step of sharded
+    training takes on this machine."""
+
+    def __init__(self, model: nn.Module, seat: Seat, setting: Setting) -> None:
+        params = list(model.parameters())
+        pairs = [(p, p.detach().view(-1).tensor_split(seat.num_ranks)[seat.rank]) for p in params]
+        self._shares = [(nn.Parameter(share), p) for p, share in pairs]  # `share` has the memory of these rows of `p`
+        optimizer = optimizer_of([share for share, _ in self._shares], setting)
+        super().__init__(model, optimizer, setting.bf16, seat.device.type)
+        self._seat = seat
+
+    def step(self) -> None:
+        for share, param in self._shares:
+            if param.grad is not None:
+                share.grad = param.grad.view(-1).tensor_split(self._seat.num_ranks)[self._seat.rank]
+        super().step()
+        self._model.zero_grad()
+
+
 class DeepSpeedLoop(Loop):
     """A `Loop` in which DeepSpeed's engine runs backward and step."""
 
@@ -140,8 +160,10 @@ WRAPPERS: Mapping[str, Callable[..., nn.Module]] = {
     **{f"{OURS}:{name}": partial(ours, strategy=name) for name, s in STRATEGIES.items() if not s.hybrid},
 }
 CASTS = ("plain", "ddp")  # contenders without a mixed-precision policy of their own
-PEERS = ("fsdp2", "fsdp1", "ddp", "deepspeed", "plain")
-NAMES = (*WRAPPERS, "deepspeed")
+FLOOR = "floor"
+ALONE = ("plain", FLOOR)  # contenders without communication
+PEERS = ("fsdp2", "fsdp1", "ddp", "deepspeed", FLOOR)
+NAMES = (*WRAPPERS, "deepspeed", FLOOR)
 ENVIRON: Mapping[str, Mapping[str, str]] = {"deepspeed": {"DS_ACCELERATOR": "cpu"}}  # deepspeed reads it at import
 NOT_HERE = {"deepspeed": "deepspeed"}  # contender -> package that it needs
 
@@ -169,6 +191,8 @@ def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
     it with fused AdamW. Collective."""
     if name == "deepspeed":
         return deepspeed(model, setting, {})
+    if name == FLOOR:
+        return FloorLoop(model, seat, setting)
     wrapped = WRAPPERS[name](model, seat, setting.bf16)
     optimizer = optimizer_of(wrapped.parameters(), setting)
     if is_ours(name):

@@ -93,6 +93,8 @@ class BenchModel:
 
 GPTS = {
     "gpt-30m": BenchModel(make=partial(GPT, vocab=4096, width=512, blocks=8, heads=8), vocab=4096),
+    # Few tokens for its weights, so that communication takes most of a step.
+    "gpt-98m": BenchModel(make=partial(GPT, vocab=8192, width=768, blocks=12, heads=12), vocab=8192, batch=1, seq=64),
     "gpt-tiny": BenchModel(make=partial(GPT, vocab=64, width=32, blocks=2, heads=2), vocab=64, batch=1, seq=16),
 }
 

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from accordion.bench.compare import PARTS, Comparison
-from accordion.bench.contenders import is_ours
+from accordion.bench.contenders import FLOOR, is_ours
 from accordion.bench.host import HostTime, ratio_of
 from accordion.pages.page import Page, Table, mebi, spread
+from accordion.pages.stats import Spread
 
 ROUNDS = "ratios: median (lowest-highest) over rounds"
 ON_CPU = "memory on CPU: storages that operators make, not their temporaries nor gloo's; reserved: the resident set"
+ON_FLOOR = "floor: the step without communication, with an optimizer for one rank's share; its memory is that of whole parameters"
 
 
 def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping[str, str]) -> Page:
@@ -24,13 +26,15 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
         f"losses agree to {c.verdict.tolerance:g} over {max(map(len, c.verdict.losses.values()))} steps",
         "times: median (quartiles) of steps, ms, the mean over ranks; cpu: CPU time of all threads; " + ROUNDS,
         *([ON_CPU] if c.machine["device"] == "cpu" else []),
+        *([ON_FLOOR] if FLOOR in c.contenders else []),
         "host time: CPU time added to a unit of 9 parameters, 8 simulated ranks; see `accordion bench host`",
         *(f"left out: {name}, {why}" for name, why in left_out.items()),
     ]
-    ours, theirs = ([name for name in c.contenders if is_ours(name) is own] for own in (True, False))
+    theirs = [name for name in c.contenders if not is_ours(name)]
+    rows = [name for name in c.contenders if any(a == name for a, _ in c.ratios)]
     kinds = {"step time, row / column": c.ratios, "CPU time of a step, row / column": c.cpu_ratios}
     ratios = [
-        Table(title=title, columns=["", *theirs], rows=[[a, *(spread(of[a, b], 1, 3) for b in theirs)] for a in ours])
+        Table(title=title, columns=["", *theirs], rows=[[a, *(_ratio(of, a, b) for b in theirs)] for a in rows])
         for title, of in (kinds.items() if theirs else ())
     ]
     return Page(
@@ -39,6 +43,10 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
         tables=[_times(c, host), _sizes(c), *ratios],
         data={"comparison": c, "host": host, "left_out": left_out},
     )
+
+
+def _ratio(of: Mapping[tuple[str, str], Spread], a: str, b: str) -> str:
+    return spread(of[a, b], 1, 3) if (a, b) in of else ""
 
 
 def _times(c: Comparison, host: Mapping[str, HostTime]) -> Table:

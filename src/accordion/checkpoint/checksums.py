@@ -41,7 +41,9 @@ def running(kind: str) -> Callable[[], Any]:
         return _Crc32
     assert kind == "xxh3_64", "parse() refuses other kinds"
     if find_spec("xxhash") is None:
-        raise CheckpointError("its checksums are xxh3, which needs the package xxhash; pip install xxhash.")
+        raise CheckpointError(
+            "its checksums are xxh3, which needs the package xxhash; pip install 'accordion-fsdp[checkpoint]'."
+        )
     from xxhash import xxh3_64
 
     return xxh3_64

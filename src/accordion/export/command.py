@@ -6,7 +6,6 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from accordion import options as flags
 from accordion.checkpoint import convert
 from accordion.checkpoint.format import CODES, DTYPES
 from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
-from accordion.errors import AccordionError, UsageError
+from accordion.errors import AccordionError, UsageError, check_installed
 from accordion.export.tensors import folder_sources, tensors_of
 from accordion.models.stored import (
     ADAPTER,
@@ -124,11 +123,8 @@ def _form_of(options: ExportOptions) -> str:
             f"TARGET {options.target!r} is the name of a file, and --format {form} writes a folder; give a folder, for ONNX with "
             "--format onnx."
         )
-    missing = [name for name in NEEDS if find_spec(name) is None] if form == "onnx" else []
-    if missing:
-        raise UsageError(
-            f"--format onnx needs {', '.join(missing)}, not installed here; pip install 'accordion-fsdp[export]'."
-        )
+    if form == "onnx":
+        check_installed("--format onnx", NEEDS, "export")
     return form
 
 

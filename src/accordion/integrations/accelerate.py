@@ -9,17 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from accordion.errors import CheckpointError, UsageError, not_installed
+
+try:
+    import accelerate
+except ModuleNotFoundError as error:
+    raise not_installed(__name__, [str(error.name)], "integrations") from None
+
 from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
 from accordion.engine.hooks import engine_of
-from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.sharding import ShardArguments, step_on_shards
 from accordion.integrations.states import Pair, SavedFull, engines_of, paired, parts, why_incomplete
 from accordion.optimizers.wrap import clip_norm_of

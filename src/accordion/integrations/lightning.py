@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-import lightning.fabric.strategies
-import lightning.pytorch.strategies
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,10 +20,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from accordion.errors import CheckpointError, UsageError, not_installed
+
+try:
+    import lightning.fabric.strategies
+    import lightning.pytorch.strategies
+except ModuleNotFoundError as error:
+    raise not_installed(__name__, [str(error.name)], "integrations") from None
+
 from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
 from accordion.engine.hooks import attached_to, engine_of
-from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.sharding import ShardArguments, step_on_shards
 from accordion.integrations.states import (
     Pair,

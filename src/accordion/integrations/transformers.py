@@ -10,14 +10,19 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers.trainer import TRAINER_STATE_NAME
+
+from accordion.errors import CheckpointError, UsageError, not_installed
+
+try:
+    import transformers
+    from transformers.trainer import TRAINER_STATE_NAME
+except ModuleNotFoundError as error:
+    raise not_installed(__name__, [str(error.name)], "integrations") from None
 
 from accordion.checkpoint import load, save
 from accordion.checkpoint.collective import Team
-from accordion.errors import CheckpointError, UsageError
 from accordion.integrations.accelerate import Accelerator
 from accordion.integrations.sharding import ShardArguments
 from accordion.integrations.states import why_incomplete

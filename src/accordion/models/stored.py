@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from accordion.checkpoint.prune import newest
 from accordion.checkpoint.reading import opened, read_manifest
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, plain_names, read_folder
-from accordion.errors import CheckpointError, UsageError, nearest, some_of
+from accordion.errors import CheckpointError, UsageError, check_installed, nearest, some_of
 from accordion.files import read_text
 from accordion.models.language import brief, language_model
 from accordion.weights.adapters import added_by_adapters
@@ -262,8 +261,7 @@ def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Mo
 
 def check_peft() -> None:
     """Raise `UsageError` if PEFT is not installed."""
-    if find_spec("peft") is None:
-        raise UsageError("adapters need peft, not installed here; pip install 'accordion-fsdp[integrations]'.")
+    check_installed("an adapter", ["peft"], "integrations")
 
 
 def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:

@@ -83,3 +83,15 @@ def as_text(table: Table) -> str:
         for row in (table.columns, *table.rows)
     ]
     return "\n".join([table.title, *lines])
+
+
+def as_markdown(page: Page, about: str) -> str:
+    """Return `page` as Markdown: the line `about`, the machine in `page.data`, the tables with their titles, and the notes."""
+    data = plain_data(page.data)
+    machine = data.get("machine") or data.get("comparison", {}).get("machine", {})
+    lines = ["# Figures of this machine", "", about, ""]
+    lines += [f"- {key}: {value}" for key, value in machine.items()]
+    for table in page.tables:
+        rows = [table.columns, ["---", *("---:" for _ in table.columns[1:])], *table.rows]
+        lines += ["", f"## {table.title}", "", *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join([*lines, "", *(f"- {note}" for note in page.notes), ""])

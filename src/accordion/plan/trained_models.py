@@ -7,7 +7,6 @@ import re
 import traceback
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accordion import _torch
-from accordion.errors import AccordionError, UsageError, nearest
+from accordion.errors import AccordionError, UsageError, check_installed, nearest
 from accordion.garbage import without_collections
 from accordion.models.language import brief, is_encoder, language_model, masked_model
 from accordion.models.llama import PUBLISHED, llama_config
@@ -30,8 +29,7 @@ from accordion.weights.four_bits import FourBits
 def configuration(model: str, seq: int) -> Any:
     """Return the transformers configuration of `model`: a preset, a folder with a config.json, or that file. Raises `UsageError`
     if transformers is not installed, or if the file is missing, cannot be read or planned, or has fewer than `seq` positions."""
-    if find_spec("transformers") is None:
-        raise UsageError("a model by name or configuration needs transformers; pip install 'accordion-fsdp[plan]'.")
+    check_installed("a model by name or configuration", ["transformers"], "plan")
     if model in PUBLISHED:
         with without_collections():
             return llama_config(PUBLISHED[model], max(8192, seq))

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accordion.errors import DivergenceError, UsageError
+from accordion.files import write_whole
 from accordion.safety.liveness import wording
 from accordion.safety.liveness.hub import hubs_of_job
-from accordion.train.tokens import write_whole
 
 FILES = "failure-*.json"
 LETTERS, MOST_RANKS = 2000, 64  # of a text, and of ranks in `others`, so that a file stays below 200 kB

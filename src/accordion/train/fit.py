@@ -6,8 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from accordion.errors import check_installed
+
 if TYPE_CHECKING:
     from accordion.train.fitting import Fit
+
+
+PACKAGES = ("yaml", "rich", "tokenizers", "transformers", "pyarrow", "datasets")  # of the extra "train"
 
 
 def fit(
@@ -40,6 +45,7 @@ def fit(
     `DivergenceError` as the command does, and exceptions of the task's own code and of `on_step`. Needs `pip install
     'accordion-fsdp[train]'`.
     """
+    check_installed("acc.fit", PACKAGES, "train")
     from accordion.train.fitting import fitted
 
     return fitted(task, None if config is None else os.fspath(config), options or {}, on_step)

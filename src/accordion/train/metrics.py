@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accordion.train.tokens import write_whole
+from accordion.files import write_whole
 from accordion.train.trackers import RunTracker
 
 METRICS = "metrics.jsonl"  # in the run folder

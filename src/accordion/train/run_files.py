@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
-from accordion.errors import UsageError, nearest
+from accordion.errors import UsageError, check_installed, nearest
 from accordion.options import Option
 
 RUN_CONFIG = "config.yaml"  # in the run folder
@@ -68,6 +66,9 @@ def split(words: list[str]) -> tuple[list[str], list[str]]:
 def content_of(file: str) -> dict[str, Any]:
     """Return the content of a run file, without the keys in `IGNORED`: group -> key -> text, or `group.key` -> text. Raises
     `UsageError` if the file cannot be read, is no YAML or has no keys."""
+    check_installed("a run file", ["yaml"], "train")
+    import yaml  # type: ignore[import-untyped]  # here, because `accordion doctor` needs nothing else of the extras
+
     path = Path(file)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():

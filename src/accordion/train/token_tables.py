@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accordion.errors import UsageError
+from accordion.files import write_whole
 from accordion.train.examples import Encoder
 from accordion.train.sources import Piece, Source, Split, split_of
-from accordion.train.tokens import Say, Vocabulary, key_of, write_whole
+from accordion.train.tokens import Say, Vocabulary, key_of
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import sys
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from accordion.errors import UsageError
+from accordion.files import write_whole
 from accordion.train.sources import Piece, Source, split_of
 
 FORMAT = 4  # of the cache; increment it when a change of code changes tokens
@@ -115,17 +115,6 @@ def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache:
 def key_of(*parts: str) -> str:
     """Return the name of a cache file: a hash of `parts`, which determine its content, and of `FORMAT`."""
     return hashlib.sha256("\n".join([str(FORMAT), *parts]).encode()).hexdigest()[:24]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file atomically: a reader sees its old content, its new content, or no file. Creates its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def check_fits(size: int, model_vocab: int, where: str) -> None:

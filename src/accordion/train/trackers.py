@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accordion.errors import UsageError
+from accordion.errors import UsageError, check_installed
+from accordion.files import write_whole
 from accordion.train.config import JobConfig, LogConfig, flat
-from accordion.train.tokens import write_whole
 
 IDS = "trackers.json"  # in the run folder: tracker -> id of this run there
 PACKAGES = ("wandb", "mlflow")
@@ -22,8 +22,8 @@ FLUSH_S = 10  # maximum age of a figure before TensorBoard writes it
 def check_trackers(log: LogConfig) -> None:
     """Raise `UsageError` if `log` names a tracker whose package is not installed."""
     for name in PACKAGES:
-        if getattr(log, name) is not None and find_spec(name) is None:
-            raise UsageError(f"log.{name} needs {name}, not installed here; pip install 'accordion-fsdp[log]'.")
+        if getattr(log, name) is not None:
+            check_installed(f"log.{name}", [name], "log")
 
 
 def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from accordion.checkpoint.format import MANIFEST
-from accordion.errors import CheckpointError, UsageError
+from accordion.errors import CheckpointError, UsageError, not_installed
 
 SAVING = "saving.json"  # in a folder of remote storage while a job saves there: names the job and the save
 BLOCK_BYTES = 4 * 2**20  # fetched at once
@@ -30,7 +30,7 @@ class Remote:
         try:
             from fsspec.core import url_to_fs
         except ImportError:
-            raise UsageError(f"{url} needs the package fsspec; pip install 'accordion-fsdp[remote]'.") from None
+            raise not_installed(url, ["fsspec"], "remote") from None
         try:
             storage, path = url_to_fs(url, skip_instance_cache=True)
         except (ImportError, ValueError) as error:
