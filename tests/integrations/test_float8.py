@@ -46,7 +46,7 @@ def in_one_byte(mesh) -> None:
     for module in (*compat, compat):
         fsdp2.fully_shard(module, mesh=mesh)
     models = {  # torch's FSDP2 is not among them: gloo gathers no float8, and there FSDP2 sends it as it is
-        "ddp": DistributedDataParallel(float8_net(sharded=False)),
+        "ddp": DistributedDataParallel(float8_net(sharded=False), process_group=mesh.get_group()),
         "compat": compat,
         "acc": acc.shard(float8_net(), mesh, units={nn.Linear}),
     }
