@@ -266,20 +266,20 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
     "_torch": 980,
-    "bench": 1120,
-    "checkpoint": 4120,
+    "bench": 1160,
+    "checkpoint": 4130,
     "compat": 3430,
     "doctor": 580,
     "engine": 4520,
     "export": 560,
     "generate": 550,
-    "integrations": 1420,
+    "integrations": 1430,
     "losses": 460,
-    "models": 520,
+    "models": 510,
     "observe": 1220,
     "offload": 2840,
     "optimizers": 1370,
-    "pages": 240,
+    "pages": 250,
     "plan": 6080,
     "safety": 3240,
     "sequence": 560,
@@ -288,7 +288,7 @@ BUDGETS = {
     "train": 6010,
     "weights": 2130,
     "workers": 310,
-    "files beside them": 2920,
+    "files beside them": 2950,
 }
 
 

@@ -67,7 +67,8 @@ def in_step(
         total(num)
         return HostCopy([num])
 
-    end, rest = object(), iter(batches)
+    end: Any = object()
+    rest = iter(batches)
     last, batch = end, next(rest, end)
     count = counted(batch)
     while num_new := count.read()[0]:

@@ -135,13 +135,13 @@ def llama(block: int = 0) -> Names:
 
 
 def guide(block: int) -> Names:
-    names = trained() if block == 2 else plain()
+    names = trained() if block == 3 else plain()
     model = names["model"]
-    if block == 0:
+    if block == 1:
         return {**names, "mesh": dist.init_device_mesh("cpu", (1,))}
-    if block == 3:
-        return {**names, "torchao": pytest.importorskip("torchao")}
     if block == 4:
+        return {**names, "torchao": pytest.importorskip("torchao")}
+    if block == 5:
         acc.shard(model)
         matrices = [p for p in model.parameters() if p.ndim == 2]
         return {**names, "matrices": matrices, "others": [p for p in model.parameters() if p.ndim == 1]}
@@ -256,6 +256,7 @@ PAGES: Mapping[str, Callable[[int], Names]] = {
     "README.md": lambda block: plain(),
     "docs/arithmetic.md": arithmetic,
     "docs/checkpoint.md": checkpoint,
+    "docs/clusters.md": lambda block: {},
     "docs/compat.md": compat,
     "docs/errors.md": errors,
     "docs/first-run.md": lambda block: {},
@@ -277,7 +278,8 @@ UNGROUPED = {
     "docs/tasks.md",
 }  # or they make the group
 RESULTS = {"docs/arithmetic.md": result_of_the_arithmetic, "docs/guide.md": result_of_the_guide}
-ELSEWHERE = {("docs/guide.md", 5)}  # tests/shard/test_own_meshes.py runs the block about experts
+# Run by tests/test_first_minutes.py, tests/shard/test_own_meshes.py (experts) and tests/e2e/test_ray.py.
+ELSEWHERE = {("docs/guide.md", 0), ("docs/guide.md", 6), ("docs/clusters.md", 0)}
 # What does not fit on one CPU rank -> what does.
 SMALLER = {
     '"cuda"': '"cpu"',
