@@ -14,7 +14,7 @@ TASKS = Path(__file__).resolve().parents[1] / "tasks"
 
 def train(config: dict) -> object:
     """Train on each worker, in the process group that Ray made, and return the result of the run."""
-    from digits import Task
+    from vision_transformer import Task
 
     def on_step(metrics: dict) -> bool:
         if metrics["step"] % config["report_every"] == 0:
