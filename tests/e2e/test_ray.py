@@ -22,7 +22,7 @@ from ray.train.torch import TorchTrainer
 
 def train(config):
     import accordion as acc
-    from digits import Task
+    from vision_transformer import Task
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
     def on_step(metrics):
