@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save as safetensors_of
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig
 
-from accordion import cli
+from accordion import cli, errors
 from accordion.checkpoint import save
 from accordion.tasks.classes import target_of
 from accordion.train import command, launch
@@ -470,6 +470,6 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "rich" else True)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "rich" else True)
     assert cli.main(["train"]) == 2
     assert "pip install 'accordion-fsdp[train]'" in capsys.readouterr().err
