@@ -35,11 +35,13 @@ def log_norms(model: nn.Module, *, by: Literal["unit", "parameter"] = "unit") ->
     if by not in ("unit", "parameter"):
         raise UsageError(f'log_norms takes by="unit" or by="parameter", not {by!r}.')
     engine.synchronize()
-    owned, params = owned_by_id([engine]), list(model.parameters())
-    groups: dict[str, list[nn.Parameter]] = {"": params}
+    owned = owned_by_id([engine])
+    others = [p for p in model.parameters() if id(p) not in owned]
+    # In the order of `clip_grad_norm_`, so that the sum of all rounds as there.
+    groups: dict[str, list[nn.Parameter]] = {"": [*(param.sharded for _, param in owned.values()), *others]}
     if by == "unit":
         groups |= {f"/{unit.name or '(root)'}": [param.sharded for param in unit.params] for unit in engine.units}
-        groups["/(not sharded)"] = [p for p in params if id(p) not in owned]
+        groups["/(not sharded)"] = others
     else:
         groups |= {f"/{name}": [p] for name, p in model.named_parameters()}
     trained = {name: [p for p in group if p.requires_grad] for name, group in groups.items()}

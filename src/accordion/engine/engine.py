@@ -49,9 +49,8 @@ class Engine:
         self.zero = torch.zeros((), device=context.device)  # value and gradient of every edge tensor
         self.leaf = torch.zeros((), device=context.device, requires_grad=True)  # in place of edge tensors under no_sync
         self.sync = True
-        self.weight = (
-            1.0  # factor of this rank's gradients of calls that begin now; with 0.0 the rank counts as one without any
-        )
+        # Factor of this rank's gradients of calls that begin now; with 0.0 the rank counts as one without any.
+        self.weight = 1.0
         self.suspended = False  # True inside `full_params`: the registry holds full parameters, hooks do nothing
         # Forwards.
         self.depth = 0  # number of calls under way, each inside the one before

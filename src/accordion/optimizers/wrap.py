@@ -398,7 +398,10 @@ def clip_norm_of(
         engine.synchronize()
         for notify in engine.observers.gradients_are_clipped:
             notify(float(max_norm), float(norm_type))
-    parts = norm_parts(wanted.values(), owned_by_id(engines), lambda param: param.grad) or [NormPart([])]
+    owned = owned_by_id(engines)
+    # All sharded parameters, in the engine's order: ranks add the same sets in the same order, whatever they pass.
+    every = [*(param.sharded for _, param in owned.values()), *(p for key, p in wanted.items() if key not in owned)]
+    parts = norm_parts(every, owned, lambda p: p.grad if id(p) in wanted else None) or [NormPart([])]
     norm = norms([parts], float(norm_type), engines[0].context.device)[0]
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteError(

@@ -114,10 +114,10 @@ class _Sequences:
 
     def __init__(self, implementation: str, group: dist.ProcessGroup) -> None:
         self._implementation, self._group = implementation, group
-        self._padding: Tensor | None = None  # (batch, all tokens), bool: False for padding; None without padding
-        self._packed: tuple[Tensor, Tensor] | None = (
-            None  # (batch, all tokens) each: position in a text, number of the text
-        )
+        # (batch, all tokens), bool: False for padding; None without padding.
+        self._padding: Tensor | None = None
+        # (batch, all tokens) each: position in a text, number of the text; None for texts that are not packed.
+        self._packed: tuple[Tensor, Tensor] | None = None
 
     def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the `inputs` of a forward with what it needs of other ranks' tokens. A collective."""
