@@ -62,7 +62,7 @@ FEATURES: list[tuple[str, str | list[str]]] = [
     ("integrations", [MODULE.format("accelerate")]),
     ("integrations", [MODULE.format("lightning")]),
 ]
-EXTRAS = ("checkpoint", "", "remote", "plan", "train", "log", "export", "integrations")
+EXTRAS = ("checkpoint", "train", "", "remote", "plan", "log", "export", "integrations")
 
 
 def check_contents(wheel: Path) -> None:

@@ -264,20 +264,20 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
     "_torch": 980,
-    "bench": 1120,
+    "bench": 1160,
     "checkpoint": 4130,
     "compat": 3430,
     "doctor": 590,
     "engine": 4500,
     "export": 560,
     "generate": 550,
-    "integrations": 1420,
+    "integrations": 1430,
     "losses": 460,
     "models": 520,
     "observe": 1210,
     "offload": 2840,
     "optimizers": 1340,
-    "pages": 240,
+    "pages": 250,
     "plan": 6060,
     "safety": 3240,
     "sequence": 490,
@@ -286,7 +286,7 @@ BUDGETS = {
     "train": 5920,
     "weights": 2130,
     "workers": 310,
-    "files beside them": 2720,
+    "files beside them": 2740,
 }
 
 
