@@ -54,7 +54,7 @@ FEATURES: list[tuple[str, str | list[str]]] = [
     ),
     ("plan", "bench --model gpt-tiny --against fsdp2 --rounds 1 --device cpu"),
     ("train", f"{TINY} --run.dir runs/of-train"),
-    ("train", "generate runs/of-train --prompt a --max-new-tokens 2"),
+    ("train checkpoint", "generate runs/of-train --prompt a --max-new-tokens 2"),
     ("train", [FIT]),
     ("log train", f"{TINY} --run.dir runs/of-log --log.mlflow x"),
     ("export", "export hf exported --format onnx"),
@@ -94,12 +94,12 @@ def outcome(python: Path, extra: str, needed: str, command: str | list[str], fol
     words = ["-c", *command] if isinstance(command, list) else ["-m", "accordion", *command.split()]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")} | {"MLFLOW_TRACKING_URI": "mlruns"}
     run = subprocess.run([python, *words], cwd=folder, env=environ, capture_output=True, text=True, timeout=900)
-    last = run.stderr.strip().splitlines()[-1:] or [""]
+    last = ["", *(run.stdout + run.stderr).strip().splitlines()][-1]
     if run.returncode == 0:
         return "works"
-    is_named = any(last[0].endswith(f"; pip install 'accordion-fsdp[{name}]'.") for name in needed.split())
+    is_named = any(f"; pip install 'accordion-fsdp[{name}]'." in last for name in needed.split())
     is_brief = isinstance(command, list) or "Traceback" not in run.stderr
-    return "refused" if extra not in needed.split() and is_named and is_brief else run.stdout + run.stderr
+    return "refused" if extra != needed.partition(" ")[0] and is_named and is_brief else run.stdout + run.stderr
 
 
 def main(wheel: Path) -> int:

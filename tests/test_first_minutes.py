@@ -1,4 +1,4 @@
-"""What a first program calls: `init`, `describe`, `log_norms` and `even`, and the programs of the README and the guide."""
+"""`init`, `describe`, `log_norms` and `even`, which a first program calls, and the programs of the README and the guide."""
 
 from __future__ import annotations
 

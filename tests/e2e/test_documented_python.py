@@ -28,8 +28,8 @@ Names = dict[str, Any]
 def blocks_of(path: Path) -> list[tuple[int, str]]:
     """Return the Python blocks of a page, each with the number of its first line."""
     text = path.read_text(encoding="utf-8")
-    found = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return [(text.count("\n", 0, block.start(1)), block[1]) for block in found]
+    blocks = re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [(text.count("\n", 0, block.start(1)), block[1]) for block in blocks]
 
 
 # -- what pages call by names that they do not define

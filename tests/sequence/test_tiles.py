@@ -41,10 +41,10 @@ def test_a_tiled_module_keeps_its_input_alone() -> None:
     for mlp in mlps(model):
         acc.tile(mlp, 4)
     batch = BATCHES["plain"](0)
-    kept = [kept_bytes(one, batch)[0] for one in (plain, model)]
+    num_bytes = [kept_bytes(one, batch)[0] for one in (plain, model)]
     tokens, inner = batch["input_ids"].numel(), mlps(plain)[0].gate_proj.out_features
     # gate, its activation, up and their product; the input is kept in any case.
-    assert kept[0] - kept[1] == pytest.approx(len(mlps(model)) * 4 * tokens * inner * 4, rel=0.01)
+    assert num_bytes[0] - num_bytes[1] == pytest.approx(len(mlps(model)) * 4 * tokens * inner * 4, rel=0.01)
 
 
 class Dropping(nn.Module):
