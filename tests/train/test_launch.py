@@ -157,6 +157,18 @@ def test_each_start_has_its_own_keys_in_the_store() -> None:
         assert [own.get("where").decode() for own in stores] == [start] * 3
 
 
+def test_ranks_that_start_twice_share_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks begin their second start while rank 0 still answers in the first."""
+    monkeypatch.setattr(launch, "START_S", 5.0)
+    store = torch.distributed.HashStore()
+    with ThreadPoolExecutor(3) as pool:
+        places = [replace(PLACE, rank=rank, world=3) for rank in range(3)]
+        by_rank = list(pool.map(lambda place: [launch.of_this_start(store, place) for _ in range(2)], places))
+    for number, stores in enumerate(zip(*by_rank, strict=True)):
+        stores[0].set("number", str(number))
+        assert [own.get("number").decode() for own in stores] == [str(number)] * 3
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_the_command_while_there_are_no_ranks(number: signal.Signals) -> None:
     before = signal.getsignal(number)

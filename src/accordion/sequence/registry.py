@@ -42,9 +42,6 @@ def attach(module: nn.Module, group: dist.ProcessGroup) -> bool:
     names = list(inspect.signature(body.forward).parameters)
 
     # Closures, because a model with a process group in its attributes could not be copied.
-    def without_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, kwargs | {"use_cache": kwargs.get("use_cache") or False}
-
     def before_loss(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("labels") is not None and not (sums_losses and "num_items_in_batch" in kwargs):
             without = "" if sums_losses else " without labels, and take the loss of its logits (docs/long-context.md)"
@@ -62,10 +59,15 @@ def attach(module: nn.Module, group: dist.ProcessGroup) -> bool:
 
     model.generate = generate
     if "use_cache" in inspect.signature(model.forward).parameters:
-        model.register_forward_pre_hook(without_cache, with_kwargs=True)
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     model.register_forward_pre_hook(before_loss, with_kwargs=True)
     body.register_forward_pre_hook(before_forward, with_kwargs=True)
     return True
+
+
+def _without_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    # Models whose own forward reads `config.use_cache` would pass True on.
+    return args, kwargs | {"use_cache": kwargs.get("use_cache") or False}
 
 
 def checked(module: nn.Module, num_ranks: int) -> PreTrainedModel | None:

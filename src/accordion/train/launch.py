@@ -356,18 +356,24 @@ def of_this_start(store: Store, place: RankPlace) -> Store:
     word, and rank 0 answers each word with the prefix until all ranks have read it. Rank 0 raises `DistStoreError` if a rank is
     missing after `START_S`.
     """
-    token, words = secrets.token_hex(8), set[str]()
+    token, words = secrets.token_hex(8), dict[int, str]()
     if place.rank != 0:
-        store.set(f"accordion/start/{place.rank}", token)
-        token = store.get(f"accordion/start/{token}").decode()
+        is_new = False
+        while not is_new:
+            word = secrets.token_hex(8)
+            store.set(f"accordion/start/{place.rank}", word)
+            token = store.get(f"accordion/start/{word}").decode()
+            # A program may start twice (`init` after `fit`): rank 0 can still be answering in the start before.
+            is_new = store.add(f"accordion/start/{token}/{place.rank}", 1) == 1
         store.add(f"accordion/start/{token}/heard", 1)
         return PrefixStore(token, store)
 
     def all_heard() -> bool:
-        for key in [f"accordion/start/{r}" for r in range(1, place.world)]:
+        for rank in range(1, place.world):
+            key = f"accordion/start/{rank}"
             word = store.get(key).decode() if store.check([key]) else ""
-            if word and word not in words:
-                words.add(word)
+            if word and word != words.get(rank):
+                words[rank] = word
                 store.set(f"accordion/start/{word}", token)
         return int(store.add(f"accordion/start/{token}/heard", 0)) >= place.world - 1
 
