@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 import socket
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -159,8 +162,13 @@ def test_each_start_has_its_own_keys_in_the_store() -> None:
 
 def test_ranks_that_start_twice_share_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks begin their second start while rank 0 still answers in the first."""
+    poll, store = launch.poll, torch.distributed.HashStore()
+
+    def slowly(is_over: Callable[[], bool], *limits: Any) -> bool:
+        return poll(lambda: time.sleep(0.1) is None and is_over(), *limits)
+
     monkeypatch.setattr(launch, "START_S", 5.0)
-    store = torch.distributed.HashStore()
+    monkeypatch.setattr(launch, "poll", slowly)
     with ThreadPoolExecutor(3) as pool:
         places = [replace(PLACE, rank=rank, world=3) for rank in range(3)]
         by_rank = list(pool.map(lambda place: [launch.of_this_start(store, place) for _ in range(2)], places))
