@@ -2,6 +2,7 @@
 
 import platform
 import resource
+from statistics import median
 
 import pytest
 import torch
@@ -19,14 +20,17 @@ NUM_BLOCKS, WIDTH = 2, 2**11  # a block of 32 MiB in float32
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps what it likes")
 @on_world(2)
 def test_a_step_is_done_in_memory_of_the_step_before(mesh):
-    """In each step: the bytes for which the system had to find pages."""
+    """Count the bytes of new pages per step. By default glibc needs 4 weights or more in each step, of the 12 allocated."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(NUM_BLOCKS)))
     keep_freed_memory()
     acc.shard(model, mesh, units=lambda name, _: name.isdigit())
-    found = []
-    for _ in range(5):
+    new_bytes = []
+    for _ in range(10):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         model(torch.ones(2, WIDTH, device=device())).sum().backward()
         model.zero_grad()
-        found.append((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize())
-    assert min(found[2:]) < 4 * WIDTH * WIDTH, "one weight; a step gathers 8 of them and makes 4 gradients"
+        new_bytes.append((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize())
+    # Which free block malloc picks depends on the threads: single steps extend the heap by a weight or two.
+    assert median(new_bytes[2:]) < 3 * 4 * WIDTH * WIDTH, (
+        "three weights; a step gathers 8 of them and makes 4 gradients"
+    )
