@@ -72,8 +72,8 @@ class Floor:
 
 
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
-    """Return the floor that a FULL_SHARD step gives. `choice`, `log`, `step`: its configuration, log and time. `num_bytes`: its
-    peak of allocated bytes."""
+    """Return the floor (lower bounds) from one FULL_SHARD step: its `log`, time `step`, configuration `choice`, and peak of
+    allocated bytes, `num_bytes`."""
     last = max((i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)), default=0)
     gathered: list[int] = []
     reduced: list[int] = []

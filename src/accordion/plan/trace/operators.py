@@ -60,7 +60,8 @@ def _with_all_heads(func: Any, args: Any) -> Any:
 
 
 def bytes_moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes that one call reads and writes: each tensor once, of an expanded tensor only its storage."""
+    """Return the bytes that one call reads and writes, by the row of `func`; by default each tensor once, of an expanded tensor
+    only its storage."""
     row = row_of(func)
     if row.moved is not None:
         return row.moved(args, out)

@@ -55,8 +55,8 @@ CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.G
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Shard `model` in place as `accordion.shard` does, with communicators that log and send nothing. Create its optimizer,
-    and return what a trace needs to run steps."""
+    """Shard `model` in place as `accordion.shard` does, with communicators that log to `tracker` and send nothing. Create its
+    optimizer, and return the optimizer with the functions that a trace calls to run steps."""
     meshes: MeshChoice | None = None
     if run.expert_parallel > 1:
         with tracker.paused():
@@ -119,8 +119,8 @@ class _Done:
 
 
 class SilentCommunicator(Communicator):
-    """A communicator that logs each collective in `tracker` and sends nothing. `works`: the handles that each of its `Pending`
-    gets."""
+    """A communicator that logs each collective of several ranks in `tracker` and sends nothing. `works`: handles of works in the
+    `Pending` that each collective returns."""
 
     def __init__(self, tracker: Tracker, works: Sequence[Any], group: Any, device: torch.device) -> None:
         super().__init__(group, device)
@@ -147,8 +147,8 @@ class SilentCommunicator(Communicator):
 
 
 class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
-    """The silent communicator for CPU ranks, where gloo sends large tensors in messages between pairs of ranks: these messages
-    are not logged."""
+    """The silent communicator for CPU ranks. Large tensors, which gloo sends in messages between pairs of ranks, are neither sent
+    nor logged by `send_each`."""
 
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
         return [_Done() for _ in messages]
@@ -162,7 +162,7 @@ def silent(tracker: Tracker, run: TrainingSetup) -> CommunicatorMaker:
 
 
 class TracedArena(Arena):
-    """Offload's arena of host memory, whose allocation `tracker` logs on the stream of host memory."""
+    """Offload's arena of host memory. The constructor allocates it, and `tracker` logs that as host memory."""
 
     def __init__(self, tracker: Tracker, run: TrainingSetup, num_bytes: int, device: torch.device) -> None:
         with tracker.on(_host_stream(run)), warnings.catch_warnings():
