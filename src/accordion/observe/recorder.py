@@ -172,7 +172,7 @@ class Recorder(Observer):
         self._counted = None if log.end is None else log
 
     def steps(self, optimizer: Optimizer) -> None:
-        """Record the start of a step of `optimizer`, if a step is being recorded and it has a parameter of this model."""
+        """Record that `optimizer` starts a step. Does nothing if it has no parameter of this model, or if nothing is recorded."""
         if self.log is None or not self._is_ours(optimizer):
             return
         if threading.get_ident() == self._thread:
@@ -182,7 +182,7 @@ class Recorder(Observer):
             self._host_starts[threading.get_ident()] = time.perf_counter_ns()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Record the end of a step of `optimizer`, if a step is being recorded and it has a parameter of this model."""
+        """Record that `optimizer` ended a step. Does nothing if it has no parameter of this model, or if nothing is recorded."""
         if self.log is None or not self._is_ours(optimizer):
             return
         if threading.get_ident() == self._thread:
@@ -359,8 +359,8 @@ def _spans_of(log: StepLog, clock: HostClock, start_us: float) -> Iterator[Trace
 
 
 class _Recorded(Transfer):
-    """A transfer that records two spans: in `log` its time on the side stream `lane`, and in the step that `recorder` records at
-    its end the compute stream's wait. Their unit is the number after "unit" in `what`, the transfer's name in messages."""
+    """A transfer that records two spans: in `log`, its time on the side stream `lane`; through `recorder`, the compute stream's
+    wait for it. The unit of both spans is the number after "unit" in `what`, the name of the transfer in messages."""
 
     __slots__ = ("_ends", "_lane", "_log", "_num_works", "_recorder", "_start", "_unit")
 

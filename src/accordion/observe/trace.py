@@ -45,7 +45,7 @@ class Trace:
         return [title, *(f"- {text}" for text in texts)]
 
     def summary(self) -> None:
-        """Print the median time of a step, and the up to three changes that would save most."""
+        """Print the median time of a step, and up to three changes that would save most."""
         print("\n".join(self.lines()))
 
     def html(self, path: str | Path, plan: Trace | None = None) -> None:

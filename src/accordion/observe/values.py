@@ -44,7 +44,7 @@ class TraceSpan:
 class MemoryPoint:
     """Bytes on the device of a rank `time_us` after the step began, by kind. `full`: full parameters. `activations`, `other`: the
     rest without shards and optimizer states. In a recorded step, `activations` was allocated since the step began (temporaries
-    too) and `other` before (0 on CPU); in a planned one, `activations` are the forward's allocations."""
+    too) and `other` before (0 on CPU); in a planned one, `activations` was allocated by forwards and recomputations."""
 
     time_us: float
     full: int

@@ -25,7 +25,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A result to show: tables, and notes below them. `name`, `data`: name without suffix, and content, of its JSON file."""
+    """A result to show: tables, and notes below them. `name`: of its JSON file, without suffix. `data`: content of that file."""
 
     name: str
     notes: Sequence[str]

@@ -18,7 +18,7 @@ class Spread:
 
 
 def quartiles(values: Sequence[float]) -> Spread:
-    """Return the median of `values` with their first and third quartile as `low` and `high`, by the nearest-rank method."""
+    """Return the median of `values`, with the values nearest to the first and the third quartile as `low` and `high`."""
     ordered, last = sorted(values), len(values) - 1
     return Spread(
         median=median(ordered),
@@ -34,7 +34,7 @@ def extremes(values: Sequence[float]) -> Spread:
 
 
 def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Spread:
-    """Return median, lowest and highest of the ratios median(ours[i]) / median(theirs[i]). i: a round, a list of measurements."""
+    """Return median, lowest and highest of median(a) / median(b) over rounds. a, b: a round's figures in `ours` and `theirs`."""
     # By round, since measurements of a round are close in time, and a slow phase of the machine affects both.
     return extremes([median(a) / median(b) for a, b in zip(ours, theirs, strict=True)])
 

@@ -106,8 +106,8 @@ class Evaluator:
                 return
 
     def candidate(self, choice: Choice) -> Candidate:
-        """Return the candidate of `choice` with memory and time, or with the bound that rules it out. Traces the choice unless
-        its log can be derived, and stores the bounds that it gives for later choices."""
+        """Return the candidate of `choice` with memory and time, or with a lower bound that rules it out. Traces the choice
+        unless its log can be derived, and stores the bounds that it gives for later choices."""
         candidate = Candidate(choice=choice, fits=False, least_bytes=least_bytes(choice, self._space))
         if candidate.least_bytes > self._most:
             return candidate
@@ -220,7 +220,7 @@ class Evaluator:
         return with_host_work(step, work, choice, num_units, costs_for(run, self._cluster, rate))
 
     def at_all_rates(self, candidate: Candidate) -> None:
-        """Set `candidate.steps` to the times at low, middle and high rates; do nothing if it was ruled out."""
+        """Set `candidate.steps` to the times at low, middle and high rates; do nothing if the candidate was ruled out."""
         if candidate.steps is None:
             return
         log, choice = self.traces.of(candidate.choice), candidate.choice

@@ -102,7 +102,7 @@ def _name(func: Any) -> str:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists and mappings; twice as fast as torch's pytree."""
+    """Return the tensors in nested tuples, lists and dicts; twice as fast as torch's pytree."""
     if isinstance(tree, Tensor):
         return [tree]
     tensors: list[Tensor] = []

@@ -93,8 +93,8 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
 
 
 class AtOnce:
-    """An executor whose `submit` runs work at once in the caller's thread, inside a new context manager from `wrapper`. If the
-    work raises an error, `submit` raises it."""
+    """An executor whose `submit` runs work at once in the caller's thread, inside a context manager that `wrapper` creates, and
+    returns a finished future. If the work raises an error, `submit` raises it."""
 
     # In place of offload's worker threads: dispatch modes see one thread, and fake tensors do not work in a second one.
 
@@ -109,7 +109,7 @@ class AtOnce:
 
 
 class _Done:
-    """A `torch.distributed.Work` that is finished, as of a backend without streams."""
+    """Stand-in for a finished `torch.distributed.Work` of a backend without streams."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
@@ -207,7 +207,8 @@ def watch(engine: Engine, tracker: Tracker) -> None:
 
 
 class StepTrace(Observer):
-    """Logs the start of each unit's forward and backward, and sets the category of memory that the engine allocates."""
+    """Observer that logs the start of each unit's forward and backward, and sets the category of memory that the engine
+    allocates."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker, self._before = tracker, tracker.category

@@ -131,7 +131,8 @@ def _step(subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, trac
 @contextmanager
 def _fake_mesh(run: TrainingSetup) -> Iterator[DeviceMesh]:
     """Context manager that creates a fake process group of `run.ranks` ranks, whose rank 0 is this process, yields a CPU mesh
-    over it, and destroys the group at the end. Axes are replicate and shard, shard alone, or those of experts."""
+    over it, and destroys the group at the end. Axes: those of experts if ranks share experts, replicate and shard for a hybrid
+    strategy, otherwise shard."""
     dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=run.ranks)
     ranks = torch.arange(run.ranks)
     names: tuple[str, ...] = ("shard",)
