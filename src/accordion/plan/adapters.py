@@ -57,7 +57,7 @@ def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_adapters(model: nn.Module, label: str, rank: int, targets: str, quantize: str | None) -> nn.Module:
-    """Freeze all parameters of `model`, add trained LoRA adapters to its linear layers, both in place, and return `model`.
+    """Freeze all parameters of `model`, add trainable LoRA adapters of `rank` to its linear layers, in place, and return `model`.
 
     Args:
         label: name of the model in errors.

@@ -305,6 +305,6 @@ def cluster_of(text: str, **more: Any) -> Cluster:
 
 
 def check_rate(name: str, value: float, most: float = 1e6) -> None:
-    """Raise `UsageError` that names `name` unless `value` is between 0 and `most`, both excluded."""
+    """Raise a `UsageError` that names `name` unless `value` is between 0 and `most`, both excluded."""
     if not 0 < value < most:
         raise UsageError(f"{name} is {value:g}; it takes a positive number.")

@@ -90,7 +90,8 @@ class Plan:
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest candidate that fits on all GPUs asked for; if none fits, the candidate for them that needs least memory."""
+        """The fastest candidate that fits on all GPUs asked for. If none fits, the one for all GPUs that needs least memory, if
+        possible one that was not ruled out by a bound."""
         if self.found.best is not None:
             return self.found.best
         return closest(self.found.candidates, self.space)
