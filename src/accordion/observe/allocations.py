@@ -17,9 +17,10 @@ class Allocations(StorageWatch):
     """Context manager that counts live bytes: the sizes of storages that operators make inside it, until they are freed. It may
     be entered again. Attribute `live_bytes`: the bytes live at present.
 
-    Memory of the backend itself is not seen: gloo copies each message once more, NCCL does not. The profiler's memory events
-    are no alternative, since they miss what gloo's threads free.
+    Memory that a backend allocates for itself is not counted, such as the copy that gloo makes of each message.
     """
+
+    # The profiler's memory events are no alternative, since they miss what gloo's threads free.
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,15 +36,15 @@ class Allocations(StorageWatch):
         self._marks[name] = len(self._history) - 1
 
     def live(self, mark: str) -> int:
-        """Return the bytes that were live at the mark with this name."""
+        """Return the bytes that were live at the moment named `mark`."""
         return self._history[self._marks[mark]]
 
     def peak(self, start: str, end: str) -> int:
-        """Return the most bytes that were live at once between the marks `start` and `end`."""
+        """Return the most bytes that were live at once between the moments named `start` and `end`."""
         return max(self._history[self._marks[start] : self._marks[end] + 1])
 
     def count(self, sizes: range) -> int:
-        """Return the number of storages live at present whose size, in bytes, is in `sizes`."""
+        """Return how many of the counted storages that are live at present have a size, in bytes, in `sizes`."""
         return sum(size in sizes for size in self._sizes.values())
 
     @property
@@ -84,6 +85,6 @@ class Allocations(StorageWatch):
 
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
-    """Return the storage of each tensor in `tree`, repeated if shared; skips DTensors, and meta and fake tensors."""
+    """Return the storage of each tensor in nested `tree`, repeated if tensors share it. Skips DTensors, meta and fake tensors."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
     return [t.untyped_storage() for t in tensors if not t.is_meta and type(t).__name__ != "FakeTensor"]

@@ -1,4 +1,4 @@
-"""Marks in time: of the host's clock on CPU, and on an accelerator device events, whose times are read after the last step."""
+"""Clocks of a recording: `HostClock` marks moments of the host, `DeviceClock` records events on streams and reads them later."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Any
 import torch
 
 Mark = Any
-"""A moment: an int, nanoseconds of `time.perf_counter_ns`, or an event on a stream. Each clock takes ints."""
+"""A moment: an int (nanoseconds of `time.perf_counter_ns`), or an event on a device stream. `us` of both clocks takes ints."""
 
 
 class HostClock:
-    """A clock whose marks are moments of the host."""
+    """A clock whose marks are moments of the host, as ints. Its time 0 is its creation."""
 
     def __init__(self) -> None:
         self._start_ns = time.perf_counter_ns()
 
     def mark(self, stream: Any = None) -> Mark:
-        """Return a mark of the present moment, on `stream` or on the current stream."""
+        """Return the present moment of the host; `stream` is ignored. `DeviceClock` returns a new event on `stream`, or on the
+        current stream if that is None."""
         return time.perf_counter_ns()
 
     def settle(self) -> None:
-        """Wait on the host until the device has reached all marks. Call it before `us`."""
+        """Do nothing. In `DeviceClock`: wait on the host until the device has reached all marks. Call this before `us`."""
 
     def us(self, mark: Mark) -> float:
         """Return the microseconds from the creation of the clock to `mark`."""
@@ -30,7 +31,7 @@ class HostClock:
 
 
 class DeviceClock(HostClock):
-    """A clock of events on device streams. The constructor waits for the device; `mark` does not."""
+    """A clock whose marks are events on streams of `device`. The constructor waits for the device; `mark` does not."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)

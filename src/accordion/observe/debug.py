@@ -28,11 +28,11 @@ _observers = weakref.WeakSet["PlaceObserver"]()  # of this process's models
 
 
 class RanksHandler(object if _frontend is None else _frontend.DebugHandler):  # type: ignore[misc]
-    """Handler for `torch.distributed.debug.start_debug_server(handlers=[...])`: a page with the unit, phase, collective and stack
-    of each rank, and since when it is there.
+    """Handler for `torch.distributed.debug.start_debug_server(handlers=[...])`: adds the page `/accordion` with the unit, phase,
+    collective and stack of each rank, and the seconds since its unit changed.
 
-    Create it on every rank. Observes the sharded `model` from then on; nothing listens before torch's server is started. Raises
-    `UsageError` before torch 2.13, or if `model` is not sharded.
+    Create one on every rank: from then on, this process observes the sharded `model`. Nothing listens before torch's server is
+    started. Raises `UsageError` before torch 2.13, without jinja2, or if `model` is not sharded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,8 +57,8 @@ class RanksHandler(object if _frontend is None else _frontend.DebugHandler):  # 
 
 
 class PlaceObserver(Observer):
-    """Observer that keeps the units in whose forward or backward this rank is, and since when. `position`: phase and collective
-    of this rank, which other code updates."""
+    """Observer that keeps the units whose forward this rank is in, or the unit that a backward reached last, and since when.
+    `position`: phase and collective of this rank, which other code updates."""
 
     def __init__(self, position: Position) -> None:
         self._position = position
@@ -84,6 +84,8 @@ class PlaceObserver(Observer):
         self._moves()
 
     def as_values(self) -> dict[str, Any]:
+        """Return JSON data: "unit": [index and name of the innermost unit], or [] outside of all units; "phase"; "collective":
+        text, or None outside of collectives; "for_s": seconds since the unit changed."""
         return {
             "unit": [f"{unit.index} ({unit.name or 'root'})" for unit in self._units[-1:]],
             "phase": self._position.phase,
@@ -93,8 +95,8 @@ class PlaceObserver(Observer):
 
 
 def place_of_rank() -> str:
-    """Return JSON: under "models" the place of this rank in each observed model (`PlaceObserver.as_values`), under "stack" the
-    frames of its main thread."""
+    """Return JSON text: under "models" the unit, phase, collective and seconds of this rank in each observed model, and under
+    "stack" the frames of its main thread, the outermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     # torch's template escapes nothing, and a browser would take `<module>` for a tag.
     stack = [

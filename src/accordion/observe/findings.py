@@ -72,9 +72,9 @@ def unit_times(rank: RankTrace) -> list[UnitTimes]:
 
 
 def findings(ranks: Sequence[RankTrace]) -> list[StepFinding]:
-    """Return the changes that would save 1 % of a step or more, the largest saving first. At least one step must be recorded.
+    """Return the changes that would save 1 % of the median step or more, the largest saving first. `ranks` must have a step.
 
-    Earlier gathers, or keeping full parameters, save the time of the rank that waits least, since all ranks change together.
+    The saving by earlier gathers, or by keeping full parameters, is that of the rank that saves least: all ranks change together.
     """
     step_us = median([end - start for rank in ranks for start, end in rank.steps])
     possible = [*_stragglers(ranks), *_prefetch(ranks), *_keep(ranks)]
@@ -83,7 +83,7 @@ def findings(ranks: Sequence[RankTrace]) -> list[StepFinding]:
 
 
 def _stragglers(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
-    """Yield a finding for each rank that computes 5 % longer than the median rank; the others wait for it in a collective."""
+    """Yield a finding for each rank that computes over 5 % longer than the median rank, so that others wait in collectives."""
     times = [unit_times(rank) for rank in ranks]
     totals = [sum(unit.forward_us + unit.backward_us for unit in units) for units in times]
     # The lower median: of two ranks the faster one.
@@ -100,7 +100,7 @@ def _stragglers(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
 
 
 def _prefetch(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
-    """Yield one finding if gathers could begin earlier: the compute stream waits for them while no other gather runs."""
+    """Yield one finding if gathers could begin earlier on every rank: compute waits for them while the gather stream is idle."""
     # Of the rank that gains least.
     rank, by_unit = min(((rank, _earlier(rank)) for rank in ranks), key=lambda pair: sum(pair[1].values()))
     gain = sum(by_unit.values())
@@ -118,8 +118,8 @@ def _prefetch(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
 
 
 def _earlier(rank: RankTrace) -> dict[int, float]:
-    """Return index of a unit -> microseconds per step that its gathers' waits would shrink if each gather began as soon as the
-    previous one ended. The first gather of a step does not count."""
+    """Return index of a unit -> microseconds per step by which waits for its gathers would shrink if each gather began as soon
+    as the previous one ended. The first gather of a step does not count."""
     waits = [span for span in rank.spans if span.lane == WAIT]
     by_unit: dict[int, float] = defaultdict(float)
     for start_us, end_us in rank.steps:
@@ -133,7 +133,7 @@ def _earlier(rank: RankTrace) -> dict[int, float]:
 
 
 def _keep(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
-    """If all ranks' strategies gather again for the backward, yield one finding: the time that the backward waits for gathers."""
+    """Yield one finding, to keep full parameters, if all ranks gather again for the backward. It saves the backward's waits."""
     if any(rank.strategy not in REGATHERS for rank in ranks):
         return
     waited_us = []  # per step, of each rank
@@ -169,7 +169,7 @@ def _waits_of(
     transfers: Sequence[TraceSpan], waits: Sequence[TraceSpan]
 ) -> Iterator[tuple[TraceSpan, TraceSpan | None]]:
     """Yield (transfer, wait) for each of `transfers`, in order of time. wait: the first of `waits` for the transfer's unit and
-    lane that ended after the transfer began and belongs to no earlier transfer; None if there is none."""
+    lane that ended after the transfer began and belongs to no earlier transfer; None if no wait does."""
     by_place: dict[tuple[int, str], list[TraceSpan]] = defaultdict(list)
     for wait in sorted(waits, key=lambda span: span.start_us, reverse=True):
         by_place[wait.unit, wait.kind].append(wait)

@@ -17,17 +17,18 @@ PLACE = "/*TRACE*/"  # in the template
 
 
 def as_html(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> str:
-    """Return the HTML page of a trace. `planned`: a planned step, whose memory is drawn over the recorded one. If the page would
-    be larger than 2 MB, it leaves out the last steps and ranks, down to the first of each, and says so."""
+    """Return the HTML page of the recorded `ranks`, one or more. The memory of the step in `planned` is drawn over that of the
+    recorded step. To stay below 2 MB, the page leaves out the last steps, then the last ranks, and says so; the first step of
+    the first rank always stays."""
     template = resources.files("accordion.observe").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(page_data(ranks, planned), separators=(",", ":")).replace("</", "<\\/")
     return template.replace(PLACE, data)
 
 
 def page_data(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> dict[str, Any]:
-    """Return the data of the page: lanes, findings, and for each rank its units, spans and memory in compact lists. Steps and
-    ranks that would exceed `MOST_BYTES` are left out. "plan": (fraction of the planned step's time, allocated bytes) of each
-    point."""
+    """Return the data that the page's script draws. "ranks": units, steps, spans and memory of each rank as compact lists; last
+    steps and ranks that would exceed `MOST_BYTES` are left out. "all_ranks", "all_steps": their numbers before. "findings":
+    texts. "plan": (fraction of the planned step's time, bytes) of each point, or None. "lanes": names."""
     drawn: list[dict[str, Any]] = []
     left = MOST_BYTES
     num_steps = len(ranks[0].steps)

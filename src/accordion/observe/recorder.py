@@ -44,11 +44,12 @@ HOST_STEP = "host step"  # lane of the threads that step offloaded parameters
 def observe(model: nn.Module, *, steps: int = 3) -> Iterator[Trace]:
     """Context manager that records the next `steps` training steps of a sharded model, and yields their `Trace`.
 
-    A step is everything from the first forward of the model to the end of `optimizer.step()`, so all its micro-batches belong to
-    it. The trace is empty until the block ends. Its end is collective: on every rank, the trace gets the steps of all ranks. If
-    the block ends with an error, the end is not collective, and the trace has this rank alone. On CPU one more step is recorded
-    before the others, to count allocations, which takes time; on an accelerator the allocator's figures are read. Begin the block
-    after a few steps of training, because in the first ones the host waits for other ranks.
+    A step is everything from the first forward with gradients to the end of the last `optimizer.step()` before the next forward,
+    so all micro-batches belong to it. The trace is empty until the block ends. The end of the block is collective: on every rank,
+    the trace gets the steps of all ranks. If the block ends with an error, the end is not collective, and the trace has this rank
+    alone. On CPU one more step is recorded before the others, to count allocations, which takes time; on an accelerator the
+    allocator's figures are read. Begin the block after a few steps of training, because in the first ones the host waits for
+    other ranks.
 
     Raises `UsageError` if the model is not sharded or is observed already, or if `steps` is less than 1.
     """
@@ -74,11 +75,11 @@ def observe(model: nn.Module, *, steps: int = 3) -> Iterator[Trace]:
 
 @dataclass(slots=True)
 class StepLog:
-    """The record of one step, with marks of the recorder's clock in place of times. `end`: the mark after its last optimizer step
-    so far, None before.
+    """The record of one step, with marks of the recorder's clock in place of times. `end`: the mark after the last optimizer step
+    so far; None before the first.
 
-    `switches`: (mark, kind, unit) when other work began on the compute stream. `spans`: (lane, kind, unit, start, end) of all
-    other lanes. `points`: (mark, bytes of full parameters, of gradients, of all allocations).
+    `switches`: (mark, kind, unit) of each change of work on the compute stream: when it began, and the new work. `spans`: (lane,
+    kind, unit, start, end) on all other lanes. `points`: (mark, bytes of full parameters, of gradients, of all allocations).
     """
 
     start: Mark
@@ -171,7 +172,7 @@ class Recorder(Observer):
         self._counted = None if log.end is None else log
 
     def steps(self, optimizer: Optimizer) -> None:
-        """Record the start of a step of `optimizer`. Does nothing if it has no parameter of this model."""
+        """Record that `optimizer` starts a step. Does nothing if it has no parameter of this model, or if nothing is recorded."""
         if self.log is None or not self._is_ours(optimizer):
             return
         if threading.get_ident() == self._thread:
@@ -181,7 +182,7 @@ class Recorder(Observer):
             self._host_starts[threading.get_ident()] = time.perf_counter_ns()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Record the end of a step of `optimizer`. Does nothing if it has no parameter of this model."""
+        """Record that `optimizer` ended a step. Does nothing if it has no parameter of this model, or if nothing is recorded."""
         if self.log is None or not self._is_ours(optimizer):
             return
         if threading.get_ident() == self._thread:
@@ -263,7 +264,8 @@ class Recorder(Observer):
             self._note_memory()
 
     def landed(self, lane: str, unit: int, before: Mark) -> None:
-        """Record that the compute stream has waited since the mark `before` for a transfer of `unit` on side stream `lane`."""
+        """Record that the compute stream has waited since the mark `before` for a transfer of `unit` on the side stream `lane`.
+        After a reduce, count the sharded gradients of `unit`, not the full ones. Does nothing if no step is being recorded."""
         if self.log is None:
             return
         self.log.spans.append((WAIT, lane, unit, before, self.clock.mark()))
@@ -357,8 +359,8 @@ def _spans_of(log: StepLog, clock: HostClock, start_us: float) -> Iterator[Trace
 
 
 class _Recorded(Transfer):
-    """A transfer that adds two spans to `log`: its time on the side stream `lane`, and, through `recorder`, the compute stream's
-    wait for it. Both spans are of unit 3 if `what`, the name of the transfer in messages, contains "unit 3 ", for example."""
+    """A transfer that records two spans: in `log`, its time on the side stream `lane`; through `recorder`, the compute stream's
+    wait for it. The unit of both spans is the number after "unit" in `what`, the name of the transfer in messages."""
 
     __slots__ = ("_ends", "_lane", "_log", "_num_works", "_recorder", "_start", "_unit")
 

@@ -1,4 +1,4 @@
-"""Base class of dispatch modes that follow memory: storages of operators' inputs and outputs, until they are freed."""
+"""Base class of dispatch modes that follow the storages of operators' inputs and outputs until they are freed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _Mode: Any = _torch.EagerMode
 
 
 class StorageWatch(_Mode):  # type: ignore[misc]
-    """A dispatch mode that reports when a watched storage is resized or freed. A subclass implements `runs`, `resized` and
-    `died`, and chooses the storages with `watch`.
+    """A dispatch mode (context manager) that reports when a watched storage is resized or freed. A subclass implements the
+    callbacks `runs`, `resized` and `died`, and chooses the storages with `watch`.
 
     Operators on DTensors are seen as operators on their local tensors. Memory that a kernel allocates inside is not seen. While
     the mode is active, `torch.UntypedStorage.resize_` is replaced for the whole process.
@@ -26,15 +26,15 @@ class StorageWatch(_Mode):  # type: ignore[misc]
         self._deaths: dict[int, weakref.ref[Any]] = {}
 
     def runs(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call the operator `func` on local tensors, and return its result. A subclass may `watch` storages before and after."""
+        """Called for each operator in the mode: call `func`, and return its result. May `watch` storages before and after."""
         raise NotImplementedError
 
     def resized(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Called after a watched storage was resized from Python. `key`: its key (`_torch.storage_key`)."""
+        """Called after a watched storage was resized from Python in the mode. `key`: the number `_torch.storage_key(storage)`."""
         raise NotImplementedError
 
     def died(self, key: int) -> None:
-        """Called when a watched storage is freed; later storages may reuse its key."""
+        """Called when a watched storage is freed, also after the mode has ended. Later storages may reuse its `key`."""
         raise NotImplementedError
 
     def watch(self, storage: torch.UntypedStorage) -> bool:

@@ -23,7 +23,7 @@ NOTHING = "nothing in these steps would gain more than 1 % of their time"
 @dataclass(slots=True)
 class Trace:
     """The recorded steps of all ranks. `observe` fills `ranks` when its block ends. Methods that read the steps raise
-    `UsageError` if no step was recorded, and those that write a file, if it cannot be written."""
+    `UsageError` if no step was recorded. Methods that write a file also raise it if the file cannot be written."""
 
     ranks: list[RankTrace] = field(default_factory=list)
 
@@ -36,8 +36,8 @@ class Trace:
         return self.ranks
 
     def lines(self) -> list[str]:
-        """Return a line with the median time of a step, then up to three lines with the changes that would save most, if they
-        save 1 % of a step or more; without any, a line that says so."""
+        """Return a line with the median time of a step, then up to three lines with the changes that would save most. Changes
+        that save less than 1 % of a step are left out; if none is left, a line says so."""
         ranks = self.recorded()
         durations = [end - start for rank in ranks for start, end in rank.steps]
         title = f"{len(ranks[0].steps)} steps on {len(ranks)} ranks, {median(durations) / 1e3:.1f} ms each (median)"
@@ -45,7 +45,7 @@ class Trace:
         return [title, *(f"- {text}" for text in texts)]
 
     def summary(self) -> None:
-        """Print `lines()`."""
+        """Print the median time of a step, and up to three changes that would save most."""
         print("\n".join(self.lines()))
 
     def html(self, path: str | Path, plan: Trace | None = None) -> None:
@@ -53,7 +53,7 @@ class Trace:
         write_text(path, as_html(self.recorded(), None if plan is None else plan.recorded()[0]))
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, which a notebook shows if a cell ends with the trace."""
+        """Return HTML of a frame with the page. A notebook shows it if a cell ends with the trace."""
         return f'<iframe srcdoc="{escape(as_html(self.recorded()))}" style="width: 100%; height: 800px; border: 0"></iframe>'
 
     def perfetto(self, path: str | Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 COMPUTE, WAIT, UNITS = "compute", "wait", "units"
-"""Lanes of a trace beside the side streams: the compute stream, its waits for side streams, and the units that are full."""
+"""Lanes of a trace that are no side streams: the compute stream, its waits for side streams, and times when units are full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,9 @@ class UnitFacts:
 class TraceSpan:
     """Work from `start_us` to `end_us`, in microseconds after the first recorded step began.
 
-    `lane`: a stream of the device, or one of `COMPUTE`, `WAIT` and `UNITS`. `kind`: on `COMPUTE` "forward", "backward",
-    "optimizer" or "other"; on `WAIT` the lane that is waited for; on `UNITS` "full". `unit`: its index, -1 for none.
+    `lane`: `COMPUTE`, `WAIT`, `UNITS`, or the name of a side stream or of host work. `kind`: on `COMPUTE` "forward", "backward",
+    "optimizer" or "other"; on `WAIT` the lane that is waited for; on `UNITS` "full"; else the lane. `unit`: index of the unit
+    that the work is for, or -1.
     """
 
     lane: str
@@ -41,8 +42,9 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPoint:
-    """Bytes on the device of a rank at `time_us`, by kind. `activations`: activations and temporaries, all that was allocated
-    since the step began. `other`: all that was allocated before it; 0 on CPU."""
+    """Bytes on the device of a rank `time_us` after the step began, by kind. `full`: full parameters. `activations`, `other`: the
+    rest without shards and optimizer states. In a recorded step, `activations` was allocated since the step began (temporaries
+    too) and `other` before (0 on CPU); in a planned one, `activations` was allocated by forwards and recomputations."""
 
     time_us: float
     full: int
@@ -52,17 +54,17 @@ class MemoryPoint:
 
     @property
     def total(self) -> int:
-        """The sum of all kinds; shards and optimizer states are not among them."""
+        """The sum of the four kinds, without shards and optimizer states."""
         return self.full + self.gradients + self.activations + self.other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
-    """The recorded steps of one rank. `steps`: (start, end) of each step in microseconds.
+    """The recorded steps of one rank. `steps`: (start, end) of each step, in microseconds after the first step began.
 
-    `memory`: points of one step, with times after the start of that step. `memory_step`: the index of that step in `steps`; -1 on
-    CPU, where it is an earlier step that is not in `steps`, because counting allocations takes time. `shard_bytes`,
-    `state_bytes`: parameters and optimizer states between steps.
+    `memory`: memory over one step. `memory_step`: the index of that step in `steps`. It is -1 on CPU, where memory is recorded in
+    an earlier step that is not in `steps`, because counting allocations takes time. `shard_bytes`, `state_bytes`: this rank's
+    parameters, and optimizer states on the device, between steps.
     """
 
     rank: int

@@ -13,7 +13,7 @@ from accordion.errors import UsageError
 from accordion.pages.stats import Spread
 
 FOLDER = Path("runs/bench")
-"""Folder for all results of benchmarks, relative to the current one."""
+"""Folder for all results of benchmarks, relative to the current folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """Tables, and notes below them. `name`: of the JSON file, without suffix. `data`: the content of that file."""
+    """A result to show: tables, and notes below them. `name`: of its JSON file, without suffix. `data`: content of that file."""
 
     name: str
     notes: Sequence[str]
@@ -74,7 +74,7 @@ def plain_data(value: Any) -> Any:
 
 
 def as_text(table: Table) -> str:
-    """Return the table as plain text: its title, then a line for each row, in aligned columns."""
+    """Return `table` as plain text: its title, then a line with the names of the columns and one for each row, aligned."""
     widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
     lines = [
         "  ".join(
@@ -86,7 +86,7 @@ def as_text(table: Table) -> str:
 
 
 def as_markdown(page: Page, about: str) -> str:
-    """Return `page` as Markdown: the line `about`, the machine in `page.data`, the tables with their titles, and the notes."""
+    """Return `page` as Markdown: a fixed heading, the line `about`, the machine in `page.data`, the tables, and the notes."""
     data = plain_data(page.data)
     machine = data.get("machine") or data.get("comparison", {}).get("machine", {})
     lines = ["# Figures of this machine", "", about, ""]

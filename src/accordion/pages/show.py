@@ -29,7 +29,7 @@ def show(page: Page) -> None:
 
 
 def _words(table: Table) -> set[int]:
-    """Return the indices of the columns with text: those in which a cell has `MANY` words, or no cell has a digit."""
+    """Return the indices of the columns with text: a cell has `MANY` words or more, or no cell has a digit."""
     words = set()
     for i in range(len(table.columns)):
         cells = [row[i] for row in table.rows]

@@ -9,7 +9,7 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Median, lowest and highest of `count` values. In a result of `quartiles`, `low` and `high` are quartiles instead."""
+    """Median, lowest and highest of `count` values. If made by `quartiles`: `low` and `high` are the first and third quartile."""
 
     median: float
     low: float
@@ -18,7 +18,7 @@ class Spread:
 
 
 def quartiles(values: Sequence[float]) -> Spread:
-    """Return the median of `values` with their first and third quartile as `low` and `high`, by the nearest-rank method."""
+    """Return the median of `values`, with the values nearest to the first and the third quartile as `low` and `high`."""
     ordered, last = sorted(values), len(values) - 1
     return Spread(
         median=median(ordered),
@@ -34,7 +34,7 @@ def extremes(values: Sequence[float]) -> Spread:
 
 
 def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Spread:
-    """Return the median, lowest and highest of median(ours) / median(theirs) over rounds, each a list of measurements."""
+    """Return median, lowest and highest of median(a) / median(b) over rounds. a, b: a round's figures in `ours` and `theirs`."""
     # By round, since measurements of a round are close in time, and a slow phase of the machine affects both.
     return extremes([median(a) / median(b) for a, b in zip(ours, theirs, strict=True)])
 
@@ -45,8 +45,8 @@ def flat(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Result of `compare_losses`. `losses`: contender -> its loss at each step; `tolerance`: relative to the median over
-    contenders; `wrong`: names of contenders without losses, or with a loss that differs by more than `tolerance`."""
+    """Result of `compare_losses`. `losses`: contender -> its loss at each step. `tolerance`: a share of the median loss over
+    contenders. `wrong`: contenders without losses, or with a loss that is not finite or differs by more than `tolerance`."""
 
     losses: dict[str, list[float]]
     tolerance: float
@@ -55,9 +55,9 @@ class Verdict:
 
 def compare_losses(losses: dict[str, list[float]], tolerance: float) -> Verdict:
     """Compare each contender's losses with the median over contenders, step by step. A contender is wrong if it has no losses, if
-    a loss is not finite, or if a loss differs from the median by more than `tolerance` times the median. From then on it does not
-    count in medians. If two contenders disagree, both are wrong. `losses`: contender -> losses from the first step on; lists may
-    differ in length."""
+    a loss is not finite, or if a loss differs from the median by more than `tolerance` times the median. A wrong contender does
+    not count in later medians. If two contenders disagree, both are wrong. `losses`: contender -> losses from the first step on;
+    lists may differ in length, and there is one contender or more."""
     wrong = {name for name, values in losses.items() if not values}
     for step in range(max(map(len, losses.values()))):
         at_step = {name: values[step] for name, values in losses.items() if step < len(values) and name not in wrong}

@@ -15,8 +15,8 @@ ALL = "all"
 
 
 class AdaptedLinear(nn.Module):
-    """LoRA: the output of a linear layer `inner`, plus that of two linear layers in a row, `down` to `rank` features and `up`, on
-    the meta device. `width`, `out`: features of inputs and outputs."""
+    """A linear layer with a LoRA adapter: `inner(x) + up(down(x))`. The constructor creates the linear layers `down`, to `rank`
+    features, and `up` on the meta device. `width`, `out`: features of inputs and outputs."""
 
     def __init__(self, inner: nn.Module, width: int, out: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class AdaptedLinear(nn.Module):
 
 
 class PlannedFourBitLinear(FourBitLinear):
-    """Stand-in for a `FourBitLinear` that widens its weights with torch's operators, so a trace sees it. Its values are wrong."""
+    """Stand-in for a `FourBitLinear` that widens its weights by torch's operators, which a trace sees. Its values are wrong."""
 
     def forward(self, input: Tensor) -> Tensor:
         out: Tensor = _FourBit.apply(input, self.weight.view(self.out_features, -1))  # type: ignore[no-untyped-call]
@@ -57,14 +57,15 @@ def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_adapters(model: nn.Module, label: str, rank: int, targets: str, quantize: str | None) -> nn.Module:
-    """Freeze all parameters of `model`, add trained LoRA adapters to its linear layers, both in place, and return `model`.
+    """Freeze all parameters of `model`, add trainable LoRA adapters of `rank` to its linear layers, in place, and return `model`.
 
     Args:
         label: name of the model in errors.
         targets: layers that get adapters: last names separated by commas, or "all" for all but the head.
         quantize: data type of four bits for the weights of all linear layers but the head; None: they stay as they are.
 
-    Raises `UsageError` if there are no linear layers, or none of a name in `targets`, or if they cannot be quantised.
+    Raises `UsageError` if `model` has no linear layers but its head, if a name in `targets` is no layer's, or if a layer to
+    quantise has a weight that is tied, sharded, or of an unsuitable size.
     """
     linear = linear_layers(model)
     known = sorted({name.rpartition(".")[2] for name in linear})

@@ -43,13 +43,15 @@ def plan(
     Args:
         subject: the workload; or the name of a language model, a folder with a config.json, or that file.
         cluster: the GPUs, or a description of them: "h100,network_gbps=25" is a node of eight H100.
-        sharding: the arguments of `accordion.shard`. A `Sharding` fixes all of them. A mapping fixes the fields it names; the
-            search chooses the others, and the precision is bf16 unless named. None: the search chooses all of them.
+        sharding: the arguments of `accordion.shard`. A `Sharding` fixes all of them. A mapping fixes the fields it names: the
+            search chooses strategy, checkpointing, offload and `secondary` unless named, the precision is bf16 unless named,
+            and the other fields have their defaults. None: nothing is named.
         search: the values to try for fields that `sharding` does not fix.
         say: called with a line of text before each trace.
 
-    Raises `UsageError` if arguments contradict each other, if this process has a process group, or if the model needs the values
-    of a tensor; the message then names the line of the model.
+    Creates a fake process group for the time of each trace. Raises `UsageError` if the model cannot be read, if arguments
+    contradict each other, if this process has a process group, or if the model needs the values of a tensor; the message then
+    names the line of the model.
     """
     workload = Workload(subject) if isinstance(subject, str) else subject
     cluster = cluster_of(cluster) if isinstance(cluster, str) else cluster
@@ -73,9 +75,9 @@ def plan(
 
 
 def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: Workload) -> Search:
-    """Return a copy of `search` that tries fewer values: of each field named in `fixed` only the value in `base`, and none that
-    the workload, its engine, shared experts or offload in `base` do not support. The micro-batch of a module is 1, since its
-    batch is given. Raises `UsageError` if fixed values contradict each other, or if no strategy is left."""
+    """Return a copy of `search` that tries fewer values: of each field named in `fixed` only the value in `base`, and of all
+    other fields only values that the engine, shared experts and the offload in `base` support. For a module, whose batch is
+    given, the micro-batch is 1. Raises `UsageError` if fixed values contradict each other, or if no strategy is left."""
     search = search.narrowed(base, fixed)
     if not isinstance(workload.model, str):
         search = replace(search, micro_batches=[1])

@@ -171,7 +171,7 @@ class Search:
         checkpointing: values of `Sharding.checkpoint_activations`.
         micro_batches: samples of one rank in one forward.
         offloads: placements of parameters and states, or texts that describe them; each is tried if the one before it does not
-            fit. They offload no parameters to a disk, and none without the optimizer states.
+            fit. Parameters can be offloaded to the host only, and only together with the optimizer states.
         activations: placements of the inputs of recomputed units; all but the first are tried only if nothing fits.
         replicas: copies of the model under a hybrid strategy. None: try those that shard each copy over one, two or four nodes.
         copies: also try the fastest configurations with `Sharding.secondary` set to the ranks of a node.
@@ -220,9 +220,9 @@ class Search:
                 )
 
     def narrowed(self, sharding: Sharding, fixed: Collection[str]) -> Search:
-        """Return a copy that tries, of each field named in `fixed`, only the value in `sharding`. It tries no offload with
-        `no_sync`, and no `copies` if the strategy or `secondary` is fixed or experts are shared. Raises `UsageError` if values
-        contradict each other."""
+        """Return a copy that tries only the value in `sharding` for the strategy, checkpointing or offload if `fixed` names the
+        field. The copy tries no offload with `no_sync`, and no `copies` if the strategy or `secondary` is fixed or experts are
+        shared. Raises `UsageError` if values contradict each other."""
         narrow: dict[str, Any] = {}
         if "strategy" in fixed:
             narrow |= {"strategies": [sharding.strategy], "copies": False}

@@ -54,7 +54,7 @@ def begins(place: StepPart) -> bool:
 
 @dataclass(slots=True)
 class Alloc:
-    """Memory is allocated. `number`: identifies the allocation, for `Free`."""
+    """Memory is allocated. `number`: identifies the allocation; the `Free` that ends it has the same number."""
 
     number: int
     num_bytes: int
@@ -65,7 +65,9 @@ class Alloc:
 
 @dataclass(slots=True)
 class Free:
-    number: int  # of an `Alloc`
+    """The memory of an `Alloc` is freed."""
+
+    number: int  # the number of the `Alloc`
 
 
 @dataclass(slots=True)
@@ -135,7 +137,7 @@ Event = Alloc | Free | Op | Collective | Launch | Land | Mark | Wait | Enter
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Log:
-    """The log of a step that begins with existing optimizer states. Nobody changes it, so results from it may be cached."""
+    """The log of one training step; the optimizer's states exist before it. No code changes a log: results from it are cached."""
 
     held: list[tuple[Alloc, int | None]]  # live before the step, with the index of the unit (None: of no unit)
     events: list[Event]
@@ -146,9 +148,9 @@ class Log:
 
 
 def without_host(log: Log) -> Log:
-    """Return a copy of `log` without the allocations and operators on the host. Its `host_bytes` is the most host memory that is
-    live at once. Its `unmodelled` notes that the log has no time for the step on the host. If no host memory is live before the
-    step, return `log` itself."""
+    """Return a copy of `log` without the allocations and operators on the host. In the copy, `host_bytes` is the most host memory
+    that is live at once, and `unmodelled` notes that the log has no time for the step on the host. If no host memory is live
+    before the step, return `log` itself."""
     live = {alloc.number: alloc.num_bytes for alloc, _ in log.held if alloc.stream == HOST}
     if not live:
         return log

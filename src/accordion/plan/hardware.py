@@ -102,7 +102,8 @@ PEAKS = ("memory_gib", "tflops", "fp32_tflops", "bandwidth_gbps", "link", "link_
 
 def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
     """Return a row of the table of GPUs. `peaks`: values of the fields in `PEAKS`, in this order. `like`: kind of GPU whose
-    shares of the peaks are used, a key of `BY_KIND`; "": they are guessed. `more`: other fields of `Gpu`."""
+    shares of the peaks are used, a key of `BY_KIND`; "": they are guessed. `slow`, `fast` and `rows` are those of the kind only
+    if `name` is one of its fitted cards, else guessed. `more`: other fields of `Gpu`."""
     kind = BY_KIND.get(like, GUESSED)
     ranges = kind if name in kind.cards else GUESSED
     shares = {"products": kind.products, "elementwise": kind.elementwise, "attention": kind.attention[ATTENTION]}
@@ -111,7 +112,7 @@ def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
 
 
 def with_attention(gpu: Gpu, kernel: str) -> Gpu:
-    """Return a copy of `gpu` whose speed of attention is that with `kernel`, a key of `Efficiency.attention`."""
+    """Return a copy of `gpu` whose share `attention` is the one for `kernel`, a key of `Efficiency.attention`."""
     known = BY_KIND.get(gpu.kind, GUESSED).attention
     return replace(gpu, attention=gpu.attention * known[kernel] / known[ATTENTION])
 
@@ -262,9 +263,9 @@ class Cluster:
 
 
 def gpu_named(name: str, **rates: float) -> Gpu:
-    """Return the GPU called `name`, with `rates` in place of the table's figures. `rates`: any of memory_gib, tflops,
-    bandwidth_gbps and link_gbps; a GPU that is not in the table needs all four. Raises `UsageError` for an unknown name
-    without all four rates, or a rate out of range."""
+    """Return the GPU of the table called `name`, with `rates` in place of its figures. `rates`: any of memory_gib, tflops,
+    bandwidth_gbps and link_gbps; with all four, `name` may be any other text. Raises `UsageError` for an unknown name without
+    all four rates, or a rate out of range."""
     for key, value in rates.items():
         check_rate(key, value)
     key = name.lower().replace("_", "-").replace(" ", "").removesuffix("gb").replace("rtx-", "rtx")
@@ -287,8 +288,8 @@ CLUSTER_WORDS = ("network_gbps", "host_memory_gib", "disk_gbps", "price")
 
 
 def cluster_of(text: str, **more: Any) -> Cluster:
-    """Return the cluster that `text` describes, such as `h100,memory_gib=94,price=2.5`. `more`: other fields of `Cluster`.
-    Raises `UsageError` if `text` cannot be parsed, names an unknown GPU, or has a value out of range."""
+    """Return the cluster that `text` describes: a GPU's name, then rates, as in `h100,memory_gib=94,price=2.5`. `more`: other
+    fields of `Cluster`. Raises `UsageError` if `text` cannot be parsed, names an unknown GPU, or has a value out of range."""
     name, *words = (word.strip() for word in text.split(","))
     values: dict[str, float] = {}
     for word in words:
@@ -304,6 +305,6 @@ def cluster_of(text: str, **more: Any) -> Cluster:
 
 
 def check_rate(name: str, value: float, most: float = 1e6) -> None:
-    """Raise `UsageError` that names `name` unless `value` is between 0 and `most`, both excluded."""
+    """Raise a `UsageError` that names `name` unless `value` is between 0 and `most`, both excluded."""
     if not 0 < value < most:
         raise UsageError(f"{name} is {value:g}; it takes a positive number.")

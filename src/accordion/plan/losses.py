@@ -20,8 +20,8 @@ OF_HEAD = ("chunked", "head_rows")  # computed together with the head, an `nn.Li
 
 
 def token_loss(kind: str, model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of a language model, summed over tokens, 0-d. `kind`: a key of `LOSSES`; for "fused" the value is wrong,
-    and its memory and kernels are right. `tokens`, `labels`: (micro_batch, seq)."""
+    """Return the loss of a language model, summed over tokens, 0-d. `kind`: a key of `LOSSES`; with "fused" the value is wrong,
+    but memory and kernels are right. `tokens`, `labels`: (micro_batch, seq)."""
     if kind in OF_HEAD:
         head = model.get_output_embeddings()
         with head_returns_loss(head, labels, reduction="sum", head_rows=kind == "head_rows"):

@@ -56,7 +56,8 @@ class Plan:
 
     Args:
         task: the workload's model on the meta device, and how it is trained.
-        space: the workload, the GPUs, and the values that were searched.
+        workload: the model, loss and batches that were asked for.
+        space: the GPUs, and the values that were searched.
         found: all candidates (configurations with their memory and time), and the best of them.
         log: events of a step of the chosen configuration; None if it was not traced.
     """
@@ -89,7 +90,8 @@ class Plan:
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest candidate that fits on all GPUs asked for; if none fits, the one on them that needs least memory."""
+        """The fastest candidate that fits on all GPUs asked for. If none fits, the one for all GPUs that needs least memory, if
+        possible one that was not ruled out by a bound."""
         if self.found.best is not None:
             return self.found.best
         return closest(self.found.candidates, self.space)
@@ -106,8 +108,8 @@ class Plan:
         return unsettled(self.chosen, self.cluster) if self.chosen.is_open(self.cluster) else "does not fit"
 
     def trace(self) -> Trace:
-        """Return the planned step of the chosen configuration, at middle rates, as a trace of one rank: for its page, and to lay
-        its memory over that of recorded steps. Raises `UsageError` if the configuration was ruled out without a trace."""
+        """Return the planned step of the chosen configuration, at middle rates, as a trace of one rank. It can be drawn, or
+        passed to `Trace.html` of recorded steps. Raises `UsageError` if the configuration was ruled out without a trace."""
         if self.log is None:
             raise UsageError("the chosen configuration was ruled out without a trace, so there is no step to draw.")
         choice = self.chosen.choice
@@ -115,7 +117,8 @@ class Plan:
         return Trace([drawn(self.log, costs, choice.strategy.name)])
 
     def mfu(self, c: Candidate, rate: str = "middle") -> float:
-        """Return model FLOPs (not recomputed ones) per second as a share of the GPU's bf16 peak. `rate`: a key of `c.steps`."""
+        """Return the model FLOPs per second of candidate `c` (not recomputed ones) as a share of the GPU's bf16 peak. `rate`: a
+        key of `c.steps`."""
         assert c.steps is not None
         return c.steps[rate].flops / c.steps[rate].seconds / (self.cluster.gpu.tflops * 1e12)
 
@@ -193,9 +196,9 @@ class Plan:
 
     @property
     def free_bytes(self) -> dict[str, int]:
-        """Bytes of a GPU that are free: "parked" and "not parked", while an inference engine generates and the trained model is
-        parked or not; "step", in a training step. Memory that torch has reserved is not free. {} if the memory of the chosen
-        configuration is not known."""
+        """Name -> free bytes of a GPU: "step" in a training step; while an inference engine generates, "parked" if the trained
+        model is parked (moved off the device), and "not parked" if it is not. Memory that torch has reserved is not free. {} if
+        the memory of the chosen configuration is not known."""
         memory, card = self.chosen.memory, self.cluster.card_bytes
         if memory is None:
             return {}
@@ -215,7 +218,8 @@ class Plan:
         return cost if price is None else {**cost, "dollars": tuple(price * h for h in low_high)}
 
     def _entry(self, c: Candidate) -> dict[str, Any]:
-        """Return the figures of `c`, None for each if it was ruled out without a trace. "fits" is None if that is not known."""
+        """Return the figures and configuration of `c`. If `c` was ruled out without a trace, each of `FIGURES` is None, and
+        "least_bytes" is added. "fits" is None if that is not known."""
         fits = None if c.bound or c.is_open(self.cluster) else c.fits
         entry = {"fits": fits, **dict.fromkeys(FIGURES), "config": self._config(c)}
         if c.memory is None or c.steps is None:
@@ -232,7 +236,7 @@ class Plan:
         }
 
     def _config(self, c: Candidate) -> dict[str, Any]:
-        """Return the configuration of `c` in plain data. Strategy, offload and units are text, if a text can describe them."""
+        """Return the configuration of `c` as plain data. Strategy, offload and units are text, if text can describe them."""
         choice = c.choice
         words = {name: PRINTERS.get(name, lambda value: value)(getattr(choice.sharding, name)) for name in FIELDS}
         return {

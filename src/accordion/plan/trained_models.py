@@ -105,7 +105,7 @@ def remarks_on(config: Any, model: nn.Module) -> list[str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """How a language model computes loss and attention, and trains and stores parameters. Raises `UsageError` for an unknown
-    name, or a wrong rank."""
+    name, or a number out of range."""
 
     loss: str = "plain"  # a key of `LOSSES`
     attention: str = "auto"  # a key of `ATTENTIONS`
@@ -149,8 +149,8 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
 
 
 def language_subject(config: Any, label: str, micro_batch: int, seq: int, kernels: Kernels) -> Subject:
-    """Return the training to trace: a language model's loss on `micro_batch` random sequences of `seq` tokens. Its `loss` raises
-    `UsageError` if the model's own code fails. `label`: name of the model in errors."""
+    """Return the training to trace: the language model of `config`, and its loss on `micro_batch` random sequences of `seq`
+    tokens. That loss raises `UsageError` if the model's own code fails. `label`: name of the model in errors."""
     vocab = int(config.get_text_config().vocab_size)
 
     def tokens_and_labels() -> tuple[Tensor, Tensor]:
@@ -184,8 +184,9 @@ class EqualBlocks:
 
 
 def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
-    """Return the longest `nn.ModuleList` or `nn.Sequential` all of whose modules, two or more, are equal units and in no other
-    unit but the root; None if there is none. `units`: the choice of units, as for `accordion.shard`."""
+    """Describe the longest `nn.ModuleList` or `nn.Sequential` of two or more modules that are all units, equal in class,
+    parameters and units inside, and in no other unit but the root. Returns None if there is no such container. `units`: the
+    choice of units, as for `accordion.shard`."""
     names = [name for name, _ in choose_units(model, units)]
     runs: list[EqualBlocks] = []
     for container, holder in model.named_modules():

@@ -29,11 +29,12 @@ LARGEST_TOKENS = 1 << 24  # of a micro-batch: torch counts the elements of a ten
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The model that is trained, its loss and its batches. Raises `UsageError` for values that cannot be planned.
+    """The model that is trained, its loss and its batches. Raises `UsageError` for an unknown name, a number out of range,
+    or a module without `loss`.
 
     Args:
         model: any module; or a language model: the name of a preset, a folder with a config.json, or that file.
-        loss: for a module: function of the module and a batch that returns a 0-d tensor.
+        loss: for a module, required: function of the module and a batch that returns a 0-d tensor.
         batch: for a module: an example batch of one rank; its size is the micro-batch.
         seq: tokens per sample, if `model` is a name.
         kernels: loss, attention and adapters, if `model` is a name.

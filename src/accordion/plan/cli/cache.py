@@ -21,7 +21,7 @@ from accordion.version import VERSION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedAnswer:
-    """The output of `accordion plan`: `data` for JSON, `page` for the screen. `fits`: False if no configuration fits."""
+    """The output of `accordion plan`: `data` for `--json`, `page` for the screen. `fits`: False if no configuration fits."""
 
     fits: bool
     data: dict[str, Any]
@@ -29,9 +29,9 @@ class SavedAnswer:
 
 
 def place_of(o: Options) -> Path | None:
-    """Return the path of the cache file for the options `o`, which need not exist. The path changes with the options, the model's
-    configuration, and versions or sources of packages. None for a task or with `--html`, or if `o.model` is neither a preset,
-    nor a JSON file, nor a folder with a config.json."""
+    """Return the path of the cache file for the options `o`; the file may be missing. The path changes with the options, the
+    model's configuration, and versions or sources of packages. Returns None for a task, with `--html`, or if `o.model` is not a
+    preset, a JSON file, or a folder with a config.json."""
     folder, config = Path(o.model), ""
     with suppress(OSError, ValueError):
         config = read_text(folder / "config.json" if folder.is_dir() else folder)
@@ -62,8 +62,8 @@ def read(place: Path | None) -> SavedAnswer | None:
 
 
 def write(place: Path | None, answer: SavedAnswer) -> None:
-    """Write `answer` to the file `place` atomically, in a folder that is created; do nothing if `place` is None or cannot be
-    written."""
+    """Write `answer` to the file `place` atomically, and create its folder if it is missing. Do nothing if `place` is None or
+    cannot be written."""
     if place is None:
         return
     with suppress(OSError):

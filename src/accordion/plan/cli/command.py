@@ -17,7 +17,8 @@ NOT_FOUND = 1  # exit code if nothing fits
 
 def run(words: list[str]) -> int:
     """Print the plan that the arguments `words` describe, from the cache if it is there; a new plan is written to the cache, and
-    with --html to a page. Returns the exit code: 0, or 1 if nothing fits. Raises `UsageError` for wrong arguments."""
+    with --html to a page. With --help, print the help alone. Returns the exit code: 0, or 1 if nothing fits. Raises `UsageError`
+    for wrong arguments, and `TaskError` if the code of a task fails."""
     task_words: list[str] = []
     if any(word.startswith("--task") for word in words):
         task_words, words = split_task(words)

@@ -44,7 +44,7 @@ class Options:
         precision: dtype of the computation over float32 masters: bf16, fp16 or fp32; bf16-pure has no masters; with
             bf16,reduce=bf16 gradients are summed in bf16
         strategy: strategy of accordion.shard, such as full_shard; searched if left out
-        units: modules that are gathered together: auto, blocks, min_params:N or names of classes; searched if left out
+        units: modules that are gathered together: auto, blocks, min_params:N or names of classes; default: auto, fsdp2: blocks
         offload: none, or optimizer=host (with masters and gradients) or optimizer=disk:/folder, with params=host, and
             activations=host or activations=disk:/folder for inputs of recomputed units; the first that fits if left out
         checkpoint_activations: none, every:K, selective or full; searched if left out

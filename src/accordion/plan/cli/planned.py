@@ -29,8 +29,8 @@ FIXED = ("strategy", "units", "offload", "checkpoint_activations")
 
 
 def planned(o: Options, task_words: list[str]) -> Plan:
-    """Return the plan that the options `o` describe, after printing progress to stderr. `task_words`: arguments of the task; []
-    without one. Raises `UsageError` for wrong options, and `TaskError` if the task's code fails."""
+    """Make and return the plan that the options `o` describe, and print progress to stderr. `task_words`: arguments of the
+    task; [] without a task. Raises `UsageError` for wrong options, and `TaskError` if the task's code fails."""
     cluster, sharding = cluster_in(o), sharding_of(o)
     search = Search(
         micro_batches=MICRO_BATCHES if o.micro_batch is None or o.task is not None else [o.micro_batch],
@@ -91,8 +91,8 @@ def cluster_in(o: Options) -> Cluster:
 
 
 def sharding_of(o: Options) -> dict[str, Any]:
-    """Return field of `Sharding` -> value, for the precision and for the fields that options fix. A value of `--sharding` is an
-    int, None or text. Raises `UsageError` for a wrong precision."""
+    """Return field of `Sharding` -> value, for the precision and for the fields that options fix. A value of `--sharding` becomes
+    an int if it is a number (None for 0), and otherwise stays text. Raises `UsageError` for a wrong precision."""
     fixed = {name: getattr(o, name) for name in FIXED if getattr(o, name) is not None}
     for word in [] if o.sharding is None else o.sharding.split(","):
         name, _, value = word.partition("=")
@@ -101,7 +101,8 @@ def sharding_of(o: Options) -> dict[str, Any]:
 
 
 def adapters_of(text: str) -> tuple[int, str]:
-    """Return (16, "q_proj,v_proj") from "16,targets=q_proj+v_proj", (16, "all") from "16". Raises `UsageError` for other text."""
+    """Return (rank, layers) of `--lora`: (16, "q_proj,v_proj") from "16,targets=q_proj+v_proj", (16, "all") from "16". Raises
+    `UsageError` for other text."""
     rank, *words = text.split(",")
     more = dict(word.partition("=")[::2] for word in words)
     targets = more.pop("targets", "all").replace("+", ",")

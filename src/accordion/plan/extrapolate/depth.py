@@ -90,7 +90,7 @@ def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> 
 
 
 class _Extension:
-    """Builds the deep model's log. Allocations and transfers get new numbers, one for each origin in the deep model."""
+    """Builds the deep model's log, which `log` returns. Allocations and transfers get new numbers, one for each origin there."""
 
     def __init__(self, log: Log, short: Shortened) -> None:
         self._log, self._first, self._each = log, short.first_unit, short.each
@@ -276,5 +276,5 @@ class _Extension:
 
 
 def _key(event: Alloc | Free | Launch | Land | Mark | Wait) -> tuple[str, int]:
-    """Return a key of the allocation or transfer that `event` creates or refers to; two of one log have different keys."""
+    """Return a key of the allocation or transfer that `event` creates or refers to. It is unique in the log of the event."""
     return ("memory", event.number) if isinstance(event, (Alloc, Free)) else ("transfer", event.transfer)

@@ -35,9 +35,9 @@ COPIED = 2  # a copy reads and writes
 
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
     """Return the log of a step with parameters and states offloaded as in `offload`, derived from `log`, in which they are on the
-    device. It has the memory and work of the device only. Returns `log` itself if `offload` offloads none of them. Offload of
-    activations must be in `log` already. Not for a single rank, whose offload has to be traced. `compute_bytes`: bytes per
-    element of the compute dtype."""
+    device. The result has the memory and work of the device only. Returns `log` itself if `offload` offloads neither parameters
+    nor states. Offload of activations must be in `log` already. Not for a single rank, whose offload has to be traced.
+    `compute_bytes`: bytes per element of the compute dtype."""
     return _without_states(log, offload.params == HOST, compute_bytes) if offload.is_any else log
 
 
@@ -153,7 +153,7 @@ def inputs_of(log: Log) -> list[int]:
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
     """Return the bytes of host memory that the offload of `choice` takes on one machine, for all its ranks: float32 masters,
     shards in the compute dtype if that is another, gradients, a buffer for the gradients of one unit, optimizer states, and
-    inputs of recomputed units. States or inputs on a disk take only staging buffers. `log`: of the step without offloaded states.
+    inputs of recomputed units. States or inputs on a disk take only staging buffers. `log`: the log without offloaded states.
     `compute_bytes`: bytes per element of the compute dtype."""
     ranks, offload = min(choice.gpus, cluster.node), choice.offload
     inputs = inputs_of(log) if offload.activations != DEVICE else []
@@ -173,7 +173,7 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
 
 def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
     """Return the bytes on one machine's disk, of all its ranks: optimizer states and inputs of recomputed units, if `choice`
-    offloads them to a disk; else 0. `log`: of the step without offloaded states."""
+    offloads them to a disk; else 0. `log`: the log of the step without offloaded states."""
     states = sum(s.state_bytes for s in state_by_unit(log).values()) if folder_of(choice.offload.optimizer) else 0
     inputs = sum(inputs_of(log)) if folder_of(choice.offload.activations) else 0
     return (states + inputs) * min(choice.gpus, cluster.node)

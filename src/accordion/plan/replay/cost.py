@@ -58,7 +58,7 @@ class Costs:
     drag: float = 1.0  # factor on the time of device work with many ranks, since all wait for the slowest
 
     def of(self, op: Op | Collective) -> float:
-        """Return the seconds of a kernel on the device, of a copy between host and device, of work on the host or a disk, or of a
+        """Return the seconds of `op`: a kernel on the device, a copy between host and device, work on the host or a disk, or a
         collective."""
         if isinstance(op, Collective):
             return self.of_collective(op)

@@ -49,7 +49,7 @@ def drawn(log: Log, costs: Costs, strategy: str) -> RankTrace:
 
 
 class _DrawingClock(StreamClock):
-    """A clock of streams that keeps their work as spans by lane, and the live bytes by kind after each change."""
+    """A clock of streams that also keeps `spans`, the work by lane, and `points`, the live bytes by kind after each change."""
 
     handlers: ClassVar[Mapping[type, str]] = {**StreamClock.handlers, Alloc: "allocate", Free: "free"}
 
@@ -96,8 +96,8 @@ class _DrawingClock(StreamClock):
             self._add(WAIT, LANES.get(cause, cause), self._busy[COMPUTE] - seconds, self._busy[COMPUTE])
 
     def _add(self, lane: str, kind: str, start_s: float, end_s: float) -> None:
-        """Add a span of the current unit to `lane`. If the last span there has the same kind and unit and ends less than `GAP_US`
-        before, extend that instead."""
+        """Add a span to `lane`: of the current unit on `COMPUTE` and `WAIT`, of no unit on others. If the last span there has the
+        same kind and unit and ends less than `GAP_US` before, extend that span instead."""
         spans = self.spans[lane]
         # A transfer starts during the unit before the one that it is for, which a log does not name.
         unit = self._place.unit if lane in (COMPUTE, WAIT) else NO_UNIT

@@ -40,7 +40,7 @@ NORM, SCALE = "_foreach_norm", "_foreach_mul_"  # kernels of clipping; later ker
 def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
     """Return stream -> bytes that one rank reads and writes in a step of `choice`. Streams are `FETCH` and `STORE` (copies from
     and to the host), `STEPPER` (the optimizer), `HOST` (clipping, sums of gradients) and `DISK_STREAM`; one without work has 0
-    or is left out. `log`: of the step without offloaded states. `compute_bytes`: bytes per element of the compute dtype."""
+    or is left out. `log`: the log without offloaded states. `compute_bytes`: bytes per element of the compute dtype."""
     offload, states, work = choice.offload, state_by_unit(log), dict[str, float]()
     if folder_of(offload.activations):  # the last inputs are still in the staging buffers
         inputs = inputs_of(log)

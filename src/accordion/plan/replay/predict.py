@@ -40,7 +40,7 @@ class MemoryNeed:
 
     @property
     def possible_bytes(self) -> int:
-        """Bytes of the GPU, as `needed_bytes`, if operators with an unknown workspace allocate the most that they may."""
+        """Bytes of the GPU that are needed if operators with an unknown workspace allocate the most that they may."""
         return int((self.largest_reserved + self.peak.unsure_bytes) * MARGIN) + OUTSIDE_BYTES
 
     def fits(self, cluster: Cluster) -> bool:
@@ -54,7 +54,7 @@ class MemoryNeed:
 def log_of(subject: Subject, run: TrainingSetup) -> tuple[Log, str]:
     """Return (log of a step, text on what was traced: "all blocks" or "6 of 32 equal blocks"). Traces some of the model's equal
     blocks and repeats their events. Traces all blocks if the model has few equal ones or none, if their events do not repeat, or
-    for adamw_foreach."""
+    if the optimizer is adamw_foreach."""
     model = subject.make()
     blocks = longest_run(model, run.units)
     if blocks is None or run.optimizer == "adamw_foreach":

@@ -59,8 +59,8 @@ def simulate(log: Log, costs: Costs) -> Step:
 
 
 class StreamClock:
-    """Advances the time of each stream event by event, and sums it by kind of work and by part of the step. `handlers`: names of
-    methods by type of event; allocations and frees, which take no time, have none."""
+    """Advances the time of each stream event by event, and sums it by kind of work and by part of the step. `run` returns the
+    sums. `handlers`: type of event -> name of the method that handles it; events of other types take no time."""
 
     handlers: ClassVar[Mapping[type, str]] = {
         Op: "work", Collective: "work", Enter: "enter", Launch: "launch", Mark: "mark", Land: "land", Wait: "wait",
@@ -82,7 +82,7 @@ class StreamClock:
         self._in_place = self._places.setdefault(self._place, [0.0, 0.0])
 
     def run(self, log: Log) -> Step:
-        """Run all events of `log`, then wait for streams that are still busy, and return the simulated time. Call it once."""
+        """Simulate all events of `log`, then the wait for streams that are still busy; return the times. Call it only once."""
         handlers = {kind: getattr(self, name) for kind, name in self.handlers.items()}
         for event in log.events:
             if (handler := handlers.get(type(event))) is not None:

@@ -52,7 +52,7 @@ class Floor:
         seconds: time of the step without waits for other streams.
         gathered, reduced: bytes of each all-gather of one forward, and of each reduction of one backward. Every strategy reduces
             as much over its own axes of the mesh, and gathers as much if it shards parameters.
-        far: True if these messages are sent between nodes.
+        far: True if these gathers and reductions are between nodes.
         blocks_s: seconds of the repeated blocks' forwards, over all micro-batches.
         light_s: the part of `blocks_s` that is neither a matrix product nor attention.
     """
@@ -72,8 +72,8 @@ class Floor:
 
 
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
-    """Return the floor that a FULL_SHARD step gives. `choice`, `log`, `step`: its configuration, log and time. `num_bytes`: its
-    peak of allocated bytes."""
+    """Return the floor (lower bounds) from one FULL_SHARD step: its `log`, time `step`, configuration `choice`, and peak of
+    allocated bytes, `num_bytes`."""
     last = max((i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)), default=0)
     gathered: list[int] = []
     reduced: list[int] = []

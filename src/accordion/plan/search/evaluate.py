@@ -77,13 +77,13 @@ class Evaluator:
         self._most = int((self._cluster.card_bytes - OUTSIDE_BYTES) / MARGIN)
 
     def candidates(self, chosen: Sequence[Choice]) -> list[Candidate]:
-        """Evaluate `chosen` in order, each with one offload of states or several. Returns a candidate for each."""
+        """Evaluate `chosen` in order, each with one or more offloads of states. Returns a candidate for each offload tried."""
         return [c for choice in chosen for c in self._offloads(choice)]
 
     def _offloads(self, choice: Choice) -> Iterator[Candidate]:
         """Yield candidates of `choice` with one offload of states after the other until one fits. Yield the first alone if
-        `_bound_of` rules it out. Yield the first and the last alone if the last, which needs least GPU memory, cannot fit, or
-        if none of the others can fit into the host's memory."""
+        `_bound_of` rules it out. The last offload needs least GPU memory: yield only the first and the last if the last cannot
+        fit, or if the first exceeds the GPU and all others exceed the host's memory."""
         inputs = choice.offload.activations
         choices = [choice.but(offload=replace(o, activations=inputs)) for o in self._space.offloads_of(choice)]
         first = self.candidate(choices[0])
@@ -106,8 +106,8 @@ class Evaluator:
                 return
 
     def candidate(self, choice: Choice) -> Candidate:
-        """Return `choice` with its memory and time, or with the bound that rules it out. Traces the choice unless its log can be
-        derived, and stores its bounds for later choices."""
+        """Return the candidate of `choice` with memory and time, or with a lower bound that rules it out. Traces the choice
+        unless its log can be derived, and stores the bounds that it gives for later choices."""
         candidate = Candidate(choice=choice, fits=False, least_bytes=least_bytes(choice, self._space))
         if candidate.least_bytes > self._most:
             return candidate
@@ -220,7 +220,7 @@ class Evaluator:
         return with_host_work(step, work, choice, num_units, costs_for(run, self._cluster, rate))
 
     def at_all_rates(self, candidate: Candidate) -> None:
-        """Set `candidate.steps` to the times at low, middle and high rates; do nothing if it was ruled out."""
+        """Set `candidate.steps` to the times at low, middle and high rates; do nothing if the candidate was ruled out."""
         if candidate.steps is None:
             return
         log, choice = self.traces.of(candidate.choice), candidate.choice

@@ -19,8 +19,8 @@ class SearchResult:
 
     Args:
         best: the fastest candidate that fits on all requested GPUs, or None.
-        fewest: the fastest candidate on the smallest number of GPUs that fits; None if nothing fits, or if only one number of
-            GPUs was tried.
+        fewest: the fastest candidate that fits on the smallest number of GPUs on which any fits; None if none fits, or if only
+            one number of GPUs was tried.
         candidates: all configurations of the search, with the reason why each was not chosen.
         logs: all traced logs, by the choice that was traced.
     """
@@ -32,8 +32,8 @@ class SearchResult:
 
 
 def search_in(space: Space, say: Say = lambda text: None) -> SearchResult:
-    """Evaluate every choice of `space` and choose the best. `say`: called with a line of text before each trace. Raises
-    `UsageError` if the space is empty."""
+    """Evaluate every choice of `space`, and more if none fits or copies may be faster; return all candidates and the best.
+    `say`: called with a line of text before each trace. Raises `UsageError` if the space is empty."""
     every = space.choices()
     evaluator = Evaluator(space, say)
     candidates = _evaluated(every, evaluator)
@@ -59,7 +59,7 @@ def search_in(space: Space, say: Say = lambda text: None) -> SearchResult:
 
 
 def _evaluated(choices: Sequence[Choice], evaluator: Evaluator) -> list[Candidate]:
-    """Return candidates for all of `choices`."""
+    """Return candidates for all of `choices`, one or more for each; first those of FULL_SHARD."""
     # FULL_SHARD takes least memory, and other strategies can only wait less, so it bounds them.
     first = [c for c in choices if c.strategy == FULL_SHARD] or choices
     others = evaluator.promising([c for c in choices if c not in first])
@@ -77,7 +77,7 @@ def _smallest(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def _key(choice: Choice) -> tuple[object, ...]:
-    """Return a key of the fields in which choices of a space differ, without offload and the copies kept inside a node."""
+    """Return a key, for sorting, of the fields in which choices of a space differ, without offload and copies in a node."""
     return choice.strategy.name, choice.checkpointing, choice.micro_batch, choice.gpus, choice.replicas, choice.sequence
 
 
@@ -88,7 +88,8 @@ def closest(candidates: Sequence[Candidate], space: Space) -> Candidate:
 
 
 def why_not(candidate: Candidate, best: Candidate | None, space: Space) -> str:
-    """Return the reason why `candidate` was not chosen: it does not fit, or is slower than `best`; "" for neither."""
+    """Return the reason why `candidate` was not chosen: it was ruled out, does or may not fit, is on fewer GPUs than `best`, is
+    slower, or about as fast. "" if it fits and `best` is None."""
     cluster = space.cluster
     card = cluster.card_bytes / GIB
     if candidate.bound:

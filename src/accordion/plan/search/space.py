@@ -25,7 +25,7 @@ class Space:
         cluster: the GPUs.
         sharding: values of all fields that `search` does not try.
         search: the values to try.
-        tokens: tokens per sample; 1 counts samples.
+        tokens: tokens per sample; 1 if samples are counted instead.
         optimizer: a key of `OPTIMIZERS`.
         engine: "accordion" or "fsdp2".
         sequences: numbers of ranks that share each sequence, to try in this order if nothing fits.
@@ -44,7 +44,7 @@ class Space:
     pure: bool = False
 
     def setup(self, choice: Choice) -> TrainingSetup:
-        """Return the setup of a trace of `choice` with the optimizer and engine of this space (`Choice.setup`)."""
+        """Return the setup of a trace of `choice` with the optimizer, engine and size of machines of this space."""
         return choice.setup(self.cluster.node, self.optimizer, self.engine)
 
     @property
@@ -85,7 +85,8 @@ class Space:
         )
 
     def choices_over(self, sequence: int) -> Iterator[Choice]:
-        """Yield every choice, as `choices` does, in which `sequence` ranks share each sequence."""
+        """Yield every choice of the space in which `sequence` ranks share each sequence, with parameters and states on the
+        device."""
         search = self.search
         first, inputs = search.strategies[0], Offload(activations=search.activations[0])
         for gpus in [n for n in self.cluster.gpus if n % search.expert_parallel == n % sequence == 0]:
@@ -107,8 +108,8 @@ class Space:
                     yield choice.keeping(self.sharding.kept_over)
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
-        """Return the numbers of replicas to try: [1] unless `hybrid`; else that of the search, or those that shard over 1, 2 and
-        4 nodes. Only numbers above 1 that divide `gpus`, so there may be none."""
+        """Return the numbers of replicas to try: [1] unless `hybrid`; else the number in the search, or those that shard over
+        1, 2 and 4 nodes. Numbers of a hybrid strategy are above 1, below `gpus` and divide it, so the result may be empty."""
         asked, node = self.search.replicas, self.cluster.node
         if not hybrid:
             return [1]

@@ -13,8 +13,8 @@ from accordion.plan.search.space import Space
 
 
 class Traces:
-    """Returns logs of choices: traced, or extrapolated from traces of other micro-batches. Attribute `traced`: all traced logs,
-    by the choice that was traced. `say`: called with a line of text before each trace."""
+    """Makes and stores logs of choices: traced, or extrapolated from traces of other micro-batches. Attribute `traced`: all
+    traced logs, by the choice that was traced. `say`: called with a line of text before each trace."""
 
     def __init__(self, space: Space, say: Callable[[str], None]) -> None:
         self._space, self._say = space, say
@@ -50,7 +50,8 @@ class Traces:
 
     def _family(self, choice: Choice) -> Family | None:
         """Return the `Family` from which the log of `choice` can be extrapolated. Traces the two smallest micro-batches of the
-        search, unless that was done before. None if there is only one, or if the events of the two differ in more than sizes."""
+        search, unless that was done before. Returns None if the search has one micro-batch, or if the events of the two differ
+        in more than sizes."""
         key, batches = replace(choice, micro_batch=0), sorted(self._space.search.micro_batches)
         if len(batches) < 2:
             return None

@@ -105,8 +105,8 @@ def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen
 
 
 def _local_module(module: nn.Module, num_experts: int) -> nn.Module:
-    """Return a copy of `module` with `num_experts` experts, those of this rank: its parameters, DTensors in `module`, are their
-    local tensors."""
+    """Return a shallow copy of `module` that has only the `num_experts` experts of this rank: the parameters of `module`, which
+    are DTensors, are replaced by their local tensors."""
     twin: Any = object.__new__(type(module))  # a module of a unit refuses `copy.copy`
     tensors = {name: getattr(module, name).to_local() for name, p in module._parameters.items() if p is not None}
     vars(twin).update({**vars(module), **tensors, "num_experts": num_experts})
@@ -114,7 +114,7 @@ def _local_module(module: nn.Module, num_experts: int) -> nn.Module:
 
 
 class _Moved(torch.autograd.Function):
-    """Computes `exchange(rows)`; the backward sends the gradient through `exchange` too."""
+    """Autograd function that returns `exchange(rows)`; the backward sends the gradient through `exchange` too."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:

@@ -30,8 +30,8 @@ FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # fields 
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Apply FSDP2 to `model` in place, create its optimizer, and return what a trace needs to run steps. Raises `UsageError`
-    for a setting that FSDP2 does not have."""
+    """Apply FSDP2 to `model` in place, create its optimizer, and return the optimizer with the functions that a trace calls to
+    run steps. Registers hooks that log units in `tracker`. Raises `UsageError` for a setting that FSDP2 does not have."""
     chosen = choose_units(model, run.units)
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
     for i, (_, module) in enumerate(chosen):
@@ -74,11 +74,12 @@ def apply(
 
 
 def has(strategy: Strategy) -> bool:
+    """Return True if FSDP2 supports `strategy`."""
     return Place.REPLICATE not in (strategy.params, strategy.optim) and not strategy.optim_over_replicas
 
 
 def check_sharding(sharding: Sharding) -> None:
-    """Raise `UsageError` if FSDP2 does not support a field that `sharding` sets, or its strategy."""
+    """Raise `UsageError` if FSDP2 does not support the strategy of `sharding`, or another field that is not at its default."""
     config = sharding.as_config()
     if others := [f"{name}={value}" for name, value in config.items() if name not in FIELDS]:
         raise UsageError(
@@ -146,8 +147,8 @@ def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> d
 
 @contextmanager
 def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
-    """Context manager in which collectives of fake tensors send nothing. If `run` is for CUDA, streams and events of `torch.cpu`
-    are replaced by ones that `tracker` logs, since a trace runs on fake CPU tensors."""
+    """Context manager in which collectives of fake tensors send nothing (also afterwards). If `run` is for CUDA, streams and
+    events of `torch.cpu` are replaced by ones that `tracker` logs, since a trace runs on fake CPU tensors."""
     _torch.fake_collectives()
     streams = _named_streams(tracker) if run.device == "cuda" else nullcontext()
     with _torch.around_propagation(tracker.paused), streams:
@@ -186,7 +187,7 @@ def _named_streams(tracker: Tracker) -> Iterator[None]:
 
 
 class _Event:
-    """A device event whose `record` and `wait` are logged."""
+    """Stand-in for a device event; `tracker` logs `record` and `wait`."""
 
     def __init__(self, tracker: Tracker, *options: object, **named: object) -> None:
         self._tracker = tracker
@@ -209,7 +210,7 @@ class _Event:
 
 
 class _Stream:
-    """Stand-in for a device stream; `name` is the stream in events."""
+    """Stand-in for a device stream; `name` is its name in logged events."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self.name, self._tracker = name, tracker

@@ -37,8 +37,8 @@ class Memo:
             _KNOWN.clear()
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return `func(*args, **kwargs)`, created from the cache if `func` ran on inputs of equal metadata before. Otherwise
-        compute it, and store its metadata if `func` can be cached."""
+        """Return the result of `func(*args, **kwargs)`. If `func` ran on inputs of equal metadata before, create the result from
+        the cache. Otherwise run `func`, and store the metadata of the result if `func` can be cached."""
         if func.namespace != "aten":
             return func(*args, **kwargs)
         if getattr(func, "is_view", False):
@@ -60,8 +60,8 @@ class Memo:
 
 
 def _described(value: Any) -> Any:
-    """Return nested `value` as tuples, with metadata in place of tensors. Raises `TypeError` if `fake_metadata` has none for a
-    tensor. The result has no hash if another value in it has none."""
+    """Return nested `value` as tuples, with metadata in place of tensors. Raises `TypeError` if `fake_metadata` returns None for
+    a tensor. The result is not hashable if a value in it is not."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_described, value))
     if isinstance(value, torch.Tensor):
@@ -102,6 +102,6 @@ def _maker(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Make | Non
 
 
 def _empty(shape: Any, strides: Any, dtype: torch.dtype, base: torch.Tensor, args: Any) -> torch.Tensor:
-    """Return a new fake tensor in the mode of the fake tensor `base`. `args` is unused."""
+    """Return a new fake CPU tensor of `shape`, `strides` and `dtype` in the mode of the fake tensor `base`. `args` is unused."""
     tensor: torch.Tensor = _torch.fake_view(_NEW, (base, shape, strides), {"dtype": dtype})
     return tensor

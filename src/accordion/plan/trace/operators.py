@@ -60,7 +60,8 @@ def _with_all_heads(func: Any, args: Any) -> Any:
 
 
 def bytes_moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes that one call reads and writes: each tensor once, of an expanded tensor only its storage."""
+    """Return the bytes that one call reads and writes, by the row of `func`; by default each tensor once, of an expanded tensor
+    only its storage."""
     row = row_of(func)
     if row.moved is not None:
         return row.moved(args, out)
@@ -101,7 +102,7 @@ def _name(func: Any) -> str:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists and mappings; twice as fast as torch's pytree."""
+    """Return the tensors in nested tuples, lists and dicts; twice as fast as torch's pytree."""
     if isinstance(tree, Tensor):
         return [tree]
     tensors: list[Tensor] = []

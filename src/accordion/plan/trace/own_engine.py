@@ -55,8 +55,8 @@ CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.G
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Shard `model` in place as `accordion.shard` does, with communicators that log and send nothing. Create its optimizer,
-    and return what a trace needs to run steps."""
+    """Shard `model` in place as `accordion.shard` does, with communicators that log to `tracker` and send nothing. Create its
+    optimizer, and return the optimizer with the functions that a trace calls to run steps."""
     meshes: MeshChoice | None = None
     if run.expert_parallel > 1:
         with tracker.paused():
@@ -93,8 +93,8 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
 
 
 class AtOnce:
-    """An executor whose `submit` runs work at once in the caller's thread, inside a new context manager from `wrapper`. If the
-    work raises an error, `submit` raises it."""
+    """An executor whose `submit` runs work at once in the caller's thread, inside a context manager that `wrapper` creates, and
+    returns a finished future. If the work raises an error, `submit` raises it."""
 
     # In place of offload's worker threads: dispatch modes see one thread, and fake tensors do not work in a second one.
 
@@ -109,7 +109,7 @@ class AtOnce:
 
 
 class _Done:
-    """A `torch.distributed.Work` that is finished, as of a backend without streams."""
+    """Stand-in for a finished `torch.distributed.Work` of a backend without streams."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
@@ -119,8 +119,8 @@ class _Done:
 
 
 class SilentCommunicator(Communicator):
-    """A communicator that logs each collective in `tracker` and sends nothing. `works`: the handles that each of its `Pending`
-    gets."""
+    """A communicator that logs each collective of several ranks in `tracker` and sends nothing. `works`: handles of works in the
+    `Pending` that each collective returns."""
 
     def __init__(self, tracker: Tracker, works: Sequence[Any], group: Any, device: torch.device) -> None:
         super().__init__(group, device)
@@ -147,8 +147,8 @@ class SilentCommunicator(Communicator):
 
 
 class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
-    """The silent communicator for CPU ranks, where gloo sends large tensors in messages between pairs of ranks: these messages
-    are not logged."""
+    """The silent communicator for CPU ranks. Large tensors, which gloo sends in messages between pairs of ranks, are neither sent
+    nor logged by `send_each`."""
 
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
         return [_Done() for _ in messages]
@@ -162,7 +162,7 @@ def silent(tracker: Tracker, run: TrainingSetup) -> CommunicatorMaker:
 
 
 class TracedArena(Arena):
-    """Offload's arena of host memory, whose allocation `tracker` logs on the stream of host memory."""
+    """Offload's arena of host memory. The constructor allocates it, and `tracker` logs that as host memory."""
 
     def __init__(self, tracker: Tracker, run: TrainingSetup, num_bytes: int, device: torch.device) -> None:
         with tracker.on(_host_stream(run)), warnings.catch_warnings():
@@ -207,7 +207,8 @@ def watch(engine: Engine, tracker: Tracker) -> None:
 
 
 class StepTrace(Observer):
-    """Logs the start of each unit's forward and backward, and sets the category of memory that the engine allocates."""
+    """Observer that logs the start of each unit's forward and backward, and sets the category of memory that the engine
+    allocates."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker, self._before = tracker, tracker.category

@@ -17,7 +17,7 @@ LEAST_TOKENS = 4096  # of a rank's part of a sequence, in a search: activations 
 
 
 def check_sequence(model: nn.Module, tokens: int, num_ranks: int) -> None:
-    """Raise `UsageError` if `num_ranks` ranks cannot share sequences of `tokens` tokens in `model`, of transformers."""
+    """Raise `UsageError` if `num_ranks` ranks cannot share sequences of `tokens` tokens in `model`, a model of transformers."""
     from accordion.sequence.registry import checked
 
     if tokens % num_ranks:
@@ -28,7 +28,8 @@ def check_sequence(model: nn.Module, tokens: int, num_ranks: int) -> None:
 
 
 def sequences_for(model: nn.Module, tokens: int) -> list[int]:
-    """Return the numbers of ranks to try that share each sequence of `tokens` tokens in `model`: powers of two, ascending."""
+    """Return the powers of two, ascending, that are numbers of ranks which can share each sequence of `tokens` tokens in
+    `model` and leave each rank `LEAST_TOKENS` or more."""
     sequences = list[int]()
     for num_ranks in (2**i for i in range(1, tokens.bit_length()) if tokens >> i >= LEAST_TOKENS):
         with suppress(UsageError):
@@ -45,7 +46,8 @@ def share_sequences(model: nn.Module, num_ranks: int) -> None:
 
 
 def part_of(batch: Any, num_ranks: int) -> Any:
-    """Return a nested `batch` with the first of `num_ranks` parts of each tensor, split in dim 1, the tokens."""
+    """Return a copy of the nested `batch` with the first of `num_ranks` equal parts of each tensor, split in dim 1, the tokens.
+    For one rank, return `batch` itself."""
     if num_ranks == 1:
         return batch
 

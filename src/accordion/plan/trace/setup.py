@@ -68,7 +68,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rig:
-    """A sharded model's optimizer and functions, which a trace needs to run training steps."""
+    """The optimizer of a sharded model, and the functions that a trace calls to run training steps."""
 
     optimizer: torch.optim.Optimizer
     units: list[str]  # names of the units, by index

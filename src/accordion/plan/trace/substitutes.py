@@ -18,7 +18,7 @@ ALIGN = 8  # elements: what it pads heads to
 
 class Substitutes:
     """Replaces CPU operators by those that CUDA would run, inside the context manager `installed`. Attributes: `substituted`,
-    operator that ran -> text on its replacement; `unmodelled`, operator that could not be replaced -> how it is traced."""
+    called operator -> text on its replacement; `unmodelled`, operator that could not be replaced -> how it is traced."""
 
     # The replacements are registered in torch's dispatcher. So they apply under whatever name a module calls an operator, and
     # also while a backward recomputes, when a function mode would be off.

@@ -31,11 +31,12 @@ CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, forward and
 
 
 def trace(subject: Subject, run: TrainingSetup) -> Log:
-    """Run two training steps of `subject` on fake tensors, and return the log of the second, which has optimizer states from its
-    start.
+    """Run two training steps of `subject` with the setup `run` on fake tensors, and return the log of the second step. The
+    optimizer's states exist before it.
 
-    This process has a fake process group meanwhile. Raises `UsageError` if it has a process group already, if the model needs the
-    values of a tensor, if the loss is not one number that requires a gradient, or if the engine refuses the model or `run`.
+    Creates a fake process group, and destroys it at the end. Raises `UsageError` if this process has a process group already, if
+    the model needs the values of a tensor, if the loss is not one number that requires a gradient, or if the engine refuses the
+    model or `run`.
     """
     if dist.is_initialized():
         raise UsageError("a plan needs a process without a process group; plan before init_process_group.")
@@ -72,7 +73,8 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
 
 
 ENGINES: Mapping[str, Any] = {"accordion": own_engine, "fsdp2": fsdp2}
-"""Name -> module with `silenced`, a context in which collectives send nothing, and `build`, which returns a `Rig`."""
+"""Name -> module with two functions: `silenced`, a context in which collectives send nothing, and `build`, which shards the
+model and returns a `Rig`."""
 
 
 def _steps(
@@ -129,7 +131,8 @@ def _step(subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, trac
 @contextmanager
 def _fake_mesh(run: TrainingSetup) -> Iterator[DeviceMesh]:
     """Context manager that creates a fake process group of `run.ranks` ranks, whose rank 0 is this process, yields a CPU mesh
-    over it, and destroys the group at the end. Axes are replicate and shard, shard alone, or those of experts."""
+    over it, and destroys the group at the end. Axes: those of experts if ranks share experts, replicate and shard for a hybrid
+    strategy, otherwise shard."""
     dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=run.ranks)
     ranks = torch.arange(run.ranks)
     names: tuple[str, ...] = ("shard",)

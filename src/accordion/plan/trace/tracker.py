@@ -52,8 +52,8 @@ BY_PHASE = {  # category of new memory, if it is not set
 
 
 class Tracker(StorageWatch):
-    """A dispatch mode that appends to `events` the storages, operators, collectives and transfers of a step. If
-    `with_workspaces` is set, it also appends the workspaces of CUDA kernels whose size is known."""
+    """A dispatch mode that appends to `events` the storages, operators and collectives of a step; the traced engine appends its
+    units and transfers. If `with_workspaces` is set, known workspaces of CUDA kernels are appended too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Tracker(StorageWatch):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager in which operators, new and resized storages are not logged; freed storages still are."""
+        """Context manager in which operators, and new or resized storages, are not logged. Freed storages still are."""
         self._paused += 1
         try:
             yield
@@ -197,7 +197,7 @@ class Tracker(StorageWatch):
 
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
-    """Return the storages of the strided tensors in a nested `tree`, a DTensor's local tensor in its place; none of tensors on
-    the meta device. A storage that several tensors share is repeated."""
+    """Return the storages of the strided tensors in a nested `tree`, without tensors on the meta device. A DTensor counts as its
+    local tensor. A storage that several tensors share is repeated."""
     local = [_torch.local_of(t) if isinstance(t, DTensor) else t for t in tensors_of(tree)]
     return [t.untyped_storage() for t in local if t.device.type != "meta" and t.layout is torch.strided]
