@@ -16,7 +16,7 @@ from accordion.engine.communicator import Communicator, reduced
 
 @dataclass(slots=True)
 class NormPart:
-    """Tensors that are sharded over the ranks of `communicators`. If there are none, every rank has the whole tensors."""
+    """Tensors that are sharded over the ranks of `communicators`. Without communicators every rank has the whole tensors."""
 
     communicators: Sequence[Communicator]
     tensors: list[Tensor] = field(default_factory=list)

@@ -268,9 +268,9 @@ def check_blocks(optimizer: Optimizer, mixin: type[LowBitStates]) -> None:
 
 
 def packed_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
-    """Return the shape of a tensor with one element for each `block` elements of a tensor of `shape`.
+    """Return the shape of a tensor with one element for each `block` elements of a tensor of `shape`; for block 1, `shape`.
 
-    Each of its rows has the elements for the least number of rows of that tensor that hold whole blocks. So both tensors are
+    One row of the result stands for n rows of `shape`, the smallest n for which they hold whole blocks. So both tensors can be
     sharded on dim 0 over the same ranks.
     """
     if block == 1:
@@ -298,7 +298,8 @@ def _is_quantised(new_buffer: Callable[[Tensor, bool], Tensor], shape: torch.Siz
 
 
 def _splits(p: DTensor) -> list[int] | None:
-    """Return the numbers of ranks by which the rows of dim 0 are divided one after the other; None if another dim is sharded."""
+    """Return the numbers of ranks among which rows of dim 0 are divided: [2, 4] if each half is divided by 4, [] if `p` is whole
+    on each rank. None if another dim is sharded."""
     axes = [(how, num) for how, num in zip(p.placements, p.device_mesh.shape, strict=True) if num > 1]
     sharded: list[tuple[Any, int]] = [(how, num) for how, num in axes if not how.is_replicate()]
     if any(how.dim for how, _ in sharded):

@@ -32,7 +32,7 @@ TENSOR = "$tensor"  # begins the description of a tensor
 T = TypeVar("T")
 BUCKET_NUMEL = 2**25  # elements of the whole matrices of a bucket; enough to hide the latency of an exchange
 Wait: TypeAlias = Callable[[], T]
-"""Lets the compute stream wait for an exchange (on gloo the host waits), and returns what this rank has then."""
+"""Function that lets the compute stream wait for an exchange (on gloo the host waits), and returns what this rank received."""
 
 
 # -- owners
@@ -75,7 +75,8 @@ class Matrix:
         return self.division is None or self.owner == self.division.communicator.rank
 
     def state(self, shape: tuple[int, ...]) -> Matrix:
-        """Return a state of `shape`, of at least one dim: divided as the parameter if it has its shape, else on dim 0."""
+        """Return the matrix of this parameter's state of `shape`, at least 1-D. It is divided on the same dim as the parameter if
+        the shapes are equal, otherwise on dim 0."""
         return self if shape == self.shape else replace(self, shape=shape, dim=-len(shape))
 
 
@@ -279,7 +280,8 @@ class WholeStep(Optimizer):
     _owners: Owners | None = None
 
     def check(self) -> None:
-        """Raise `UsageError` for parameters that this optimizer cannot step. Called before each step, on DTensors."""
+        """Raise `UsageError` for parameters that this optimizer cannot step, and choose owners if the parameters have changed,
+        which is collective. Called before each step, on DTensors."""
         self._current_owners()
 
     def _current_owners(self) -> Owners:
@@ -290,17 +292,18 @@ class WholeStep(Optimizer):
         return self._owners
 
     def without_gradient(self) -> list[str]:
-        """Return the names of the parameters without a gradient, in the order of parameters."""
+        """Return the names of the parameters without a gradient, in the order of parameters. Owners must have been chosen."""
         owners = self._owners
         assert owners is not None, "it has stepped"
         return [matrix.name for matrix, p in zip(owners.matrices, _params(self), strict=True) if p.grad is None]
 
     def _pack(self, matrix: Matrix, rows: Tensor) -> Tensor:
-        """Return this rank's part of what the owner needs, (..., *local shape); zeros in place of a gradient that is None."""
+        """Return this rank's rows of what the owner needs, (..., *local shape), with zeros in place of a gradient that is None.
+        May step states of `rows`."""
         raise NotImplementedError
 
     def _compute(self, owned: list[tuple[Matrix, Tensor, Tensor]]) -> list[Tensor]:
-        """Return the result, (*shape), of each (matrix, this rank's rows, (..., *shape) of the parts of all ranks)."""
+        """Return the result, (*shape), for each (matrix, this rank's rows, tensor (..., *shape) joined of all ranks' `_pack`)."""
         raise NotImplementedError
 
     def _unpack(self, matrix: Matrix, rows: Tensor, result: Tensor) -> None:

@@ -31,9 +31,9 @@ def check_choice(meshes: MeshChoice | None, strategy: Strategy, *, sync: bool) -
 def own_meshes(
     model: nn.Module, owned: Sequence[Owned], meshes: MeshChoice, mesh: DeviceMesh, strategy: Strategy
 ) -> list[DeviceMesh | None]:
-    """Return for each parameter the mesh in `meshes` whose key matches it, the last one if several do; None for the model's
-    `mesh`. Raises `UsageError` for a key that matches no parameter, for a mesh that is no slice of `mesh` with this rank and a
-    fitting number of axes, and for a parameter that cannot be sharded over its mesh."""
+    """Return for each parameter the mesh in `meshes` whose key matches it, the last one if several do; None if the parameter is
+    on the model's `mesh`. Raises `UsageError` for a key that matches no parameter, for a mesh that is no slice of `mesh` with
+    this rank and a fitting number of axes, and for a parameter that cannot be sharded over its mesh."""
     chosen: list[DeviceMesh | None] = [None] * len(owned)
     for key, asked in meshes.items():
         named = [i for i, o in enumerate(owned) if _names(model, key, o)]

@@ -33,8 +33,8 @@ from accordion.shard.same_mesh import same_mesh
 
 
 def mesh_for(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
-    """Return `mesh`; for None, a mesh of all ranks. Raises `UsageError` if the strategy needs other axes, as a hybrid strategy
-    does for None, and without a process group."""
+    """Return `mesh`; for None, a 1-D mesh of all ranks. Raises `UsageError` if `mesh` lacks the axes that the strategy needs. For
+    None, raises it if the strategy is hybrid, or if torch.distributed is not initialised."""
     if mesh is None and not strategy.hybrid:
         return default_mesh()
     wanted = ("replicate", "shard") if strategy.hybrid else ("shard",)
@@ -74,7 +74,7 @@ CommunicatorMaker = Callable[[Any, torch.device], Communicator]
 
 
 def communicator_over(group: Any, device: torch.device) -> Communicator:
-    """Return the communicator for the backend of a process group."""
+    """Return a new communicator of a process group, of the class for its backend."""
     return (GlooCommunicator if _torch.backend_of(group, device) == "gloo" else Communicator)(group, device)
 
 
@@ -155,10 +155,10 @@ def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: Comm
 
 
 def secondary_communicator(context: ShardingContext, num_ranks: int, make: CommunicatorMaker) -> Communicator | None:
-    """Return a communicator of `num_ranks` neighboring ranks, this one included, out of the ranks that shard. A collective.
+    """Return a communicator of `num_ranks` neighboring ranks of the shard axis, of which this rank is one. A collective.
 
-    Returns None if `num_ranks` is not less than the number of ranks that shard, or does not divide it. Models over the same
-    group share the process group.
+    Returns None if `num_ranks` is not less than the size of the shard axis, or does not divide it. Models over the same ranks
+    share the process group.
     """
     whole = context.shard.gather
     if num_ranks >= whole.num_ranks or whole.num_ranks % num_ranks:
@@ -168,7 +168,7 @@ def secondary_communicator(context: ShardingContext, num_ranks: int, make: Commu
 
 
 def _one_node(communicator: Communicator, device: torch.device) -> bool:
-    """Return True if all ranks of a communicator run on one host, compared by host name. A collective."""
+    """Return True if all ranks of a communicator have one host name; also for simulated ranks. A collective."""
     if communicator.num_ranks == 1 or communicator.is_fake:
         return True
     digest = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")

@@ -37,8 +37,8 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
     Memory beyond the shards is one full parameter and what `init` needs. Buffers on the meta device are computed by `init` or by
     their modules. Collective.
 
-    Raises `UsageError`, which names the buffers and, without `init`, the parameters that nothing initialises. Raises
-    `DivergenceError` on every rank if the ranks' random generators differ, before or after.
+    Raises `UsageError` if, at the end, a buffer or, without `init`, a parameter has no value; the error names them. Raises
+    `DivergenceError` on every rank if the ranks' random generators differ before or after the initialisation.
     """
     engine = sharded_engine(model, "initialise")
     if init is None:

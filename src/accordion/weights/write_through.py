@@ -37,7 +37,7 @@ VIEWS = {aten.detach.default, aten.alias.default, aten.view.default, aten.t.defa
 
 class Full:
     """A full parameter, `tensor`, whose storage has memory only while an operator uses it. `writes_shard`: True if values that
-    are written into it go to the shard, False if they are dropped. `filled`: True if the memory has values."""
+    are written into `tensor` go to the shard, False if they are dropped. `filled`: True while the memory has values."""
 
     __slots__ = ("data", "filled", "num_bytes", "param", "storage", "tensor", "writes_shard")
 
