@@ -35,7 +35,8 @@ class OptimizerList(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def divided(self, state_dict: dict[str, Any]) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """Divide `state_dict`, a result of the method of that name, and iterate over (part, its state dict)."""
+        """Divide `state_dict`, a state dict of all parts as `OptimizerList.state_dict` returns it; iterate over (optimizer, its
+        state dict)."""
         groups = iter(state_dict["param_groups"])
         for i, (part, span) in enumerate(zip(self.parts, self._spans, strict=True)):
             prefix, first, indices = f"{i}/", span[0], range(*span)

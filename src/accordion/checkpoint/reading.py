@@ -207,7 +207,8 @@ class Files:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 
     def opened(self, file: str) -> Reader:
-        """Return the reader of `file`, which the first call opens. Raises `CheckpointError` if it or its header is damaged."""
+        """Return the reader of `file`, which the first call opens. Raises `CheckpointError` if `file` cannot be read or its
+        header is damaged."""
         if file not in self._open:
             about = self.manifest.files[file]
             try:
@@ -283,7 +284,8 @@ class Files:
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Read every byte of the checkpoint at `path`; return its faults, each naming file and tensor, empty if there are none."""
+    """Read every byte of the checkpoint at `path`; return its faults as texts, [] if there are none. Damaged data are named by
+    file and tensor; a checkpoint that cannot be opened is one fault."""
 
     def faults_in(folder: Folder) -> list[str]:
         try:

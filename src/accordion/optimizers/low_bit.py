@@ -48,6 +48,7 @@ class LowBitStates(Optimizer):
 
     @classmethod
     def mixed_into(cls, kind: type[Optimizer]) -> type[Optimizer]:
+        """Return a new subclass of this mixin and `kind`, with the name of `kind`."""
         return type(kind.__name__, (cls, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
     @staticmethod

@@ -128,6 +128,7 @@ class Owners:
         self._buckets: list[list[Matrix]] = []
 
     def is_of(self, params: Sequence[Tensor]) -> bool:
+        """Return True if `params` are the parameters for which the owners were chosen, in the same order."""
         return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
 
     def takes_part(self, index: int, rows: Tensor) -> bool:

@@ -152,8 +152,8 @@ class StepHooks:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Notify watches. Then raise `UsageError` if `optimizer`, not wrapped, cannot step its sharded parameters: they are
-        parked or offloaded, it is an Adafactor or LBFGS, or it has loaded another rank's states. Registers a hook that checks
-        later loads."""
+        parked, or offloaded so that they are stepped chunk by chunk; it is an Adafactor or LBFGS; or it has loaded another rank's
+        states. The first call for `optimizer` registers a hook that checks later loads."""
         self._notify("steps", optimizer)
         params = (p for group in optimizer.param_groups for p in group["params"])
         if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
@@ -274,12 +274,12 @@ def _refuse_stored_step(optimizer: Optimizer) -> None:
 def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices: bool = False) -> Opt:
     """Make `optimizer` step on the local tensors of sharded parameters; return the same object, now of a subclass of its class.
 
-    Its interface stays, and `param_groups` and `state` keep their DTensors. Without this an optimizer steps correctly, but more
-    slowly. `state_dict` returns the rows of this rank; `load_state_dict` is collective, and raises `UsageError` on all ranks if
-    one gets other rows. The result can be copied, not pickled. In `torch.compile` the step runs uncompiled. If `optimizer`
-    wraps another one (accelerate's), the inner one is changed. Low-bit optimizers of torchao and bitsandbytes need whole blocks
-    on each rank: `shard(state_block=256)`. A step of torch.optim.Muon is collective: one rank orthogonalises each matrix, and
-    its rows travel there and back.
+    Its interface stays, and `param_groups` and `state` keep their DTensors. Elementwise optimizers of torch.optim step correctly
+    without this too, but more slowly; parameters that an `Offload` steps chunk by chunk need it. `state_dict` returns the rows of
+    this rank; `load_state_dict` is collective, and raises `UsageError` on all ranks if one gets other rows. The result can be
+    copied, not pickled. In `torch.compile` the step runs uncompiled. If `optimizer` wraps another one (accelerate's), the inner
+    one is changed. Low-bit optimizers of torchao and bitsandbytes need whole blocks on each rank: `shard(state_block=256)`. A
+    step of torch.optim.Muon is collective: one rank orthogonalises each matrix, and its rows travel there and back.
 
     Args:
         elementwise: for an optimizer that torch.optim lacks, promise that the update of an element depends on it alone.
@@ -287,8 +287,8 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices:
             each parameter whole and keeps its states; steps and `state_dict` are collective.
 
     Raises:
-        UsageError: for an optimizer that torch.optim lacks, without a promise, and for LBFGS and Adafactor; if it has no sharded
-            parameter or was made before `shard`; or if Muon or `whole_matrices` meets offloaded parameters.
+        UsageError: for an optimizer that torch.optim lacks, without a promise, and for LBFGS, SparseAdam and Adafactor; if it has
+            no sharded parameter or was made before `shard`; or if Muon or `whole_matrices` meets offloaded parameters.
     """
     target: object = optimizer
     if not isinstance(target, Optimizer):

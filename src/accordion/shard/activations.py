@@ -50,7 +50,8 @@ class _Choice:
 
 
 Results = list[_torch.DispatchMode | None]
-"""One entry per product or attention: torch's mode that returns its result, or None to compute it again."""
+"""One entry for each matrix product and attention of a forward: torch's mode that returns the kept result, or None to compute the
+result again."""
 
 
 class _Mode(_torch.DispatchMode):

@@ -51,7 +51,7 @@ def own_meshes(
 
 
 def _names(model: nn.Module, key: type[nn.Module] | str, o: Owned) -> bool:
-    """Return True if `key` matches one of the parameter's names, or a module that contains it by name or class."""
+    """Return True if `key` matches a name of the parameter `o`, or the name or class of a module that contains it."""
     for name in o.names:
         parts = name.split(".")
         around = [".".join(parts[:i]) for i in range(1, len(parts))]

@@ -212,7 +212,7 @@ class _SubclassGather(Transfer):
 
 
 class _SubclassBuffers:
-    """The `FullMemory` of subclass parameters: the tensors that were gathered, and the inner tensors made of them."""
+    """The memory of a group's full subclass parameters: the tensors that were gathered, and the inner tensors made of them."""
 
     def __init__(self, extended: list[Extended]) -> None:
         self._extended, self.views = extended, [e.view for e in extended]

@@ -81,7 +81,7 @@ def communicator_over(group: Any, device: torch.device) -> Communicator:
 def wire(
     mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool, make: CommunicatorMaker = communicator_over
 ) -> ShardingContext:
-    """Return the context of a model on `mesh`, with new communicators and side streams. A collective.
+    """Return the sharding context of a model on `mesh`, with new communicators and side streams. A collective.
 
     `scale`: factor of summed gradients. `late`: True for debug="streams", which delays transfers. Raises `UsageError` if the
     machine lacks the mesh's devices, and `DivergenceError` if ranks passed different meshes, or another rank is gone.
@@ -120,9 +120,9 @@ def beside(
     strategy: Strategy = FULL_SHARD,
     make: CommunicatorMaker = communicator_over,
 ) -> ShardingContext:
-    """Return the context of parameters with a mesh of their own, made of the model's ranks. A collective. Streams, scale and
-    monitor are those of `context`, the model's. On a mesh of two axes the first one replicates and the second shards. A single
-    axis shards, unless the model's `strategy` shards nothing; then the axis replicates."""
+    """Return the sharding context of parameters that have a `mesh` of their own, of some of the model's ranks. A collective.
+    Streams, scale and monitor are those of `context`, the model's. On a mesh of two axes the first one replicates and the second
+    shards. A single axis shards, unless the model's `strategy` shards nothing; then the axis replicates."""
     if mesh.ndim == 2:
         strategy = replace(HYBRID_SHARD, reduce=strategy.reduce)
     elif strategy.hybrid:

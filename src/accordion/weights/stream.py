@@ -30,8 +30,8 @@ class WeightStream(Observer):
     """An iterable of (name, full tensor) that `stream_weights` returns; it is iterated once.
 
     The engine closes an open stream before this rank begins a forward, a backward or another collective. Closing takes part in
-    the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name of a tensor -> 0-d
-    int64 digest of this rank's rows in the dtype that is sent; {} if the stream keeps none. `missing`: names of the items that
+    the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name of an item -> 0-d
+    int64 digest of this rank's values in the dtype that is sent; {} if the stream keeps none. `missing`: names of the items that
     the consumer on this rank has not received.
     """
 
