@@ -122,8 +122,8 @@ def message_of(error: Exception) -> str:
 
 
 def joined(texts: list[str]) -> str:
-    """Return one message from the `texts` of all ranks, in order: the text itself if all are equal, else each text after its
-    ranks. Empty texts are left out."""
+    """Return one message from the `texts` of all ranks, in rank order: the text itself if all are equal, else each different text
+    after the numbers of its ranks. Empty texts are left out."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:

@@ -225,7 +225,7 @@ def placement_words(tensor: Tensor) -> tuple[str, ...] | None:
 
 
 def local_data(tensor: Tensor) -> Tensor:
-    """Return this rank's local tensor, which shares memory with `tensor` and requires no gradient."""
+    """Return this rank's local tensor of a DTensor, or a plain `tensor` itself, detached: it shares memory with `tensor`."""
     return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 

@@ -61,8 +61,8 @@ def load(
             group that had its parameters.
         state: objects whose `load_state_dict` gets what this rank saved, or what rank 0 saved if the number of ranks differs.
             Sharded tensors (DTensors) are read into those in the object's own `state_dict`, whatever ranks saved them.
-        strict: if False, fill tensors of the same name and shape, leave other tensors of the model and the states of other
-            parameters as they are, and name the differences in one warning.
+        strict: if False, fill tensors of the same name, shape and kind of dtype, leave other tensors of the model and the states
+            of other parameters as they are, and name the differences in one warning.
         only: the tensors of the model to load, with the value that was passed to `save`; `()` loads none.
 
     Raises `CheckpointError` on every rank, before anything changes, if a tensor is missing, surplus, misshapen or damaged, or
@@ -266,7 +266,7 @@ def _check(files: Files, plan: _Plan, team: Team) -> None:
 
 
 def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Read and return {key: saved state} of all objects that were saved with `state=`; {} if this load has none. Raises
+    """Read and return {key: saved state} of all objects that were saved with `state=`; {} if this load got no `state=`. Raises
     `CheckpointError` if a key of `state` is missing."""
     if plan.state is None:
         return {}

@@ -94,8 +94,9 @@ def look_into(folder: Folder) -> Files:
 def steady(
     find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda result: False
 ) -> T:
-    """Return `act(find())`, where `find` returns a checkpoint's folder. If `act` raises an error or `is_bad(result)`, and a save
-    replaced the checkpoint meanwhile, call both again; without a replacement raise that error or return that result.
+    """Return `act(find())`; `find` returns a checkpoint's folder. If `act` raises `CheckpointError` or `OSError`, or if `is_bad`
+    returns True for its result, and a save replaced the checkpoint meanwhile, call both again. Without a replacement, raise that
+    error or return that result.
 
     Raises `CheckpointError` if the checkpoint is replaced during each of `TURNS` calls.
     """
@@ -183,7 +184,8 @@ class Files:
     calls `close`."""
 
     def __init__(self, folder: Folder, manifest: Manifest, *, mark: object, digest: int) -> None:
-        """`mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256, as an int64."""
+        """`mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256, as an int64. Raises
+        `CheckpointError` if the package for the checksums is not installed."""
         self.folder, self.manifest, self.mark, self.digest = folder, manifest, mark, digest
         self._begin_sum = running(manifest.checksum)
         self._open: dict[str, Reader] = {}

@@ -136,7 +136,8 @@ class TorchaoStates(LowBitStates):
                 params[:] = order
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """Override torchao's method, which creates a state for the local tensor `p`; no public method does."""
+        """Return a state of zeros for the local tensor `p`. It is low-bit if that of the full parameter would be and `p` holds a
+        block. Overrides torchao's private method, which decides by the size of `p`."""
         whole = self._whole.get(p)
         if whole is None:
             return super()._new_buffer(p, signed)  # type: ignore[misc, no-any-return]
@@ -203,7 +204,8 @@ class BitsandbytesStates(LowBitStates):
         return "bitsandbytes steps on the device; leave out that Offload, and take a paged optimizer"
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Override bitsandbytes' method: find options by the full parameter, and decide by its size what is quantised."""
+        """Return the options of parameter `pindex` of param group `gindex`. Overrides bitsandbytes' method: options are those of
+        the full parameter, and its size decides if its states are quantised."""
         options: dict[str, Any] = super().get_config(gindex, pindex, group)  # type: ignore[misc]
         whole = self._whole.get(self.param_groups[gindex]["params"][pindex])
         if whole is not None:
@@ -237,7 +239,8 @@ MIXINS: Mapping[str, type[LowBitStates]] = {
 
 
 def low_bit_kind(optimizer: Optimizer) -> type[LowBitStates] | None:
-    """Return the mixin for an optimizer with low-bit states; None for others, and for LAMB and LARS, which use norms."""
+    """Return the mixin for an optimizer with low-bit states; None for others, and for LAMB and LARS, whose steps need norms of
+    whole parameters."""
     if getattr(getattr(optimizer, "args", None), "max_unorm", 0.0):
         return None
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__]
@@ -316,7 +319,8 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 def _changed(
     states: Mapping[Any, Any], params: Mapping[Any, Tensor], change: Callable[[DTensor, Mapping[str, Any]], Any]
 ) -> dict[Any, Any]:
-    """Return `states` with `change(p, entry)` for the entry of each sharded parameter; `params`: key in `states` -> p."""
+    """Return a copy of `states` (key -> entry) with `change(p, entry)` in place of the entry of each sharded parameter p.
+    `params`: key in `states` -> parameter."""
     pairs = {key: (params.get(key), entry) for key, entry in states.items()}
     return {key: change(p, entry) if isinstance(p, DTensor) else entry for key, (p, entry) in pairs.items()}
 

@@ -439,7 +439,7 @@ class OwnerStep(WholeStep):
         rows.copy_(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict with the states of all owners: tensors in rows, scalars on every rank. Collective."""
+        """Return the state dict with the states of all owners: tensors as DTensors of rows, scalars on every rank. Collective."""
         saved = super().state_dict()
         divided: dict[Division, dict[Matrix, DTensor]] = defaultdict(dict)
         for matrix, p in zip(self._current_owners().matrices, _params(self), strict=True):
@@ -455,7 +455,8 @@ class OwnerStep(WholeStep):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict as `state_dict` returns it, on any number of ranks; owners keep their states. Collective."""
+        """Load a result of `state_dict`, of any number of ranks. Each rank keeps whole states of the parameters that it owns, and
+        no others. Collective."""
         super().load_state_dict(state_dict)
         for matrix, p in zip(self._current_owners().matrices, _params(self), strict=True):
             state = exchange(self.state.pop(p, {}), partial(_whole, matrix))
@@ -464,8 +465,8 @@ class OwnerStep(WholeStep):
 
 
 def _whole(matrix: Matrix, state: Tensor) -> Tensor:
-    """Return `state`, loaded as rows of a DTensor, whole on the owner of `matrix`; on other ranks, return any tensor. A `state`
-    that is no DTensor is returned as it is. Collective."""
+    """Return the whole tensor of `state`, a DTensor of rows, on the owner of `matrix`; on other ranks, this rank's rows. A
+    `state` that is no DTensor is returned as it is. Collective."""
     if not isinstance(state, DTensor):
         return state
     rows = _torch.local_of(state)

@@ -238,8 +238,8 @@ def _refuse_lbfgs(optimizer: Optimizer) -> None:
 
 
 def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
-    """Set the `.grad` of each local tensor in `pairs` (parameter, local tensor). Return the entries of `state` of these
-    parameters, with local tensors as keys and in the states."""
+    """Set the `.grad` of each local tensor in `pairs` (parameter, local tensor) to the parameter's local gradient. Return local
+    tensor -> state of its parameter, in which local tensors take the place of DTensors."""
     local_states: defaultdict[Any, Any] = defaultdict(dict)
     for p, local in pairs:
         if local is not p:
@@ -389,9 +389,10 @@ def clip_norm_of(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip the norm of the gradients of `parameters`, of several models, as `clip_grad_norm_` does for one; return the norm.
+    """Scale the gradients of `parameters`, of the models of `engines`, so that their common norm is at most `max_norm`. Return
+    the norm before, 0-d float32. Collective; waits for optimizer steps in progress.
 
-    Collective. All ranks must pass the same parameters. Raises `NonFiniteError` for NaN or inf with `error_if_nonfinite`.
+    All ranks must pass the same parameters. With `error_if_nonfinite`, raises `NonFiniteError` if the norm is NaN or inf.
     """
     wanted = {id(param): param for param in parameters}
     for engine in engines:
@@ -414,7 +415,7 @@ def clip_norm_of(
 
 
 def owned_by_id(engines: Iterable[Engine]) -> dict[int, tuple[Engine, Param]]:
-    """Return the id of each sharded parameter -> its engine and its `Param`."""
+    """Return id of the sharded parameter -> (engine, `Param`), for each parameter of `engines`."""
     return {id(param.sharded): (engine, param) for engine in engines for param in engine.params}
 
 

@@ -141,7 +141,7 @@ OffloadInput = Callable[[Tensor], OffloadedInput]
 
 def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload: OffloadInput | None = None) -> None:
     """Replace the forward of `module` by one that the backward recomputes. With gradients disabled it runs as before. With them
-    enabled, transformers' caches of keys and values are disabled in its keyword arguments.
+    enabled, transformers' caches of keys and values are not passed on, and the keyword argument `use_cache` becomes False.
 
     `how`: recompute all, or keep some products. `offload`: stores the first input that has a `grad_fn`, which is usually the
     previous unit's output, until the recomputation; not used in compiled code. The unit's hooks stay outside of the wrapper, so
@@ -169,8 +169,8 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload:
 
 
 def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
-    """Call torch's `checkpoint` for `function`. If a keyword argument is on a device, pass an empty tensor there first, because
-    `checkpoint` saves the random states of devices of positional tensors only."""
+    """Call torch's `checkpoint` for `function` and return its result. If a keyword argument is on a device, pass an empty tensor
+    there first, because `checkpoint` saves the random states of devices of positional tensors only."""
     example = next((v for v in kwargs.values() if isinstance(v, Tensor) and v.device.type != "cpu"), None)
     if example is None:
         return checkpoint(function, *args, **options, **kwargs)

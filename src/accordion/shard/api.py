@@ -113,8 +113,8 @@ def shard_over(
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise `UsageError` if no settings can shard `model`: a part of it is sharded already, or it has no parameters, sparse or
-    renormalized embeddings, or a parameter that is not floating-point and requires gradients."""
+    """Raise `UsageError` if no settings can shard `model`: it has no parameters, or a part of it is sharded already; an embedding
+    is sparse or renormalized; or a parameter requires gradients and is not floating-point."""
     if engine_of(model) is not None:
         raise UsageError("this model, or a part of it, is sharded already; call shard() once, on the whole model.")
     if next(model.parameters(), None) is None:

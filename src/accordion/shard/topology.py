@@ -33,8 +33,8 @@ from accordion.shard.same_mesh import same_mesh
 
 
 def mesh_for(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
-    """Return `mesh`; for None, a 1-D mesh of all ranks. Raises `UsageError` if `mesh` lacks the axes that the strategy needs. For
-    None, raises it if the strategy is hybrid, or if torch.distributed is not initialised."""
+    """Return `mesh`; for None, a 1-D mesh of all ranks. Raises `UsageError` if the axes of `mesh` are not those that the strategy
+    needs. For None, raises it if the strategy is hybrid, or if torch.distributed is not initialised."""
     if mesh is None and not strategy.hybrid:
         return default_mesh()
     wanted = ("replicate", "shard") if strategy.hybrid else ("shard",)
@@ -74,7 +74,7 @@ CommunicatorMaker = Callable[[Any, torch.device], Communicator]
 
 
 def communicator_over(group: Any, device: torch.device) -> Communicator:
-    """Return a new communicator of a process group, of the class for its backend."""
+    """Return a new communicator of a process group: a `GlooCommunicator` for gloo, a `Communicator` for any other backend."""
     return (GlooCommunicator if _torch.backend_of(group, device) == "gloo" else Communicator)(group, device)
 
 
@@ -168,7 +168,7 @@ def secondary_communicator(context: ShardingContext, num_ranks: int, make: Commu
 
 
 def _one_node(communicator: Communicator, device: torch.device) -> bool:
-    """Return True if all ranks of a communicator have one host name; also for simulated ranks. A collective."""
+    """Return True if all ranks of a communicator have the same host name, or are simulated. A collective."""
     if communicator.num_ranks == 1 or communicator.is_fake:
         return True
     digest = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")

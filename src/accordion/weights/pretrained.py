@@ -188,7 +188,7 @@ class Matched:
 
 
 def check_pretrained(model: nn.Module, folder: Path) -> None:
-    """Raise `CheckpointError` if names or shapes in `folder` do not fit an unsharded model, which may be on meta.
+    """Raise `CheckpointError` if names, shapes or dtypes in `folder` do not fit an unsharded model, which may be on meta.
 
     Raises `UsageError` if `folder` has a quantised model.
     """
@@ -264,7 +264,8 @@ def _searched(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _class_patterns(model: nn.Module, kind: str) -> list[str]:
-    """Return the regular expressions of names that may be `kind`, "missing" or "unexpected", in files of transformers' models."""
+    """Return regular expressions, defined by transformers' models in `model`, for names that their files may lack (`kind`
+    "missing") or have in addition ("unexpected")."""
     attribute = f"_keys_to_ignore_on_load_{kind}"
     return [p for m in model.modules() if is_of_transformers(m) for p in getattr(m, attribute, None) or ()]
 
@@ -402,7 +403,7 @@ def _converted(
 
 
 def _rows_of_rank(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
-    """Return the part of `rows`, the values of the model's `tensor`, that this rank keeps."""
+    """Return the part of `rows`, the values of the model's `tensor`, that this rank keeps: all if `tensor` is not sharded."""
     param = _param_of(tensor, engine)
     return rows if param is None else own_part(rows, param)  # type: ignore[arg-type, return-value]
 

@@ -117,8 +117,8 @@ def stream_weights(
     changed_since: WeightStream | Literal["start"] | None = None,
     adapters: Adapters = "merged",
 ) -> WeightStream:
-    """Return an iterable of (name, full tensor) of a sharded model: its parameters and persistent buffers, tied ones once, under
-    the names of its state dict; of a model of transformers as `save_pretrained` writes them.
+    """Return an iterable of (name, full tensor) of a sharded model: its parameters and persistent buffers, tied ones once. Names
+    are those of the state dict; for a model of transformers, names and tensors are those that `save_pretrained` writes.
 
     Collective; all ranks iterate. They make the same gathers, also if a consumer breaks off or raises. The tensors are
     contiguous, on the device, and the consumer's own. The next bucket is gathered while the consumer has this one, so a rank

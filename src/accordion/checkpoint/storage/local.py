@@ -81,7 +81,7 @@ class Local:
         """Lock this name, remove leftovers of killed saves, and return a new hidden folder, empty, for a checkpoint of this name.
 
         Missing parent folders are created. An older checkpoint that a killed save has renamed gets its name back. Raises
-        `CheckpointError` if something else has the name, or if another job is saving under the name.
+        `CheckpointError` if anything but a checkpoint or an empty folder has the name, or if another job is saving under it.
 
         Args:
             save: 8 hexadecimal digits, unique for each save, so that no two saves write into one folder.
