@@ -351,7 +351,7 @@ def _one_ahead(items: Iterable[T]) -> Iterator[T]:
 
 
 def refuse_vectors(muon: Optimizer) -> None:
-    """Raise `UsageError` if a Muon has a parameter that is no matrix."""
+    """Raise `UsageError` if the optimizer `muon` has a parameter that is not 2-D."""
     for p in _params(muon):
         if p.dim() != 2:
             raise UsageError(

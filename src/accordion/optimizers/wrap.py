@@ -177,8 +177,8 @@ class StepHooks:
                 callback(optimizer)
 
     def add(self, watch: Any) -> None:
-        """Call `watch.steps(optimizer)` before and `watch.stepped(optimizer)` after each step of any optimizer, if it has these
-        methods, without keeping `watch` alive."""
+        """Register `watch`, without keeping it alive: from now on `watch.steps(optimizer)` is called before, and
+        `watch.stepped(optimizer)` after, each step of any optimizer, if `watch` has these methods."""
         # A new list, because a step on another thread may be iterating over the old one.
         self._watches = [*(each for each in self._watches if each() is not None), weakref.ref(watch)]
 

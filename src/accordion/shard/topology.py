@@ -121,8 +121,8 @@ def beside(
     make: CommunicatorMaker = communicator_over,
 ) -> ShardingContext:
     """Return the sharding context of parameters that have a `mesh` of their own, of some of the model's ranks. A collective.
-    Streams, scale and monitor are those of `context`, the model's. On a mesh of two axes the first one replicates and the second
-    shards. A single axis shards, unless the model's `strategy` shards nothing; then the axis replicates."""
+    Streams, scale and divergence monitor are those of `context`, the model's. On a mesh of two axes the first one replicates and
+    the second shards. A single axis shards, unless the model's `strategy` shards nothing; then the axis replicates."""
     if mesh.ndim == 2:
         strategy = replace(HYBRID_SHARD, reduce=strategy.reduce)
     elif strategy.hybrid:

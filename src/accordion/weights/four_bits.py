@@ -112,7 +112,8 @@ class FourBitLinear(nn.Linear):
 
 @cache
 def code_of(kind: str, device: torch.device) -> Tensor:
-    """Return the float values of the codes of the data type `kind`: (16,) of four bits, or (256,) of the scales' 8 bits."""
+    """Return the float values of the codes of data type `kind`: (16,) for "nf4" and "fp4", (256,) for "dynamic", the 8 bits of
+    scales. Callers share the tensor."""
     from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
     with torch.inference_mode(False):
@@ -121,7 +122,8 @@ def code_of(kind: str, device: torch.device) -> Tensor:
 
 
 def quantize(model: nn.Module, kind: FourBits = "nf4", *, skip: Iterable[str] = ()) -> nn.Module:
-    """Replace the linear layers of `model`, except its head, by frozen ones of four bits, in place, and return `model`.
+    """Replace the `nn.Linear` layers of `model`, except the head of a model of transformers, by frozen ones of four bits, in
+    place, and return `model`.
 
     Call it before adapters are added and before `shard`. A model on the meta device gets its values from `load_pretrained`,
     which quantises each rank's rows while it reads them; a model with values is quantised at once. Needs bitsandbytes.
@@ -151,7 +153,7 @@ def quantize(model: nn.Module, kind: FourBits = "nf4", *, skip: Iterable[str] = 
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return name -> layer of the linear layers inside `model`, except the head of a model of transformers."""
+    """Return name -> layer of the `nn.Linear` layers inside `model`, without subclasses and the head of a transformers model."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return {name: m for name, m in model.named_modules() if name and type(m) is nn.Linear and m is not head}
 

@@ -42,13 +42,14 @@ COMPARE_BYTES = 16 * 2**20  # largest part of a tensor that is read at a time to
 def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore: Iterable[str] = ()) -> None:
     """Fill a model that `shard` returned from a folder of safetensors; called by all ranks together.
 
-    Each rank reads its own rows of each tensor into its shard, cast to the shard's dtype, about 16 MiB at a time. Names may
-    differ by the usual prefixes. For models of transformers, names and layouts of other versions are converted as transformers
-    does. Tied tensors need to be stored only once. Buffers on the meta device that no file contains, and the few parameters that
-    transformers never saves, are computed by the modules' own code. In PEFT models, files name a layer with adapters as they
-    would without adapters; parameters that adapters add may be missing, as if they were in `ignore`; and copies of layers that
-    PEFT trains (`modules_to_save`) begin with the weights of these layers. Weights of layers that `quantize` made are quantised
-    in the dtype of the file, one layer at a time: each rank reads and quantises the blocks of its own rows.
+    Each rank reads its own rows of each tensor into its shard, cast to the shard's dtype, and needs about 16 MiB more memory, or
+    one whole tensor if a conversion computes it. Names may differ by the usual prefixes. For models of transformers, names and
+    layouts of other versions are converted as transformers does. Tied tensors need to be stored only once. Buffers on the meta
+    device that no file contains, and the few parameters that transformers never saves, are computed by the modules' own code. In
+    PEFT models, files name a layer with adapters as they would without adapters; parameters that adapters add may be missing, as
+    if they were in `ignore`; and copies of layers that PEFT trains (`modules_to_save`) begin with the weights of these layers.
+    Weights of layers that `quantize` made are quantised in the dtype of the file, one layer at a time: each rank reads and
+    quantises the blocks of its own rows.
 
     Args:
         folder: has `model.safetensors`, or `model.safetensors.index.json` and its files; or "owner/name", a model on the hub
@@ -149,8 +150,8 @@ def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return `folder` if it exists. Otherwise download the model of that name, "owner/name", from the hub, and return its folder.
-    Raises `CheckpointError` if `folder` is no such name, or if the download fails."""
+    """Return `folder` if there is such a folder. Otherwise download the model of that name, "owner/name", from the hub, and
+    return its folder. Raises `CheckpointError` if `folder` is no such name, or if the download fails."""
     path = Path(folder)
     if path.is_dir():
         return path

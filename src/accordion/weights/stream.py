@@ -27,7 +27,7 @@ BUCKET_BYTES = 256 * 2**20
 
 
 class WeightStream(Observer):
-    """An iterable of (name, full tensor) that `stream_weights` returns; it is iterated once.
+    """An iterable of (name, full tensor) that `stream_weights` returns; to iterate it a second time raises `UsageError`.
 
     The engine closes an open stream before this rank begins a forward, a backward or another collective. Closing takes part in
     the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name of an item -> 0-d
