@@ -58,7 +58,8 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the save ends. Raises `CheckpointError` if it failed, at the first call only."""
+        """Wait until the save ends. Raises `CheckpointError` if it failed, unless this error was raised before: by an earlier
+        call, the next save or load of the model, or a step of the optimizer."""
         if self._thread is not None:
             self._thread.join()
         failure, self._failure = self._failure, None
@@ -141,8 +142,9 @@ def saver_of(model: nn.Module) -> Saver:
 
 
 class ThreadAgreement:
-    """Callable that replaces `Team.agree` in a background thread: ranks exchange messages over the connections of a `Hub`.
-    `name`: unique name of the save, the same on all ranks."""
+    """Callable for a background thread that calls an action and returns its result once it has succeeded on all ranks; if it
+    fails on any, all ranks raise. It replaces `Team.agree`, which uses collectives: ranks exchange messages over the connections
+    of a `Hub`. `name`: unique name of the save, the same on all ranks."""
 
     def __init__(self, team: Team, name: str) -> None:
         self._team, self._name, self._num_agreed = team, f"accordion/save/{name}", 0

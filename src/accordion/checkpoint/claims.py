@@ -160,8 +160,8 @@ def _locks(handle: int) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Rename a folder to `.NAME.HEX.tmp`, unless it has such a name, then delete it. So it is never read half deleted. Raises
-    `OSError` if this fails."""
+    """Rename a folder to `.NAME.HEX.tmp`, unless it has such a name, then delete it, so that no half deleted checkpoint is read.
+    Raises `OSError` if this fails."""
     match = HIDDEN.fullmatch(path.name)
     if match is None or match[2] == "old":
         name = path.with_name(match[1]) if match else path

@@ -38,8 +38,8 @@ class Team:
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> Team:
-        """Return the team of all ranks on the mesh of the DTensors in `tensors`; without DTensors, of all ranks of the job.
-        Raises `CheckpointError` if the DTensors are on different sets of ranks."""
+        """Return the team of all ranks on the mesh of the DTensors in `tensors`; without DTensors, of all ranks of the job;
+        without a process group, of this process. Raises `CheckpointError` if the DTensors are on different sets of ranks."""
         meshes = list(dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)))
         if not meshes and not dist.is_initialized():
             return cls.alone()
@@ -122,8 +122,8 @@ def message_of(error: Exception) -> str:
 
 
 def joined(texts: list[str]) -> str:
-    """Return one message from the `texts` of all ranks, in order: the text itself if all are equal, else each text after its
-    ranks. Empty texts are left out."""
+    """Return one message from the `texts` of all ranks, in rank order: the text itself if all are equal, else each different text
+    after the numbers of its ranks. Empty texts are left out."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:

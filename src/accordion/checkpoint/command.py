@@ -56,8 +56,8 @@ class ConvertOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run the subcommand that `words` name and print its result. Return the exit code: 0, or 1 if `verify` found damage.
-    Raises `UsageError` for unknown words, `CheckpointError` if the checkpoint cannot be read."""
+    """Run the subcommand that `words` name and print its result; without words print the help. Return the exit code: 0, or 1 if
+    `verify` found damage. Raises `UsageError` for unknown words, `CheckpointError` if the checkpoint cannot be read."""
     if not words or words[0] in ("-h", "--help"):
         subcommands = listed({name: about for name, (about, _, _) in JOBS.items()}, PROG)
         print(

@@ -50,7 +50,8 @@ def contents(model: nn.Module, optimizer: Optimizer | None, only: Only = None) -
     """Return the tensors and values that a save writes or a load fills, without copies.
 
     `only` selects tensors of the model; the states of all parameters of the optimizer are included in any case. Raises
-    `CheckpointError` for values that a checkpoint cannot hold, `UsageError` if `only` is not () and selects nothing.
+    `CheckpointError` for values that a checkpoint cannot hold, `UsageError` if `only` selects nothing and is not (), which
+    selects nothing on purpose.
     """
     tensors, aliases = model_tensors(model)
     params = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
@@ -163,8 +164,8 @@ def param_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
 
 
 def own_box(name: str, tensor: Tensor) -> Box:
-    """Return the box of `tensor` that this rank has; a plain tensor it has whole. Raises `CheckpointError`, with `name`, if the
-    local tensor of a DTensor has another shape than its placements give."""
+    """Return the box of `tensor` that this rank has: all of a plain tensor. Raises `CheckpointError`, with `name`, if the local
+    tensor of a DTensor has another shape than its placements give."""
     if not isinstance(tensor, DTensor):
         return box_of(tensor.shape, ())
     box = box_of(tensor.shape, cuts(name, tensor, own_coordinate(tensor)))
@@ -184,7 +185,7 @@ def own_coordinate(tensor: DTensor) -> tuple[int, ...]:
 
 
 def writes(tensor: DTensor, coordinate: tuple[int, ...]) -> bool:
-    """Return True if the rank at `coordinate` of the mesh is the first of those that have its shard, and thus writes it."""
+    """Return True if the rank at `coordinate` of the mesh writes its shard of `tensor`: it is the first rank with that shard."""
     placed = zip(tensor.placements, coordinate, strict=True)
     return not any(isinstance(placement, Replicate) and index for placement, index in placed)
 
@@ -224,7 +225,7 @@ def placement_words(tensor: Tensor) -> tuple[str, ...] | None:
 
 
 def local_data(tensor: Tensor) -> Tensor:
-    """Return this rank's local tensor, which shares memory with `tensor` and requires no gradient."""
+    """Return this rank's local tensor of a DTensor, or a plain `tensor` itself, detached: it shares memory with `tensor`."""
     return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
@@ -238,8 +239,9 @@ def state_name(rank: int) -> str:
 
 
 def object_states(state: Mapping[str, Stateful], team: Team) -> tuple[dict[str, DTensor], dict[str, Tensor]]:
-    """Return two dicts, name in the checkpoint -> tensor, of the objects in `state=`: (their sharded tensors, the tensors of this
-    rank alone). The latter are their plain tensors, and one of JSON that refers to all tensors. Both are {} without objects.
+    """Return two dicts, name in the checkpoint -> tensor, of the objects in `state=`: (their sharded tensors, tensors that are
+    saved for this rank). The second has their plain tensors, and one of JSON that refers to all tensors. Both are {} without
+    objects. Calls the `state_dict` of each object.
 
     Raises `CheckpointError` for values that a checkpoint cannot hold, and for tensors sharded over ranks other than `team`.
     """

@@ -48,7 +48,8 @@ LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # files next to 
 
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Foreign:
-    """Write a checkpoint to `target` from a source of another format; return the source's kind, tensors and keys left out.
+    """Write a checkpoint to `target` from a source of another format; return the source's kind, tensors and keys left out. An
+    older checkpoint at `target` is replaced; on remote storage the call raises `CheckpointError` instead.
 
     `source`: a folder or file of safetensors as transformers writes it, or a file of `torch.save` since torch 1.6. Files are
     memory-mapped, and code that a pickle names is not run. Raises `CheckpointError` for a source that is damaged, lacks tensors

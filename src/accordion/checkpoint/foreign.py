@@ -64,8 +64,9 @@ def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
 
 
 def of_torch_file(path: Path) -> Foreign:
-    """Return the model in a file of `torch.save`, memory-mapped: its state dict is the content, or the part of it under one of
-    `MODEL_KEYS`. Raises `CheckpointError` if the file is damaged, holds no dict, or names code to run."""
+    """Return the model in a file of `torch.save`, memory-mapped. The file holds a state dict, or a dict that has one under a key
+    such as "model" or "state_dict". Raises `CheckpointError` if the file is damaged, older than torch 1.6, holds no dict or a
+    tensor that is not plain, or names code to run."""
     with opened(path) as file:
         if file.read(4) != ARCHIVE:
             raise CheckpointError(

@@ -54,7 +54,8 @@ CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items(
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: a checksum of each `piece_bytes`."""
+    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: one checksum for every
+    `Manifest.piece_bytes` bytes."""
 
     file: str
     box: Box
@@ -107,8 +108,8 @@ class Manifest:
 
 
 def holds(to: torch.dtype, saved: torch.dtype) -> bool:
-    """Return True if values of dtype `saved` may be cast to `to`: floats to floats, complex to complex, and integers if `to` has
-    their whole range."""
+    """Return True if values of dtype `saved` may be cast to `to`: floats to floats, complex to complex, bool to bool, and
+    integers to an integer dtype that has their whole range."""
     if saved == to:
         return True
     if saved.is_floating_point or saved.is_complex:
@@ -327,7 +328,7 @@ def _chunk(name: str, words: Json) -> TensorChunk:
 
 @lru_cache(maxsize=4096)
 def is_plain(file: str) -> bool:
-    """Return True if `file` is a name that ends in ".safetensors", without folders and not hidden."""
+    """Return True if `file` is a name that ends in ".safetensors", of letters, digits, "_", "-" and single dots; not hidden."""
     return PLAIN_FILE.fullmatch(file) is not None and ".." not in file
 
 

@@ -53,21 +53,22 @@ def load(
 ) -> Json:
     """Fill `model` and `optimizer` from the checkpoint at `path`, saved by any number of ranks; return the saved `extra`.
 
-    Collective. Each rank reads its shards into the tensors that exist. First waits for a background save of this model.
+    Collective. Each rank reads its shards into the tensors that exist. First waits for a background save of this model, and
+    raises its error.
 
     Args:
         optimizer: one, or a list as it was saved. Missing states are created. A parameter group takes the saved options of the
             group that had its parameters.
         state: objects whose `load_state_dict` gets what this rank saved, or what rank 0 saved if the number of ranks differs.
             Sharded tensors (DTensors) are read into those in the object's own `state_dict`, whatever ranks saved them.
-        strict: if False, fill tensors of the same name and shape, leave other tensors of the model and the states of other
-            parameters as they are, and name the differences in one warning.
+        strict: if False, fill tensors of the same name, shape and kind of dtype, leave other tensors of the model and the states
+            of other parameters as they are, and name the differences in one warning.
         only: the tensors of the model to load, with the value that was passed to `save`; `()` loads none.
 
     Raises `CheckpointError` on every rank, before anything changes, if a tensor is missing, surplus, misshapen or damaged, or
     if the optimizer is of another kind or refuses its state: all checksums are compared first, and the optimizer's
     `load_state_dict` is called once for a test and undone. Then the objects in `state` are loaded, one by one; if one raises,
-    those before it keep what they loaded.
+    those before it keep what they loaded. Raises `UsageError` inside `full_params` and for a parked model.
     """
     team, stepping = finish_work(model, optimizer, "load")
     request = _Request(model=model, optimizer=stepping, state=state or {}, strict=strict, only=only, team=team)
@@ -132,7 +133,8 @@ class _Plan:
     left: list[str]  # differences that a load with strict=False leaves as they are, for the warning
 
     def fill(self, files: Files, request: _Request) -> None:
-        """Load the objects in `state=`, the optimizer and the model. Collective; all ranks end one before the next begins."""
+        """Load the objects in `state=`, then the optimizer, then the model. Collective: a step begins when all ranks have ended
+        the one before it."""
         team, optimizer = request.team, request.optimizer
         saved = team.agree(lambda: _saved_states(files, self, request.state))
         # The optimizer and the objects may refuse their state, so they get it before any tensor changes.
@@ -153,8 +155,8 @@ class _Plan:
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, only_try: bool) -> None:
     """Load `state` into the optimizer. If that fails, restore its previous groups and states, and raise the error.
 
-    `only_try`: restore the previous groups and states in any case: only test if the optimizer accepts `state`, whose tensors need
-    not be filled yet. Raises `CheckpointError` if it does not.
+    `only_try`: only test if the optimizer accepts `state`, whose tensors need not be filled yet: restore the previous groups and
+    states in any case. If the optimizer refuses `state`, raises its error if that is an `AccordionError`, else `CheckpointError`.
     """
     if isinstance(optimizer, OptimizerList):
         for part, of_part in optimizer.divided(state):
@@ -191,7 +193,8 @@ def _refused(what: str, error: Exception) -> Exception:
 
 
 def _plan(files: Files, wanted: Contents, request: _Request) -> _Plan:
-    """Compare the checkpoint with `wanted`, and plan this rank's load. Raises `CheckpointError` if they differ and `strict`."""
+    """Compare the checkpoint with `wanted`, and return the plan of this rank's load. Raises `CheckpointError` if they differ and
+    `strict` is True, if a file is missing or has another size, or if `state=` is given and was not saved."""
     manifest, optimizer = files.manifest, request.optimizer
     unlike = differences(manifest, wanted)
     if unlike and request.strict:
@@ -263,7 +266,7 @@ def _check(files: Files, plan: _Plan, team: Team) -> None:
 
 
 def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Read and return {key: saved state} of all objects that were saved with `state=`; {} if this load has none. Raises
+    """Read and return {key: saved state} of all objects that were saved with `state=`; {} if this load got no `state=`. Raises
     `CheckpointError` if a key of `state` is missing."""
     if plan.state is None:
         return {}

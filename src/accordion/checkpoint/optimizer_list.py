@@ -13,8 +13,8 @@ from accordion.optimizers.wrap import inner_of
 
 
 class OptimizerList(torch.optim.Optimizer):
-    """Several optimizers as one, for `state_dict` alone; `step` does not work. The indices of their parameters go on from one
-    optimizer to the next."""
+    """Several optimizers as one, for `state_dict` alone; `step` does not work. In state dicts, parameters are numbered through
+    all optimizers."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         # Without torch's constructor, which would copy the param groups.
@@ -25,7 +25,8 @@ class OptimizerList(torch.optim.Optimizer):
         self._spans = list(pairwise(accumulate(counts, initial=0)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return one state dict of all parts. Keys of states that are strings begin with the part's number and "/"."""
+        """Return one state dict of all optimizers. A state that belongs to no parameter has a string as key; "i/" is put before
+        the key, where i is the position of its optimizer."""
         state: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
         for i, (part, (first, _)) in enumerate(zip(self.parts, self._spans, strict=True)):
@@ -35,7 +36,8 @@ class OptimizerList(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def divided(self, state_dict: dict[str, Any]) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """Divide `state_dict`, a result of the method of that name, and iterate over (part, its state dict)."""
+        """Divide `state_dict`, a state dict of all parts as `OptimizerList.state_dict` returns it; iterate over (optimizer, its
+        state dict)."""
         groups = iter(state_dict["param_groups"])
         for i, (part, span) in enumerate(zip(self.parts, self._spans, strict=True)):
             prefix, first, indices = f"{i}/", span[0], range(*span)

@@ -30,7 +30,7 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
 
     The newest has the largest number at the end of its name; among equal numbers, or names without any, it is the last one
     written. A checkpoint is complete if its manifest is sound and the files that it lists have their sizes;
-    `accordion checkpoint verify` reads every byte. Newer ones that are damaged are skipped with a warning that names them.
+    `accordion checkpoint verify` reads every byte. Newer ones that are damaged are skipped; rank 0 names them in a warning.
     Raises `CheckpointError` if one that may be the newest cannot be read, or if there are checkpoints and all are damaged.
     """
     result = newest(folder)
@@ -87,8 +87,8 @@ def newest(folder: str | os.PathLike[str]) -> Newest:
 
 
 def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -> list[Folder]:
-    """Return the folders in `folder` with a `wanted` name, oldest first: by the number at its end, then by time of writing.
-    Raises `CheckpointError` if `folder` is a file or cannot be read."""
+    """Return the folders in `folder` with a `wanted` name, oldest first: sorted by the number at the end of the name (without one
+    first), then by time of writing. Raises `CheckpointError` if `folder` is a file or cannot be read."""
     try:
         names = [name for name in folder.folders() if name not in NO_CHECKPOINTS and wanted(name)]
     except NotADirectoryError:
@@ -106,7 +106,8 @@ def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -
 
 
 def _fault(folder: Folder) -> str | None:
-    """Return `fault_of(folder)`, called again if it finds a fault and a save replaced the checkpoint meanwhile."""
+    """Return the fault of the checkpoint at `folder`, as `fault_of` does, but look again if a save replaced the checkpoint
+    meanwhile."""
     return steady(partial(readable, folder), fault_of, lambda why: why is not None)
 
 

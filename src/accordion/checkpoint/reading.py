@@ -94,8 +94,9 @@ def look_into(folder: Folder) -> Files:
 def steady(
     find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda result: False
 ) -> T:
-    """Return `act(find())`, where `find` returns a checkpoint's folder. If `act` raises an error or `is_bad(result)`, and a save
-    replaced the checkpoint meanwhile, call both again; without a replacement raise that error or return that result.
+    """Return `act(find())`; `find` returns a checkpoint's folder. If `act` raises `CheckpointError` or `OSError`, or if `is_bad`
+    returns True for its result, and a save replaced the checkpoint meanwhile, call both again. Without a replacement, raise that
+    error or return that result.
 
     Raises `CheckpointError` if the checkpoint is replaced during each of `TURNS` calls.
     """
@@ -183,7 +184,8 @@ class Files:
     calls `close`."""
 
     def __init__(self, folder: Folder, manifest: Manifest, *, mark: object, digest: int) -> None:
-        """`mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256, as an int64."""
+        """`mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256, as an int64. Raises
+        `CheckpointError` if the package for the checksums is not installed."""
         self.folder, self.manifest, self.mark, self.digest = folder, manifest, mark, digest
         self._begin_sum = running(manifest.checksum)
         self._open: dict[str, Reader] = {}
@@ -207,7 +209,8 @@ class Files:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 
     def opened(self, file: str) -> Reader:
-        """Return the reader of `file`, which the first call opens. Raises `CheckpointError` if it or its header is damaged."""
+        """Return the reader of `file`, which the first call opens. Raises `CheckpointError` if `file` cannot be read or its
+        header is damaged."""
         if file not in self._open:
             about = self.manifest.files[file]
             try:
@@ -283,7 +286,8 @@ class Files:
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Read every byte of the checkpoint at `path`; return its faults, each naming file and tensor, empty if there are none."""
+    """Read every byte of the checkpoint at `path`; return its faults as texts, [] if there are none. Damaged data are named by
+    file and tensor; a checkpoint that cannot be opened is one fault."""
 
     def faults_in(folder: Folder) -> list[str]:
         try:

@@ -48,8 +48,9 @@ def save(
     """Write a checkpoint of `model` and `optimizer` that any number of ranks can load; return a handle with `wait()`.
 
     Collective. The checkpoint appears complete or not at all. Raises `CheckpointError` on every rank if one of them failed, and,
-    before anything is written, if models, optimizers, options or states that must be equal differ between ranks. A save in the
-    background that still runs is waited for, and its error is raised.
+    before anything is written, if models, optimizers, options or states that must be equal differ between ranks;
+    `DivergenceError` if replicas of a shard differ. A save in the background that still runs is waited for, and its error is
+    raised.
 
     Args:
         path: folder to create, on storage that all ranks share; replaces an older checkpoint of that name. Or a URL for fsspec,
@@ -89,9 +90,9 @@ def finish_work(
 ) -> tuple[Team, torch.optim.Optimizer | None]:
     """Wait for all work in progress of `model`, also a background save; return (the model's ranks, the optimizer that steps).
 
-    Collective. The latter is the inner optimizer if `optimizer` wraps one, an `OptimizerList` for a list, None for None. `call`:
-    "save" or "load". Raises `CheckpointError` if the background save failed, `UsageError` inside `full_params`, for a load into a
-    parked model, and if `optimizer` is no optimizer.
+    Collective. The optimizer that steps is the inner one if `optimizer` wraps another, an `OptimizerList` for several, None for
+    None. `call`: "save" or "load". Raises `CheckpointError` if the background save failed, `UsageError` inside `full_params`, for
+    a load into a parked model, and if `optimizer` is no optimizer.
     """
     engine = engine_of(model)
     if engine is not None:

@@ -120,8 +120,9 @@ def stored_in(head: bytes, start: int) -> list[StoredTensor]:
 def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
     """Return {name: (path of its file, tensor)} for a folder of safetensors as transformers writes it; read headers alone.
 
-    Raises `CheckpointError` if there is neither a single file nor an index, if the index or a header is damaged, if a tensor in
-    the index is not in its file, or if one without an entry there is in two files.
+    Reads `model.safetensors` if there is one, else the files that the index names. Raises `CheckpointError` if there is neither,
+    if the index or a header is damaged, if a tensor in the index is not in its file, or if a tensor that the index lacks is in
+    two files.
     """
     if (folder / HF_SINGLE).exists() and not (folder / HF_SINGLE).is_dir():
         return read_files(folder, [HF_SINGLE], {})

@@ -44,7 +44,8 @@ class WritePart:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The layout of one rank's file: the header `head`, the `parts`, and `sums_bytes` of JSON with checksums of `kind`."""
+    """The layout of one rank's file: first the header `head`, then the `parts`, last JSON with their checksums, which are of
+    `kind`. `sums_bytes`: length of the JSON."""
 
     head: bytes
     parts: tuple[WritePart, ...]
@@ -148,8 +149,8 @@ class HostBuffer:
 
 
 def described(form: Manifest, folder: Folder) -> Manifest:
-    """Return the manifest `form` with files and chunks filled in, as read from the safetensors files in `folder`. Raises
-    `CheckpointError` if their chunks do not make up the tensors in `form`, or if `folder` is gone."""
+    """Return the manifest `form` with files and chunks filled in, from the headers and checksums of the safetensors files in
+    `folder`. Raises `CheckpointError` if the chunks do not make up the tensors in `form`, or if `folder` is gone."""
     files: dict[str, File] = {}
     chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
     of_ranks: dict[str, TensorEntry] = {}

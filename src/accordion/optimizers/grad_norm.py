@@ -16,14 +16,14 @@ from accordion.engine.communicator import Communicator, reduced
 
 @dataclass(slots=True)
 class NormPart:
-    """Tensors that are sharded over the ranks of `communicators`. If there are none, every rank has the whole tensors."""
+    """Tensors that are sharded over the ranks of `communicators`. Without communicators every rank has the whole tensors."""
 
     communicators: Sequence[Communicator]
     tensors: list[Tensor] = field(default_factory=list)
 
 
 def norms(rows: Sequence[Sequence[NormPart]], norm_type: float, device: torch.device) -> Tensor:
-    """Return the norm over all elements of each row of parts, (len(rows),) float32 on `device`, equal on all ranks.
+    """Return (len(rows),) float32 on `device`, equal on all ranks: for each row, the norm over the elements of all its parts.
 
     Collective: one all-reduce per set of ranks, of a number for each row. All ranks must pass rows of parts with the same
     communicators in the same order. `device`: of the communication; the tensors may be on the host. `norm_type`: as in

@@ -48,6 +48,7 @@ class LowBitStates(Optimizer):
 
     @classmethod
     def mixed_into(cls, kind: type[Optimizer]) -> type[Optimizer]:
+        """Return a new subclass of this mixin and `kind`, with the name of `kind`."""
         return type(kind.__name__, (cls, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
     @staticmethod
@@ -135,7 +136,8 @@ class TorchaoStates(LowBitStates):
                 params[:] = order
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """Override torchao's method, which creates a state for the local tensor `p`; no public method does."""
+        """Return a state of zeros for the local tensor `p`. It is low-bit if that of the full parameter would be and `p` holds a
+        block. Overrides torchao's private method, which decides by the size of `p`."""
         whole = self._whole.get(p)
         if whole is None:
             return super()._new_buffer(p, signed)  # type: ignore[misc, no-any-return]
@@ -202,7 +204,8 @@ class BitsandbytesStates(LowBitStates):
         return "bitsandbytes steps on the device; leave out that Offload, and take a paged optimizer"
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Override bitsandbytes' method: find options by the full parameter, and decide by its size what is quantised."""
+        """Return the options of parameter `pindex` of param group `gindex`. Overrides bitsandbytes' method: options are those of
+        the full parameter, and its size decides if its states are quantised."""
         options: dict[str, Any] = super().get_config(gindex, pindex, group)  # type: ignore[misc]
         whole = self._whole.get(self.param_groups[gindex]["params"][pindex])
         if whole is not None:
@@ -236,7 +239,8 @@ MIXINS: Mapping[str, type[LowBitStates]] = {
 
 
 def low_bit_kind(optimizer: Optimizer) -> type[LowBitStates] | None:
-    """Return the mixin for an optimizer with low-bit states; None for others, and for LAMB and LARS, which use norms."""
+    """Return the mixin for an optimizer with low-bit states; None for others, and for LAMB and LARS, whose steps need norms of
+    whole parameters."""
     if getattr(getattr(optimizer, "args", None), "max_unorm", 0.0):
         return None
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__]
@@ -268,9 +272,9 @@ def check_blocks(optimizer: Optimizer, mixin: type[LowBitStates]) -> None:
 
 
 def packed_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
-    """Return the shape of a tensor with one element for each `block` elements of a tensor of `shape`.
+    """Return the shape of a tensor with one element for each `block` elements of a tensor of `shape`; for block 1, `shape`.
 
-    Each of its rows has the elements for the least number of rows of that tensor that hold whole blocks. So both tensors are
+    One row of the result stands for n rows of `shape`, the smallest n for which they hold whole blocks. So both tensors can be
     sharded on dim 0 over the same ranks.
     """
     if block == 1:
@@ -298,7 +302,8 @@ def _is_quantised(new_buffer: Callable[[Tensor, bool], Tensor], shape: torch.Siz
 
 
 def _splits(p: DTensor) -> list[int] | None:
-    """Return the numbers of ranks by which the rows of dim 0 are divided one after the other; None if another dim is sharded."""
+    """Return the numbers of ranks among which rows of dim 0 are divided: [2, 4] if each half is divided by 4, [] if `p` is whole
+    on each rank. None if another dim is sharded."""
     axes = [(how, num) for how, num in zip(p.placements, p.device_mesh.shape, strict=True) if num > 1]
     sharded: list[tuple[Any, int]] = [(how, num) for how, num in axes if not how.is_replicate()]
     if any(how.dim for how, _ in sharded):
@@ -314,7 +319,8 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 def _changed(
     states: Mapping[Any, Any], params: Mapping[Any, Tensor], change: Callable[[DTensor, Mapping[str, Any]], Any]
 ) -> dict[Any, Any]:
-    """Return `states` with `change(p, entry)` for the entry of each sharded parameter; `params`: key in `states` -> p."""
+    """Return a copy of `states` (key -> entry) with `change(p, entry)` in place of the entry of each sharded parameter p.
+    `params`: key in `states` -> parameter."""
     pairs = {key: (params.get(key), entry) for key, entry in states.items()}
     return {key: change(p, entry) if isinstance(p, DTensor) else entry for key, (p, entry) in pairs.items()}
 

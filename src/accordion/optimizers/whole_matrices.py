@@ -32,7 +32,7 @@ TENSOR = "$tensor"  # begins the description of a tensor
 T = TypeVar("T")
 BUCKET_NUMEL = 2**25  # elements of the whole matrices of a bucket; enough to hide the latency of an exchange
 Wait: TypeAlias = Callable[[], T]
-"""Lets the compute stream wait for an exchange (on gloo the host waits), and returns what this rank has then."""
+"""Function that lets the compute stream wait for an exchange (on gloo the host waits), and returns what this rank received."""
 
 
 # -- owners
@@ -75,7 +75,8 @@ class Matrix:
         return self.division is None or self.owner == self.division.communicator.rank
 
     def state(self, shape: tuple[int, ...]) -> Matrix:
-        """Return a state of `shape`, of at least one dim: divided as the parameter if it has its shape, else on dim 0."""
+        """Return the matrix of this parameter's state of `shape`, at least 1-D. It is divided on the same dim as the parameter if
+        the shapes are equal, otherwise on dim 0."""
         return self if shape == self.shape else replace(self, shape=shape, dim=-len(shape))
 
 
@@ -127,6 +128,7 @@ class Owners:
         self._buckets: list[list[Matrix]] = []
 
     def is_of(self, params: Sequence[Tensor]) -> bool:
+        """Return True if `params` are the parameters for which the owners were chosen, in the same order."""
         return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
 
     def takes_part(self, index: int, rows: Tensor) -> bool:
@@ -279,7 +281,8 @@ class WholeStep(Optimizer):
     _owners: Owners | None = None
 
     def check(self) -> None:
-        """Raise `UsageError` for parameters that this optimizer cannot step. Called before each step, on DTensors."""
+        """Raise `UsageError` for parameters that this optimizer cannot step, and choose owners if the parameters have changed,
+        which is collective. Called before each step, on DTensors."""
         self._current_owners()
 
     def _current_owners(self) -> Owners:
@@ -290,17 +293,18 @@ class WholeStep(Optimizer):
         return self._owners
 
     def without_gradient(self) -> list[str]:
-        """Return the names of the parameters without a gradient, in the order of parameters."""
+        """Return the names of the parameters without a gradient, in the order of parameters. Owners must have been chosen."""
         owners = self._owners
         assert owners is not None, "it has stepped"
         return [matrix.name for matrix, p in zip(owners.matrices, _params(self), strict=True) if p.grad is None]
 
     def _pack(self, matrix: Matrix, rows: Tensor) -> Tensor:
-        """Return this rank's part of what the owner needs, (..., *local shape); zeros in place of a gradient that is None."""
+        """Return this rank's rows of what the owner needs, (..., *local shape), with zeros in place of a gradient that is None.
+        May step states of `rows`."""
         raise NotImplementedError
 
     def _compute(self, owned: list[tuple[Matrix, Tensor, Tensor]]) -> list[Tensor]:
-        """Return the result, (*shape), of each (matrix, this rank's rows, (..., *shape) of the parts of all ranks)."""
+        """Return the result, (*shape), for each (matrix, this rank's rows, tensor (..., *shape) joined of all ranks' `_pack`)."""
         raise NotImplementedError
 
     def _unpack(self, matrix: Matrix, rows: Tensor, result: Tensor) -> None:
@@ -347,7 +351,7 @@ def _one_ahead(items: Iterable[T]) -> Iterator[T]:
 
 
 def refuse_vectors(muon: Optimizer) -> None:
-    """Raise `UsageError` if a Muon has a parameter that is no matrix."""
+    """Raise `UsageError` if the optimizer `muon` has a parameter that is not 2-D."""
     for p in _params(muon):
         if p.dim() != 2:
             raise UsageError(
@@ -435,7 +439,7 @@ class OwnerStep(WholeStep):
         rows.copy_(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict with the states of all owners: tensors in rows, scalars on every rank. Collective."""
+        """Return the state dict with the states of all owners: tensors as DTensors of rows, scalars on every rank. Collective."""
         saved = super().state_dict()
         divided: dict[Division, dict[Matrix, DTensor]] = defaultdict(dict)
         for matrix, p in zip(self._current_owners().matrices, _params(self), strict=True):
@@ -451,7 +455,8 @@ class OwnerStep(WholeStep):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict as `state_dict` returns it, on any number of ranks; owners keep their states. Collective."""
+        """Load a result of `state_dict`, of any number of ranks. Each rank keeps whole states of the parameters that it owns, and
+        no others. Collective."""
         super().load_state_dict(state_dict)
         for matrix, p in zip(self._current_owners().matrices, _params(self), strict=True):
             state = exchange(self.state.pop(p, {}), partial(_whole, matrix))
@@ -460,8 +465,8 @@ class OwnerStep(WholeStep):
 
 
 def _whole(matrix: Matrix, state: Tensor) -> Tensor:
-    """Return `state`, loaded as rows of a DTensor, whole on the owner of `matrix`; on other ranks, return any tensor. A `state`
-    that is no DTensor is returned as it is. Collective."""
+    """Return the whole tensor of `state`, a DTensor of rows, on the owner of `matrix`; on other ranks, this rank's rows. A
+    `state` that is no DTensor is returned as it is. Collective."""
     if not isinstance(state, DTensor):
         return state
     rows = _torch.local_of(state)

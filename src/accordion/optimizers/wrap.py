@@ -152,8 +152,8 @@ class StepHooks:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Notify watches. Then raise `UsageError` if `optimizer`, not wrapped, cannot step its sharded parameters: they are
-        parked or offloaded, it is an Adafactor or LBFGS, or it has loaded another rank's states. Registers a hook that checks
-        later loads."""
+        parked, or offloaded so that they are stepped chunk by chunk; it is an Adafactor or LBFGS; or it has loaded another rank's
+        states. The first call for `optimizer` registers a hook that checks later loads."""
         self._notify("steps", optimizer)
         params = (p for group in optimizer.param_groups for p in group["params"])
         if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
@@ -177,8 +177,8 @@ class StepHooks:
                 callback(optimizer)
 
     def add(self, watch: Any) -> None:
-        """Call `watch.steps(optimizer)` before and `watch.stepped(optimizer)` after each step of any optimizer, if it has these
-        methods, without keeping `watch` alive."""
+        """Register `watch`, without keeping it alive: from now on `watch.steps(optimizer)` is called before, and
+        `watch.stepped(optimizer)` after, each step of any optimizer, if `watch` has these methods."""
         # A new list, because a step on another thread may be iterating over the old one.
         self._watches = [*(each for each in self._watches if each() is not None), weakref.ref(watch)]
 
@@ -238,8 +238,8 @@ def _refuse_lbfgs(optimizer: Optimizer) -> None:
 
 
 def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
-    """Set the `.grad` of each local tensor in `pairs` (parameter, local tensor). Return the entries of `state` of these
-    parameters, with local tensors as keys and in the states."""
+    """Set the `.grad` of each local tensor in `pairs` (parameter, local tensor) to the parameter's local gradient. Return local
+    tensor -> state of its parameter, in which local tensors take the place of DTensors."""
     local_states: defaultdict[Any, Any] = defaultdict(dict)
     for p, local in pairs:
         if local is not p:
@@ -274,12 +274,12 @@ def _refuse_stored_step(optimizer: Optimizer) -> None:
 def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices: bool = False) -> Opt:
     """Make `optimizer` step on the local tensors of sharded parameters; return the same object, now of a subclass of its class.
 
-    Its interface stays, and `param_groups` and `state` keep their DTensors. Without this an optimizer steps correctly, but more
-    slowly. `state_dict` returns the rows of this rank; `load_state_dict` is collective, and raises `UsageError` on all ranks if
-    one gets other rows. The result can be copied, not pickled. In `torch.compile` the step runs uncompiled. If `optimizer`
-    wraps another one (accelerate's), the inner one is changed. Low-bit optimizers of torchao and bitsandbytes need whole blocks
-    on each rank: `shard(state_block=256)`. A step of torch.optim.Muon is collective: one rank orthogonalises each matrix, and
-    its rows travel there and back.
+    Its interface stays, and `param_groups` and `state` keep their DTensors. Elementwise optimizers of torch.optim step correctly
+    without this too, but more slowly; parameters that an `Offload` steps chunk by chunk need it. `state_dict` returns the rows of
+    this rank; `load_state_dict` is collective, and raises `UsageError` on all ranks if one gets other rows. The result can be
+    copied, not pickled. In `torch.compile` the step runs uncompiled. If `optimizer` wraps another one (accelerate's), the inner
+    one is changed. Low-bit optimizers of torchao and bitsandbytes need whole blocks on each rank: `shard(state_block=256)`. A
+    step of torch.optim.Muon is collective: one rank orthogonalises each matrix, and its rows travel there and back.
 
     Args:
         elementwise: for an optimizer that torch.optim lacks, promise that the update of an element depends on it alone.
@@ -287,8 +287,8 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices:
             each parameter whole and keeps its states; steps and `state_dict` are collective.
 
     Raises:
-        UsageError: for an optimizer that torch.optim lacks, without a promise, and for LBFGS and Adafactor; if it has no sharded
-            parameter or was made before `shard`; or if Muon or `whole_matrices` meets offloaded parameters.
+        UsageError: for an optimizer that torch.optim lacks, without a promise, and for LBFGS, SparseAdam and Adafactor; if it has
+            no sharded parameter or was made before `shard`; or if Muon or `whole_matrices` meets offloaded parameters.
     """
     target: object = optimizer
     if not isinstance(target, Optimizer):
@@ -389,9 +389,10 @@ def clip_norm_of(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip the norm of the gradients of `parameters`, of several models, as `clip_grad_norm_` does for one; return the norm.
+    """Scale the gradients of `parameters`, of the models of `engines`, so that their common norm is at most `max_norm`. Return
+    the norm before, 0-d float32. Collective; waits for optimizer steps in progress.
 
-    Collective. All ranks must pass the same parameters. Raises `NonFiniteError` for NaN or inf with `error_if_nonfinite`.
+    All ranks must pass the same parameters. With `error_if_nonfinite`, raises `NonFiniteError` if the norm is NaN or inf.
     """
     wanted = {id(param): param for param in parameters}
     for engine in engines:
@@ -414,15 +415,16 @@ def clip_norm_of(
 
 
 def owned_by_id(engines: Iterable[Engine]) -> dict[int, tuple[Engine, Param]]:
-    """Return the id of each sharded parameter -> its engine and its `Param`."""
+    """Return id of the sharded parameter -> (engine, `Param`), for each parameter of `engines`."""
     return {id(param.sharded): (engine, param) for engine in engines for param in engine.params}
 
 
 def norm_parts(
     params: Iterable[Tensor], owned: Mapping[int, tuple[Engine, Param]], value_of: Callable[[Tensor], Tensor | None]
 ) -> list[NormPart]:
-    """Return the parts over which the norm of the values of `params`, the same on all ranks, is computed. A value is what
-    `value_of` returns for a parameter, such as its gradient; None is left out. `owned`: result of `owned_by_id`."""
+    """Return this rank's values of `params` as input of `norms`: one part for each set of ranks over which values are sharded. A
+    value is what `value_of` returns for a parameter, such as its gradient; None is left out. All ranks must pass the same
+    `params`. `owned`: result of `owned_by_id`."""
     parts: dict[tuple[int, ...], NormPart] = {}
     for p in params:
         communicators, counts = _norm_over(*owned[id(p)]) if id(p) in owned else ([], True)

@@ -1,4 +1,4 @@
-"""Activation checkpointing of units: recompute all, or all except attention and every other matrix product."""
+"""Activation checkpointing of units: recompute all activations, or all except attention and every second matrix product."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ NO_CACHES: dict[str, Any] = {"past_key_values": None, "past_key_value": None, "l
 
 
 class _Choice:
-    """Callback for each operator of a forward: return True if its result is kept, and not computed again in the backward. True
-    for every second matrix product, and for attention without dropout."""
+    """Callback for the operators of a forward, in their order: returns True if the operator's result is kept, and not computed
+    again in the backward. That is so for the first, third, ... matrix product, and for attention without dropout."""
 
     def __init__(self) -> None:
         self._num_products = 0
@@ -50,11 +50,13 @@ class _Choice:
 
 
 Results = list[_torch.DispatchMode | None]
-"""One entry per product or attention: torch's mode that returns its result, or None to compute it again."""
+"""One entry for each matrix product and attention of a forward: torch's mode that returns the kept result, or None to compute the
+result again."""
 
 
 class _Mode(_torch.DispatchMode):
-    """A dispatch mode around a recomputed region; the modes of its forward and of its recomputation share `results`."""
+    """Base of the dispatch modes of a recomputed region: `_Keep` in its forward and `_Give` in its recomputation, which share
+    `results`."""
 
     def __init__(self, results: Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,7 +100,7 @@ class _Keep(_Mode):
 
 
 class _Give(_Mode):
-    """The mode of a region's recomputation: returns each kept result once, in place of running the operator. In a second
+    """Dispatch mode of a region's recomputation: returns each kept result once, in place of running the operator. In a second
     backward (retain_graph) all operators run."""
 
     def __enter__(self) -> Any:
@@ -138,11 +140,12 @@ OffloadInput = Callable[[Tensor], OffloadedInput]
 
 
 def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload: OffloadInput | None = None) -> None:
-    """Wrap the forward of `module` in place, so that the backward recomputes it; without gradients the forward runs as before.
+    """Replace the forward of `module` by one that the backward recomputes. With gradients disabled it runs as before. With them
+    enabled, transformers' caches of keys and values are not passed on, and the keyword argument `use_cache` becomes False.
 
     `how`: recompute all, or keep some products. `offload`: stores the first input that has a `grad_fn`, which is usually the
-    previous unit's output, until the recomputation. The unit's hooks stay outside of the wrapper, so that the backward gathers
-    the unit once.
+    previous unit's output, until the recomputation; not used in compiled code. The unit's hooks stay outside of the wrapper, so
+    that the backward gathers the unit once.
     """
     instance_forward = module.__dict__.get("forward")  # assigned to the instance
     reference = weakref.ref(module)
@@ -166,8 +169,8 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload:
 
 
 def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
-    """Call torch's `checkpoint` for `function`. If a keyword argument is on a device, pass an empty tensor there first, because
-    `checkpoint` saves the random states of devices of positional tensors only."""
+    """Call torch's `checkpoint` for `function` and return its result. If a keyword argument is on a device, pass an empty tensor
+    there first, because `checkpoint` saves the random states of devices of positional tensors only."""
     example = next((v for v in kwargs.values() if isinstance(v, Tensor) and v.device.type != "cpu"), None)
     if example is None:
         return checkpoint(function, *args, **options, **kwargs)

@@ -58,7 +58,7 @@ def shard(
     Args:
         model: with real parameters, equal on all ranks (checksums are compared, also of buffers in the state dict), or on the
             meta device; then its shards are zeros until they are loaded.
-        mesh: 1-D, or 2-D ("replicate", "shard") for a hybrid strategy; by default all ranks.
+        mesh: 1-D, by default of all ranks; a hybrid strategy needs a 2-D one, ("replicate", "shard").
         sharding: how to shard. Or pass its `fields` instead: `shard(model, strategy="shard_optim", precision="bf16")`.
         sync: take the first rank's values on all ranks; models of the other ranks may be on the meta device.
         debug: any of "streams", "order" and "finite". "streams" fills freed memory with NaN and delays collectives until they
@@ -68,8 +68,8 @@ def shard(
             Without them, only the first step of each unit is checked.
         fields: the fields of `Sharding`.
 
-    Raises `UsageError` for arguments that cannot be combined, and `DivergenceError` on every rank if arguments or models
-    differ between ranks, naming both.
+    Raises `UsageError` for arguments that cannot be combined and for a model that cannot be sharded. Raises `DivergenceError`,
+    which names the difference, on every rank if arguments or models differ between ranks.
     """
     if sharding is None:
         sharding = Sharding.from_config(fields)
@@ -91,7 +91,8 @@ def shard_over(
     debug: str | Iterable[str] = (),
     make_arena: ArenaMaker = Arena,
 ) -> nn.Module:
-    """Shard as `shard` does, with communicators from `make` and host memory from `make_arena`, which the planner replaces."""
+    """Shard `model` in place and return it, as `shard` does. `make` returns the communicator of a process group, and `make_arena`
+    allocates host memory for offloaded state; the planner passes simulated ones."""
     modes = debug_modes(debug)
     check_choice(sharding.meshes, sharding.strategy, sync=sync)
     _check_model(model)
@@ -112,8 +113,8 @@ def shard_over(
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise `UsageError` if `model` cannot be sharded with any settings: a model without parameters, already sharded, with sparse
-    or renormalized embeddings, or with parameters that are not floating and require gradients."""
+    """Raise `UsageError` if no settings can shard `model`: it has no parameters, or a part of it is sharded already; an embedding
+    is sparse or renormalized; or a parameter requires gradients and is not floating-point."""
     if engine_of(model) is not None:
         raise UsageError("this model, or a part of it, is sharded already; call shard() once, on the whole model.")
     if next(model.parameters(), None) is None:
@@ -221,9 +222,9 @@ def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Mo
 
 
 def entry_point(module: nn.Module, name: str) -> None:
-    """Replace the method `name` of `module`, such as `generate` or `encode`, by one that uses full parameters as `forward` does.
-    `module`: the sharded model, or a module that is a unit; any other raises `UsageError`. Full parameters are freed when the
-    method returns, so it must not be a generator or coroutine."""
+    """Replace the method `name` of `module`, such as `generate` or `encode`, by one that gathers full parameters as `forward`
+    does. They are freed when the method returns, so it must not be a generator or coroutine. `module`: the sharded model, or a
+    module that is a unit; any other raises `UsageError`."""
     hooks = attached_to(module)
     if hooks is None:
         raise UsageError(

@@ -127,7 +127,7 @@ def with_tiers(
     `offloads` says; `context` itself if nothing is offloaded. Allocates host memory.
 
     `planned`: the groups of each unit. `policy`: the model's, whose budgets hold for units without an override. Raises
-    `UsageError` on every rank if one lacks memory, or for an offloaded parameter with another `grad_dtype`.
+    `UsageError` on every rank if one lacks memory, or for an offloaded parameter whose `grad_dtype` is not its dtype.
     """
     if not any(each.asks for each in offloads):
         return context
@@ -157,9 +157,9 @@ def plan_groups(
     precision: Precision,
     context_of: Callable[[Owned], ShardingContext | None] = lambda o: None,
 ) -> list[GroupPlan]:
-    """Return the groups of a unit's parameters: one for each pair of ranks and dtype in which parameters are gathered.
-    `params_of_unit`: pairs of parameter and cut. `context_of`: returns the ranks over which a parameter is sharded; None for
-    those of the model."""
+    """Return the groups of a unit's parameters. Parameters of one group are sharded over the same ranks and gathered in one
+    dtype. `params_of_unit`: pairs of parameter and cut. `context_of`: returns the context of the ranks over which a parameter is
+    sharded; None for the model's ranks."""
     groups: dict[tuple[ShardingContext | None, torch.dtype], list[Param]] = {}
     for o, c in params_of_unit:
         dtype, trained = o.original.dtype, o.original.requires_grad
@@ -176,8 +176,8 @@ def with_secondary(
     sharding: Sharding,
     make: CommunicatorMaker = communicator_over,
 ) -> list[GroupPlan]:
-    """Return `groups` with a communicator of `sharding.secondary` neighboring ranks, which keep slices of full parameters from a
-    forward to its backward. Returns `groups` as they are if that is None. A collective."""
+    """Return `groups`, each with a communicator of `sharding.secondary` neighboring ranks, which keep slices of full parameters
+    from a forward to its backward. A collective. If `sharding.secondary` is None, return `groups` unchanged."""
     num = sharding.secondary
     if num is None:
         return list(groups)

@@ -20,8 +20,9 @@ from accordion.shard.topology import device_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Mesh and placements of a sharded parameter, the cut of its local tensor, and the view that modules see. `over`: the
-    data-parallel axes, one or two. `rank`: of this process among the ranks with different rows."""
+    """Mesh and placements of a sharded parameter, and the cut of its local tensor. `over`: the data-parallel axes of `mesh`, one
+    or two. `rank`: of this process among the ranks with different rows. `around`: makes the DTensor that modules see, if the
+    parameter was one before `shard`; otherwise None."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -36,12 +37,13 @@ class Layout:
 
 
 def local_part(param: nn.Parameter) -> Tensor:
-    """Return the tensor that data parallelism shards, detached: `param`, or the local tensor of a DTensor."""
+    """Return the tensor that data parallelism shards, detached: `param`, or its local tensor if it is a DTensor."""
     return _torch.local_of(param).detach() if isinstance(param, DTensor) else param.detach()
 
 
 def layout_of(param: Any, c: Cut, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """Return the layout of `param`, cut by `c`, over `mesh` with `placements`; if it is a DTensor, its own axes are appended."""
+    """Return the layout of `param`, cut by `c`, over `mesh` with `placements`. If `param` is a DTensor, the axes of its mesh and
+    its placements are appended."""
     rank = mesh.get_local_rank(mesh.ndim - 1)
     if not isinstance(param, DTensor):
         return Layout(mesh, tuple(placements), c, rank, mesh)

@@ -53,8 +53,8 @@ def replace_by_subclass(
 
 
 class Moved(nn.Parameter):
-    """Class of parameters that `shard` has replaced. Reading `.grad` raises `UsageError`, so that an optimizer that still has
-    one fails at its first step or zero_grad."""
+    """Class of parameters that `shard` has replaced. Reading `.grad` raises `UsageError`, so that an optimizer that still holds
+    such a parameter fails at its first step or zero_grad. `moved_to`: the sharded parameter."""
 
     moved_to: nn.Parameter
 
@@ -67,7 +67,8 @@ class Moved(nn.Parameter):
 
 
 def follow_moved(optimizer: torch.optim.Optimizer) -> None:
-    """In an optimizer made before `shard`, replace parameters that are sharded now by shards, and their states by rows."""
+    """In all attributes of an optimizer made before `shard`, replace the old parameters by the sharded ones, in place, and their
+    states by this rank's rows. Tied parameters become one."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     moved = {id(p): vars(p)["moved_to"] for p in params if "moved_to" in vars(p)}
     states = {p: state for p, state in optimizer.state.items() if id(p) in moved}

@@ -77,8 +77,8 @@ def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool
 
 
 def extended_rows(tensor: Tensor, c: Cut, rank: int, device: torch.device) -> Tensor:
-    """Return the rows of `rank` of a tensor subclass, on `device`. Uses only operators that torch's FSDP2 also requires of it:
-    chunk, new_zeros, narrow, copy_."""
+    """Return a copy of the rows of `rank` of `tensor`, a tensor subclass, on `device`; if `c` shards no dim, the whole `tensor`.
+    Uses only operators that torch's FSDP2 also requires of a subclass: chunk, new_zeros, narrow, copy_."""
     tensor = tensor.to(device)
     if c.dim is None:
         return tensor
@@ -105,9 +105,10 @@ def extended_groups(
     mesh: DeviceMesh,
     policy: Any,
 ) -> list[Group]:
-    """Return the groups, one per dtype, of a unit's parameters that are tensor subclasses and already sharded over `mesh`.
+    """Return the groups, one per compute dtype, of a unit's parameters that are tensor subclasses, already sharded over `mesh`.
 
-    `place`: index and name of the unit. `policy`: passed to FSDP2's hooks; None to make one from `precision`.
+    `place`: index and name of the unit. `policy`: passed to the subclasses' all-gather methods as `mp_policy`; None to make one
+    from `precision`.
     """
     if policy is None and params_of_unit:
         policy = MixedPrecisionPolicy(precision.params, precision.reduce, precision.output, precision.cast_inputs)
@@ -212,7 +213,7 @@ class _SubclassGather(Transfer):
 
 
 class _SubclassBuffers:
-    """The `FullMemory` of subclass parameters: the tensors that were gathered, and the inner tensors made of them."""
+    """The memory of a group's full subclass parameters: the tensors that were gathered, and the inner tensors made of them."""
 
     def __init__(self, extended: list[Extended]) -> None:
         self._extended, self.views = extended, [e.view for e in extended]

@@ -33,8 +33,8 @@ from accordion.shard.same_mesh import same_mesh
 
 
 def mesh_for(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
-    """Return `mesh`; for None, a mesh of all ranks. Raises `UsageError` if the strategy needs other axes, as a hybrid strategy
-    does for None, and without a process group."""
+    """Return `mesh`; for None, a 1-D mesh of all ranks. Raises `UsageError` if the axes of `mesh` are not those that the strategy
+    needs. For None, raises it if the strategy is hybrid, or if torch.distributed is not initialised."""
     if mesh is None and not strategy.hybrid:
         return default_mesh()
     wanted = ("replicate", "shard") if strategy.hybrid else ("shard",)
@@ -74,14 +74,14 @@ CommunicatorMaker = Callable[[Any, torch.device], Communicator]
 
 
 def communicator_over(group: Any, device: torch.device) -> Communicator:
-    """Return the communicator for the backend of a process group."""
+    """Return a new communicator of a process group: a `GlooCommunicator` for gloo, a `Communicator` for any other backend."""
     return (GlooCommunicator if _torch.backend_of(group, device) == "gloo" else Communicator)(group, device)
 
 
 def wire(
     mesh: DeviceMesh, strategy: Strategy, scale: float, late: bool, make: CommunicatorMaker = communicator_over
 ) -> ShardingContext:
-    """Return the context of a model on `mesh`, with new communicators and side streams. A collective.
+    """Return the sharding context of a model on `mesh`, with new communicators and side streams. A collective.
 
     `scale`: factor of summed gradients. `late`: True for debug="streams", which delays transfers. Raises `UsageError` if the
     machine lacks the mesh's devices, and `DivergenceError` if ranks passed different meshes, or another rank is gone.
@@ -120,9 +120,9 @@ def beside(
     strategy: Strategy = FULL_SHARD,
     make: CommunicatorMaker = communicator_over,
 ) -> ShardingContext:
-    """Return the context of parameters with a mesh of their own, made of the model's ranks. A collective. Streams, scale and
-    monitor are those of `context`, the model's. On a mesh of two axes the first one replicates and the second shards. A single
-    axis shards, unless the model's `strategy` shards nothing; then the axis replicates."""
+    """Return the sharding context of parameters that have a `mesh` of their own, of some of the model's ranks. A collective.
+    Streams, scale and divergence monitor are those of `context`, the model's. On a mesh of two axes the first one replicates and
+    the second shards. A single axis shards, unless the model's `strategy` shards nothing; then the axis replicates."""
     if mesh.ndim == 2:
         strategy = replace(HYBRID_SHARD, reduce=strategy.reduce)
     elif strategy.hybrid:
@@ -155,10 +155,10 @@ def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: Comm
 
 
 def secondary_communicator(context: ShardingContext, num_ranks: int, make: CommunicatorMaker) -> Communicator | None:
-    """Return a communicator of `num_ranks` neighboring ranks, this one included, out of the ranks that shard. A collective.
+    """Return a communicator of `num_ranks` neighboring ranks of the shard axis, of which this rank is one. A collective.
 
-    Returns None if `num_ranks` is not less than the number of ranks that shard, or does not divide it. Models over the same
-    group share the process group.
+    Returns None if `num_ranks` is not less than the size of the shard axis, or does not divide it. Models over the same ranks
+    share the process group.
     """
     whole = context.shard.gather
     if num_ranks >= whole.num_ranks or whole.num_ranks % num_ranks:
@@ -168,7 +168,7 @@ def secondary_communicator(context: ShardingContext, num_ranks: int, make: Commu
 
 
 def _one_node(communicator: Communicator, device: torch.device) -> bool:
-    """Return True if all ranks of a communicator run on one host, compared by host name. A collective."""
+    """Return True if all ranks of a communicator have the same host name, or are simulated. A collective."""
     if communicator.num_ranks == 1 or communicator.is_fake:
         return True
     digest = int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7], "big")

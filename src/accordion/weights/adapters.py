@@ -38,7 +38,8 @@ def added_by_adapters(model: nn.Module) -> set[int]:
 
 
 def copied_inside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (adapter name, copy) for each copy of the layer in `module` that PEFT trains in its place (`modules_to_save`)."""
+    """Yield (adapter name, copy) for each copy of a layer that PEFT trains in the layer's place. `module`: PEFT's wrapper of the
+    layer and its copies (`modules_to_save`); any other module yields nothing."""
     copies: Any = module._modules.get("modules_to_save")
     if "original_module" in module._modules and copies is not None:
         yield from copies.items()
@@ -46,7 +47,8 @@ def copied_inside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass(frozen=True, slots=True)
 class Resets:
-    """Resets the adapters of one model to their initial values. For an adapter without a config LoRA's defaults apply."""
+    """Resets the adapters of one model to their initial values. An adapter without a config is reset with the defaults of its
+    layer's reset method, and LoRA's `init_lora_weights=True`."""
 
     configs: Mapping[str, Any]  # by adapter name
 
@@ -94,7 +96,8 @@ class Resets:
     def _arguments(
         self, module: nn.Module, method: Callable[..., Any], adapter: str
     ) -> tuple[list[str], dict[str, Any]]:
-        """Return (arguments of the reset `method` without a value, name -> value of all others, from the config or the layer)."""
+        """Return (names of required arguments of the reset `method` for which no value was found, name -> value of the arguments
+        that the config or the layer has). Arguments with a default may be in neither."""
         missing, arguments = [], {}
         config = self.configs.get(adapter)
         for name, parameter in list(inspect.signature(method).parameters.items())[1:]:

@@ -25,13 +25,13 @@ from accordion.weights.pretrained import load_pretrained
 
 
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: Any) -> None:
-    """Call `model.save_pretrained(folder, **kwargs)` of a sharded model of transformers, PEFT or diffusers, on all ranks.
+    """Save a sharded model of transformers, PEFT or diffusers with its own `save_pretrained(folder, **kwargs)`. Collective.
 
-    The first rank writes the same files as for an unsharded model. Full tensors are gathered one at a time into temporary files
-    next to `folder`, so host memory is needed for one full tensor and for `model.save_pretrained`. Of a PEFT model only the
-    adapters and other trained parameters are gathered. Layers that `quantize` made are written in the format of bitsandbytes, and
-    config.json says so, so that `from_pretrained` loads them as its own. Raises `UsageError` for a model without
-    `save_pretrained`, and `CheckpointError` on every rank if the first one failed.
+    The first rank calls that method, and writes the same files as for an unsharded model. Full tensors are gathered one at a
+    time into temporary files next to `folder`, so host memory is needed for one full tensor and for the method. Of a PEFT model
+    only the adapters and other trained parameters are gathered. Layers that `quantize` made are written in the format of
+    bitsandbytes, and config.json says so, so that `from_pretrained` loads them as its own. Raises `UsageError` for a model
+    without `save_pretrained`, and `CheckpointError` on every rank if the first one failed.
     """
     method = getattr(type(model), "save_pretrained", None)
     if method is None:

@@ -112,7 +112,8 @@ class FourBitLinear(nn.Linear):
 
 @cache
 def code_of(kind: str, device: torch.device) -> Tensor:
-    """Return the float values of the codes of the data type `kind`: (16,) of four bits, or (256,) of the scales' 8 bits."""
+    """Return the float values of the codes of data type `kind`: (16,) for "nf4" and "fp4", (256,) for "dynamic", the 8 bits of
+    scales. Callers share the tensor."""
     from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
     with torch.inference_mode(False):
@@ -121,18 +122,19 @@ def code_of(kind: str, device: torch.device) -> Tensor:
 
 
 def quantize(model: nn.Module, kind: FourBits = "nf4", *, skip: Iterable[str] = ()) -> nn.Module:
-    """Replace the linear layers of `model`, except its head, by frozen ones of four bits, in place, and return `model`.
+    """Replace the `nn.Linear` layers of `model`, except the head of a model of transformers, by frozen ones of four bits, in
+    place, and return `model`.
 
     Call it before adapters are added and before `shard`. A model on the meta device gets its values from `load_pretrained`,
-    which quantises each rank's rows while it reads them; a model with values is quantised at once. Takes bitsandbytes.
+    which quantises each rank's rows while it reads them; a model with values is quantised at once. Needs bitsandbytes.
 
     Args:
         kind: "nf4" or "fp4", as in bitsandbytes; "nf4-double" or "fp4-double" quantise the scales of blocks too.
         skip: shell patterns of the names of layers that keep their weights.
 
     Raises:
-        UsageError: before anything is changed, if bitsandbytes is not installed, `model` is sharded or has adapters, no layer is
-            left, or the weight of a layer is tied or has a number of elements that is no multiple of 64.
+        UsageError: before anything is changed, if `kind` is unknown, bitsandbytes is not installed, `model` is sharded or has
+            adapters, no layer is left, or the weight of a layer is tied or its number of elements is no multiple of 64.
     """
     if kind not in get_args(FourBits):
         raise UsageError(f"quantize(kind={kind!r}) is unknown; {nearest(str(kind), list(get_args(FourBits)))}")
@@ -151,7 +153,7 @@ def quantize(model: nn.Module, kind: FourBits = "nf4", *, skip: Iterable[str] = 
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return name -> layer of the linear layers inside `model`, except the head of a model of transformers."""
+    """Return name -> layer of the `nn.Linear` layers inside `model`, without subclasses and the head of a transformers model."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return {name: m for name, m in model.named_modules() if name and type(m) is nn.Linear and m is not head}
 
@@ -164,8 +166,8 @@ def num_weights(model: nn.Module) -> int:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
-    """Raise `UsageError` if a weight of `layers` (name in `model` -> layer) is sharded, tied, or has no multiple of 64
-    elements."""
+    """Raise `UsageError` if a weight of `layers` (name in `model` -> layer) is sharded or tied, or if its number of elements is
+    no multiple of 64."""
     if any(isinstance(m.weight, DTensor) for m in layers.values()):
         raise UsageError("quantize() was given a sharded model; quantize it before shard().")
     uneven = [f"{n} {tuple(m.weight.shape)}" for n, m in layers.items() if m.weight.numel() % BLOCK]
@@ -186,7 +188,7 @@ def as_bitsandbytes(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Ten
     """Return a copy of the full state dict `state` of `model`, with its four-bit layers in the format of bitsandbytes.
 
     These are the names and layouts that transformers saves: `weight`, (bytes, 1), `weight.absmax`, `weight.quant_map`,
-    `weight.quant_state.bitsandbytes__nf4`, and those of nested scales.
+    `weight.quant_state.bitsandbytes__nf4` (or `fp4`), and with double quantisation those of the scales' scales.
     """
     state = dict(state)
     for name, layer in model.named_modules():
@@ -201,8 +203,8 @@ def as_bitsandbytes(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Ten
 
 @contextmanager
 def quantisation_in_config(model: Any) -> Iterator[None]:
-    """Context manager in which `model.config` tells transformers how four-bit layers are quantised. Does nothing for a model
-    without such layers or with adapters."""
+    """Context manager in which `model.config.quantization_config` tells transformers how four-bit layers are quantised; removed
+    at the end. Does nothing for a model without such layers or with adapters."""
     layer = next((m for m in model.modules() if isinstance(m, FourBitLinear)), None)
     if layer is None or added_by_adapters(model):
         yield

@@ -32,13 +32,13 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
     `init` is called with every module. If it is None, models of transformers are initialised by their `init_weights` and every
     other module by `reset_parameters`; modules of other packages inside a model of transformers are reset after it. Adapters of
     PEFT are reset by their own methods, such as `reset_lora_parameters`, and DoRA's magnitudes are then computed. A tied
-    parameter is drawn once for each of its names and keeps the last draw. Models of transformers are tied after their
-    initialisation, so there it keeps the draw of its source. Parameters are drawn contiguous, in the dtype of their shards.
+    parameter is drawn once for each of its names and keeps the last draw; in models of transformers, which tie after their
+    initialisation, it keeps the draw of its source. Parameters are drawn contiguous, in the dtype of their shards.
     Memory beyond the shards is one full parameter and what `init` needs. Buffers on the meta device are computed by `init` or by
     their modules. Collective.
 
-    Raises `UsageError`, which names the buffers and, without `init`, the parameters that nothing initialises. Raises
-    `DivergenceError` on every rank if the ranks' random generators differ, before or after.
+    Raises `UsageError` if, at the end, a buffer or, without `init`, a parameter has no value; the error names them. Raises
+    `DivergenceError` on every rank if the ranks' random generators differ before or after the initialisation.
     """
     engine = sharded_engine(model, "initialise")
     if init is None:
@@ -256,7 +256,8 @@ def _holders(model: nn.Module, params: Collection[int]) -> set[nn.Module]:
 
 
 def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> None:
-    """Raise `UsageError` if an adapter cannot be reset by its own method. `params`: ids; check only adapters that have some."""
+    """Raise `UsageError` if an adapter in `model` cannot be reset by its own method. `params`: ids of parameters; only adapters
+    with one of them are checked, all for None."""
     adapters, holders = Resets.of(model), None if params is None else _holders(model, params)
     refused = [
         f"{name or '(root)'}: {why}"

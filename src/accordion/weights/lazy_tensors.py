@@ -107,7 +107,8 @@ class Rows:
 
 
 def rows_of_folder(folder: Path) -> dict[str, Rows]:
-    """Return name -> lazy tensor of a folder of safetensors; reads only headers. Raises `CheckpointError` if they are wrong."""
+    """Return name -> lazy tensor of a folder of safetensors. Reads only headers and the index. Raises `CheckpointError` if they
+    are missing or damaged."""
     tensors = read_folder(folder)
     return {
         key: Rows(torch.Size(stored.shape), DTYPES[stored.dtype], partial(_read, path, stored))

@@ -42,21 +42,22 @@ COMPARE_BYTES = 16 * 2**20  # largest part of a tensor that is read at a time to
 def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore: Iterable[str] = ()) -> None:
     """Fill a model that `shard` returned from a folder of safetensors; called by all ranks together.
 
-    Each rank reads its own rows of each tensor into its shard, cast to the shard's dtype, and needs at most 16 MiB more. Names
-    may differ by the usual prefixes. For models of transformers, names and layouts of other versions are converted as
-    transformers does. Tied tensors need to be stored only once. Buffers on the meta device that no file contains, and the few
-    parameters that transformers never saves, are computed by the modules' own code. In PEFT models, layers with adapters have
-    the names that they have without; parameters that adapters add may be missing, as if they were in `ignore`; and copies of
-    layers that PEFT trains (`modules_to_save`) begin with the weights of these layers. Weights of layers that `quantize` made are
-    quantised in the dtype of the file, one layer at a time: each rank reads and quantises the blocks of its own rows.
+    Each rank reads its own rows of each tensor into its shard, cast to the shard's dtype, and needs about 16 MiB more memory, or
+    one whole tensor if a conversion computes it. Names may differ by the usual prefixes. For models of transformers, names and
+    layouts of other versions are converted as transformers does. Tied tensors need to be stored only once. Buffers on the meta
+    device that no file contains, and the few parameters that transformers never saves, are computed by the modules' own code. In
+    PEFT models, files name a layer with adapters as they would without adapters; parameters that adapters add may be missing, as
+    if they were in `ignore`; and copies of layers that PEFT trains (`modules_to_save`) begin with the weights of these layers.
+    Weights of layers that `quantize` made are quantised in the dtype of the file, one layer at a time: each rank reads and
+    quantises the blocks of its own rows.
 
     Args:
         folder: has `model.safetensors`, or `model.safetensors.index.json` and its files; or "owner/name", a model on the hub
         ignore: shell patterns of names that may be missing in the folder or in the model. Such parameters keep their values;
             those from the meta device without a value are initialised as by `initialise`, with the first rank's seed.
 
-    Raises `CheckpointError` on every rank, before any weight changes, that names all missing, extra and misshapen tensors. Raises
-    `UsageError` inside `full_params`, and if a tensor on the meta device is in no file and no module computes it.
+    Raises `CheckpointError` on every rank, before any weight changes, if tensors are missing, extra or misshapen; it names all of
+    them. Raises `UsageError` inside `full_params`, and if a tensor on the meta device is in no file and no module computes it.
     """
     engine = sharded_engine(model, "load_pretrained")
     if engine.suspended:
@@ -110,7 +111,8 @@ def load_saved(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _refuse_left(left: list[str], kinds: str, source: str) -> None:
-    """Raise `UsageError` if `left` has names: of tensors that neither `source` nor the code of a module gives a value."""
+    """Raise `UsageError` unless `left` is empty. `left`: names of tensors that neither `source` nor a module's code gives a
+    value; `kinds`: what they are, in plural."""
     if left:
         raise UsageError(
             f"{len(left)} {kinds} of the meta device are not in {source}, and no module computes them: {', '.join(left)}; "
@@ -148,8 +150,8 @@ def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return `folder` if it exists. Otherwise download the model of that name, "owner/name", from the hub, and return its folder.
-    Raises `CheckpointError` if there is neither."""
+    """Return `folder` if there is such a folder. Otherwise download the model of that name, "owner/name", from the hub, and
+    return its folder. Raises `CheckpointError` if `folder` is no such name, or if the download fails."""
     path = Path(folder)
     if path.is_dir():
         return path
@@ -187,7 +189,7 @@ class Matched:
 
 
 def check_pretrained(model: nn.Module, folder: Path) -> None:
-    """Raise `CheckpointError` if names or shapes in `folder` do not fit an unsharded model, which may be on meta.
+    """Raise `CheckpointError` if names, shapes or dtypes in `folder` do not fit an unsharded model, which may be on meta.
 
     Raises `UsageError` if `folder` has a quantised model.
     """
@@ -199,7 +201,8 @@ def check_pretrained(model: nn.Module, folder: Path) -> None:
 def _fitting(
     model: nn.Module, engine: Engine, folder: Path, ignore: list[str]
 ) -> tuple[dict[str, StoredRows], set[int]]:
-    """Match `folder` with `model`, and compare tied tensors that it has twice. Raise `CheckpointError` if they do not fit.
+    """Match `folder` with `model`, and compare the values of tied tensors that `folder` has twice. Raises `CheckpointError` if
+    names, shapes or these values do not fit.
 
     Returns (name in `model` -> tensor to read, tied ones once; ids of the parameters that the model's own code computes).
     """
@@ -262,7 +265,8 @@ def _searched(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _class_patterns(model: nn.Module, kind: str) -> list[str]:
-    """Return the regular expressions of names that may be `kind`, "missing" or "unexpected", in files of transformers' models."""
+    """Return regular expressions, defined by transformers' models in `model`, for names that their files may lack (`kind`
+    "missing") or have in addition ("unexpected")."""
     attribute = f"_keys_to_ignore_on_load_{kind}"
     return [p for m in model.modules() if is_of_transformers(m) for p in getattr(m, attribute, None) or ()]
 
@@ -400,7 +404,7 @@ def _converted(
 
 
 def _rows_of_rank(rows: Rows, tensor: Tensor, engine: Engine) -> Rows:
-    """Return the part of `rows`, the values of the model's `tensor`, that this rank keeps."""
+    """Return the part of `rows`, the values of the model's `tensor`, that this rank keeps: all if `tensor` is not sharded."""
     param = _param_of(tensor, engine)
     return rows if param is None else own_part(rows, param)  # type: ignore[arg-type, return-value]
 

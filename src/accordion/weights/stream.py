@@ -27,12 +27,12 @@ BUCKET_BYTES = 256 * 2**20
 
 
 class WeightStream(Observer):
-    """An iterable of (name, full tensor) that `stream_weights` returns; it is iterated once.
+    """An iterable of (name, full tensor) that `stream_weights` returns; to iterate it a second time raises `UsageError`.
 
     The engine closes an open stream before this rank begins a forward, a backward or another collective. Closing takes part in
-    the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name -> digest, 0-d int64,
-    of what this rank has of the tensor, in the dtype that is sent; empty if none are kept. `missing`: names of the items whose
-    values the consumer on this rank has not got.
+    the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name of an item -> 0-d
+    int64 digest of this rank's values in the dtype that is sent; {} if the stream keeps none. `missing`: names of the items that
+    the consumer on this rank has not received.
     """
 
     # The end of the loop closes the stream: `break` and exceptions end the generator of `__iter__`, which runs its `finally`.
@@ -73,7 +73,7 @@ class WeightStream(Observer):
                 self.close()
 
     def close(self) -> None:
-        """Take part in the gathers that are left, without their results; return at once if the stream has ended."""
+        """Take part in the gathers that are left, and drop their results. Does nothing if the stream is closed."""
         if not self._is_open:
             return
         self._is_open = False
@@ -117,14 +117,13 @@ def stream_weights(
     changed_since: WeightStream | Literal["start"] | None = None,
     adapters: Adapters = "merged",
 ) -> WeightStream:
-    """Return an iterable of (name, full tensor) of a sharded model: its parameters and persistent buffers, tied ones once, under
-    the names of its state dict; of a model of transformers as `save_pretrained` writes them.
+    """Return an iterable of (name, full tensor) of a sharded model: its parameters and persistent buffers, tied ones once. Names
+    are those of the state dict; for a model of transformers, names and tensors are those that `save_pretrained` writes.
 
     Collective; all ranks iterate. They make the same gathers, also if a consumer breaks off or raises. The tensors are
     contiguous, on the device, and the consumer's own. The next bucket is gathered while the consumer has this one, so a rank
     needs at most two buckets of memory besides the shards. Raises `UsageError` inside `full_params`, and for arguments that do
-    not fit. The stream ends early, and its next tensor raises `UsageError`, if this rank uses the model or writes its weights
-    meanwhile.
+    not fit. If this rank uses the model or writes its weights during the iteration, the next tensor raises `UsageError`.
 
     Args:
         bucket_bytes: memory of one bucket, with all that its gather needs; a larger tensor is a bucket of its own.

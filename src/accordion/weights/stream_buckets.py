@@ -44,7 +44,8 @@ class RowGather:
             self._rows.append(local.new_empty(max(num_received, *following, 0), *part.cut.row_shape))
 
     def message(self, depth: int) -> tuple[Tensor, Tensor, list[int], list[int]]:
-        """Return (received, sent, output split sizes, input split sizes) at a level, 1-D; no sizes if all ranks receive."""
+        """Return (output, input, output split sizes, input split sizes) of the collective at level `depth`. Tensors are 1-D; the
+        sizes, in elements by rank, are [] if all ranks receive."""
         communicator, chunk = self.levels[depth]
         sent = carried(self._rows[depth][:chunk].view(-1))
         out = carried(self._rows[depth + 1][: chunk * communicator.num_ranks].view(-1))
@@ -109,8 +110,8 @@ class Bucket:
         return self._transfer
 
     def land(self) -> deque[tuple[str, deque[tuple[str, Tensor]]]]:
-        """Let the compute stream wait for the gather. Return (name of an item, its names and full tensors) for each item, none if
-        this rank only sends."""
+        """Let the compute stream wait for the gather. Return (name of the item, (name, full tensor) of each tensor of the item)
+        for each item; nothing if this rank only sends."""
         self.begin().land()
         result = deque[tuple[str, deque[tuple[str, Tensor]]]]()
         for item in self._items:

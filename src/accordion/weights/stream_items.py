@@ -96,7 +96,7 @@ def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapte
 
 def _as_saved(model: nn.Module, items: Sequence[Item]) -> list[Item]:
     """Return `items` under the names that transformers gives them in files. Those that transformers saves in several tensors,
-    such as fused experts, have a `split`. Raises `UsageError` for tensors that it saves together as one."""
+    such as fused experts, have a `split`. Raises `UsageError` for tensors that transformers joins to one in files."""
     from transformers.core_model_loading import revert_weight_conversion
 
     split = partial(revert_weight_conversion, model)

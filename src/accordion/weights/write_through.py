@@ -37,7 +37,7 @@ VIEWS = {aten.detach.default, aten.alias.default, aten.view.default, aten.t.defa
 
 class Full:
     """A full parameter, `tensor`, whose storage has memory only while an operator uses it. `writes_shard`: True if values that
-    are written into it go to the shard, False if they are dropped. `filled`: True if the memory has values."""
+    are written into `tensor` go to the shard, False if they are dropped. `filled`: True while the memory has values."""
 
     __slots__ = ("data", "filled", "num_bytes", "param", "storage", "tensor", "writes_shard")
 
@@ -110,7 +110,7 @@ class Fulls(_torch.DispatchMode):
 
     def settle(self, module: nn.Module) -> None:
         """Write values that an init assigned in `module` (`weight.data = ...`, `weight = Parameter(...)`) to the shards. Raise
-        `UsageError` if a parameter is gone or has another shape."""
+        `UsageError` if a parameter is gone, has another shape, or is tied and was replaced."""
         for _, attr, full in self._places.get(id(module), []):
             assigned = module._parameters.get(attr)
             storage = None if assigned is None else assigned.untyped_storage()
@@ -158,7 +158,7 @@ def init_mode(
     Every rank must write the same values. `only`: ids of the sharded parameters that are written; values for others are
     dropped. `drafts`: places (module, attribute) of tied parameters that get a separate full tensor, whose values are
     dropped, as on one device if parameters are tied after an init. Raises `UsageError` inside `full_params` or another
-    `init_mode`, and at the end if a parameter was removed or replaced by one of another shape.
+    `init_mode`, and at the end if a parameter was removed or replaced by one of another shape, or a tied one was replaced.
     """
     engine = sharded_engine(model, "init_mode")
     if engine.suspended:

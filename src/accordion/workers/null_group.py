@@ -1,4 +1,4 @@
-"""A process group in which only this rank exists; its collectives do nothing and return finished work, to measure host time.
+"""A process group of which only this rank exists, to measure host time: its collectives return finished work at once.
 
 torch's fake group copies each message into every chunk of its output, so host time measured with it grows with the number of
 ranks and bytes, and differs between collectives. With this group only the time of the host remains.
@@ -31,8 +31,9 @@ _Group: Any = dist.ProcessGroup  # its signatures differ between versions
 
 
 class StillGroup(_Group):  # type: ignore[misc]
-    """A group that reports `num_ranks` ranks, of which only this one exists; collectives return at once and do nothing. While
-    `moves` is True, all-gathers copy the shard into each chunk of the output, which model setup needs."""
+    """A process group that reports `num_ranks` ranks, of which only this one exists. Collectives return finished work and leave
+    outputs as they are. While `moves` is True, as at first, all-gathers copy the input into each chunk of the output, because
+    the setup of a model needs values."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)
@@ -87,7 +88,7 @@ class StillGroup(_Group):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Register the backend `NAME`, which makes a `StillGroup`, with torch in this process; may be called again."""
+    """Register the backend `NAME`, which makes a `StillGroup`, with torch in this process, unless it is registered."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             NAME, lambda store, rank, num_ranks, timeout: StillGroup(rank, num_ranks), devices=["cpu", "cuda"]

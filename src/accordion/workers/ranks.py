@@ -25,7 +25,7 @@ from accordion.workers import null_group
 
 
 class BenchError(AccordionError):
-    """A contender of a benchmark failed, or its losses differ from those of the others."""
+    """A contender, a program that a benchmark compares with others, failed or did not answer, or its losses differ too much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,11 @@ class World:
     """Settings of the ranks of a `WorkerTeam`.
 
     Args:
-        group: "real": `num_ranks` processes. Otherwise one process, rank 0 of `num_ranks`, in torch's group "fake", or in the
-            group "still" of `null_group`.
+        group: "real": `num_ranks` processes that communicate. Otherwise one process, rank 0 of `num_ranks`, which sends nothing:
+            "fake" is torch's fake process group, "still" is `null_group.StillGroup`.
         backend: torch.distributed's backend of a real group; "" is the default of the device type.
         threads: number of torch's threads in each process.
-        timeout_s: a team that does not answer within this time is killed; the default is the timeout of gloo.
+        timeout_s: if a rank does not answer a call within this time, all ranks are killed; the default is the timeout of gloo.
     """
 
     num_ranks: int
@@ -50,7 +50,7 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Rank, device and settings of one rank process. `port`: port on 127.0.0.1 of the store that the parent process serves."""
+    """Rank, device and settings of one rank process. `port`: port on 127.0.0.1 of the parent process's `TCPStore`."""
 
     rank: int
     device: torch.device
@@ -64,8 +64,8 @@ class Seat:
 
 class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
     """Context manager for the rank processes of one contender, a program to compare with others. The constructor starts the
-    processes, as `world` describes, and waits until each has called `make`; it raises `BenchError` if one fails. Leaving the
-    context, or `close`, kills the processes.
+    processes, as `world` describes, and waits until each has called `make`; it raises `BenchError` if one fails or takes longer
+    than `World.timeout_s`. Leaving the context, or `close`, kills the processes.
 
     `make(seat, *args)` returns the object whose methods `ask` calls, one object in each process. It must be a function of a
     module, since it is pickled by name. `environ`: environment variables of the processes, set before `make` is called.
@@ -103,8 +103,8 @@ class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
             raise
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call `method(*args)` on all ranks at once; return the results in rank order. If a rank fails or does not answer in
-        time, kill the team and raise `BenchError`."""
+        """Call `method(*args)` of each process's object at once; return the results in rank order. If a process fails or does not
+        answer within `World.timeout_s`, kill all processes and raise `BenchError`."""
         for end in self._ends:
             with contextlib.suppress(OSError):  # `_answers` reports a rank that has died
                 end.send((method, args))
@@ -148,7 +148,8 @@ class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
 
 
 def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: Any) -> dict[str, list[list[Any]]]:
-    """Call `method(*args)` on one team after the other, `rounds` times (A B C A B C). Return team -> result[round][rank]."""
+    """Call `ask(method, *args)` of one team after the other, `rounds` times (A B C A B C). Return name of the team ->
+    result[round][rank]."""
     answers: dict[str, list[list[Any]]] = {team.name: [] for team in teams}
     for _ in range(rounds):
         for team in teams:
@@ -159,8 +160,9 @@ def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: An
 def _serve(
     conn: Connection, seat: Seat, make: Callable[..., Any], args: Sequence[Any], environ: dict[str, str]
 ) -> None:
-    """Run a rank process: join the group, call `make`, then run the methods that the parent sends through `conn`, and send back
-    (True, result) or (False, error as text). Ends the process when the parent closes its end of `conn`."""
+    """Run a rank process: join the group, call `make`, then call the methods of its result that the parent sends through `conn`.
+    Send back (True, result) or (False, error as text) for each call. Never returns: ends the process when the parent closes its
+    end of `conn`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills the ranks
     as_torchrun = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.num_ranks}
     os.environ.update({key: str(value) for key, value in as_torchrun.items()} | environ)  # DeepSpeed needs them
@@ -191,7 +193,7 @@ def _serve(
 
 
 def join(seat: Seat) -> None:
-    """Set the device of this process, and initialize its process group as `seat.world` describes."""
+    """Set the device of this process, and initialize its default process group as `seat.world` describes."""
     if seat.device.type != "cpu":
         torch.accelerator.set_device_index(seat.device.index)
     store: Any

@@ -1,4 +1,4 @@
-"""The folder of a path or a URL. `Local` and `Remote` have the same methods, which `Local` describes."""
+"""The folder of a path or a URL. `Local` and `Remote` have the same methods, except `replaced`; `Local` describes them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Local:
         return sizes
 
     def folders(self) -> list[str]:
-        """Return the names of folders in this folder, without hidden ones, and of checkpoints that a save is replacing.
+        """Return the names of the folders in this folder, except hidden ones. A checkpoint that a save is replacing is included.
         Return [] if this folder is missing. Raises `NotADirectoryError` if it is a file."""
         names: dict[str, None] = {}
         with suppress(FileNotFoundError):
@@ -72,7 +72,8 @@ class Local:
         return stat.st_dev, stat.st_ino, stat.st_mtime_ns
 
     def replaced(self) -> Local | None:
-        """Return the hidden folder of the checkpoint that a save, maybe killed, replaces under this name; None without one."""
+        """Return the hidden folder with the older checkpoint of this name, which a save, running or killed, replaces; None if
+        there is no such checkpoint."""
         old = Local(claims.hidden(self.path, "old"))
         return old if old.mark() else None
 
@@ -80,7 +81,7 @@ class Local:
         """Lock this name, remove leftovers of killed saves, and return a new hidden folder, empty, for a checkpoint of this name.
 
         Missing parent folders are created. An older checkpoint that a killed save has renamed gets its name back. Raises
-        `CheckpointError` if something else has the name, or if another job is saving under the name.
+        `CheckpointError` if anything but a checkpoint or an empty folder has the name, or if another job is saving under it.
 
         Args:
             save: 8 hexadecimal digits, unique for each save, so that no two saves write into one folder.
