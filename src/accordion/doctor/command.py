@@ -53,7 +53,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
     If `environ` shows that torchrun or srun started this process, examines the ranks of that job. Then a rank that fails ends its
     process, rank 0 raises `SystemExit(1)` if a finding is a problem, and otherwise 0 is returned. Raises `UsageError` for wrong
-    arguments, or if this machine has fewer devices than ranks of that job.
+    arguments, or if this machine has fewer devices than it has ranks of that job.
     """
     options = flags.read(DoctorOptions, words, "accordion doctor", (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:

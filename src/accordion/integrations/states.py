@@ -116,8 +116,7 @@ def placed(value: dict[str, Any], models: Iterable[nn.Module]) -> dict[str, Any]
 
 
 class SavedFull:
-    """Wrapper of an object that a library saves: `state_dict` (a collective) returns full tensors, and `load_state_dict` shards
-    them.
+    """Wrapper of an object that a library saves: `state_dict` (a collective) returns full tensors; `load_state_dict` shards them.
 
     `keep`: True on ranks that save. On all others, `state_dict` has None in place of sharded tensors.
     """
@@ -134,8 +133,7 @@ class SavedFull:
 
 def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
     """Return `optimizer.state_dict()`, in which sharded states are still DTensors. Raises `UsageError` if a parameter that is
-    sharded over several ranks has as state a plain tensor of one or more dims: it may differ between ranks, and a full checkpoint
-    has one."""
+    sharded over several ranks has as state a plain tensor of one or more dims, because its values may differ between ranks."""
     state: dict[str, Any] = optimizer.state_dict()
     for index, param in _numbered(optimizer, state):
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:

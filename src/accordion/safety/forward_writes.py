@@ -62,7 +62,8 @@ class ForwardWrites(Observer):
         self.interrupted()
 
     def backward_ended(self, reduced: bool) -> None:
-        """If gradients were `reduced`, skip the units of this step from now on; after the last unit, detach the observer."""
+        """If gradients were `reduced`, do not check the units of this step again; after the last unit, detach the observer. Does
+        nothing with `always`."""
         if self._always or not reduced:
             return
         self._unchecked -= self._checked
