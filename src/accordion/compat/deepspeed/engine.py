@@ -167,7 +167,8 @@ class DeepSpeedEngine(nn.Module):
     def step(self) -> None:
         """Count a micro-batch; call this after each backward. After the last micro-batch of a step, also clip gradients, step
         optimizer and scheduler, and clear gradients. Under fp16, a step with gradients that are not finite is skipped and counted
-        in `skipped_steps`, and a dynamic loss scale is lowered. Raises `AccordionError` if it is the least one already."""
+        in `skipped_steps`, and a dynamic loss scale is lowered; raises `AccordionError` if that scale is the least one
+        already."""
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not boundary:
