@@ -101,7 +101,8 @@ def step_on_shards(optimizer: Optimizer) -> None:
 
 
 class FirstRanksBuffers(Observer):
-    """Observer that broadcasts the first rank's buffers before each forward, for example the statistics of batch norms.
+    """Observer that broadcasts the first rank's buffers before each forward, for example the statistics of batch norms. Buffers
+    that are not in the state dict are left out.
 
     A checkpoint has the first rank's buffers, so every rank evaluates the model that is saved. There is one broadcast per dtype.
     """

@@ -61,8 +61,8 @@ class ShardedTrainer:
     Evaluation with `compute_metrics` needs logits, and always uses the library's loss. A class attribute of this name is the
     default.
 
-    `sequence`: ranks that share each sequence (docs/long-context.md), neighbours by rank. They get the same batches, and a
-    step has `per_device_train_batch_size` sequences for each group of them. Collective in `__init__` if above 1. Raises
+    `sequence`: number of ranks, neighbours, that share each sequence (docs/long-context.md). They get the same batches, and a
+    step has `per_device_train_batch_size` sequences for each group of them. If above 1, the constructor is collective. Raises
     `UsageError` for what needs whole sequences on each rank: `compute_metrics`, `predict`, label smoothing, a loss of one's own.
     A class attribute of this name is the default.
     """
@@ -246,8 +246,8 @@ class ShardedTrainer:
     # -- resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does. Collective. `resume_from_checkpoint`: a path, or True for the newest complete checkpoint.
-        Raises `CheckpointError` on all ranks if that checkpoint is incomplete, or if there is none."""
+        """Train as the Trainer does. Collective. `resume_from_checkpoint`: a path, or True for the newest complete checkpoint;
+        None begins anew. Raises `CheckpointError` on all ranks if that checkpoint is incomplete, or if there is none."""
         path: str | bool | None = resume_from_checkpoint
         if path:
             path = Team.of(()).agree(lambda: _newest(self.args.output_dir) if path is True else _checked(str(path)))

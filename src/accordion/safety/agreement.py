@@ -52,8 +52,7 @@ class CatchUp(NamedTuple):
     num_done: int | None  # None: to the end
 
     def is_for(self, report: Mapping[str, Any]) -> bool:
-        """Return True if the rank with the report `report` is behind. Its `root` and `num_done` have the meaning that they have
-        in `choose`."""
+        """Return True if the rank that gave `report`, one of the reports for `choose`, is behind."""
         num_done = report["num_done"] if report["root"] == self.root else None
         return num_done is not None and (self.num_done is None or num_done < self.num_done)
 
@@ -211,7 +210,7 @@ class OrderAgreement(Observer):
 
     def _next(self, step: UnitCall, what: str) -> UnitCall:
         """Return the step that all ranks take next: `step`, or one for which this rank makes a dummy call. Exchanges reports with
-        the other ranks, unless this rank repeats steps that they have done. Raises `DivergenceError` if ranks cannot be brought
+        the other ranks, unless it repeats steps that they have done. Raises `DivergenceError` if ranks cannot be brought
         together."""
         while True:
             following: Any = self._expected.following(FORWARD)
@@ -252,7 +251,8 @@ class OrderAgreement(Observer):
 
     def _decide(self, reports: Mapping[int, Mapping[str, Any]]) -> UnitCall | None:
         """Return the step that all ranks take next. If ranks must catch up first, return None, and have this rank do so if it is
-        one of them. Raises `DivergenceError` if dummy calls cannot bring ranks together."""
+        one of them. If ranks call different units for the first time, set `always` and log a warning. Raises `DivergenceError` if
+        dummy calls cannot bring ranks together."""
         outcome = choose(reports.values())
         if outcome is None:
             self._monitor.fail_diverged(reports)

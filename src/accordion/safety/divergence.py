@@ -65,7 +65,7 @@ class DivergenceMonitor(Observer):
     pass opens a meeting, a barrier with reports. The others, which wait in their next collective, see that and join, and
     `OrderAgreement` decides what to do. In other waits, each rank posts (sends to all others) after `REPORT_AFTER_S` what it
     waits for; if all ranks wait and none can continue, each raises an error with all posts. On NCCL the host does not wait in
-    collectives and sees no meeting: ranks that left the order raise after `LOST_S`.
+    collectives and sees no meeting: ranks that left the order raise after `LOST_S`, or the job's timeout if that is shorter.
     """
 
     def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:
@@ -169,8 +169,8 @@ class DivergenceMonitor(Observer):
     # -- meetings
 
     def meet(self, report: Mapping[str, Any]) -> dict[int, dict[str, Any]] | None:
-        """Wait until every rank has joined this meeting. Return None if all reports are equal, else rank -> its `report` together
-        with its facts for `advice`.
+        """Join the next meeting, and wait until all ranks have joined it. Return None if all reports are equal, else a dict from
+        rank to its `report` together with its facts for `advice`.
 
         `report`: JSON data; `report["what"]` tells what this rank does, for messages. Raises `DivergenceError` if a rank has
         failed or ended, if ranks wait for each other in different places, or after `LOST_S` or the job's timeout, whichever is
@@ -298,8 +298,8 @@ class DivergenceMonitor(Observer):
 
     def _report(self, hub: Hub, wait: _Wait) -> None:
         """Post that this rank waits. Raise `DivergenceError` if a rank has failed, or if in `POLLS` calls in a row all ranks
-        waited in different places. In call number `SILENT_POLLS`, log a warning that names the ranks without a post. Both numbers
-        count the calls for `wait`, and are stored in it."""
+        waited in different places. In call number `SILENT_POLLS`, log a warning that names the ranks without a post. Counts the
+        calls in `wait`."""
         doing = self._doing(wait.what)
         self._tell({"ranks": wait.ranks, "what": doing, **self._facts})
         posts = hub.posts(self._prefix)
@@ -319,8 +319,8 @@ class DivergenceMonitor(Observer):
             self.fail(f"ranks wait for each other in different places: {each}; {wording.advice(posts)}")
 
     def _without_post(self, hub: Hub) -> str:
-        """Ask the ranks that have posted nothing what they do, and return text on their answers and on the ranks that do not
-        answer. Return "" if all ranks have posted."""
+        """Ask the ranks that have posted nothing what they do. Return text on their answers and on the ranks without an answer;
+        "" if all ranks have posted."""
         posts = hub.posts(self._prefix)
         ranks = [rank for rank in self.ranks if rank not in posts]
         return hub.others(ranks) if ranks else ""
@@ -355,9 +355,8 @@ class DivergenceMonitor(Observer):
         self._post = None
 
     def looks(self, device: torch.device) -> bool:
-        """Return True if ranks compare the tags that collectives carry to identify their unit. On a CPU they always do; on other
-        devices only in the first `COMPARED_PASSES` forwards, and in as many after a meeting. False if there are no other
-        ranks."""
+        """Return True if ranks compare the tags that collectives carry to identify their unit: on a CPU always, on other devices
+        in the first `COMPARED_PASSES` forwards and in as many after a meeting. Return False if there are no other ranks."""
         return self.listens and (self.num_since_meeting <= COMPARED_PASSES or device.type == "cpu")
 
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:

@@ -137,8 +137,8 @@ def _refuse_tangent(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a view of the tensor in another shape. Raises `UsageError` in place of torch's error if that fails because the rows
-    of a tensor on the mesh of a sharded model do not divide by the ranks, as for `weight.flatten()`."""
+    """Return a view of the tensor `args[0]` in another shape. If that fails because the rows of a tensor on the mesh of a sharded
+    model do not divide by the ranks, as for `weight.flatten()`, raises `UsageError` in place of torch's error."""
     try:
         return _torch.unanswered(operator, args, kwargs)
     except RuntimeError as error:

@@ -67,7 +67,6 @@ def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
 
 
 def digest_of(copies: Iterable[HostCopy]) -> int | None:
-    """Return a digest of the `copies` that `checksums_of` returned. Return None if there are none, or if each tensor consists of
-    equal elements."""
+    """Return a digest of the `copies` that `checksums_of` returned; None if none of the tensors has elements that differ."""
     pairs = [pair for copy in copies for pair in copy.read()[0]]
     return zlib.crc32(repr(pairs).encode()) if any(differs for _, differs in pairs) else None

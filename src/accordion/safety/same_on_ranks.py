@@ -95,7 +95,8 @@ def same_structure(
 
 
 def form_of(tensor: object, sync: bool = False) -> str:
-    """Return text with the dtype, shape and placements of a tensor, and "on meta" unless `sync`; of any other object its type."""
+    """Return text with dtype, shape and placements of a tensor, and "on meta" if it is there, unless `sync`; else with the
+    type."""
     if not isinstance(tensor, Tensor):
         return f"of type {type(tensor).__name__}"
     device = " on meta" if tensor.is_meta and not sync else ""
@@ -202,8 +203,8 @@ def same_values(
 def _same_on_their_ranks(
     owned: Sequence[Owned], contexts: Mapping[int, ShardingContext], context: ShardingContext
 ) -> None:
-    """Raise `DivergenceError` on every rank of the model, which `context` has, if the values of a parameter in `owned` differ
-    between the ranks of its own mesh. `contexts`: those of the own meshes, by id of the `Owned`. A collective."""
+    """Raise `DivergenceError` on every rank of `context`, the model's, if the values of a parameter in `owned` differ between the
+    ranks of its own mesh. `contexts`: those of the parameters' own meshes, by id of the `Owned`. A collective."""
     if not owned:
         return
     differs = torch.zeros(len(owned), device=context.device)

@@ -52,8 +52,7 @@ class WeightReads(Observer):
         self._begun.clear()
 
     def _begin(self, hooks: Hooks, reference: weakref.ref[nn.Module]) -> None:
-        """Begin a call of the layer that `reference` refers to, if a forward of the model runs and the layer is not unsharded
-        yet."""
+        """Begin a call of the layer in `reference` if a forward of the model runs and the layer is not unsharded yet."""
         engine, module = self._engine, reference()
         if engine.depth == 0 or engine.suspended or module is None or hooks.unit.module_params.is_shown:
             return

@@ -122,8 +122,8 @@ class Hub:
             self._links.send(messages.HasEnded(rank=self.rank, text=text, echo=echo))
 
     def explain(self, error: BaseException) -> str:
-        """Report that this rank ends with `error`, and return "". If a backend raised `error` because of another rank, first wait
-        up to `ECHO_S` to learn the cause, print a sentence with the cause, or else with what other ranks do, and return the
+        """Report that this rank ends with `error`. Returns "", unless a backend raised `error` because of another rank: then
+        waits up to `ECHO_S` for the cause, prints a sentence with the cause, or else with what other ranks do, and returns the
         sentence. Later calls do nothing and return ""."""
         if self._is_explained:
             return ""
@@ -183,8 +183,8 @@ class Hub:
             return dict(sorted(self._posts.get(model, {}).items()))
 
     def gone(self, ranks: Sequence[int], model: str | None = None) -> tuple[int, str] | None:
-        """Return None if none of `ranks` has ended. Otherwise return the `cause` of the first end as (rank, text), which may be
-        about another rank. With `model`, failed steps of other models are no cause."""
+        """Return None if none of `ranks` has ended. Otherwise return (rank, text) of the failure or end that came first, which
+        may be that of another rank. With `model`, failed steps of other models do not count."""
         gone = next(((rank, text) for rank, text in list(self.ended.items()) if rank in ranks), None)
         return None if gone is None else self.cause(model=model) or gone
 
@@ -233,9 +233,8 @@ class Hub:
     # -- receiving
 
     def receive(self, message: messages.HubMessage) -> None:
-        """Handle `message`, which may come from another rank. On the first rank, act on a message of a kind in `FOR_FIRST`, and
-        forward any other one. On every rank, answer a question, and store a message of any other kind that is not in
-        `FOR_FIRST`."""
+        """Handle `message`, which may come from another rank. The first rank acts on a message of a kind in `FOR_FIRST`, and
+        forwards any other one. Every rank answers a question, and stores any other message that is not in `FOR_FIRST`."""
         with self._changed:
             if self._links.leads:  # forwards first, since the message may end its process
                 self._first.pass_on(message)
@@ -320,8 +319,7 @@ class _FirstRank:
         self._inputs: dict[str, dict[int, int]] = {}  # by model and digest, the rank that had it first
 
     def pass_on(self, message: messages.HubMessage) -> None:
-        """Act on a message of a kind in `FOR_FIRST`. Forward any other message: an answer to the rank that asked, the rest to all
-        ranks."""
+        """Act on a message of a kind in `FOR_FIRST`. Forward any other one: an answer to the rank that asked, the rest to all."""
         hub = self._hub
         match message:
             case messages.Arrival(name=name):
@@ -349,8 +347,7 @@ class _FirstRank:
 
 
 class _Lease:
-    """Ends `hub` when nothing refers to this object any more. The job's process groups refer to it, and so does a save in
-    progress."""
+    """Ends `hub` when nothing refers to this object any more: neither the job's process groups nor a save in progress."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub

@@ -72,8 +72,7 @@ def failure(error: BaseException, phase: str = "") -> str:
 
 
 def was_interrupted(error: BaseException) -> bool:
-    """Return True if `error` is a KeyboardInterrupt, or a backend's error that was raised while a KeyboardInterrupt was
-    handled."""
+    """Return True if `error` is a KeyboardInterrupt, or a backend's error that was raised while one was being handled."""
     return isinstance(_handled_by(error) if is_backends_echo(error) else error, KeyboardInterrupt)
 
 
@@ -114,7 +113,7 @@ def place_of(stack: Iterable[tuple[Any, int]]) -> str:
 
 
 def place_of_error(error: BaseException) -> str:
-    """Return `place_of` the frames through which `error` was raised."""
+    """Return the text of `place_of` for the frames through which `error` was raised."""
     return place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
@@ -128,7 +127,8 @@ def _place(lines: Iterable[tuple[str, int]]) -> str:
 
 
 def end_of(lines: Sequence[str]) -> str:
-    """Return text on the end of a process that sent no report, after "rank R". `lines`: the output of `faulthandler`, if any."""
+    """Return text on how a process ended that sent no report, as the end of a sentence that begins with "rank R". `lines`: what
+    `faulthandler` wrote; empty if the process did not crash."""
     if not lines or not lines[0].startswith(CRASH):
         return SILENT_END
     stacks: list[list[tuple[str, int]]] = [[]]
