@@ -102,8 +102,8 @@ def initialize(
 
 
 def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings: Settings) -> Optimizer:
-    """Return `choice`, an optimizer, with sharded parameters in place of its old ones. If `choice` is a function, or None for the
-    one in `settings`, return the optimizer that the function makes of `groups` (by default all parameters of `model` that require
+    """Return `choice`, an optimizer, after putting sharded parameters in place of its old ones. If `choice` is a function, or
+    None for the one in `settings`, return the optimizer that it makes of `groups` (None: all parameters of `model` that require
     gradients). Raises `UsageError` for an optimizer with state, or if nothing names an optimizer."""
     if isinstance(choice, Optimizer):
         if choice.state:
@@ -132,9 +132,8 @@ def _sharded(param: Any) -> nn.Parameter:
 
 
 class DeepSpeedEngine(nn.Module):
-    """The model that `initialize` returns, with the methods of DeepSpeed's training loop: `loss = engine(batch)`,
-    `engine.backward(loss)` and `engine.step()` for each micro-batch. It accumulates gradients, scales losses, steps and
-    counts."""
+    """The model that `initialize` returns, with DeepSpeed's training loop for each micro-batch: `loss = engine(batch)`,
+    `engine.backward(loss)`, `engine.step()`. It accumulates gradients, scales losses, steps and counts."""
 
     def __init__(
         self,
@@ -167,8 +166,7 @@ class DeepSpeedEngine(nn.Module):
     def step(self) -> None:
         """Count a micro-batch; call this after each backward. After the last micro-batch of a step, also clip gradients, step
         optimizer and scheduler, and clear gradients. Under fp16, a step with gradients that are not finite is skipped and counted
-        in `skipped_steps`, and a dynamic loss scale is lowered; raises `AccordionError` if that scale is the least one
-        already."""
+        in `skipped_steps`, and a dynamic loss scale is lowered; if it is the least one, raises `AccordionError`."""
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not boundary:

@@ -19,8 +19,7 @@ OURS = ("torch_adam", "adam_w_mode", "bias_correction", "max_grad_norm")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
-    """A class of torch.optim and its arguments. After `shard`, call it with parameters or groups of them to create the
-    optimizer."""
+    """A class of torch.optim and its arguments. Call it with parameters, after `shard`, to create the optimizer."""
 
     cls: type[Optimizer]
     params: Mapping[str, Any]

@@ -88,9 +88,8 @@ class Arguments:
 
     def mesh(self) -> DeviceMesh | None:
         """Return the mesh for `shard`: `device_mesh`, or a mesh of `process_group`. If neither was passed, return None, which
-        means all ranks. For a hybrid strategy, instead create a mesh (a collective) that shards over a host's accelerators and
-        replicates over hosts; on CPUs it shards over all ranks. Raises `UsageError` if the strategy cannot use
-        `process_group`."""
+        means all ranks; but for a hybrid strategy, create a mesh (a collective) that shards over the accelerators of a host, or
+        over all ranks on CPUs, and replicates over hosts. Raises `UsageError` if the strategy cannot use `process_group`."""
         hybrid = self.strategy.hybrid
         if self.device_mesh is not None:
             return self.device_mesh

@@ -119,8 +119,7 @@ class FullyShardedDataParallel(StateDicts):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return all wrappers in `module`, which may be one itself; with `root_only` only those that are inside no other
-        wrapper."""
+        """Return all wrappers in `module`, and itself if it is one; with `root_only` only those that are inside no other one."""
         wrappers = [m for _, m in walk(module) if isinstance(m, FullyShardedDataParallel)]
         return [m for m in wrappers if m.check_is_root()] if root_only else wrappers
 

@@ -33,8 +33,7 @@ def clean(name: str) -> str:
 
 
 class Wrapper(nn.Module):
-    """Base class of `FullyShardedDataParallel`: stores one wrapper's arguments, and builds the engine that nested wrappers
-    share."""
+    """Base class of `FullyShardedDataParallel`: stores the arguments of one wrapper, and builds the engine of nested wrappers."""
 
     _arguments: Arguments
     _outer: weakref.ref[Wrapper] | None

@@ -47,8 +47,8 @@ class StateDicts(Wrapper):
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Return the state dict with the names of the unwrapped module. Tensors are full, which makes this a collective, unless
-        `state_dict_type` chose shards. With `keep_vars`, the values are the sharded parameters themselves. If `destination` is
-        passed, the entries are added to it, and it is returned."""
+        `state_dict_type` chose shards. With `rank0_only`, ranks other than the first get {}. With `keep_vars`, the values are the
+        sharded parameters themselves. If `destination` is passed, the entries are added to it, and it is returned."""
         self._ready()
         raw = super().state_dict(prefix=prefix, keep_vars=True)
         tensors = OrderedDict((clean(name), value) for name, value in raw.items())

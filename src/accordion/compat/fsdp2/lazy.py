@@ -264,7 +264,7 @@ class Part:
             self.unit_policy.ahead[phase] = [unit.index for unit, tree in units if tree is self.tree]
 
     def settle(self) -> None:
-        """End an explicit unshard, and wait for an optimizer step in progress, which may exist with offload."""
+        """End an explicit unshard, and wait for an optimizer step in progress, which only offload has."""
         self.lease.end()
         if self.unit is not None:
             self.engine().synchronize()

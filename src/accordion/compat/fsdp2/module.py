@@ -95,8 +95,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         return None
 
     def reshard(self) -> None:
-        """Free the full parameters of this module, but not those of FSDP modules inside it. A call in progress keeps what it
-        needs."""
+        """Free the full parameters of this module, but not those of FSDP modules inside it, nor any that a running call needs."""
         fsdp_part(self).reshard()
 
     def reset_iter_state(self) -> None:
