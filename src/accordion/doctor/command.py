@@ -49,11 +49,11 @@ class DoctorOptions:
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
     """Run `accordion doctor` with the arguments `words`: examine this machine and new ranks on it, and print findings. Returns
-    the exit code: 1 if there is a problem, otherwise 0. With `--run`, examines only the folder of a run.
+    the exit code: 1 if a finding is a problem, otherwise 0. With `--run`, examines only the folder of a run.
 
-    If `environ` shows that torchrun or srun started this process, examines the ranks of that job; then returns 0, but rank 0
-    raises `SystemExit(1)` if there is a problem. Raises `UsageError` for wrong arguments, or if there are fewer devices than
-    such ranks.
+    If `environ` shows that torchrun or srun started this process, examines the ranks of that job. Then a rank that fails ends its
+    process, rank 0 raises `SystemExit(1)` if a finding is a problem, and otherwise 0 is returned. Raises `UsageError` for wrong
+    arguments, or if this machine has fewer devices than it has ranks of that job.
     """
     options = flags.read(DoctorOptions, words, "accordion doctor", (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:
@@ -82,13 +82,14 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[Finding]:
-    """Return the findings about torch, devices and the disk of `options.dir`. `num_local`: number of ranks on this machine."""
+    """Return the findings about torch's version, `devices`, and the disk of `options.dir`. `num_local`: ranks on this machine."""
     return [torch_version(), *devices_findings(devices, num_local), *disk(Path(options.dir))]
 
 
 def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions) -> None:
-    """Run the checks on the rank `place` of a job of torchrun or srun, whose store is `store`. Collective. The first rank of each
-    machine examines its machine. Rank 0 prints the report, and raises `SystemExit(1)` if there is a problem."""
+    """Examine the ranks of a job of torchrun or srun, as its rank `place`. `store`: the job's store. Collective: creates a
+    process group and destroys it. The first rank of each machine also examines the machine. Rank 0 prints the findings of all
+    ranks, and raises `SystemExit(1)` if one is a problem."""
     answers = PrefixStore("accordion/doctor", store)
     findings = _machine(devices, place.local_world, options) if place.local_rank == 0 else []
     entries = [asdict(replace(finding, where=socket.gethostname())) for finding in findings]

@@ -17,8 +17,8 @@ TORCH = ("2.11", "2.16")  # the first supported version, and the first that is n
 
 
 def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[Finding]:
-    """Return the findings about accelerators, the free memory of each device in `chosen` (those of the ranks), and cores. `dev`:
-    the folder /dev."""
+    """Return one finding about the accelerators of this machine, one about the free memory of each device in `chosen`, those of
+    the ranks, and one about cores. `num_ranks`: ranks on this machine. `dev`: the folder with device files."""
     findings = [_accelerators(devices_here(), dev)]
     for index in range(chosen.count):
         free, total = torch.accelerator.get_memory_info(chosen.at(index))
@@ -48,7 +48,7 @@ def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[F
 
 
 def torch_version() -> Finding:
-    """Return the finding that compares the version of torch with the supported ones."""
+    """Return a finding: "ok" if this version of torch is supported, otherwise a problem."""
     is_supported = TORCH[0] <= torch.__version__ < TORCH[1]  # compares releases, not texts
     return Finding(
         check="software.torch",

@@ -17,7 +17,8 @@ LITTLE_BYTES, LEAST_BYTES = 20 * 2**30, 2**30
 
 
 def disk(folder: Path) -> list[Finding]:
-    """Return two findings about the existing `folder`: free space on its disk, and speed or failure of writing a file there."""
+    """Return two findings about the existing `folder`: the free space on its disk, and the speed of a write. To measure the
+    speed, writes a temporary file; if that fails, the second finding is a problem."""
     stats = os.statvfs(folder)
     free, total = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
     little = free < LITTLE_BYTES
@@ -55,7 +56,7 @@ def disk(folder: Path) -> list[Finding]:
 
 
 def write_rate(folder: Path) -> float:
-    """Write a temporary file in `folder`, and return the rate in bytes/s, with a flush. Raises `OSError` if that fails."""
+    """Write a file of 64 MiB in `folder`, flush it, remove it, and return the rate in bytes/s. Raises `OSError` if that fails."""
     block = os.urandom(BLOCK_BYTES)  # random, since some disks compress zeros
     began = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

@@ -17,8 +17,9 @@ ENDED_OTHERWISE = "the run goes on or ended well; or it was ended from outside: 
 
 
 def examined(run_dir: Path) -> list[Finding]:
-    """Return one finding: the ranks for which the others waited when the run in `run_dir` failed, or severity "ok" if no rank
-    has written a failure. Raises `UsageError` if `run_dir` is no run folder."""
+    """Return a list of one finding about the run in `run_dir`: "ok" if no rank has written a failure. Otherwise it is a problem,
+    which names the ranks for which the others waited, or, if no such rank is known, what each rank did. Raises `UsageError` if
+    `run_dir` is no run folder, or if a rank's file cannot be read."""
     config_of_run(run_dir)
     failures = sorted(map(failure_in, run_dir.glob(FILES)), key=lambda failure: failure.rank)
     if not failures:
@@ -44,9 +45,9 @@ def examined(run_dir: Path) -> list[Finding]:
 
 
 def _absent(failures: Sequence[Failure], places: Mapping[int, str]) -> list[int]:
-    """Return the ranks for which the others waited: the one that most `failures` name as their cause. If they name none: the
-    ranks that wrote no failure, except those in the same place as a rank that wrote one, because they waited too and were ended
-    before they could write. `places`: rank -> text on what it did."""
+    """Return the ranks for which the others waited: the one rank that most `failures` name as their cause. If they name none,
+    return the ranks without a failure, except those in the same place as a rank with one: they waited too, and were ended before
+    they could write a failure. `places`: rank -> text on what the rank did."""
     causes = Counter(failure.caused_by for failure in failures if failure.caused_by is not None)
     if causes:
         return [causes.most_common(1)[0][0]]

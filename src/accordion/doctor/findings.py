@@ -37,8 +37,8 @@ class Finding:
 
 
 def report(findings: Sequence[Finding], *, about: str, as_json: bool) -> int:
-    """Print `findings`, as lines or as one JSON object, and return the exit code: 1 if one is a problem, otherwise 0. `about`:
-    text on what was examined."""
+    """Print `findings`, as lines or as one JSON object, and return the exit code: 1 if a finding is a problem, otherwise 0.
+    `about`: text on what was examined."""
     software = {"accordion": VERSION, "torch": torch.__version__, "python": platform.python_version()}
     counts = {severity: sum(f.severity == severity for f in findings) for severity in SEVERITIES}
     if as_json:

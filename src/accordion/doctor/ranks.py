@@ -39,14 +39,15 @@ Answer = Mapping[str, Any]
 
 
 def start(seat: Seat) -> RankExam:
-    """Return the `RankExam` of the rank `seat`. A `WorkerTeam` calls this function in each rank's process, when the process
-    group exists."""
+    """Return the `RankExam` of the rank `seat`. A `WorkerTeam` calls this function in each rank's process, after it has created
+    the process group."""
     return RankExam(seat.rank, seat.num_ranks, seat.device, seat.num_ranks)
 
 
 class RankExam:
-    """One rank's side of the messages that all ranks test and time together. Needs a process group. `num_local`: ranks on each
-    machine; an all-to-all over them is timed if they are several, and as many on every machine."""
+    """One rank's side of the test of messages, which `gathers` runs on all ranks together. Needs the default process group.
+    `num_local`: number of ranks on this machine. If that number is above 1 and equal on all machines, an all-to-all between the
+    ranks of each machine is timed too."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device, num_local: int) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
@@ -55,9 +56,9 @@ class RankExam:
     def gathers(self) -> Answer:
         """Run an all-gather several times, test its values and time it. Collective. Returns a dict with the keys "host": name of
         this machine, "torch": version of torch, "right": True if the first and last values of all shards are right,
-        "gather_bytes": received bytes, and "gather_s": seconds of the fastest run. With an all-to-all, also "exchange_bytes",
-        "exchange_s" and "num_near", the number of its ranks. If anything raises an exception, returns {"error": its text}.
-        """
+        "gather_bytes": bytes that this rank receives, and "gather_s": seconds of the fastest run. With an all-to-all, also
+        "num_near": the number of its ranks, "exchange_bytes" and "exchange_s". If a test raises an exception, returns {"error":
+        its text} instead."""
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks
@@ -89,7 +90,7 @@ class RankExam:
         return {"num_near": near, "exchange_bytes": heads.nbytes // near * (near - 1), "exchange_s": seconds}
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds of the fastest of `REPEATS` runs of `work` on all ranks, after `WARMUPS`. Collective."""
+        """Return the seconds of the fastest of `REPEATS` runs of `work` on all ranks, after `WARMUPS` runs. Collective."""
         times_s = []
         for _ in range(WARMUPS + REPEATS):
             self._synchronize()
@@ -107,7 +108,7 @@ class RankExam:
 
 
 def _gather(link: Communicator, full: Tensor, shard: Tensor) -> None:
-    """All-gather `shard` into `full` as the engine does: with gloo, ranks send large shards to each other directly."""
+    """Gather the `shard` of every rank into `full`, in the way in which the engine gathers large shards, and wait for it."""
     if not (isinstance(link, GlooCommunicator) and link.sends):
         works = link.gather([full], [shard]).works
     else:
@@ -119,7 +120,7 @@ def _gather(link: Communicator, full: Tensor, shard: Tensor) -> None:
 
 
 def no_group(error: str) -> Finding:
-    """Return the finding, a problem, for ranks that formed no process group, or of which one ended. `error`: the error's text."""
+    """Return the problem to report if ranks form no process group, or one of them fails. `error`: the text of its error."""
     return Finding(
         check="ranks.group",
         severity="problem",
@@ -131,9 +132,9 @@ def no_group(error: str) -> Finding:
 
 
 def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
-    """Return the findings on the process group, on values and rate of the all-gather (no rate for one rank), and on the rate of
-    the all-to-all if there was one. `answers`: results of `RankExam.gathers`, in rank order. If a rank failed, return only the
-    finding `no_group` with its error."""
+    """Return the findings on the process group, on the values of the all-gather, on its rate if there are several ranks, and on
+    the rate of the all-to-all if there was one. `answers`: results of `RankExam.gathers`, in rank order. If a rank failed, return
+    only the finding `no_group` with its error."""
     errors = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         return [no_group(f"{_ranks(errors)} failed: {answers[errors[0]]['error']}")]
@@ -166,8 +167,9 @@ def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
 
 
 def _rates(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Iterator[Finding]:
-    """Yield a finding on each rate that was measured, of the slowest rank: a warning if it is below `SLOW` for the type of
-    device. The advice on all-gathers is about the network if there are several hosts."""
+    """Yield a finding on the rate of the all-gather, and one on the all-to-all if it was timed. Each has the rate of the slowest
+    rank, and is a warning if that is below `SLOW`. If `num_hosts` is above 1, the remedy for a slow all-gather is about the
+    network."""
     kind = "cpu" if device_type == "cpu" else "device"
     near = f"all-to-all over {answers[0].get('num_near')} ranks of a machine"
     usual = f"; usual: {USUAL[kind]}"

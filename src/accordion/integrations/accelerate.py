@@ -42,10 +42,10 @@ PLUGINS = {
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """accelerate's `Accelerator` with one more argument, `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`.
 
-    `prepare` and `prepare_model` shard a model in place and return it, unless it is sharded already. Optimizers that were
-    created from its old parameters step on the shards after `prepare`, in the same call or a later one. These methods are
-    collective: `prepare`, `clip_grad_norm_`, `get_state_dict` (full on the first rank, empty on the others), `save_model`,
-    `save_state`, and `load_state`, which may run on another number of ranks.
+    `prepare` and `prepare_model` return the model, and shard it in place unless it is sharded already. An optimizer that was
+    created from its old parameters steps on the shards once it has passed through `prepare`, in the same call or a later one.
+    These methods are collective: `prepare`, `clip_grad_norm_`, `get_state_dict` (full on the first rank, empty on the others),
+    `save_model`, `save_state`, and `load_state`, which may run on another number of ranks than the save.
     Raises `UsageError` if accelerate's own FSDP, DeepSpeed, Megatron-LM, parallelism, fp8 or a dynamo backend is configured.
     """
 
@@ -64,7 +64,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     @classmethod
     def of(cls, accelerator: accelerate.Accelerator, arguments: ShardArguments) -> Accelerator:
         """Change the class of `accelerator` to this one, in place, and return it. Call it before `accelerator.prepare`. Raises
-        `UsageError` if its class is not accelerate's own, or if accelerate's FSDP, DeepSpeed and the like are configured."""
+        `UsageError` if its class is not accelerate's own, or if its configuration is one that the constructor refuses."""
         if type(accelerator) is not accelerate.Accelerator:
             raise UsageError(f"sharding needs an Accelerator of accelerate, not a {type(accelerator).__name__}.")
         accelerator.__class__ = cls
@@ -132,8 +132,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super()._prepare_device_mesh() if self.sequences is None else self.sequences
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader as accelerate does; ranks that share each sequence get equal batches. Raises `UsageError` if the first
-        rank would read batches for the others, and there are such ranks."""
+        """Prepare a loader as accelerate does. If ranks share each sequence (`sequences`), they get equal batches; then raises
+        `UsageError` for a loader with which the first rank reads the batches of all ranks."""
         loader = super().prepare_data_loader(*args, **kwargs)
         if self.sequences is not None and isinstance(loader, accelerate.data_loader.DataLoaderDispatcher):
             raise UsageError(
@@ -150,7 +150,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return tree_map(lambda t: t.unflatten(0, (self.num_processes, -1))[::size].flatten(0, 1), whole)
 
     def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather as accelerate does, but of ranks that share each sequence those of one, so that each sample counts once."""
+        """Gather as accelerate does. If ranks share each sequence (`sequences`), gather from one rank of each group that does, so
+        that each sample counts once."""
         self._by_group = True
         try:
             return super().gather_for_metrics(*args, **kwargs)
@@ -177,7 +178,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Unscale and clip the gradients of `parameters`, as accelerate does, and return their norm before clipping. For sharded
-        models this is the norm over the rows of all ranks."""
+        models this is the norm of the full gradients, over all ranks."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(param) for param in params}
         models = [m for m in self._models if engine_of(m) is not None and any(id(p) in ids for p in m.parameters())]
@@ -199,10 +200,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Save as accelerate does, and return the folder. In it, `accordion.save` writes each sharded model with its optimizer.
+        Collective.
 
         `load_state` refuses a folder whose save was interrupted. Hooks of `register_save_state_pre_hook` get all models, and on
-        the first rank their full weights; if a hook removes a model's weights, only its optimizer is saved. Sharded tensors in
-        registered objects are saved as full tensors.
+        the first rank their full weights. If a hook removes a model's weights, only the optimizer of that model is saved. Sharded
+        tensors in registered objects are saved as full tensors.
         """
         pairs = self._pairs()
         with self._without(pairs, self._save_model_state_pre_hook) as taken:
@@ -224,8 +226,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _complete(self, input_dir: str | None, names: list[str]) -> Path:
         """Return the folder to load: `input_dir`; if that is None, the newest of accelerate's folders `checkpoint_N` that has a
-        complete checkpoint for each of `names`. Raises `CheckpointError` if `input_dir` lacks one, or no such folder has all of
-        them. Raises `UsageError` if `input_dir` is None and automatic_checkpoint_naming is off."""
+        complete checkpoint of `accordion.save` for each of `names`. Raises `CheckpointError` if no such folder exists, or if
+        `input_dir` lacks one of the checkpoints. Raises `UsageError` if `input_dir` is None and automatic_checkpoint_naming is
+        off."""
         if input_dir is not None:
             folder = Path(input_dir).expanduser()
             lost = [name for name in names if why_incomplete(folder / name)]
@@ -248,15 +251,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without(self, pairs: list[Pair], hooks: dict[int, Any]) -> Iterator[list[nn.Module]]:
-        """Context manager in which accelerate's own save or load skips `pairs`, but still calls `hooks` with all models. Yields a
-        list of models that the caller must not save or load, because a hook does. The list is filled on all ranks when hooks run,
-        with each model of `pairs` that a hook on the first rank removes from its list of models or weights."""
+        """Context manager in which accelerate's own save or load skips `pairs`, has full tensors in registered objects, and calls
+        `hooks` with all models nevertheless. Yields a list, empty at first. When the hooks run, it is filled on all ranks with
+        the models of `pairs` that a hook on the first rank removes from its list: the caller must not save or load them, because
+        the hook does."""
         models, optimizers, objects, hidden = self._models, self._optimizers, self._custom_objects, dict(hooks)
         sharded, taken = [model for model, _ in pairs], list[nn.Module]()
 
         def run_hooks(shown: list[Any], *rest: Any) -> None:
-            """Call each hidden hook with all models: (models, weights, folder) in a save, (models, folder) in a load.
-            Collective. `shown`: accelerate's models. What a hook removes from its list is removed from accelerate's list too."""
+            """Call each hook with all models: (models, weights, folder) in a save, (models, folder) in a load. Collective.
+            `shown`: accelerate's models. What a hook removes from its list is removed from accelerate's list too."""
             *weights, folder = rest
             listed = weights[0] if weights else shown  # hooks remove from it what they save or load themselves
             listed_items = iter(list(listed))

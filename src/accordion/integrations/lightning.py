@@ -59,7 +59,7 @@ OF_MODEL = ("state_dict", "current_model_state", "optimizer_states")  # keys wit
 
 
 class ShardedStrategy:
-    """Base class of both strategies: shards modules over the mesh of the job, and writes and reads sharded checkpoints."""
+    """Base class of both strategies: shards modules over the ranks of the job, and writes and reads sharded checkpoints."""
 
     accelerator: Any
     checkpoint_io: Any
@@ -89,9 +89,9 @@ class ShardedStrategy:
         super().__init__(*args, **kwargs)
 
     def _shard_one(self, module: nn.Module, precision: object) -> None:
-        """Shard `module` in place. If it is on the meta device, then load its weights from the folder that it remembers, or
-        initialise it if there is none. Without a mesh in the arguments, the mesh is one of all ranks, for a hybrid strategy with
-        one replica per node. Collective. `precision`: Lightning's name, such as "bf16-mixed"."""
+        """Shard `module` in place. A module on the meta device then loads its weights from the folder that it remembers, or is
+        initialised if it remembers none. Collective. If `shard_arguments` have no mesh, stores a mesh of all ranks in them; for a
+        hybrid strategy, each node has one replica. `precision`: Lightning's name, such as "bf16-mixed"."""
         on_meta = any(param.is_meta for param in module.parameters()) and source_of(module) is None
         if self.shard_arguments.mesh is None:
             ranks, device = dist.get_world_size(), self.root_device.type
@@ -107,7 +107,7 @@ class ShardedStrategy:
 
     def _write_folder(self, folder: Path, pairs: list[Pair], rest: Any) -> None:
         """Write the models and optimizers in `pairs` to `folder`, then `rest`, all other content, to the file `META` in it. The
-        folder is complete once `META` is written. Replaces a file or an older checkpoint of this name. Collective."""
+        folder is complete once `META` is written. Replaces a file or an older checkpoint of that name. Collective."""
         team = Team.of(())
 
         def begin() -> None:
@@ -122,8 +122,8 @@ class ShardedStrategy:
         team.agree(lambda: self.checkpoint_io.save_checkpoint(rest, folder / META) if self.is_global_zero else None)
 
     def _read_folder(self, folder: Path, pairs: list[Pair], **kwargs: Any) -> dict[str, Any]:
-        """Load the models and optimizers in `pairs` from `folder`, and return the content of `META`. Collective. Raises
-        `CheckpointError` on all ranks if the folder is incomplete."""
+        """Load the models and optimizers in `pairs` from `folder`, and return the content of the file `META`: all other content.
+        Collective. Raises `CheckpointError` on all ranks if the folder is incomplete."""
 
         def rest() -> dict[str, Any]:
             if not (folder / META).is_file():
@@ -186,8 +186,9 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
             vars(plugin)["clip_grad_by_norm"] = self._clip_grad_by_norm
 
     def _shard_all(self, trainer: Any) -> None:
-        """Shard the LightningModule, and the averaged copies of it in callbacks, unless they are sharded already. Collective.
-        Raises `UsageError` if a callback averages weights and `state_dict_type` is "sharded"."""
+        """Shard the LightningModule, and the copies of it that callbacks average, unless they are sharded already. Stores the
+        sharded modules of the LightningModule in `roots`. Collective. Raises `UsageError` if a callback averages weights and
+        `state_dict_type` is "sharded"."""
         fitting, layer_sync = trainer.state.fn == "fit", getattr(self, "_layer_sync", None)
         model = self.lightning_module
         self.roots = _roots(model)
@@ -255,8 +256,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
     # -- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Wait for optimizer steps in progress, and return the state dict of the LightningModule, with tensors that are still
-        sharded; `save_checkpoint` gathers them. Collective."""
+        """Wait for optimizer steps in progress, and return the state dict of the LightningModule. Its tensors are still sharded;
+        `save_checkpoint` gathers them. Collective."""
         for engine in engines_of(self.roots):
             settle(engine, "takes the state dict")
         state = self.lightning_module.state_dict()
@@ -436,8 +437,8 @@ class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy): 
 
 
 def _initialise(module: nn.Module) -> None:
-    """Initialise the sharded `module` with the values that it would get on one device. Collective. If the ranks' CPU random
-    generators differ, all ranks use the first rank's initial seed, and get back their own generator state afterwards."""
+    """Initialise the sharded `module` with the values that it would get on one device. Collective. If the CPU random generators
+    of the ranks differ, all ranks start from the first rank's initial seed, and get their own generator state back afterwards."""
     seen = Team.of(()).shared(str(zlib.crc32(bytes(torch.get_rng_state().tolist()))))
     if len(set(seen)) == 1:
         initialise(module)
@@ -453,8 +454,8 @@ def _is_lightnings(method: Callable[..., Any]) -> bool:
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost sharded modules in `model`, [] if nothing is sharded. Raises `UsageError` if some are sharded, and
-    `model` has a trained parameter outside of them."""
+    """Return the outermost sharded modules in `model`, [] if nothing is sharded. Raises `UsageError` if some are sharded, but a
+    parameter of `model` that requires a gradient is in none of them."""
     roots: dict[int, nn.Module] = {}
     for module in model.modules():
         if (hooks := attached_to(module)) is not None:
@@ -470,8 +471,8 @@ def _roots(model: nn.Module) -> list[nn.Module]:
 
 
 def _models_in(model: nn.Module) -> list[nn.Module]:
-    """Return the submodules to shard separately: children of `model` that have parameters, or in place of a container without
-    forward its children. Raises `UsageError` unless each parameter is in exactly one of them."""
+    """Return the submodules to shard separately: the children of `model` that have parameters. A child without a forward, such as
+    a ModuleList, is replaced by its own children. Raises `UsageError` unless each parameter is in exactly one of them."""
     direct = [name for name, _ in model.named_parameters(recurse=False)]
     if direct:
         raise UsageError(

@@ -37,7 +37,7 @@ class ShardArguments:
         sharding: if it has no precision, the library's mixed precision is used: with "bf16" or "fp16", parameters are gathered
             in that dtype, and autocast stays enabled. `Precision()` gathers them in their own dtype.
         mesh: the ranks over which to shard; None for all ranks of the job.
-        sync: None gives all ranks the first rank's values, as DDP does, unless parameters are on the meta device.
+        sync: True gives all ranks the first rank's values, as DDP does; None too, unless parameters are on the meta device.
         debug: additional checks: any of "streams", "order" and "finite".
     """
 
@@ -61,10 +61,10 @@ class ShardArguments:
         return cls(sharding=Sharding.from_config(rest), **others)
 
     def apply(self, model: nn.Module, mixed_precision: str) -> None:
-        """Shard `model` in place; then load weights if `from_pretrained` put it on the meta device. Collective.
+        """Shard `model` in place. If `from_pretrained` put it on the meta device, load its weights then. Collective.
 
-        Afterwards `generate` works as before, and every forward first broadcasts the first rank's buffers, as DDP does.
-        `mixed_precision`: accelerate's name, "no", "bf16" or "fp16".
+        Afterwards `generate` works as before, and each forward first broadcasts the first rank's buffers, as DDP does, except
+        those that are not in the state dict. `mixed_precision`: accelerate's name, "no", "bf16" or "fp16".
         """
         sharding, sync = self.sharding, self.sync
         if sharding.precision is None and mixed_precision in AMP:
@@ -101,9 +101,10 @@ def step_on_shards(optimizer: Optimizer) -> None:
 
 
 class FirstRanksBuffers(Observer):
-    """Observer that broadcasts the first rank's buffers before each forward, for example the statistics of batch norms.
+    """Observer that broadcasts the first rank's buffers before each forward, for example the statistics of batch norms. Buffers
+    that are not in the state dict are left out.
 
-    A checkpoint has the first rank's buffers, so every rank evaluates the model that is saved. One broadcast for each dtype.
+    A checkpoint has the first rank's buffers, so every rank evaluates the model that is saved. There is one broadcast per dtype.
     """
 
     def __init__(self, engine: Engine, places: list[tuple[nn.Module, str]]) -> None:

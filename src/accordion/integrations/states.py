@@ -50,7 +50,8 @@ def paired(models: Sequence[nn.Module], optimizers: Iterable[Any]) -> list[Pair]
 
 
 def parts(pairs: list[Pair]) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield (folder name, model, optimizer or None) of each checkpoint to save: one per optimizer, at least one per model."""
+    """Yield (folder name, model, optimizer or None) of each checkpoint to save. A model with several optimizers has one
+    checkpoint for each of them, and a model without an optimizer has one."""
     for i, (model, optimizers) in enumerate(pairs):
         for j, optimizer in enumerate(optimizers or [None]):
             yield f"sharded_{i}" + (f"_optimizer_{j}" if j else ""), model, optimizer
@@ -115,7 +116,7 @@ def placed(value: dict[str, Any], models: Iterable[nn.Module]) -> dict[str, Any]
 
 
 class SavedFull:
-    """Wrapper of an object that a library saves: `state_dict` returns full tensors, and `load_state_dict` shards them again.
+    """Wrapper of an object that a library saves: `state_dict` (a collective) returns full tensors; `load_state_dict` shards them.
 
     `keep`: True on ranks that save. On all others, `state_dict` has None in place of sharded tensors.
     """
@@ -131,8 +132,8 @@ class SavedFull:
 
 
 def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
-    """Return `optimizer.state_dict()`, in which sharded states are still DTensors. Raises `UsageError` if a sharded parameter has
-    a plain tensor of one or more dims as state, because it may differ between ranks, and a full checkpoint cannot have it."""
+    """Return `optimizer.state_dict()`, in which sharded states are still DTensors. Raises `UsageError` if a parameter that is
+    sharded over several ranks has as state a plain tensor of one or more dims, because its values may differ between ranks."""
     state: dict[str, Any] = optimizer.state_dict()
     for index, param in _numbered(optimizer, state):
         if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
@@ -147,8 +148,8 @@ def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_whole(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state dict with full tensors, equal on all ranks, into `optimizer`. A state of a sharded parameter is sharded like
-    the parameter if both have one shape, and replicated otherwise. Collective."""
+    """Load the state dict `state`, with full tensors that are equal on all ranks, into `optimizer`. A state of a sharded
+    parameter is sharded like the parameter if it has the same shape, and replicated otherwise. Collective."""
     states = {index: dict(one) for index, one in state["state"].items()}
     for index, param in _numbered(optimizer, state):
         if isinstance(param, DTensor) and index in states:
@@ -164,7 +165,8 @@ def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> list[tuple[Any,
 
 
 def _cut_like(one: Tensor, param: DTensor) -> DTensor:
-    """Return a full tensor as a DTensor on the mesh of `param`: sharded like `param` if shapes are equal, else replicated."""
+    """Return the full tensor `one` as a DTensor on the mesh of `param`: sharded like `param` if shapes are equal, else
+    replicated."""
     same_shape = one.shape == param.shape
     placements = param.placements if same_shape else [Replicate()] * param.device_mesh.ndim
     cut = distribute_tensor(one.to(param.device), param.device_mesh, placements, src_data_rank=None)

@@ -61,8 +61,8 @@ class ShardedTrainer:
     Evaluation with `compute_metrics` needs logits, and always uses the library's loss. A class attribute of this name is the
     default.
 
-    `sequence`: ranks that share each sequence (docs/long-context.md), neighbours by rank. They get the same batches, and a
-    step has `per_device_train_batch_size` sequences for each group of them. Collective in `__init__` if above 1. Raises
+    `sequence`: number of ranks, neighbours, that share each sequence (docs/long-context.md). They get the same batches, and a
+    step has `per_device_train_batch_size` sequences for each group of them. If above 1, the constructor is collective. Raises
     `UsageError` for what needs whole sequences on each rank: `compute_metrics`, `predict`, label smoothing, a loss of one's own.
     A class attribute of this name is the default.
     """
@@ -122,7 +122,9 @@ class ShardedTrainer:
         Accelerator.of(self.accelerator, self._shard_arguments)
 
     def _share_sequences(self) -> None:
-        """Let groups of `self.sequence` ranks share each sequence. Collective. Raises `UsageError` if they cannot."""
+        """Let groups of `self.sequence` neighbouring ranks share each sequence: prepare the model, the accelerator and the
+        gathering of metrics for that. Collective. Raises `UsageError` if the number of ranks or another option does not allow
+        it."""
         size, world = self.sequence, self.args.world_size
         if not isinstance(size, int) or size < 1 or world % size:
             raise UsageError(f"sequence={size!r} does not divide the {world} ranks; pass a divisor of {world}.")
@@ -165,9 +167,9 @@ class ShardedTrainer:
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the loss, or (loss, outputs) if `return_outputs`. Calls the library's method if `self.loss` is "library", if
-        there are no labels, or if `outputs` must have logits. Otherwise computes the loss without logits; `outputs` is then the
-        dict {"loss": loss}. Raises `UsageError` if the model's logits are not the output of its head alone, or if the model has
-        a loss of routers."""
+        there are no labels, or with `return_outputs`, unless the loss alone is evaluated. Otherwise computes the loss without
+        logits; `outputs` is then the dict {"loss": loss}. Raises `UsageError` if the model's logits are not the output of its
+        head alone, or if the model has a loss of routers."""
         labels, divisor, shift = inputs.get("labels"), num_items_in_batch, True
         if self.sequence > 1:
             inputs = split_sequence(inputs, self.accelerator.sequences["cp"])
@@ -244,8 +246,8 @@ class ShardedTrainer:
     # -- resuming
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does. Collective. `resume_from_checkpoint`: a path, or True for the newest complete checkpoint.
-        Raises `CheckpointError` on all ranks if that checkpoint is incomplete, or if there is none."""
+        """Train as the Trainer does. Collective. `resume_from_checkpoint`: a path, or True for the newest complete checkpoint;
+        None begins anew. Raises `CheckpointError` on all ranks if that checkpoint is incomplete, or if there is none."""
         path: str | bool | None = resume_from_checkpoint
         if path:
             path = Team.of(()).agree(lambda: _newest(self.args.output_dir) if path is True else _checked(str(path)))
@@ -274,11 +276,12 @@ class ShardedTrainer:
 
 
 class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` that shards its model; `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`."""
+    """`transformers.Trainer` that shards its model. `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`. It
+    also takes `loss` and `sequence`, as `ShardedTrainer` describes them."""
 
 
 def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: Any) -> Any:
-    """Return a model on the meta device that remembers the folder of its weights. An integration loads them when it shards it.
+    """Return a model on the meta device that remembers the folder of its weights; they are loaded when an integration shards it.
 
     No rank ever has the whole model in memory. PEFT may add adapters before the model is sharded. `kind`: `AutoModelForCausalLM`
     or a model class. `folder`: path of a folder with the model's config and safetensors, or "owner/name" on the hub. `kwargs`:
@@ -306,7 +309,8 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
 
 
 def _saved_only(model: nn.Module) -> Only:
-    """Return the argument `only` of `save` and `load`: of a PEFT model not its base, which is stored elsewhere; else all."""
+    """Return the argument `only` of `save` and `load`: "trained" for a PEFT model, whose base is stored elsewhere; None (all
+    tensors) for any other."""
     return "trained" if is_peft(model) else None
 
 

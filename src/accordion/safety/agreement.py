@@ -31,8 +31,8 @@ logger = logging.getLogger("accordion")
 class UnitCall(NamedTuple):
     """One step of a forward: the call of the unit with index `unit` begins or, if `leaves` is True, ends.
 
-    `differentiable`: a backward may reach the call. `depth`: number of unit calls in progress when the step is taken; a call that
-    ends counts, and a call that begins does not. `trained`: indices of the unit's parameters that require gradients. `reads`: the
+    `differentiable`: a backward may reach the call. `depth`: number of unit calls in progress when the step is taken, including a
+    call that ends, without a call that begins. `trained`: indices of the unit's parameters that require gradients. `reads`: the
     call begins because code reads the unit's weight, not because the unit's forward runs.
     """
 
@@ -45,25 +45,26 @@ class UnitCall(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """Decision that ranks that are behind catch up first: they take the steps that the last forward of this kind took, without
-    exchanging messages, until they have done `num_done` steps of forward number `root`, as other ranks have."""
+    """Decision that the ranks that are behind catch up first. Without messages, they take the steps that the last forward of this
+    kind took, until they have done `num_done` steps of forward number `root`, as the other ranks have."""
 
     root: int
     num_done: int | None  # None: to the end
 
     def is_for(self, report: Mapping[str, Any]) -> bool:
-        """Return True if the rank with this report is behind; `root` and `num_done` of the report are as in `choose`."""
+        """Return True if the rank that gave `report`, one of the reports for `choose`, is behind."""
         num_done = report["num_done"] if report["root"] == self.root else None
         return num_done is not None and (self.num_done is None or num_done < self.num_done)
 
 
 def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
-    """Return the step that all ranks take next. If some ranks are behind, return `CatchUp`; if dummy calls cannot help, None.
+    """Return the step that all ranks take next. Return a `CatchUp` if some ranks are behind, or may be, and None if dummy calls
+    cannot bring the ranks together.
 
-    Steps inside a call come before steps after it; ties are broken by the unit's position in the model. `reports`: one per
-    rank, with `step` (fields of its next `UnitCall`, or None), `root` (number of its forward), `num_done` (number of steps taken
-    in that forward, None after its end), and `must` (only if the rank is about to do something that has no dummy call, such as
-    a backward).
+    Steps inside a call come before steps after it; ties are broken by the unit's position in the model. `reports`: one per rank,
+    with `step` (fields of its next `UnitCall`, or None), `root` (number of its forward), `num_done` (number of steps taken in
+    that forward, None after its end), and `must` (only if the rank is about to do something that has no dummy call, such as a
+    backward).
     """
     reports = list(reports)
     at = [report for report in reports if report["step"] is not None]
@@ -123,9 +124,9 @@ class OrderAgreement(Observer):
             self.must(f"begins a forward {gradients}{'' if reduces else ', under no_sync'}")
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
-        """Wait until all ranks call `unit`, and make dummy calls of units that others call first. Raises `DivergenceError` if
-        dummy calls cannot bring ranks together. Does nothing if the last forward called `unit` at this point too (unless ranks
-        agree on each step), or if the forward needs no other rank."""
+        """Wait until all ranks call `unit`, and before that make dummy calls of units that other ranks call first. Raises
+        `DivergenceError` if dummy calls cannot bring the ranks together. Does nothing if the last forward called `unit` at this
+        point too (unless ranks agree on each step), or if this forward needs no other rank."""
         depth = self._engine.depth - len(self.open_dummies)
         step = UnitCall(unit.index, differentiable, depth, unit.trained.indices, reads=by_read)
         if self._silent or (self.trusts_history and self._expected.matches(FORWARD, step)):
@@ -135,8 +136,8 @@ class OrderAgreement(Observer):
         self.agree(step, f"enters unit {unit.index} ({unit.name or 'root'}) in its forward, {doing}")
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """Before the forward of `call` ends, make dummy calls of inner units that other ranks still call, and end all open dummy
-        calls. Does nothing for a dummy call and in a backward. Returns `out`."""
+        """When the forward of `call` ends, make dummy calls of inner units that other ranks still call, and end all open dummy
+        calls. After an error, only end them. Does nothing for a dummy call and in a backward. Returns `out`."""
         if call.is_dummy or call.root == IN_BACKWARD:
             return out
         unit = call.unit
@@ -208,8 +209,9 @@ class OrderAgreement(Observer):
             self._expected.note(FORWARD, step)
 
     def _next(self, step: UnitCall, what: str) -> UnitCall:
-        """Return the step that all ranks take next: `step`, or one for which this rank makes a dummy call. Meets other ranks
-        unless it catches up on steps that they have done. Raises `DivergenceError` if ranks cannot be brought together."""
+        """Return the step that all ranks take next: `step`, or one for which this rank makes a dummy call. Exchanges reports with
+        the other ranks, unless it repeats steps that they have done. Raises `DivergenceError` if ranks cannot be brought
+        together."""
         while True:
             following: Any = self._expected.following(FORWARD)
             if self._num_to_follow and following is not None:
@@ -227,7 +229,8 @@ class OrderAgreement(Observer):
                 return chosen
 
     def must(self, what: str) -> None:
-        """Wait until all ranks are about to do `what`, which has no dummy call. Raises `DivergenceError` if a rank will not."""
+        """Wait until all ranks are about to do `what`, which has no dummy call. Raises `DivergenceError` if a rank will not do
+        it. Returns at once if there are no other ranks."""
         while reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()}):
             if all(r.get("must") == what for r in reports.values()):
                 # One rank may have run silent forwards alone, so numbers may differ.
@@ -248,7 +251,8 @@ class OrderAgreement(Observer):
 
     def _decide(self, reports: Mapping[int, Mapping[str, Any]]) -> UnitCall | None:
         """Return the step that all ranks take next. If ranks must catch up first, return None, and have this rank do so if it is
-        one of them. Raises `DivergenceError` if dummy calls cannot bring ranks together."""
+        one of them. If ranks call different units for the first time, set `always` and log a warning. Raises `DivergenceError` if
+        dummy calls cannot bring ranks together."""
         outcome = choose(reports.values())
         if outcome is None:
             self._monitor.fail_diverged(reports)

@@ -65,7 +65,7 @@ class DivergenceMonitor(Observer):
     pass opens a meeting, a barrier with reports. The others, which wait in their next collective, see that and join, and
     `OrderAgreement` decides what to do. In other waits, each rank posts (sends to all others) after `REPORT_AFTER_S` what it
     waits for; if all ranks wait and none can continue, each raises an error with all posts. On NCCL the host does not wait in
-    collectives and sees no meeting: ranks that left the order raise after `LOST_S`.
+    collectives and sees no meeting: ranks that left the order raise after `LOST_S`, or the job's timeout if that is shorter.
     """
 
     def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:
@@ -96,19 +96,19 @@ class DivergenceMonitor(Observer):
 
     @property
     def _hub(self) -> Hub | None:
-        """The hub of the model's ranks; None without other ranks, and after the job's process groups are destroyed."""
+        """The hub of the model's ranks. None without other ranks, and after the job's process groups are destroyed."""
         hub = self._own_hub
         return None if hub is None or hub.is_closed else hub
 
     def listen(self, join: Callable[[str], dict[int, dict[str, Any]]]) -> None:
         """Register the bound method `join`, to which only a weak reference is kept. If another rank opens a meeting while this
-        rank waits in a collective, `join` is called with text on what this rank does, joins it, and returns the reports by rank.
-        """
+        rank waits in a collective, `join` is called with text on what this rank does. It joins the meeting, and returns the
+        reports by rank."""
         self._join = weakref.WeakMethod(join)
 
     def check(self) -> None:
-        """Raise `DivergenceError` if ranks have diverged before, `UsageError` if there are other ranks and this one has destroyed
-        its process group."""
+        """Raise `DivergenceError` if ranks of this model have diverged before. Raise `UsageError` if there are other ranks and
+        this rank has destroyed its process group."""
         if self.listens and self._hub is None and not dist.is_initialized():
             raise UsageError(
                 "a sharded model was called after dist.destroy_process_group(), so its ranks cannot reach each other; call it "
@@ -169,11 +169,12 @@ class DivergenceMonitor(Observer):
     # -- meetings
 
     def meet(self, report: Mapping[str, Any]) -> dict[int, dict[str, Any]] | None:
-        """Wait until every rank has joined its next meeting. Return None if all reports are equal, else rank -> its `report`
-        together with its facts for `advice`.
+        """Join the next meeting, and wait until all ranks have joined it. Return None if all reports are equal, else a dict from
+        rank to its `report` together with its facts for `advice`.
 
-        `report`: JSON data; `report["what"]` tells what this rank does, for messages. Raises `DivergenceError` if a rank ends
-        before, if ranks wait for each other in different places, or after `LOST_S`. Without other ranks, returns None at once.
+        `report`: JSON data; `report["what"]` tells what this rank does, for messages. Raises `DivergenceError` if a rank has
+        failed or ended, if ranks wait for each other in different places, or after `LOST_S` or the job's timeout, whichever is
+        shorter. Without other ranks, returns None at once.
         """
         self.num_since_meeting = 0
         if (hub := self._hub) is None:
@@ -281,8 +282,8 @@ class DivergenceMonitor(Observer):
         poll(lambda: done, math.inf, check, wait, first_s=2 * MEETING_POLL_S, longest_s=POLL_S)
 
     def _done(self, work: Any, timeout: timedelta | None, what: str) -> bool:
-        """Wait for `work`, and return True if it has ended, False after `timeout`; without one, wait until the backend's. Raises
-        `DivergenceError` if `work` has failed."""
+        """Wait for `work`, at most for `timeout`, and return True if it has ended, else False. If `timeout` is None, that of the
+        backend applies. Raises `DivergenceError` if `work` has failed."""
         try:
             if timeout is None:
                 work.wait()
@@ -297,8 +298,8 @@ class DivergenceMonitor(Observer):
 
     def _report(self, hub: Hub, wait: _Wait) -> None:
         """Post that this rank waits. Raise `DivergenceError` if a rank has failed, or if in `POLLS` calls in a row all ranks
-        waited in different places. In call `SILENT_POLLS` of a wait, log a warning that names the ranks without a post. Counts
-        the calls in `wait`."""
+        waited in different places. In call number `SILENT_POLLS`, log a warning that names the ranks without a post. Counts the
+        calls in `wait`."""
         doing = self._doing(wait.what)
         self._tell({"ranks": wait.ranks, "what": doing, **self._facts})
         posts = hub.posts(self._prefix)
@@ -318,7 +319,8 @@ class DivergenceMonitor(Observer):
             self.fail(f"ranks wait for each other in different places: {each}; {wording.advice(posts)}")
 
     def _without_post(self, hub: Hub) -> str:
-        """Ask the ranks that have posted nothing, and return text on what they do and which do not answer; "" if all have."""
+        """Ask the ranks that have posted nothing what they do. Return text on their answers and on the ranks without an answer;
+        "" if all ranks have posted."""
         posts = hub.posts(self._prefix)
         ranks = [rank for rank in self.ranks if rank not in posts]
         return hub.others(ranks) if ranks else ""
@@ -354,7 +356,7 @@ class DivergenceMonitor(Observer):
 
     def looks(self, device: torch.device) -> bool:
         """Return True if ranks compare the tags that collectives carry to identify their unit: on a CPU always, on other devices
-        only soon after a meeting."""
+        in the first `COMPARED_PASSES` forwards and in as many after a meeting. Return False if there are no other ranks."""
         return self.listens and (self.num_since_meeting <= COMPARED_PASSES or device.type == "cpu")
 
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
@@ -370,9 +372,9 @@ class DivergenceMonitor(Observer):
             self._fail_mismatch(what)
 
     def send_steps(self, num: int, chain: int) -> None:
-        """In every few backwards, send `chain` to the first rank, which compares it over ranks. Nobody waits. `chain`: the digest
-        of this rank's optimizer steps up to its backward number `num`. Raises `DivergenceError` if digests of some backwards ago
-        differed, at the same backward on every rank. Does nothing without other ranks."""
+        """Send `chain` to the first rank, which compares it over ranks, but only in every few backwards. Nobody waits. `chain`:
+        the digest of this rank's optimizer steps up to its backward number `num`. Raises `DivergenceError` if digests of some
+        backwards ago differed, at the same backward on every rank. Does nothing without other ranks."""
         if (hub := self._hub) is None:
             return
         # Digests are chained, so the last one that every rank knows of also tells that earlier ones differed.

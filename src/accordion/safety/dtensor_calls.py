@@ -70,11 +70,12 @@ def _param_of(tensor: Any) -> Param | None:
 
 
 def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw random numbers for the whole tensor, which needs memory for it. If `operator` is in `DRAWS_INTO`, write this rank's
-    rows of them into the tensor and return it; otherwise return a new DTensor.
+    """Run `operator`, which draws random numbers. Return the tensor `args[0]` itself if `operator` writes into it (`DRAWS_INTO`),
+    otherwise a new DTensor like it.
 
-    On a CPU, torch would draw equal rows on all ranks. On accelerators it does not, so torch's implementation is called there, as
-    for tensors that are no parameters. Raises `UsageError` if this version of torch would divide the numbers in another way.
+    For a parameter on a CPU, torch would draw equal rows on all ranks. So the numbers of the whole tensor are drawn, which needs
+    memory for them, and this rank's rows are kept. On accelerators, and for tensors that are no parameters, torch's
+    implementation is called. Raises `UsageError` if this version of torch would divide the numbers in another way.
     """
     tensor = args[0]
     param = _param_of(tensor)
@@ -101,9 +102,9 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an in-place operator and return its result. A write into a view of a parameter counts as a write of the parameter.
-    Raises `UsageError` if `args[0]` is a view that was gathered into new memory, as `weight[0]`, or if the operator copies rows
-    of other ranks into a parameter."""
+    """Run an in-place operator on `args[0]`, and return its result. A write into a view of a parameter counts as a write of the
+    parameter. Raises `UsageError` for a view of a parameter that was gathered into new memory, such as `weight[0]`, and if the
+    operator copies rows of other ranks into a parameter."""
     tensor, param = args[0], _param_of(args[0])
     if param is not None:
         _begin_write(tensor, param)
@@ -113,8 +114,8 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _begin_write(tensor: Tensor, param: Param) -> None:
-    """Prepare a write into `tensor`, which is `param` or a view of it. Raises `UsageError` for a view that was gathered into new
-    memory. If `tensor` is another object than `param`, as `param.data`, increment the version counter of `param`."""
+    """Prepare a write into `tensor`, which is `param` or a view of it: if it is another object than the parameter, such as
+    `param.data`, increment the parameter's version counter. Raises `UsageError` for a view that was gathered into new memory."""
     base, storage = _torch.base_of(tensor), _torch.local_of(tensor).untyped_storage()
     if isinstance(base, DTensor) and _torch.local_of(base).untyped_storage() is not storage:
         raise UsageError(
@@ -136,8 +137,8 @@ def _refuse_tangent(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a view of the tensor in another shape. Raises `UsageError` in place of torch's error if that fails because the rows
-    of a tensor on the mesh of a sharded model do not divide by the ranks, as for `weight.flatten()`."""
+    """Return a view of the tensor `args[0]` in another shape. If that fails because the rows of a tensor on the mesh of a sharded
+    model do not divide by the ranks, as for `weight.flatten()`, raises `UsageError` in place of torch's error."""
     try:
         return _torch.unanswered(operator, args, kwargs)
     except RuntimeError as error:
@@ -156,8 +157,9 @@ def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer `item`, `float`, `int` and `bool`: return the number in a tensor of one element, reduced over ranks (a collective)
-    unless it is replicated. torch itself would return this rank's part, for `grad.norm().item()` a partial sum."""
+    """Implement `item`, `float`, `int` and `bool`: return the number in a tensor of one element. On the mesh of a sharded model,
+    the number is reduced over ranks (a collective) unless it is replicated. torch itself would return this rank's part of it, for
+    `grad.norm().item()` a partial sum."""
     tensor: DTensor = args[0]
     if not _is_on_our_mesh(tensor):
         return _torch.unanswered(operator, args, kwargs)

@@ -19,9 +19,9 @@ from accordion.errors import NonFiniteError
 
 
 class FiniteCheck(Observer):
-    """Observer that checks parameters, outputs and gradients for NaN and inf (`debug="finite"`), and reports the first ones.
-    A 0-d tensor on the device for each unit and place becomes 1 if a value is not finite. The host waits for the device once a
-    pass. Ranks visit units in the same order, so the first tensor that is 1 on any rank belongs to the first unit."""
+    """Observer that checks parameters, outputs and gradients for NaN and inf (`debug="finite"`), and raises an error on the first
+    one. A 0-d tensor on the device for each unit and place becomes 1 if a value is not finite. The host waits for the device once
+    a pass. Ranks visit units in the same order, so the first tensor that is 1 on any rank belongs to the first unit."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -44,8 +44,8 @@ class FirstInputs(Observer):
 
 
 def have_own_data(engine: Engine) -> bool:
-    """Return True if every rank should train on its own data: if names of the model's meshes tell of no tensor, sequence, context
-    or expert parallelism, and no parameter has a mesh of its own or is wrapped in a subclass."""
+    """Return True if every rank should train on data of its own: no mesh of the model has a name of tensor, sequence, context or
+    expert parallelism, and no parameter has a mesh of its own or is wrapped in a subclass."""
     params = [param for unit in engine.units for param in unit.params]
     meshes = [param.sharded.device_mesh for param in params if isinstance(param.sharded, DTensor)]
     names = {part for mesh in meshes for name in mesh.mesh_dim_names or () for part in name.split("_")}
@@ -54,8 +54,8 @@ def have_own_data(engine: Engine) -> bool:
 
 @torch.no_grad()
 def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
-    """Start to copy (checksum, 0 if all elements are equal else 1) of each tensor to the host, and return one copy per device.
-    Tensors on meta, without elements, or of a subclass are left out."""
+    """Compute (checksum, 1 if elements differ else 0) of each tensor, begin to copy these pairs to the host, and return one copy
+    per device, without waiting. Tensors on meta, without elements, or of a subclass are left out."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
@@ -67,6 +67,6 @@ def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
 
 
 def digest_of(copies: Iterable[HostCopy]) -> int | None:
-    """Return a digest of the `copies` that `checksums_of` returned; None if each tensor consists of equal elements."""
+    """Return a digest of the `copies` that `checksums_of` returned; None if none of the tensors has elements that differ."""
     pairs = [pair for copy in copies for pair in copy.read()[0]]
     return zlib.crc32(repr(pairs).encode()) if any(differs for _, differs in pairs) else None

@@ -62,7 +62,8 @@ class ForwardWrites(Observer):
         self.interrupted()
 
     def backward_ended(self, reduced: bool) -> None:
-        """If gradients were `reduced`, skip the units of this step from now on; after the last unit, detach the observer."""
+        """If gradients were `reduced`, check the units of this step no more; after the last unit, detach the observer. Does
+        nothing if `always` was set."""
         if self._always or not reduced:
             return
         self._unchecked -= self._checked

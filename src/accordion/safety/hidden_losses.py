@@ -31,9 +31,9 @@ class HiddenLosses(Observer):
         self._packs: list[Callable[[Tensor], Any]] = []  # hooks of calls in progress
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """Install a hook for tensors that autograd saves in the forward of `call`: before a backward reads a full parameter among
-        them, the backward of `call` begins, unless it has begun. Installs none for a dummy call or a call without a backward, for
-        a unit whose first backward needed no hook, and inside saved-tensor hooks of other code."""
+        """Install a hook on the tensors that autograd saves in the forward of `call`. Before a backward reads a full parameter
+        among them, the hook begins the backward of `call`, unless it has begun. No hook is installed for a dummy call, for a call
+        without a backward, for a unit whose first backward needed none, and inside saved-tensor hooks of other code."""
         if self._begins_at_reads.get(call.unit.index) is False and call.needs_full_in_backward:
             return
         if call.is_dummy or not call.may_come_back:
@@ -79,6 +79,6 @@ class HiddenLosses(Observer):
 
 
 def unpack(saved: Any) -> Tensor:
-    """Unpack hook: return the saved tensor. If it is a full parameter, which `pack` has put into a `partial`, first begin the
-    backward of its call."""
+    """Unpack hook: return the tensor that was saved as `saved`. If it is a full parameter, which `pack` has put into a `partial`,
+    first begin the backward of its call."""
     return cast(Tensor, saved() if isinstance(saved, partial) else saved)

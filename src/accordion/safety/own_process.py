@@ -12,7 +12,7 @@ KEPT_BYTES = 2**30
 
 
 def keep_freed_memory() -> None:
-    """Without an accelerator, keep freed host memory in this process for the next allocation, as an accelerator does.
+    """Keep freed host memory in this process for its next allocation. Does nothing if an accelerator is available.
 
     Full parameters and gradients are allocated and freed with every unit. By default glibc returns large blocks, and free memory
     at the end of its heap, to the system, which clears each page when it is touched again. For two ranks of a 30 M-parameter GPT

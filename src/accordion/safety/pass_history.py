@@ -27,8 +27,9 @@ class _OpenPass:
 class PassHistory:
     """Record of past passes that predicts the next event in a pass, such as a call of a unit, and the kind of the next pass.
 
-    A pass is one forward or backward; its kind is any value that tells passes apart. `begin` and `end` return True if the pass
-    began or ended as predicted. After an unexpected event, prediction resumes after the next such event in the last pass.
+    A pass is one forward or backward. Its kind is any value that tells passes apart. `begin` and `end` return True if the pass
+    began or ended as predicted. After an unexpected event, prediction resumes after an equal event that comes later in the last
+    pass of that kind; without one, it stays where it was.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,8 @@ class PassHistory:
         return known
 
     def matches(self, phase: Phase, event: Hashable) -> bool:
-        """If `event` is expected next in the pass of this `phase`, record it and return True; otherwise return False."""
+        """If `event` is expected next in the pass of this `phase`, record it and return True. Otherwise record nothing and return
+        False."""
         run = self._open.get(phase)
         if run is None or run.at >= len(run.last) or run.last[run.at] != event:
             return False

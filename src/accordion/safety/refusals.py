@@ -74,7 +74,7 @@ def guard(hooks: Hooks) -> None:
 
 
 def unguard(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Undo `guard` for one unit. `modules`: those to which `hooks` were attached, which may be detached by now."""
+    """Undo `guard` for one unit. `modules`: those to which `hooks` were attached; the hooks may have been detached by now."""
     for module in modules:
         for name in ("__deepcopy__", "__reduce_ex__", _torch.DDP_LEAVES_OUT):
             module.__dict__.pop(name, None)
@@ -163,9 +163,10 @@ def _read_outside(error: BaseException, units: Sequence[Unit]) -> UsageError:
 
 
 def _guard_conversion(guarded: nn.Module, of_unit: Hooks) -> None:
-    """Replace `_apply` of the module `guarded`, which `to`, `half` and `to_empty` call. The new method raises `UsageError` if
-    dtype or device of shards would change. In a forward of the unit it converts the full parameters of the call. Inside
-    `full_params`, it converts as torch does; also outside of forwards, if the unit has an `on_convert`, called first."""
+    """Replace `_apply` of the module `guarded`, which `to`, `half` and `to_empty` call. Between forwards, the new method raises
+    `UsageError` if dtype or device of a shard would change. In a forward of the unit it converts the full parameters of the call.
+    Inside `full_params` it converts as torch does. If the unit has an `on_convert`, which removes the engine, a conversion
+    between forwards calls it, and then also converts as torch does."""
     of, by = weakref.ref(guarded), weakref.ref(of_unit)
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -220,7 +221,8 @@ def refuse_additions(model: nn.Module, engine: Engine) -> None:
 
 
 class OneCaller(Observer):
-    """Observer that refuses calls of the model from a forked process, unless this rank is `alone`, and from a second thread."""
+    """Observer that refuses a call of the model in a forked process, unless this rank is `alone`: without other ranks. It also
+    refuses a call from a second thread while a forward runs."""
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
@@ -228,7 +230,7 @@ class OneCaller(Observer):
         self._thread: int | None = None
 
     def unit_is_called(self) -> None:
-        """Raise `UsageError` in a forked process, and if a forward of another thread is in progress."""
+        """Raise `UsageError` in a forked process (unless `alone`), and if a forward of another thread is in progress."""
         thread = self._thread
         if thread is None:  # the outermost call
             if not self._alone and os.getpid() != self._pid:

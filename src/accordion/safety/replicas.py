@@ -21,7 +21,7 @@ SHOWN = 3  # parameters of a rank in a message
 
 def compare_replicas(engine: Engine) -> None:
     """Raise `DivergenceError` on every rank if replicas of a shard differ. A collective; does nothing without replicas. The host
-    waits for running optimizer steps. Parameters with a mesh of their own are not compared."""
+    waits for optimizer steps in progress. Parameters with a mesh of their own are not compared."""
     context, monitor = engine.context, monitor_of(engine.context)
     if context.replicate.num_ranks < 2 or context.cut_twice or context.replicate.gather.is_fake:
         return  # no other rank has the same shards

@@ -95,7 +95,8 @@ def same_structure(
 
 
 def form_of(tensor: object, sync: bool = False) -> str:
-    """Return text with the dtype, shape and placements of a tensor, and "on meta" unless `sync`; of any other object its type."""
+    """Return text with dtype, shape and placements of a tensor, and "on meta" if it is there, unless `sync`; else with the
+    type."""
     if not isinstance(tensor, Tensor):
         return f"of type {type(tensor).__name__}"
     device = " on meta" if tensor.is_meta and not sync else ""
@@ -104,7 +105,7 @@ def form_of(tensor: object, sync: bool = False) -> str:
 
 
 def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collection[str]) -> Facts:
-    """Return the arguments of `shard` for the whole model, as text; they must be equal on all ranks."""
+    """Return the arguments of `shard` that hold for the whole model and must be equal on all ranks, as text by name."""
     # These are compared by unit or parameter, or in another form.
     apart = ("strategy", "precision", "offload", "units", "meshes", "prefetch")
     return {
@@ -117,8 +118,8 @@ def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collec
 
 
 def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads: Sequence[Offload]) -> Facts:
-    """Return precision and offload of the units, as text: all settings of the root, which comes first and is named "", and of
-    each other unit those that differ from the root's."""
+    """Return precision and offload of the units, as text by name: all settings of the root, which comes first and is named "",
+    and those settings of each other unit that differ from the root's."""
     kinds = [f.name for f in fields(Precision) if f.name != "overrides"]
     facts: Facts = {}
     root: Facts = {}
@@ -137,8 +138,8 @@ def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads:
 
 
 def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Result:
-    """Return `make()`. If that raises `UsageError` or `OffloadError` on some ranks, these raise it, and the others raise a
-    `UsageError` that has its text. A collective."""
+    """Return `make()`. A collective. If `make` raises `UsageError` or `OffloadError` on some ranks, that error is raised there,
+    and the other ranks raise a `UsageError` with its text."""
     error: AccordionError | None = None
     try:
         result = make()
@@ -202,8 +203,8 @@ def same_values(
 def _same_on_their_ranks(
     owned: Sequence[Owned], contexts: Mapping[int, ShardingContext], context: ShardingContext
 ) -> None:
-    """Raise `DivergenceError` on every rank of the model, which `context` has, if the values of a parameter in `owned` differ
-    between the ranks of its own mesh. `contexts`: those of the own meshes, by id of the `Owned`. A collective."""
+    """Raise `DivergenceError` on every rank of `context`, the model's, if the values of a parameter in `owned` differ between the
+    ranks of its own mesh. `contexts`: those of the parameters' own meshes, by id of the `Owned`. A collective."""
     if not owned:
         return
     differs = torch.zeros(len(owned), device=context.device)
@@ -222,8 +223,8 @@ def _same_on_their_ranks(
 
 
 def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
-    """Return the first rank's value of `tensor`, on the context's device. A `tensor` that is on that device is overwritten with
-    the value. A collective."""
+    """Return the first rank's value of `tensor`, on the context's device. If `tensor` is on that device, it is overwritten with
+    the value and shares memory with the result. A collective."""
     data = torch.empty_like(tensor, device=context.device) if tensor.is_meta else tensor.detach().to(context.device)
     broadcast([data], _communicators(context))
     return data
@@ -260,9 +261,9 @@ def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple
 
 
 def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context: ShardingContext, sync: bool) -> None:
-    """Move buffers to the device and cast them to their unit's precision; with `sync` (a collective) take the first rank's.
-    Buffers on the meta device stay there, unless `sync` and the first rank has values for them. `precisions`: those of the
-    units, by id of the unit's module; `model` must be among them."""
+    """Move the buffers of `model` to the device, and cast them to their unit's precision. With `sync` (a collective) they get the
+    first rank's values. Buffers on the meta device stay there, unless `sync` is set and the first rank has values for them.
+    `precisions`: those of the units, by id of the unit's module; `model` must be among them."""
     synced: dict[int, Tensor] = {}
     if sync and _communicators(context):
         named = {f"buffer {name!r}": buffer for name, buffer in buffers_of(model, all_of_them=True)}

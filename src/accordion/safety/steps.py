@@ -106,8 +106,9 @@ class StepWatch(Observer):
             self._versions = None
 
     def backward_begins(self) -> None:
-        """Add the record since the last backward to the digest, and send the digest in the tags of this backward's first unit, or
-        to the first rank. Does nothing if all parameters are frozen. Raises `DivergenceError` if digests differed before."""
+        """Add the record since the last backward to the digest, and send the digest: in the tags of the first unit with trainable
+        parameters, or to the first rank now and then. Does nothing if all parameters are frozen. Raises `DivergenceError` if
+        digests that were sent to the first rank before have differed."""
         first = first_trained(self._engine)
         if first is None:
             return
@@ -125,7 +126,8 @@ class StepWatch(Observer):
             self._monitor.send_steps(self._num, self._chain)
 
     def history(self) -> dict[str, Any]:
-        """Return {"records": [(number of the backward, step, record), ...]} of the last backwards and of the next one, so far."""
+        """Return {"records": [(number of the backward, step, record), ...]}: one entry for each of the last `KEPT_RECORDS`
+        backwards, and one for the next backward with what is recorded so far."""
         current = (self._num + 1, self._monitor.num_steps, {STEPS: str(self._num_steps), **self._record})
         return {"records": [*self._records, current]}
 

@@ -52,7 +52,7 @@ class WeightReads(Observer):
         self._begun.clear()
 
     def _begin(self, hooks: Hooks, reference: weakref.ref[nn.Module]) -> None:
-        """Begin a call of the layer `reference`, unless no forward of the model runs or the layer is unsharded already."""
+        """Begin a call of the layer in `reference` if a forward of the model runs and the layer is not unsharded yet."""
         engine, module = self._engine, reference()
         if engine.depth == 0 or engine.suspended or module is None or hooks.unit.module_params.is_shown:
             return
@@ -61,7 +61,8 @@ class WeightReads(Observer):
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
         """End the calls that reads began inside `call`, innermost first. Returns `out`, in which parameters that are freed here
-        are copied. If ends raise errors, the last of these is raised after all calls have ended."""
+        are copied. If some calls fail to end, raises the last of their errors after all have ended. Does nothing for a dummy
+        call."""
         if not self._begun or call.is_dummy:
             return out
         depth = self._engine.depth

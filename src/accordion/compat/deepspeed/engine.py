@@ -69,7 +69,8 @@ def initialize(
     Args:
         config: the path of a ds_config.json, or its content; by default `config_params`, then `args.deepspeed_config`.
         model_parameters: parameters of `model` before it is sharded, or groups of them; by default all that require gradients.
-        optimizer: an optimizer without state, or a function of parameters; by default the one in the configuration.
+        optimizer: an optimizer without state, which uses its own parameters and not `model_parameters`, or a function of
+            parameters; by default the one in the configuration.
         lr_scheduler: a scheduler, or a function of the optimizer; by default the one in the configuration, if any.
         training_data: dataset of which the loader gives each rank its micro-batches; without one, the loader is None.
         mpu, mesh_param: refused, because there is no model parallelism.
@@ -101,8 +102,8 @@ def initialize(
 
 
 def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings: Settings) -> Optimizer:
-    """Return `choice`, an optimizer, with sharded parameters in place of its old ones. If `choice` is a function, or None for the
-    one in `settings`, return the optimizer that it makes of `groups` (by default all parameters of `model` that require
+    """Return `choice`, an optimizer, after putting sharded parameters in place of its old ones. If `choice` is a function, or
+    None for the one in `settings`, return the optimizer that it makes of `groups` (None: all parameters of `model` that require
     gradients). Raises `UsageError` for an optimizer with state, or if nothing names an optimizer."""
     if isinstance(choice, Optimizer):
         if choice.state:
@@ -131,7 +132,8 @@ def _sharded(param: Any) -> nn.Parameter:
 
 
 class DeepSpeedEngine(nn.Module):
-    """The engine of DeepSpeed's training loop: accumulates and steps a sharded model, scales losses, and counts steps."""
+    """The model that `initialize` returns, with DeepSpeed's training loop for each micro-batch: `loss = engine(batch)`,
+    `engine.backward(loss)`, `engine.step()`. It accumulates gradients, scales losses, steps and counts."""
 
     def __init__(
         self,
@@ -163,8 +165,8 @@ class DeepSpeedEngine(nn.Module):
 
     def step(self) -> None:
         """Count a micro-batch; call this after each backward. After the last micro-batch of a step, also clip gradients, step
-        optimizer and scheduler, and clear gradients. Under fp16, a step with gradients that are not finite is skipped and
-        counted in `skipped_steps`, and a dynamic loss scale is lowered."""
+        optimizer and scheduler, and clear gradients. Under fp16, a step with gradients that are not finite is skipped and counted
+        in `skipped_steps`, and a dynamic loss scale is lowered; if it is the least one, raises `AccordionError`."""
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not boundary:
@@ -234,9 +236,9 @@ class DeepSpeedEngine(nn.Module):
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, **_: Any
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load model, optimizer, scheduler, scaler and step counts from `load_dir/tag`, by default from the newest checkpoint in
-        `load_dir`. Returns (path of the checkpoint, the `client_state` that was saved). Returns (None, {}) if `tag` is None and
-        `load_dir` has no checkpoint. Collective. Raises `CheckpointError` if the checkpoint cannot be loaded."""
+        """Load model, optimizer, scheduler, scaler and step counts from `load_dir/tag`; if `tag` is None, from the newest
+        checkpoint in `load_dir`. Returns (path of the checkpoint, the `client_state` that was saved). Returns (None, {}) if `tag`
+        is None and `load_dir` has no file `latest`. Collective. Raises `CheckpointError` if the checkpoint cannot be loaded."""
         newest = Path(load_dir, LATEST)
         if tag is None and not newest.exists():
             return None, {}

@@ -19,7 +19,7 @@ OURS = ("torch_adam", "adam_w_mode", "bias_correction", "max_grad_norm")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerChoice:
-    """A class of torch.optim and its arguments; call it with parameters or parameter groups after `shard`."""
+    """A class of torch.optim and its arguments. Call it with parameters, after `shard`, to create the optimizer."""
 
     cls: type[Optimizer]
     params: Mapping[str, Any]
@@ -44,8 +44,9 @@ class OptimizerChoice:
 
 def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
     """Return the optimizer class and its arguments for the section `optimizer` of a configuration. `name`, `params`: the values
-    of its keys `type` and `params`; the dict `params` is changed. Raises `UsageError` if torch.optim lacks the optimizer or steps
-    it otherwise than DeepSpeed, or if the class does not take an argument in `params`."""
+    of the section's keys `type` and `params`; the dict `params` is changed. Raises `UsageError` if `name` is no text, if
+    torch.optim lacks the optimizer or steps it otherwise than DeepSpeed, or if the class does not take an argument in
+    `params`."""
     if not isinstance(name, str):
         raise UsageError(f"optimizer.type is {name!r}; it takes a name, AdamW for example.")
     ours = {key: params.pop(key) for key in OURS if key in params}

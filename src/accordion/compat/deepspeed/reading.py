@@ -73,8 +73,8 @@ class Settings:
     ignored: tuple[str, ...]
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh | None:
-        """Return the mesh to pass to `shard`. For a hybrid strategy, create a mesh of two axes ("replicate", "shard"), which is
-        collective. Otherwise return None, which means all ranks."""
+        """Return the mesh to pass to `shard`. For a hybrid strategy, create a mesh with the axes ("replicate", "shard"), which is
+        collective. Otherwise return None, with which `shard` uses all ranks."""
         if self.group_ranks is None:
             return None
         replicas = self.replicas(dist.get_world_size())
@@ -93,7 +93,7 @@ class Settings:
         return num_ranks // self.group_ranks
 
     def scaler(self, device_type: str = "cpu") -> LossScaler:
-        """Return the gradient scaler, which does nothing unless fp16 is enabled."""
+        """Return a new gradient scaler, which does nothing unless fp16 is enabled."""
         return LossScaler(_below(self.said, "fp16."), device_type)
 
     def batch(self, num_ranks: int) -> BatchSizes:
@@ -191,8 +191,8 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _key(name: str, value: Any) -> Key:
-    """Return the `Key` of the dotted key `name`, or of the section around it if that section takes any key. Raises `UsageError`
-    if there is no such key, or if its `value` is not supported."""
+    """Return the `Key` of the dotted key `name`; if the section around it takes any key, that of the section. Raises `UsageError`
+    if there is no such key, or if it is not supported and `value` does not turn it off."""
     row = name
     while row and row not in KEYS:
         row = row.rpartition(".")[0]
@@ -228,8 +228,8 @@ def _resolved(name: str, value: Any, key: Key, auto: Mapping[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, key: Key) -> Any:
-    """Return the `value` of the DeepSpeed key `name`, as an int if `key` takes whole numbers. "auto" is returned unchecked.
-    Raises `UsageError` if `key` does not take `value`."""
+    """Return the `value` of the DeepSpeed key `name`, as an int if `key` takes whole numbers. The value "auto" is returned
+    unchecked. Raises `UsageError` if `key` does not take `value`."""
     takes = None if value == "auto" else key.takes  # some are resolved later, from other keys
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if takes is bool and not isinstance(value, bool):

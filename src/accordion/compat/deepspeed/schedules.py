@@ -43,7 +43,7 @@ class Schedule:
             raise UsageError(f"{self.type} needs scheduler.params.total_num_steps; add it.")
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
-        """Return a scheduler of torch for `optimizer`, and set the optimizer's first rates. Step it after each optimizer step."""
+        """Return a scheduler of torch that has set the first rates of `optimizer`. Step it after each optimizer step."""
         return Scheduled(optimizer, self)
 
     @property

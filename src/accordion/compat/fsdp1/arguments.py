@@ -87,9 +87,9 @@ class Arguments:
         return FULL_SHARD if self.sharding_strategy is None else STRATEGIES[self.sharding_strategy.name]
 
     def mesh(self) -> DeviceMesh | None:
-        """Return the mesh for `shard`: `device_mesh`, or a mesh of `process_group`. If neither was passed, return None (all
-        ranks), or for a hybrid strategy a mesh that shards over a host's accelerators and replicates over hosts. Raises
-        `UsageError` if the strategy cannot use `process_group`."""
+        """Return the mesh for `shard`: `device_mesh`, or a mesh of `process_group`. If neither was passed, return None, which
+        means all ranks; but for a hybrid strategy, create a mesh (a collective) that shards over the accelerators of a host, or
+        over all ranks on CPUs, and replicates over hosts. Raises `UsageError` if the strategy cannot use `process_group`."""
         hybrid = self.strategy.hybrid
         if self.device_mesh is not None:
             return self.device_mesh
@@ -150,8 +150,8 @@ class Arguments:
 
 def ignored_parameters(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> list[nn.Parameter]:
     """Return the parameters that are not to be sharded, each once. `modules`: the argument `ignored_modules`. `states`: the
-    argument `ignored_states`, a list of parameters and modules. Raises `UsageError` if both are passed, or if they contain other
-    objects."""
+    argument `ignored_states`, a list of parameters and modules. Raises `UsageError` if both are passed, or for an object of
+    another type in them."""
     if modules is not None and states is not None:
         raise UsageError("ignored_modules and ignored_states are both passed; pass everything in ignored_states.")
     params: list[nn.Parameter] = []

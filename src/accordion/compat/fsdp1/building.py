@@ -82,9 +82,9 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
 
 
 def _master(root: nn.Module) -> torch.dtype:
-    """Return the narrowest dtype of trained parameters. As `Precision.master` this dtype changes no parameter, because parameters
-    with a wider dtype keep theirs. Returns float32 if no parameter is trained. Raises `UsageError` for two narrowest dtypes, such
-    as bfloat16 and float16."""
+    """Return the narrowest dtype of the parameters that require gradients, float32 if there are none. As `Precision.master` this
+    dtype changes no parameter, because parameters with a wider dtype keep theirs. Raises `UsageError` if two dtypes are equally
+    narrow, such as bfloat16 and float16."""
     dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
     if not dtypes:
         return torch.float32
@@ -114,8 +114,8 @@ def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
 
 def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[tuple[nn.Module, Arguments]]) -> None:
     """Initialise the modules of the sharded `root` whose ids are in `on_meta`. If all modules with parameters are on the meta
-    device and no wrapper has a `param_init_fn`, call `initialise(root)`. Otherwise call the `param_init_fn` of each module's
-    nearest wrapper, or else its `reset_parameters`. Raises `UsageError` if a module has neither."""
+    device and no wrapper has a `param_init_fn`, call `initialise(root)`. Otherwise call for each module the `param_init_fn` of
+    its nearest wrapper, or without one the module's `reset_parameters`. Raises `UsageError` if there is neither."""
     # Inner wrappers come later in the list, so theirs replaces that of outer ones.
     functions = {id(module): options.param_init_fn for wrapper, options in wrappers for module in wrapper.modules()}
     owners = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]

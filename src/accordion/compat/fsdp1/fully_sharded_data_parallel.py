@@ -119,7 +119,7 @@ class FullyShardedDataParallel(StateDicts):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return all wrappers in `module`, including itself; with `root_only` only those that are inside no other wrapper."""
+        """Return all wrappers in `module`, and itself if it is one; with `root_only` only those that are inside no other one."""
         wrappers = [m for _, m in walk(module) if isinstance(m, FullyShardedDataParallel)]
         return [m for m in wrappers if m.check_is_root()] if root_only else wrappers
 
@@ -127,16 +127,16 @@ class FullyShardedDataParallel(StateDicts):
 
     @contextlib.contextmanager
     def no_sync(self) -> Generator[None]:
-        """Context manager in which each rank sums full gradients; the next backward outside reduces the sums. Raises
-        `UsageError` on a wrapper inside another wrapper."""
+        """Context manager in which backwards do not reduce gradients: each rank sums its full gradients, and the next backward
+        outside reduces the sums. Raises `UsageError` on a wrapper inside another wrapper."""
         self._require_root("no_sync()")
         with state.no_sync(self):
             yield
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients to a global norm of at most `max_norm`, and return the norm before, 0-d float32. Collective. Raises
-        `UsageError` on a wrapper inside another wrapper."""
+        """Scale the gradients of the model so that their norm over all ranks is at most `max_norm`. Returns the norm before that,
+        a 0-d float32 tensor. Collective. Raises `UsageError` on a wrapper inside another wrapper."""
         self._require_root("clip_grad_norm_()")
         return clip_grad_norm_(self, float(max_norm), float(norm_type))
 
@@ -150,11 +150,11 @@ class FullyShardedDataParallel(StateDicts):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Generator[None]:
-        """Context manager in which the parameters of the whole model around `module` are full on every rank. Collective.
+        """Context manager in which all parameters of each outermost wrapper around or in `module` are full on every rank.
 
-        `recurse`, `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: changes of parameters and
-        gradients are written into the shards at the end; otherwise they are lost. Raises `UsageError` for `rank0_only` with
-        `writeback`, and for `offload_to_cpu` on an accelerator.
+        Collective. `recurse` and `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: changes of
+        parameters and gradients are written into the shards at the end; otherwise they are lost. Raises `UsageError` for
+        `rank0_only` with `writeback`, and for `offload_to_cpu` on an accelerator.
         """
         if rank0_only and writeback:
             raise UsageError("summon_full_params(rank0_only=True) cannot write back: pass writeback=False.")
@@ -179,7 +179,7 @@ class FullyShardedDataParallel(StateDicts):
 
 def _check(module: nn.Module, policy: Any) -> None:
     """Raise `UsageError` if `module`, which is to be wrapped, contains wrappers although a `policy` was passed; if a wrapper in
-    it has an engine already; or if it is a list or dict of modules, without a forward that could gather its own parameters."""
+    it has an engine already; or if it is a ModuleList or ModuleDict with parameters, because it has no forward to gather them."""
     inside = wrappers_in(module)
     if inside and policy is not None:
         raise UsageError(
@@ -201,8 +201,8 @@ def _check(module: nn.Module, policy: Any) -> None:
 
 @contextlib.contextmanager
 def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> Generator[None]:
-    """Context manager in which the parameters of `top` are full, and if `with_grads` also their gradients. The exit writes
-    changes of full parameters and gradients into the shards if `writeback`; otherwise they are lost. Collective."""
+    """Context manager in which the parameters of `top` are full, and with `with_grads` also their gradients. With `writeback`,
+    the exit writes changes of full parameters and gradients into the shards; otherwise they are lost. Collective."""
     sharded = dict(nn.Module.named_parameters(top))
     entries = state_dicts.params_of([engine])
     with state.full_params(top, write=writeback):

@@ -26,14 +26,14 @@ PREFIXES = (INNER, "_checkpoint_wrapped_module.")
 
 
 def clean(name: str) -> str:
-    """Return a qualified name without the parts that wrappers for FSDP and activation checkpointing add."""
+    """Return the qualified name `name` without the parts that wrappers for FSDP and activation checkpointing add."""
     for prefix in PREFIXES:
         name = name.replace(prefix, "")
     return name
 
 
 class Wrapper(nn.Module):
-    """Base class of `FullyShardedDataParallel`: one wrapper's arguments, and the engine that nested wrappers share."""
+    """Base class of `FullyShardedDataParallel`: stores the arguments of one wrapper, and builds the engine of nested wrappers."""
 
     _arguments: Arguments
     _outer: weakref.ref[Wrapper] | None
@@ -80,7 +80,8 @@ class Wrapper(nn.Module):
         return state.sharded_engine(self, what)
 
     def _require_root(self, what: str) -> None:
-        """Raise `UsageError`, which begins with `what`, if this wrapper is inside another. Otherwise build a missing engine."""
+        """Raise `UsageError` if this wrapper is inside another wrapper; `what` begins the message. Otherwise build the engine if
+        there is none."""
         if not self.check_is_root():
             raise UsageError(
                 f"{what} was called on a FullyShardedDataParallel inside another; call it on the outermost."
@@ -92,8 +93,8 @@ class Wrapper(nn.Module):
 
 
 def walk(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) for `module` and all its submodules, each once. Unlike `Wrapper.named_modules`, which this replaces,
-    it builds no engine. `prefix`: the name of `module`. `seen`: ids of modules to skip, to which those yielded are added."""
+    """Yield (name, module) for `module` and all its submodules, each once. Unlike `named_modules` of a wrapper, it builds no
+    engine. `prefix`: the name of `module`. `seen`: ids of modules to skip; those of the modules that are yielded are added."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -117,6 +118,7 @@ def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
 
 
 def _put_prefix(module: nn.Module, loaded: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Pre-hook of `load_state_dict`: insert `INNER` after `prefix` in the keys of `loaded`, because `module` is a wrapper."""
+    """Pre-hook of `load_state_dict`: insert `INNER` after `prefix` in the keys of `loaded`, because `module` is a wrapper.
+    Changes `loaded`."""
     for name in [name for name in loaded if name.startswith(prefix)]:
         loaded[f"{prefix}{INNER}{name.removeprefix(prefix)}"] = loaded.pop(name)

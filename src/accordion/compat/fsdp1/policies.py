@@ -14,8 +14,8 @@ from accordion.errors import UsageError
 def auto_wrap(root: nn.Module, policy: Any, arguments: dict[str, Any], wrap: Callable[..., nn.Module]) -> None:
     """Replace the submodules of `root` that `policy` chooses by `wrap(submodule, **arguments)`, children before parents.
     `policy`: a function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. If `arguments` ask for mixed
-    precision, batch norms are wrapped too, without mixed precision, as in torch. Raises `UsageError` if `policy` is neither a
-    function nor a policy object."""
+    precision, batch norms are wrapped too, without mixed precision, as in torch. Raises `UsageError` for a `policy` of another
+    type."""
     mixed = arguments.get("mixed_precision")
     exempt = () if mixed is None else tuple(_torch.classes_without_mixed_precision(mixed))
     if _torch.is_wrap_policy(policy):
@@ -46,7 +46,8 @@ def _by_function(
     targets: dict[nn.Module, dict[str, Any]] = {}
 
     def visit(module: nn.Module) -> int:
-        """Add the chosen modules in `module` to `targets`, children first. Return the number of parameter elements in them."""
+        """Add the modules in `module` that `policy` chooses to `targets`, children first. Return the number of parameter elements
+        in the chosen ones."""
         num_elements = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
         if not policy(module=module, recurse=True, nonwrapped_numel=num_elements):
             return 0

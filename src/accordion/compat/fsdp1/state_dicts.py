@@ -47,8 +47,8 @@ class StateDicts(Wrapper):
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Return the state dict with the names of the unwrapped module. Tensors are full, which makes this a collective, unless
-        `state_dict_type` chose shards. With `keep_vars`, the values are the sharded parameters themselves. If `destination` is
-        passed, the entries are added to it, and it is returned."""
+        `state_dict_type` chose shards. With `rank0_only`, ranks other than the first get {}. With `keep_vars`, the values are the
+        sharded parameters themselves. If `destination` is passed, the entries are added to it, and it is returned."""
         self._ready()
         raw = super().state_dict(prefix=prefix, keep_vars=True)
         tensors = OrderedDict((clean(name), value) for name, value in raw.items())
@@ -64,8 +64,8 @@ class StateDicts(Wrapper):
 
     def _converted(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
         """Return `tensors` as full tensors (a collective) or shards, as `set_state_dict_type` chose. Buffers get back the dtype
-        from before mixed precision. The dict `tensors` is changed. With `rank0_only`, ranks other than the first get {}.
-        `prefix`: the beginning of all names in `tensors`."""
+        from before mixed precision. Changes the dict `tensors`. With `rank0_only`, ranks other than the first get {}. `prefix`:
+        the beginning of all names in `tensors`."""
         engine = self._engine("state_dict()")
         config = self._settings.state_dict_config
         for name, value in tensors.items():
@@ -92,7 +92,7 @@ class StateDicts(Wrapper):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
         """Set the type and configs (None: defaults) of later state dicts for all wrappers in `module`. Returns the previous
-        settings. Raises `UsageError` if there is no wrapper, or if type and configs do not fit."""
+        settings of the first wrapper. Raises `UsageError` if there is no wrapper, or if type and configs do not fit."""
         settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
         wrappers = some_wrappers(module, "set_state_dict_type")
         before = wrappers[0]._settings
@@ -127,8 +127,9 @@ class StateDicts(Wrapper):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the state dict of `optim` by qualified names. It is full (a collective) or sharded, as `state_dict_type` chose.
-        `optim_state_dict`: the result of `optim.state_dict()`, if it was called already. `group` is ignored."""
+        """Return the state dict of `optim` by qualified names. It is full (a collective) or sharded, as `state_dict_type` chose;
+        with `rank0_only`, ranks other than the first get {}. `optim_state_dict`: the result of `optim.state_dict()`, if it was
+        called already. `group` is ignored."""
         numbered = optim.state_dict() if optim_state_dict is None else optim_state_dict
         settings = StateDicts.get_state_dict_type(model)
         return named_state(model, optim, numbered, settings)
@@ -143,7 +144,9 @@ class StateDicts(Wrapper):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Convert a result of `optim_state_dict`, from any number of ranks, to a dict for `optim.load_state_dict`. With
-        `load_directly`, also load it into `optim`. `group` is ignored. Raises `UsageError` if `is_named_optimizer`."""
+        `load_directly`, also load it into `optim`. Collective if `state_dict_type` chose full tensors; then raises
+        `DivergenceError` if the ranks' dicts differ, or with `rank0_only` sends the first rank's to all. `group` is ignored.
+        Raises `UsageError` if `is_named_optimizer`."""
         if is_named_optimizer:
             raise UsageError(
                 "is_named_optimizer=True is not supported: optimizers of torch.optim number their parameters."
@@ -185,7 +188,8 @@ class StateDicts(Wrapper):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
-        """Convert a sharded state dict by qualified names to one for `optim.load_state_dict`."""
+        """Convert a sharded state dict by qualified names to one for `optim.load_state_dict`. Collective if its tensors are
+        sharded in another way than the parameters."""
         return state_by_id(model, optim, sharded_optim_state_dict, full=False)
 
     @staticmethod
@@ -219,7 +223,7 @@ def settings_for(
     kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> StateDictSettings:
     """Return torch's `StateDictSettings` with `kind` and both configs. A config of None becomes the default one of `kind`. Raises
-    `UsageError` if `kind` is LOCAL_STATE_DICT, or if a config belongs to another kind."""
+    `UsageError` if `kind` is LOCAL_STATE_DICT or unknown, or if a config belongs to another kind."""
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise UsageError(
             "LOCAL_STATE_DICT is not supported: it has flat parameters, which do not exist here. Use SHARDED_STATE_DICT, which "
@@ -236,8 +240,8 @@ def settings_for(
 
 
 def _engines_of(model: nn.Module) -> list[Engine]:
-    """Return the engine of each outermost wrapper that contains `model` or is in it. Builds missing engines, which is collective.
-    Raises `UsageError` if `model` contains no wrapper."""
+    """Return the engines of the outermost wrappers that contain `model` or are in it. Builds missing engines, which is
+    collective. Raises `UsageError` if `model` contains no wrapper."""
     return [top._engine(OPTIM) for top in dict.fromkeys(m._outermost() for m in some_wrappers(model, OPTIM))]
 
 
@@ -284,8 +288,8 @@ def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
 def named_state(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """Convert `state`, a result of `optim.state_dict()`, to a state dict by qualified names. The tensors returned are full (a
-    collective) or shards, as `settings` say. If `settings` are full and have `rank0_only`, ranks other than the first get {}."""
+    """Convert `state`, a result of `optim.state_dict()`, to a state dict by qualified names. Its tensors are full (a collective)
+    or shards, as `settings` say. If `settings` are full and have `rank0_only`, ranks other than the first get {}."""
     engines = _engines_of(model)
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     cpu = settings.optim_state_dict_config.offload_to_cpu
@@ -375,8 +379,8 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:
-    """Return the `value` that the first rank of the engine `from_first` passed, which is collective. If `from_first` is None,
-    return this rank's `value`."""
+    """Return the `value` that the first rank passed; a collective of the ranks of the engine `from_first`. If `from_first` is
+    None, return this rank's `value`."""
     if from_first is None:
         return value
     values = [value]

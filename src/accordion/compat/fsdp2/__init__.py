@@ -121,9 +121,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Make root modules, such as pipeline stages, share the streams and communicators of the first one. Call it before the first
-    forward. A module on another mesh than the first one's keeps its own. Removes engines that later modules have already; their
-    next use builds new ones."""
+    """Make root modules, such as pipeline stages, share the streams and communicators of the first one. A module on another mesh
+    than the first one's keeps its own. Call this before the first forward: it removes the engine that a later module has already,
+    and the next use of that module builds a new one."""
     parts = [fsdp_part(m) for m in modules]
     for part in parts[1:]:
         part.dissolve()
@@ -137,9 +137,9 @@ class Installed(ExitStack):
 
 
 def install() -> Installed:
-    """Replace `torch.distributed.fsdp.fully_shard` and its companions by those of this module, in the whole process, and return
-    a handle that restores torch's functions. For programs that you do not want to edit; call it before models are sharded.
-    Modules that imported torch's names are changed too, except torch's and Accordion's own. A second call changes nothing."""
+    """Replace `torch.distributed.fsdp.fully_shard` and its companions by those of this module, in the whole process, and return a
+    handle that restores torch's functions. For programs that you do not want to edit; call it before models are sharded. Modules
+    that imported torch's names are changed too, except torch's and Accordion's own. A second call changes nothing."""
     installed, homes = Installed(), _torch.homes_of_fully_shard()
 
     def put_back(module: ModuleType, name: str, theirs: Any) -> None:

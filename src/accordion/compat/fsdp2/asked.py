@@ -144,7 +144,7 @@ def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
 
 def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter) -> tuple[int | None, DeviceMesh]:
     """Return (dim on which to shard `param`, data-parallel mesh): dim 0 and `mesh`, unless `rule` chooses another dim or mesh.
-    The dim of a 0-d parameter is None. Raises `UsageError` if `rule` returns a dim or mesh that cannot be used."""
+    The dim is None for a 0-d parameter. Raises `UsageError` if `rule` returns a dim or mesh that cannot be used."""
     asked: Any = None if rule is None else rule(param)
     if _torch.is_shard_placement_result(asked):
         asked, info = asked.placement, asked.mesh_info

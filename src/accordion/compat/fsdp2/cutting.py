@@ -27,8 +27,8 @@ CutRule = Callable[[nn.Parameter], tuple[int | None, DeviceMesh]]
 
 def cut_parameters(part: Part, cut_dim: CutRule) -> None:
     """Shard the parameters of `part`, one `fully_shard` call, in place, and move its buffers to the device. Parameters and
-    buffers of inner calls are left out. `cut_dim` chooses the dim and mesh of a parameter. Parameters on the meta device stay
-    there. If one cannot be sharded, nothing is, `part` is removed from its modules, and `UsageError` is raised."""
+    buffers of inner calls are left out, and parameters on the meta device stay there. `cut_dim` chooses the dim and mesh of a
+    parameter. Raises `UsageError` if a parameter cannot be sharded; then none is, and `part` is removed from its modules."""
     modules = part.alive()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     others = [top for p in parts_below(modules) if p is not part for top in p.alive()]
@@ -63,8 +63,9 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
 
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
-    """Yield the parameters in `root` that `part`, a `fully_shard` call, is to shard: all but ignored ones, and those of modules
-    whose ids are in `below`, the modules of inner calls. Raises `UsageError` if one is tied to a parameter of another call."""
+    """Yield the parameters in `root` that `part`, a `fully_shard` call, is to shard: all except ignored ones, and except those of
+    modules whose ids are in `below`, the modules of inner calls. Raises `UsageError` if one is tied to a parameter of another
+    call."""
     for o in owned_parameters(root, {}):
         places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
         if not places or o.original in part.asked.ignored:
@@ -79,8 +80,8 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
 
 def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
     """Return the placements and rows (`Layout`) of the parameter `o`, on the dim and mesh that `cut_dim` chooses. Raises
-    `UsageError` if a tensor of this kind cannot be sharded. A parameter may be a DTensor if its mesh and the chosen one have
-    named axes without a common name; otherwise raises `UsageError`."""
+    `UsageError` for a kind of tensor that cannot be sharded. Raises it also for a DTensor, unless its mesh and the chosen one
+    have named axes, and no name in common."""
     name = o.names[0]
     param: Any = o.original
     tensor, (dim, mesh) = local_part(param), cut_dim(param)

@@ -68,8 +68,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Lease:
-    """Keeps the full parameters of a `Part`, one `fully_shard` call, in its modules, from an explicit `unshard` until `reshard`
-    or the end of a forward or backward."""
+    """Keeps the full parameters of a `Part`, one `fully_shard` call, in its modules: from an explicit `unshard` until `reshard`,
+    or the end of a forward or backward that frees them."""
 
     def __init__(self, part: Part) -> None:
         self._part = weakref.ref(part)
@@ -77,7 +77,8 @@ class Lease:
         self._hooks: list[Any] = []
 
     def begin(self) -> Unit:
-        """Start the all-gather of the part's unit, and return the unit without waiting. Builds the engine if there is none."""
+        """Start the all-gather of the part's unit, and return the unit without waiting for it. Collective. Builds the engine if
+        there is none."""
         part = self._part()
         assert part is not None, "a part owns its lease"
         unit = part.ensure()
@@ -149,7 +150,8 @@ def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tenso
 
 
 class UnshardLeases(Observer):
-    """Observer of one engine that ends leases of `unshard` when a backward ends."""
+    """Observer of one engine that ends leases of `unshard` when a backward ends, unless `set_reshard_after_backward` keeps
+    parameters."""
 
     def __init__(self, leases: Iterable[Lease]) -> None:
         self._ends = [weakly(lease.backward_ended) for lease in leases]
@@ -161,7 +163,8 @@ class UnshardLeases(Observer):
 
 class Part:
     """One call of `fully_shard`: the modules that it gathers together, its arguments, and once an engine exists, its unit. The
-    constructor stores the part in the modules, removes engines of parts inside them, and registers hooks that build one."""
+    constructor stores the part in the modules, removes the engines of parts inside them, and registers hooks with which the next
+    forward builds an engine."""
 
     def __init__(self, modules: Sequence[nn.Module], asked: Asked) -> None:
         self.modules = [weakref.ref(m) for m in modules]
@@ -245,7 +248,7 @@ class Part:
             self.tree.dissolve()
 
     def push(self) -> None:
-        """Apply `settings` and the chosen modules to prefetch, `ahead`, to the unit. Does nothing if there is no unit yet."""
+        """Apply `settings`, and the parts to prefetch in `ahead`, to the unit. Does nothing if there is no unit yet."""
         if self.unit is None:
             return
         settings = self.settings
@@ -261,7 +264,7 @@ class Part:
             self.unit_policy.ahead[phase] = [unit.index for unit, tree in units if tree is self.tree]
 
     def settle(self) -> None:
-        """End an explicit unshard, and wait for an optimizer step that still runs, as it may with offload."""
+        """End an explicit unshard, and wait for an optimizer step in progress, which only offload has."""
         self.lease.end()
         if self.unit is not None:
             self.engine().synchronize()
@@ -308,8 +311,8 @@ class Tree:
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def dissolve(self) -> None:
-        """Wait for work in progress and remove the engine; parameters stay sharded. The next forward builds another one. Raises
-        `UsageError` in a forward or backward, or if there are unreduced gradients."""
+        """Wait for work in progress and remove the engine. Parameters stay sharded, and the next forward builds another engine.
+        Raises `UsageError` in a forward or backward, or if there are unreduced gradients."""
         engine = self.engine
         if engine.depth or _torch.is_in_backward():
             raise UsageError(
@@ -374,7 +377,8 @@ def _checked_parameters(root: nn.Module, parts: list[Part]) -> list[tuple[Owned,
 
 
 def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[Owned, Layout]]) -> Engine:
-    """Build the engine of `parts`, one unit for each; the shards in `owned` move into its memory. Collective."""
+    """Build the engine of `parts`, with one unit for each part, and return it. The shards in `owned` move into its memory.
+    Collective."""
     names = {id(m): name for name, m in root.named_modules()}
     chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
     context, strategy = top.wired(), top.asked.sharding.strategy
@@ -434,8 +438,8 @@ def _planned(
     context: ShardingContext,
     contexts: Mapping[DeviceMesh, ShardingContext],
 ) -> list[GroupPlan]:
-    """Return the groups of the parameters of one unit, one for each dtype and mesh. `contexts`: mesh -> context, for meshes other
-    than the model's, which has `context`. Collective if `reshard_after_forward` is an int. Tensor subclasses are left out."""
+    """Return the groups of the parameters of one unit, one for each dtype and mesh; tensor subclasses are left out. `context`:
+    that of the model's mesh. `contexts`: mesh -> context for other meshes. Collective if `reshard_after_forward` is an int."""
     by_context: dict[ShardingContext | None, list[tuple[Owned, Cut]]] = {}
     precision = part.asked.precision
     for o, layout in parameters:
@@ -455,7 +459,7 @@ def _planned(
 
 
 def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Iterator[tuple[Owned, Layout]]:
-    """Yield each sharded parameter with its layout; skip plain ones, which were never sharded, and ignored ones. Raises
+    """Yield each sharded parameter with its layout. Plain ones, which were never sharded, and ignored ones are left out. Raises
     `UsageError` if a tensor of another kind or placement has been assigned since `fully_shard`."""
     layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
     ignored = {id(p) for part in parts for p in part.asked.ignored}

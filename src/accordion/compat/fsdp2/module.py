@@ -26,7 +26,8 @@ _Handle: Any = _torch.gradient_reduction_handle()
 
 
 class GradientReductionHandle(_Handle):  # type: ignore[misc]
-    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns, which it does once gradients are complete."""
+    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns after gradients are complete; nothing is left to wait
+    for."""
 
     def __init__(self) -> None: ...
 
@@ -41,7 +42,7 @@ class UnshardHandle:
         self._part = part
 
     def wait(self) -> None:
-        """Wait for the all-gather, then register the full parameters in the module. Does nothing at a second call."""
+        """Wait for the all-gather, then register the full parameters in the module. A second call does nothing."""
         part, self._part = self._part, None
         if part is not None:
             part.lease.take()
@@ -83,7 +84,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
     # -- full parameters
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the full parameters of this module, but not those of FSDP modules inside it. Collective. Full parameters are
+        """Gather the full parameters of this module, but not those of FSDP modules inside it, and wait. Collective. They are
         plain tensors in `parameters()` until `reshard`, a forward that reshards, or the end of a backward. With `async_op`,
         return a handle at once; its `wait` waits for the parameters and registers them. The first call builds the engine."""
         part = fsdp_part(self)
@@ -94,7 +95,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         return None
 
     def reshard(self) -> None:
-        """Free the full parameters of this module, but not those of FSDP modules inside it."""
+        """Free the full parameters of this module, but not those of FSDP modules inside it, nor any that a running call needs."""
         fsdp_part(self).reshard()
 
     def reset_iter_state(self) -> None:
@@ -131,11 +132,11 @@ class FSDPModule(_Base):  # type: ignore[misc]
     set_unshard_in_backward = no_effect("full parameters are always gathered for the backward")
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch `modules` during this module's forward, instead of the module that followed it last time."""
+        """Prefetch `modules` during this module's forward, instead of the module that ran after it last time."""
         self._prefetch(FORWARD, modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch `modules` during this module's backward, instead of the module that followed it last time."""
+        """Prefetch `modules` during this module's backward, instead of the module that ran after it last time."""
         self._prefetch(BACKWARD, modules)
 
     def _prefetch(self, phase: Phase, modules: Iterable[Any]) -> None:
@@ -274,8 +275,8 @@ def _settle_sync(part: Part) -> None:
 
 
 def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Forward pre-hook: on the outermost module, return (args, kwargs) with their tensors on the device of its mesh. On inner
-    modules, return None, which leaves the inputs as they are."""
+    """Forward pre-hook of `module`. On the outermost module, return (args, kwargs) with their tensors on the device of its mesh.
+    On inner modules, return None, which leaves the inputs as they are."""
     part = fsdp_part(module)
     if not part.is_outermost():
         return None
@@ -288,8 +289,8 @@ def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-    """Pre-hook of `load_state_dict`: end explicit unshards, wait for steps in progress, and replace DTensors from a file in
-    `state` by ones on the mesh of the parameters. With assign=True also remove the engine, since it has the old parameters."""
+    """Pre-hook of `load_state_dict`: end explicit unshards, wait for steps in progress, and replace DTensors in `state` that come
+    from a file by ones on the mesh of the parameters. With assign=True also remove the engine, which has the old parameters."""
     for part in parts_below([module]):
         part.settle()
     named = module.named_parameters(remove_duplicate=False)

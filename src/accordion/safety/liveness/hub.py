@@ -29,7 +29,8 @@ WARNED = -1  # in place of a digest of inputs, after the warning
 
 
 class Position:
-    """The position of this rank as text: what it is `doing` with others, if anything, and the `phase` of its step."""
+    """The position of this rank, which `str` returns as text for other ranks: what the rank is `doing` with others, if anything,
+    the `phase` of its step, and the line of the program."""
 
     def __init__(self) -> None:
         self.doing: str | None = None
@@ -97,7 +98,7 @@ class Hub:
 
     @property
     def is_closed(self) -> bool:
-        """Return True after `end`, and in a forked process."""
+        """True after `end`, and in a forked process."""
         return self._links.closed
 
     def pause(self, seconds: float) -> None:
@@ -121,8 +122,9 @@ class Hub:
             self._links.send(messages.HasEnded(rank=self.rank, text=text, echo=echo))
 
     def explain(self, error: BaseException) -> str:
-        """Report that this rank ends with `error`, and return "". If a backend raised `error` because of another rank, first wait
-        up to `ECHO_S` to learn the cause, then print the cause and return it. Later calls do nothing and return ""."""
+        """Report that this rank ends with `error`. Returns "", unless a backend raised `error` because of another rank: then
+        waits up to `ECHO_S` for the cause, prints a sentence with the cause, or else with what other ranks do, and returns the
+        sentence. Later calls do nothing and return ""."""
         if self._is_explained:
             return ""
         self._is_explained, text = True, ""
@@ -159,8 +161,8 @@ class Hub:
         self._links.close()
 
     def _check_main_thread(self) -> None:
-        """If the main thread has ended, report the end of the program or its error, though other threads (a save) may go on. Does
-        nothing after a report of an end."""
+        """If the main thread has ended, report the end of the program or its error, even if other threads (a save) go on. Does
+        nothing if this rank has reported its end before."""
         if self.is_closed or self._has_reported_end or threading.main_thread().is_alive():
             return
         if (error := last_error()) is None:
@@ -181,14 +183,15 @@ class Hub:
             return dict(sorted(self._posts.get(model, {}).items()))
 
     def gone(self, ranks: Sequence[int], model: str | None = None) -> tuple[int, str] | None:
-        """Return None if none of `ranks` has ended. Otherwise return (rank, text) of the `cause`, which may be another rank."""
+        """Return None if none of `ranks` has ended. Otherwise return (rank, text) of the failure or end that came first, which
+        may be that of another rank. With `model`, failed steps of other models do not count."""
         gone = next(((rank, text) for rank, text in list(self.ended.items()) if rank in ranks), None)
         return None if gone is None else self.cause(model=model) or gone
 
     def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
-        """Return (rank, text) of the first failure or end of another rank, after waiting up to `wait_s` for one; None if there is
-        none. An error that is the consequence of another failure counts only if no other is known. With `model`, failed steps of
-        other models do not count."""
+        """Return (rank, text) of the first failure or end of another rank. If there is none yet, wait up to `wait_s` for one, and
+        return None if there is still none. An error that is the consequence of another failure counts only if no other is known.
+        With `model`, failed steps of other models do not count."""
 
         def causes_of_model() -> list[tuple[int, str, str]]:
             with self._changed:
@@ -230,8 +233,8 @@ class Hub:
     # -- receiving
 
     def receive(self, message: messages.HubMessage) -> None:
-        """Handle `message`, which may come from another rank. The first rank acts on messages of the kinds in `FOR_FIRST`, and
-        forwards all other ones. Every rank stores those other ones, or answers a question."""
+        """Handle `message`, which may come from another rank. The first rank acts on a message of a kind in `FOR_FIRST`, and
+        forwards any other one. Every rank answers a question, and stores any other message that is not in `FOR_FIRST`."""
         with self._changed:
             if self._links.leads:  # forwards first, since the message may end its process
                 self._first.pass_on(message)
@@ -296,7 +299,7 @@ class Hub:
 
     def _log_wait(self, rank: int, text: str, place: str) -> None:
         """Log that `rank` will not join a collective for which this rank may wait on its device. `text`: the reason. `place`:
-        this rank's position. Does nothing if either has changed since it was taken, because a rank has moved on."""
+        this rank's position. Does nothing if the reason or the position is another one by now, because a rank has moved on."""
         if not self.is_closed and self._why_not(rank) == text and str(self.position) == place:
             log.error(
                 "rank %d %s, and this rank %s and may wait for it on its device, where waits never time out; all ranks must "
@@ -308,7 +311,7 @@ class Hub:
 
 
 class _FirstRank:
-    """Duties of the hub's first rank: forward messages, count arrivals at meetings, and warn if ranks have equal inputs."""
+    """Duties of the hub's first rank: forward messages, count arrivals at meetings, and warn if two ranks have equal inputs."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -316,7 +319,7 @@ class _FirstRank:
         self._inputs: dict[str, dict[int, int]] = {}  # by model and digest, the rank that had it first
 
     def pass_on(self, message: messages.HubMessage) -> None:
-        """Act on a message of a kind in `FOR_FIRST`; forward any other one, an answer to the rank that asked, the rest to all."""
+        """Act on a message of a kind in `FOR_FIRST`. Forward any other one: an answer to the rank that asked, the rest to all."""
         hub = self._hub
         match message:
             case messages.Arrival(name=name):
@@ -344,7 +347,7 @@ class _FirstRank:
 
 
 class _Lease:
-    """Ends `hub` when the last reference to this object is gone: the job's process groups hold one, and a save that runs."""
+    """Ends `hub` when nothing refers to this object any more: neither the job's process groups nor a save in progress."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
@@ -357,7 +360,8 @@ def hubs_of_job() -> list[Hub]:
 
 
 def last_error() -> BaseException | None:
-    """Return the uncaught error that ended the program, which Python keeps until its exit; None without one."""
+    """Return the uncaught error that ended the program, which Python keeps until its exit. Return None if there is none, if it is
+    a warning, and in an interactive session."""
     error: BaseException | None = getattr(sys, "last_exc", getattr(sys, "last_value", None))
     # An interactive session keeps the last error of any statement. torch prints a warning that became an error like one that
     # ends the program, and continues.

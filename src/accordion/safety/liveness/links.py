@@ -47,8 +47,8 @@ def limit_s_of(timeout_s: float) -> float:
 
 
 def give_up(connection: socket.socket, timeout_s: float) -> None:
-    """Set options of a TCP connection, on Linux only, so that it fails if its other end does not answer for
-    `limit_s_of(timeout_s)`. A machine that is gone closes no connection, and by default Linux tries for a quarter of an hour."""
+    """Make a TCP connection fail if its other end does not answer for `limit_s_of(timeout_s)`; on Linux only. A machine that is
+    gone closes no connection, and by default Linux tries for a quarter of an hour."""
     if not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
     limit_s = limit_s_of(timeout_s)
@@ -61,9 +61,9 @@ def give_up(connection: socket.socket, timeout_s: float) -> None:
 
 
 class HubLinks:
-    """The connections of this rank: to all other ranks if it is the first one, otherwise to the first rank. They need no
-    collectives, no devices, and not the job's store, which ends with the rank that runs it. The system closes a connection
-    however its process ends. `peers`: the sockets of open connections, by the rank at the other end."""
+    """The connections of this rank: if it is the first one, to all other ranks, otherwise to the first rank. They need no
+    collectives, no devices, and not the job's store, which ends with the rank that runs it. If a process ends in any way, the
+    system closes its connections. `peers`: the sockets of open connections, by the rank at the other end."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.ranks, self.rank, self.leads = list(ranks), rank, rank == ranks[0]
@@ -157,7 +157,7 @@ class HubLinks:
                     peer.sendall(line)
 
     def close(self) -> None:
-        """Stop sending. The thread ends after the others have closed too, so that all sent messages arrive."""
+        """Stop sending. The thread ends after the other ranks have closed their side too, so that all sent messages arrive."""
         self.closed = True
         self._aim_crash()
         for peer in list(self.peers.values()):
@@ -165,7 +165,8 @@ class HubLinks:
                 peer.shutdown(socket.SHUT_WR)
 
     def _aim_crash(self) -> None:
-        """Have `faulthandler` write a crash of this process to a connected rank; without one, to the null device."""
+        """Have `faulthandler` write a crash of this process to a connected rank; if none is connected, to the null device. Does
+        nothing unless `report_crashes` took effect."""
         if self._crash_fd is None:
             return
         peer = None if self.closed else next(iter(self.peers.values()), None)
@@ -188,8 +189,8 @@ class HubLinks:
         self._selector.close()
 
     def _read(self, rank: int, peer: Any, receive: Callable[[HubMessage], None]) -> None:
-        """Read from the connection to `rank`, and pass complete messages to `receive`. If the connection has ended, drop it and
-        pass a `HasEnded`, unless this side is closed. Lines that are no messages are kept as the output of a crash."""
+        """Read from the connection to `rank`, and pass complete messages to `receive`. If the connection has ended, close it and
+        pass a `HasEnded`, unless this side is closed. A line that is no message is stored as output of a crash."""
         is_lost = False
         try:
             data = peer.recv(READ_BYTES)

@@ -17,7 +17,8 @@ class HubMessage:
 @dataclass(frozen=True, kw_only=True)
 class HasEnded(HubMessage):
     """The program of `rank` ends. `text`: how, as the end of a sentence that begins with "rank R". `echo`: another rank is the
-    cause. `closed`: the receiver made this message when the connection closed; `text` counts only if `rank` has sent none."""
+    cause. `closed`: the receiver made this message when the connection closed; then `text` counts only if `rank` has sent
+    none."""
 
     text: str
     echo: bool = False
@@ -35,7 +36,7 @@ class Post(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class PositionQuestion(HubMessage):
-    """`rank` asks all others what they do. `number`: counts its questions; answers repeat it."""
+    """`rank` asks all others what they do. `number`: counts the questions of `rank`; the answers repeat it."""
 
     number: int
 
@@ -51,8 +52,9 @@ class PositionAnswer(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival(HubMessage):
-    """`rank` joins the meeting `name` of `num` ranks. Texts are compared; if they differ, all ranks get them with the `facts`.
-    `wakes`: ranks that wait in a collective join the meeting too. `quiet`: if all texts are equal, no `MeetingOver` follows."""
+    """`rank` joins the meeting `name` of `num` ranks. The texts of all ranks are compared; if they differ, all ranks get them
+    with the `facts`. `wakes`: ranks that wait in a collective join the meeting too. `quiet`: no `MeetingOver` follows if all
+    texts are equal."""
 
     name: str
     num: int
@@ -79,7 +81,7 @@ class MeetingOver(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class InputDigest(HubMessage):
-    """The digest of a model's first inputs on `rank`, for the first rank."""
+    """The `digest` of the first inputs of the model named `model` on `rank`, sent to the first rank."""
 
     model: str
     digest: int

@@ -64,7 +64,7 @@ class Arrivals:
         return int(self._store.add(f"{self._name}/of/{rank}", more))
 
     def all_came(self) -> bool:
-        """Return True if all ranks have arrived as often as this one."""
+        """Return True if all ranks have arrived at least as often as this one."""
         return int(self._store.add(f"{self._name}/met/{self.time}", 0)) >= len(self._ranks)
 
     def missing(self) -> list[int]:
@@ -72,7 +72,8 @@ class Arrivals:
         return [rank for rank in self._ranks if self._count(rank, 0) < self.time]
 
     def withdraw(self, rank: int) -> bool:
-        """Undo the last arrival of this rank, `rank`, and return True; return False if all ranks have just arrived after all."""
+        """Undo the last arrival of this rank, `rank`, and return True. Return False instead if all ranks have arrived
+        meanwhile."""
         if int(self._store.add(f"{self._name}/met/{self.time}", -1)) + 1 >= len(self._ranks):
             self._store.add(f"{self._name}/met/{self.time}", 1)
             return False

@@ -54,7 +54,7 @@ def is_backends_echo(error: BaseException) -> bool:
 
 
 def is_out_of_time(error: BaseException) -> bool:
-    """Return True if `error` is the timeout of a backend; gloo has two phrases for it."""
+    """Return True if `error` is the timeout of a backend, for which gloo has two phrases."""
     return any(words in str(error) for words in ("imed out", "Application timeout"))
 
 
@@ -72,12 +72,12 @@ def failure(error: BaseException, phase: str = "") -> str:
 
 
 def was_interrupted(error: BaseException) -> bool:
-    """Return True if `error` is a KeyboardInterrupt, or a backend's error that was raised while one was handled."""
+    """Return True if `error` is a KeyboardInterrupt, or a backend's error that was raised while one was being handled."""
     return isinstance(_handled_by(error) if is_backends_echo(error) else error, KeyboardInterrupt)
 
 
 def while_handling(error: BaseException | None) -> str:
-    """Return a suffix such as " while it handles ValueError: ..."; "" for None, SystemExit and the ends of iterators."""
+    """Return a suffix such as " while it handles ValueError: ..."; "" for None, SystemExit, StopIteration and GeneratorExit."""
     if error is None or isinstance(error, (SystemExit, StopIteration, GeneratorExit)):
         return ""
     return f" while it handles {_named(error, place_of_error(error))}"
@@ -107,13 +107,13 @@ def of_another(text: str) -> str:
 
 
 def place_of(stack: Iterable[tuple[Any, int]]) -> str:
-    """Return "at file:line `code`" of the first frame in `stack`, pairs of (frame, line number) with the innermost first, that is
-    not of torch, this package or the standard library; "" without one."""
+    """Return "at file:line `code`" of the first frame in `stack` that is not in torch, this package or the standard library; ""
+    if there is none. `stack`: pairs of (frame, line number), the innermost first."""
     return _place((frame.f_code.co_filename, number) for frame, number in stack)
 
 
 def place_of_error(error: BaseException) -> str:
-    """Return `place_of` the frames through which `error` was raised."""
+    """Return the text of `place_of` for the frames through which `error` was raised."""
     return place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
@@ -127,7 +127,8 @@ def _place(lines: Iterable[tuple[str, int]]) -> str:
 
 
 def end_of(lines: Sequence[str]) -> str:
-    """Return text on the end of a process that sent no report, after "rank R". `lines`: the output of `faulthandler`, if any."""
+    """Return text on how a process ended that sent no report, as the end of a sentence that begins with "rank R". `lines`: what
+    `faulthandler` wrote; empty if the process did not crash."""
     if not lines or not lines[0].startswith(CRASH):
         return SILENT_END
     stacks: list[list[tuple[str, int]]] = [[]]
@@ -162,7 +163,8 @@ def meanwhile(doing: str, rank: int, text: str) -> str:
 
 
 def doing_of(posts: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return "rank R WHAT" of each rank, joined with commas. `posts`: reports by rank; WHAT is "has failed" without `what`."""
+    """Return "rank R WHAT" of each rank, joined with commas. `posts`: reports by rank. WHAT is the entry `what` of the report, or
+    "has failed" if there is none."""
     return ", ".join(f"rank {rank} {post.get('what', 'has failed')}" for rank, post in posts.items())
 
 
@@ -219,8 +221,8 @@ SHOWN = 3  # differences of a rank in a message
 
 def step_differences(histories: Mapping[int, Mapping[str, Any]]) -> str:
     """Return an error text that names each rank with a backward whose record differs from the first rank's, and what differs in
-    the first such backward; "" if none do. `histories`: by rank, a dict whose `records` are (number of the backward, step, dict
-    of what the rank did before that backward)."""
+    the first such backward of that rank; "" if no record differs. `histories`: by rank, a dict whose `records` are (number of the
+    backward, step, dict of what the rank did before that backward)."""
     ranks = [rank for rank in sorted(histories) if histories[rank].get("records")]
     if len(ranks) < 2:
         return ""
