@@ -80,7 +80,7 @@ class FullBuffer:
 
     def stay(self, stays: bool) -> None:
         """If `stays`, allocate the memory and make later calls of `close` do nothing, since CUDA graphs record addresses. If
-        False, undo this and free the memory; nothing if there is nothing to undo."""
+        False, undo this and free the memory; do nothing if there is nothing to undo."""
         if stays:
             self.open()
             self.close = lambda: None  # type: ignore[method-assign]

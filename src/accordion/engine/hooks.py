@@ -26,7 +26,8 @@ _HOOKS_OF = weakref.WeakKeyDictionary[nn.Module, "list[weakref.ref[Hooks]]"]()
 
 
 class Hooks:
-    """The forward hooks of one unit, a module whose parameters are gathered together, and its stack of running calls."""
+    """The forward hooks of one unit, a module whose parameters are gathered together, and its stack of running calls. The
+    constructor adds the unit to `engine`; `attach` registers the hooks."""
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
         self.unit, self.engine = unit, engine
@@ -126,8 +127,8 @@ class Hooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any, *, by_read: bool = False) -> Any:
         """Forward pre-hook: gather the unit, show its full parameters, and return cast (args, kwargs), or None to keep them.
 
-        Inside `full_params` nothing but None is returned. `by_read`: True if a read of the layer's weight calls this, instead of
-        torch. Raises `UsageError` in a transform of torch.func, and errors of observers.
+        Inside `full_params` returns None and gathers nothing. `by_read`: True if a read of the layer's weight calls this method,
+        instead of torch. Raises `UsageError` in a transform of torch.func, and errors of observers.
         """
         engine, unit = self.engine, self.unit
         if engine.suspended:

@@ -39,8 +39,8 @@ class LocalSums:
         self.pending: set[int] = set()
 
     def add(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients `grads` to the sums of the parameters `indices`; None counts as no gradient. A parameter whose
-        `.grad` is None gets sharded zeros as `.grad`."""
+        """Add the gradients `grads` to the sums of the parameters `indices`; None adds nothing. If a sum begins and the
+        parameter's `.grad` is None, set `.grad` to sharded zeros."""
         self.pending.update(indices)
         for i, grad in zip(indices, grads, strict=True):
             if grad is None:

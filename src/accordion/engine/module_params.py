@@ -14,7 +14,7 @@ from accordion.errors import UsageError
 
 
 class ModuleParams:
-    """Sets the parameters that a unit's modules see: the full ones of the last `show` that is not undone, or else the shards."""
+    """Sets the parameters that a unit's modules see: the full ones of the last `show` without a `hide`, or else the shards."""
 
     def __init__(self, params: Sequence[Param]) -> None:
         self._params = params

@@ -30,7 +30,7 @@ class CallInForward(Protocol):
 
     `root`: number of the outermost call, -1 in a backward. `is_dummy`: True if this rank only joins the collectives of ranks
     that call the unit. `needs_full_in_backward`: the backward gathers the unit. `may_come_back`: a backward may reach this call.
-    `has_begun`: the backward that runs now has reached it.
+    `has_begun`: the backward that runs now has reached this call.
     """
 
     unit: Unit
@@ -51,8 +51,9 @@ class CallInForward(Protocol):
 class Observer:
     """Callbacks at the moments of a step, in the order of a step; each does nothing by default.
 
-    Observers are called in the order in which they were attached. An exception ends the forward or backward. Only `unit_enters`
-    and `unit_returns` may wait for other ranks. "Outermost": the call of a unit that is inside of no other one.
+    Observers are called in the order in which they were attached. An exception ends the forward or backward. Callbacks when a
+    forward or backward begins or ends, `unit_enters` and `unit_returns` may wait for other ranks. "Outermost": the call of a unit
+    that is inside of no other unit's call.
     """
 
     def unit_is_called(self) -> None:
@@ -68,7 +69,7 @@ class Observer:
         """Called when the unit of `call` is gathered, and its modules see the full parameters `fulls`."""
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """Called at the end of the forward `call`, with its result `out` or with `error`. Return `out` or a replacement."""
+        """Called at the end of the forward `call`, with its result `out`, or None and `error`. Return `out` or another one."""
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:

@@ -69,7 +69,8 @@ class UnitOrder:
         return self._next[phase].get(unit) == END
 
     def ahead(self, phase: Phase, unit: int) -> Sequence[int]:
-        """Return the units to prefetch while `unit` runs: the next ones that fit into the budget, also if gathered already."""
+        """Return the units to prefetch while `unit` runs: the next ones that fit into the budget; without a budget, one. Units
+        that are gathered already are included."""
         following, left_bytes = self.after(phase, unit), self.budget_bytes
         if left_bytes is None:
             return () if following is None or following == unit else (following,)

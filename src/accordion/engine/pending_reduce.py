@@ -19,7 +19,8 @@ class PendingReduce:
 
     `chosen`: indices of the parameters in `group`. `grads`: a full gradient for each; None if this rank has none. `sent`: the
     dtype in which they are sent. `ours`: True for gradients to which nothing else refers, so that they may be overwritten.
-    `height`: the gradients are those of a `Slice` with so many rows of each rank; None: of all rows.
+    `height`: the gradients are those of a `Slice` with so many rows of each rank; None: of all rows. `goes_on`: True if a reduce
+    over a second axis follows, on another stream.
     """
 
     def __init__(

@@ -53,10 +53,10 @@ class ShardBuffer:
         """Record that `transfer` reads this buffer, so that later writes wait for it."""
 
     def ready(self) -> None:
-        """Let the host wait for a running optimizer step of these shards, on another thread, before a gather."""
+        """Let the host wait for an optimizer step of these shards that runs on another thread; called before a gather."""
 
     def synchronize(self) -> None:
-        """Let the host wait for all running steps and copies, so that it may read and write shards."""
+        """Let the host wait for all running optimizer steps and copies, after which the caller may read and write shards."""
 
     def mark_stale(self) -> None:
         """Make later gathers read the shards again, because they may have been written without a new version."""

@@ -82,6 +82,7 @@ class SideStream:
         return None if self._module is None else self.stream.record_event(self._event())
 
     def wait(self, event: Any) -> None:
+        """Let this side stream wait for `event`, without a wait of the host."""
         if self._module is not None:
             self.stream.wait_event(event)
 
@@ -141,8 +142,8 @@ class SideStream:
 class Transfer:
     """A communication or copy on a side stream; keeps its buffers alive until `land` or `synchronize`.
 
-    `begun_on`: the compute stream that allocated them. `landed_on`: the compute stream that called `land`, if another one; else
-    None. `ended`: True if all steps have been started, so that the host has nothing left to wait for.
+    `begun_on`: the compute stream that allocated the buffers. `landed_on`: the compute stream that called `land`, if that is
+    another one; else None. `ended`: True if all steps have been started, so that the host has nothing left to wait for.
     """
 
     __slots__ = ("_end", "_pending", "_side_stream", "_steps", "_tensors", "_what", "begun_on", "ended", "landed_on")

@@ -168,7 +168,7 @@ class _Sequences:
         dropout: float = 0.0,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Return (the attention of this rank's tokens (batch, tokens, heads, head dim), None in place of weights). A collective."""
+        """Return (attention of this rank's tokens (batch, tokens, heads, head dim), None in place of weights). A collective."""
         group = self._group
         if kwargs.get("position_bias") is not None:
             raise UsageError(f"{type(module).__name__} adds a bias by position, which sequence_parallel does not take.")
