@@ -25,7 +25,7 @@ CARRIED = frozenset(
 
 def device_type_of_job() -> str:
     """Return the device type on which the default process group communicates: the accelerator's, such as "cuda", or "cpu". A
-    backend that also serves the CPU (gloo, MPI, fake) counts as "cpu"; its users can pass a mesh."""
+    backend that also serves the CPU (gloo, MPI, fake) counts as "cpu"; to shard on an accelerator with it, pass a mesh."""
     # The group is asked, because `init_process_group()` without a backend leaves the name "undefined" (torch 2.11 to 2.13).
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:

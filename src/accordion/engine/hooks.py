@@ -341,7 +341,7 @@ class Hooks:
 
     def begin_dummy(self, differentiable: bool, by_read: bool) -> tuple[Call, Sequence[Tensor]]:
         """Join the gather of a unit that other ranks call and this rank skips; return (call, full parameters) for `end_dummy`.
-        `differentiable`: a backward may follow. `by_read`: on other ranks, a read of the layer's weight began it."""
+        `differentiable`: a backward may follow. `by_read`: on other ranks, a read of a weight began the call."""
         with torch.set_grad_enabled(differentiable):
             call, fulls = self._begin(differentiable, by_read, is_dummy=True)
         for watch in self.engine.observers.unit_is_full:
@@ -349,8 +349,8 @@ class Hooks:
         return call, fulls
 
     def end_dummy(self, call: Call, fulls: Sequence[Tensor]) -> None:
-        """End the call; `call`, `fulls`: as `begin_dummy` returned them. If the call was differentiable, this rank joins the
-        unit's collectives in the backward too, with zeros as its gradients."""
+        """End a dummy call. `call`, `fulls`: as `begin_dummy` returned them. If the call was differentiable, this rank joins
+        the unit's collectives in the backward too, with zeros as its gradients."""
         for watch in self.engine.observers.unit_leaves:
             watch(call, (), None)
         with torch.enable_grad():

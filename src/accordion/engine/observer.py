@@ -69,7 +69,8 @@ class Observer:
         """Called when the unit of `call` is gathered, and its modules see the full parameters `fulls`."""
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """Called at the end of the forward `call`, with its result `out`, or None and `error`. Return `out` or another one."""
+        """Called at the end of the forward `call`. `out`: its result; None after the exception `error`; () for a dummy call. Return
+        `out` or a replacement."""
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
@@ -116,7 +117,7 @@ MOMENTS = [name for name in vars(Observer) if not name.startswith("_")]
 
 
 class Observers:
-    """The observers of one model. For each method name of `Observer`, an attribute with the tuple of attached callbacks."""
+    """The observers of one model. For each method of `Observer`, an attribute of the same name: the tuple of callbacks."""
 
     if TYPE_CHECKING:
 

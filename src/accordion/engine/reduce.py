@@ -81,7 +81,7 @@ class ReducePlan:
 
 
 class AxisReduce:
-    """One reduce of a group over an axis. The constructor allocates all buffers, `load` fills them, `steps` communicates.
+    """One reduce of a group over an axis. The constructor allocates buffers, `load` fills them, `steps` communicates.
 
     After `steps`, `results` has this rank's rows of each gradient's sum in the plan's `dtype`, and `flag_sums` (num_flags,) the
     sums of the flags that `load` got. `buffers` are the memory of both.

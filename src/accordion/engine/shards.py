@@ -70,7 +70,7 @@ class ShardBuffer:
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """Begin to move reduced gradients `rows` to the memory kind in which gradients are stored; by default do nothing.
 
-        Returns (rows there, copy under way or None). `chosen`: indices of their parameters. `adding`: True for rows that the
+        Returns (rows there, copy under way or None). `chosen`: index of each row's parameter. `adding`: True for rows that the
         caller only adds to a gradient. `after`: the transfer that makes the rows; None to wait for the compute stream.
         """
         return rows, None

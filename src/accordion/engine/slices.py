@@ -48,7 +48,7 @@ class Slices:
     def gathered(self) -> Iterator[tuple[Slice, list[Tensor]]]:
         """Yield each slice with its rows of each parameter, while the next slice is gathered. Collective.
 
-        The shards are read with their values at the first slice. A caller drops the rows before it takes the next slice.
+        The caller does not write shards meanwhile, and drops the rows of a slice before it takes the next one.
         """
         buffer = self.group.shard_buffer
         buffer.ready()

@@ -87,7 +87,7 @@ class SideStream:
             self.stream.wait_event(event)
 
     def follow(self) -> Any:
-        """Let this side stream wait for all work on the compute stream so far; return the compute stream or None."""
+        """Let this side stream wait for all work on the compute stream so far, and return the latter; None without streams."""
         stream = self.compute()
         if stream is not None:
             self.stream.wait_event(stream.record_event())
@@ -120,7 +120,11 @@ class SideStream:
     def copy(
         self, copies: Callable[[], None], tensors: list[Any], what: str, after: Transfer | None = None
     ) -> Transfer:
-        """Run `copies()` on this side stream, and return its transfer. `tensors`, `what`, `after`: as for `start`."""
+        """Run `copies()` on this side stream, after all work on the compute stream so far, and return the transfer.
+
+        `tensors`: kept alive until the transfer has landed. `what`: what this rank does, for messages. `after`: a transfer
+        after which the copies run, instead of the work on the compute stream.
+        """
 
         def steps() -> Steps:
             copies()
@@ -157,7 +161,7 @@ class Transfer:
         self.landed_on: Any = None
 
     def begin(self, after: Transfer | None = None) -> None:
-        """Start the steps; called once. `after`: as for `SideStream.start`."""
+        """Start the steps after all work on the compute stream so far, or after the transfer `after`; called once."""
         side_stream = self._side_stream
         if not side_stream.sleeps:
             if not side_stream.late:

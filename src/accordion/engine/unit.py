@@ -281,7 +281,7 @@ class Unit:
         self.mark_stale()
 
     def note_memory(self) -> None:
-        """Record the memory of each full parameter, so that `lost_write` detects `weight.data = ...`; no tensor subclasses."""
+        """Record the memory of full parameters, so that `lost_write` detects `weight.data = ...`; not for tensor subclasses."""
         # None for fake tensors, which have no addresses.
         is_real = not self.module_params.has_around and all(_torch.fake_device(v) is None for v in self.views)
         self._memory = [v.data for v in self.views] if is_real else None

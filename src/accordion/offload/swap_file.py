@@ -85,7 +85,7 @@ class SwapFile:
 
     def settle(self, offset: int, num_bytes: int) -> None:
         """Write changes that were made through `mapped` in `num_bytes` from byte `offset` on, whole pages, to the file. Do
-        nothing if no page of them is in the page cache, because then no page was changed since its last direct write."""
+        nothing if none of these pages is in the page cache, because then no page was changed since its last direct write."""
         # Tensor versions cannot replace this check: foreach operators on DTensors do not increment them.
         present = torch.empty(num_bytes // ALIGN_BYTES, dtype=torch.uint8, device="cpu")
         start = ctypes.c_void_p(self._bytes.data_ptr() + offset)

@@ -25,7 +25,8 @@ log = logging.getLogger("accordion")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A parameter that is stepped chunk by chunk and needs memory for states. `unit`, `group`: indices; `local`: its shard."""
+    """A parameter that is stepped chunk by chunk and needs memory for states. `unit`: index of its unit; `group`: of its param
+    group; `local`: its shard."""
 
     unit: int
     offload: Offload
