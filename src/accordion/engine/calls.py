@@ -145,7 +145,7 @@ class Call:
     # -- it ends
 
     def end(self, task: int) -> None:
-        """Hide the full parameters that the backward with id `task` uses, and release its lease; nothing if it uses none."""
+        """Hide the full parameters that the backward with id `task` uses, and release its lease. Do nothing if it uses none."""
         fulls = self.shown.pop(task, None)
         if fulls is not None:
             for handle in self.watching:

@@ -15,7 +15,7 @@ class FullMemory(Protocol):
     """Protocol for the memory of the full parameters of a group, the parameters of a unit that are gathered in one dtype.
 
     `views`: the full parameters. `flat`: a tensor whose version counter counts writes into them. `storage_keys`: identify the
-    storages that `close` frees. `num_bytes`: the size while it is allocated.
+    storages that `close` frees. `num_bytes`: the size of the memory while it is allocated.
     """
 
     flat: Tensor

@@ -187,8 +187,8 @@ class Group(ABC):
 
     def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor (rows, count + 1) to send with `count` gradients, each row: 1 for a gradient, 0 if its position is in
-        `absent`; last the tag. Sums over ranks tell how many ranks had each gradient, and if all ranks reduce the same unit. Small
-        results are cached if `absent` is empty; the host then waits once for the device."""
+        `absent`; last the tag. Sums over ranks tell how many ranks had each gradient, and if all ranks reduce the same unit.
+        Small results are cached if `absent` is empty; the host then waits once for the device."""
         key = (rows * count, dtype)
         if not absent and key in self._ones:
             return self._ones[key]

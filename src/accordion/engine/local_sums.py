@@ -17,8 +17,8 @@ from accordion.engine.params import Param
 class _Sum:
     """The sum `total` of one parameter's full gradients since the user last cleared `.grad`.
 
-    `grad`, `version`: `.grad` at the first term and its version at the last look, to detect when the user clears it. `is_ours`:
-    True if `grad` is zeros that `LocalSums.add` put in place of None.
+    `grad`, `version`: `.grad` at the first term and its version when last checked, to detect when the user clears it.
+    `is_ours`: True if `grad` is zeros that `LocalSums.add` put in place of None.
     """
 
     total: Tensor

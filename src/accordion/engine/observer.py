@@ -60,7 +60,8 @@ class Observer:
         """Called first in each forward of a unit; an exception prevents the forward."""
 
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
-        """Called when an outermost forward begins. `differentiable`: gradients are enabled. `reduces`: False under no_sync."""
+        """Called when an outermost forward begins that is not in a backward. `differentiable`: gradients are enabled. `reduces`:
+        False under no_sync."""
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
         """Called before a forward outside of a backward gathers `unit`. `by_read`: a read of a weight begins this forward."""
@@ -69,8 +70,8 @@ class Observer:
         """Called when the unit of `call` is gathered, and its modules see the full parameters `fulls`."""
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """Called at the end of the forward `call`. `out`: its result; None after the exception `error`; () for a dummy call. Return
-        `out` or a replacement."""
+        """Called at the end of the forward `call`. `out`: its result; None after the exception `error`; () for a dummy call.
+        Return `out` or a replacement."""
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:

@@ -214,7 +214,7 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Return True also while a gather is under way, unlike `is_full`."""
+        """Return True if the full parameters are gathered, or if a gather of them is under way; `is_full` is then False."""
         return self.full_params is not RESHARDED
 
     def acquire(self) -> int:
