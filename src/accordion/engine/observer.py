@@ -26,11 +26,12 @@ GATHERED, GRADIENTS = Purpose  # reading through the class takes 0.1 us in Pytho
 
 
 class CallInForward(Protocol):
-    """Protocol for one run of a unit's forward, as observers see it; its methods are those of `Call`.
+    """Protocol for one run of a unit's forward, the `Call`, as observers see it.
 
     `root`: number of the outermost call, -1 in a backward. `is_dummy`: True if this rank only joins the collectives of ranks
-    that call the unit. `needs_full_in_backward`: the backward gathers the unit. `may_come_back`: a backward may reach this call.
-    `has_begun`: the backward that runs now has reached this call.
+    that call the unit. `needs_full_in_backward`: the backward gathers the unit. `may_come_back`: during the forward, True if a
+    backward may reach this call. `has_begun`: the backward that runs now has reached this call. `begin`: begin the backward of
+    this call, unless it has begun; `begin_for_read` in any case also gathers `fulls`, one of which is about to be read.
     """
 
     unit: Unit

@@ -144,7 +144,7 @@ class SideStream:
 
 
 class Transfer:
-    """A communication or copy on a side stream; keeps its buffers alive until `land` or `synchronize`.
+    """A communication or copy on a side stream; keeps its buffers alive until `land`, `synchronize` or `abandon`.
 
     `begun_on`: the compute stream that allocated the buffers. `landed_on`: the compute stream that called `land`, if that is
     another one; else None. `ended`: True if all steps have been started, so that the host has nothing left to wait for.

@@ -26,7 +26,9 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """The loss of one token as a function of its logits, with the arguments of `linear_cross_entropy`."""
+    """The loss of one token as a function of its logits. `ignore_index`: label of tokens without a loss. `z_loss`: factor of the
+    squared logarithm of the softmax's denominator. `soft_cap`: replace each logit `x` by `soft_cap * tanh(x / soft_cap)`.
+    `chunk_tokens`: tokens per chunk; None: as many as `CHUNK_BYTES` allows."""
 
     ignore_index: int
     label_smoothing: float
