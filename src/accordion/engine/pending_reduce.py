@@ -114,7 +114,7 @@ class PendingReduce:
 
     def _finish_sums(self, buffers: list[Tensor], reduction: AxisReduce | None = None) -> None:
         """Scale the sums in `buffers` in place, then call `after_reduce`, if set, for each buffer. `reduction`: the reduce whose
-        flags in `buffers` must not change; None for one rank."""
+        flags in `buffers` are restored after that; None for one rank."""
         group = self._group
         if group.scale != 1.0 and len(buffers) == 1:
             buffers[0].mul_(group.scale)

@@ -214,7 +214,7 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Return True if the full parameters are gathered, or if a gather of them is under way; `is_full` is then False."""
+        """Return True if the full parameters are gathered, or if a gather is under way, when `is_full` is False."""
         return self.full_params is not RESHARDED
 
     def acquire(self) -> int:
