@@ -78,7 +78,7 @@ class Call:
         return _torch.current_graph_task() in self.waiting
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
-        """Begin the backward of this call, unless it has begun. If it computes with parameters, gather and show `fulls`.
+        """Begin the backward of this call, unless it has begun. If `needs_full_in_backward`, gather and show `fulls`.
 
         Also begins to gather the units that are expected next. `fulls`: the call's full parameters, as modules see them. `grad`:
         not used; autograd passes it, because this is a hook on gradients. Raises `UsageError` for `create_graph=True`, for a
@@ -112,7 +112,7 @@ class Call:
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
         """Begin the backward of this call, unless it has begun. In any case gather `fulls`, since one of them is about to be
-        read. Raises `UsageError` as `begin` does."""
+        read. Raises `UsageError` for `create_graph=True`, a deleted model, and parameters changed since the forward."""
         self.begin(fulls, None)
         task = _torch.current_graph_task()
         if task not in self.shown:  # an embedding's backward has no lease, but a hook reads its weight
@@ -130,7 +130,7 @@ class Call:
 
     def _watch_inputs(self, task: int) -> None:
         """Register hooks that end this call's part of the backward with id `task` when the gradients of its inputs are computed.
-        If autograd cannot tell which inputs get gradients, the end of the backward ends it."""
+        If autograd cannot tell which inputs get gradients, register none; the part then ends with the whole backward."""
         # autograd runs the newest ready node first; Gather is older than all nodes of its call, which have thus run before it.
         # The exception is a node on another device's thread that has no gradient for a parameter.
         try:
@@ -145,7 +145,7 @@ class Call:
     # -- it ends
 
     def end(self, task: int) -> None:
-        """Hide the full parameters that the backward with id `task` uses, and release its lease; nothing if it uses none."""
+        """Hide the full parameters that the backward with id `task` uses, and release its lease. Do nothing if it uses none."""
         fulls = self.shown.pop(task, None)
         if fulls is not None:
             for handle in self.watching:

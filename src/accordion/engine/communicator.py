@@ -25,7 +25,7 @@ CARRIED = frozenset(
 
 def device_type_of_job() -> str:
     """Return the device type on which the default process group communicates: the accelerator's, such as "cuda", or "cpu". A
-    backend that also serves the CPU (gloo, MPI, fake) counts as "cpu"; its users can pass a mesh."""
+    backend that also serves the CPU (gloo, MPI, fake) counts as "cpu"; to shard on an accelerator with it, pass a mesh."""
     # The group is asked, because `init_process_group()` without a backend leaves the name "undefined" (torch 2.11 to 2.13).
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -132,7 +132,8 @@ class Communicator:
 
 
 class Axis:
-    """One mesh axis: its communicators for gathers and for reduces. `one_node`: True if all ranks are on one machine."""
+    """One mesh axis: its communicators for gathers and for reduces. `one_node`: True if all ranks are on one machine.
+    `algorithm`: of reduces; "auto" lets `takes_exchange` choose by sizes."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class Axis:
         self.one_node, self._algorithm = one_node, algorithm
 
     def takes_exchange(self, cuts: Sequence[layout.Cut], itemsize: int) -> bool:
-        """Return True to reduce gradients of `cuts` by an exchange (all-to-all and a local sum), False for a reduce-scatter."""
+        """Return True to reduce gradients divided as `cuts` by an exchange (all-to-all, local sum), False by a reduce-scatter."""
         # An exchange sends gradients in their own dtype and sums in float32, but each rank sends to every other one.
         if self._algorithm != "auto":
             return self._algorithm == "exchange"
@@ -158,9 +159,9 @@ class Axis:
 
 
 def own_communicator(communicator: Communicator, device: torch.device) -> Communicator:
-    """Return a communicator for reduces over the ranks of `communicator`: on NCCL a second one, otherwise `communicator` itself.
-    NCCL runs the collectives of one communicator one after the other, so that reduces would wait for gathers. All models over
-    these ranks share the second one, which takes hundreds of megabytes of device memory until the job ends. A collective."""
+    """Return a communicator for reduces over the ranks of `communicator`: a second one if collectives run in stream order (NCCL),
+    because reduces would wait for gathers on the first; otherwise `communicator` itself. All models over these ranks share the
+    second one, which takes hundreds of megabytes of device memory until the job ends. A collective."""
     if communicator.num_ranks == 1 or not communicator.is_ordered:
         return communicator
     return Communicator(group_of_job([communicator], communicator.ranks, device), device)
@@ -168,7 +169,7 @@ def own_communicator(communicator: Communicator, device: torch.device) -> Commun
 
 def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device: torch.device) -> Any:
     """Return a process group of `ranks` that all models share. The first call creates the group, with the timeout of the first of
-    `communicators`, and is a collective of the ranks of all of these."""
+    `communicators`, and is a collective of the ranks of all `communicators`."""
     names = "/".join(_torch.group_name(communicator.group) for communicator in communicators)
     key = f"accordion/group/{names}/{len(ranks)}/"
     groups = _torch.kept_with_job(key)
@@ -181,12 +182,12 @@ def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device
 
 
 def carried(tensor: Tensor) -> Tensor:
-    """Return `tensor`; if not all backends support its dtype, a view of it as bytes, whose last dim must be contiguous."""
+    """Return `tensor`, or a view of `tensor` as bytes if not all backends support its dtype. The last dim must be contiguous."""
     return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 
 def gathered_rows(row: Tensor, communicator: Communicator) -> Tensor:
-    """All-gather the 1-D `row` (n,) into a new (num_ranks, n). The host waits; `communicator` must have several ranks."""
+    """All-gather the 1-D `row` (n,) into a new (num_ranks, n). The host waits. `communicator` must have a group."""
     out = row.new_empty(communicator.num_ranks * row.numel())
     for work in communicator.gather([carried(out)], [carried(row)]).works:
         work.wait()

@@ -38,7 +38,8 @@ class KeptLease:
 
 
 class Engine:
-    """The gathers, reduces and bookkeeping of one sharded model, shared by its units; `shard` makes one for each model."""
+    """The begin and end of forwards and backwards, gathers ahead of use, and gradients of one sharded model, for all its units.
+    `shard` creates one engine for each model."""
 
     def __init__(self, context: ShardingContext, strategy: Strategy, precision: Precision, prefetch: Prefetch) -> None:
         self.context, self.strategy, self.precision = context, strategy, precision
@@ -65,7 +66,7 @@ class Engine:
         self._walked: set[int] = set()  # root calls that the backward under way has reached
 
     def add_unit(self, unit: Unit, hooks: Any) -> None:
-        """Append `unit`, whose index must be the number of units so far, and let it notify this engine's observers."""
+        """Append `unit`, whose index must be the number of units so far, and `hooks`. Let it notify this engine's observers."""
         assert unit.index == len(self.units), "units come in the order of their indices"
         unit.observers = self.observers
         self.units.append(unit)
@@ -91,7 +92,8 @@ class Engine:
     # -- forward
 
     def enter(self) -> None:
-        """Prepare for a new forward, if the call of a unit that follows is the outermost one and outside of a backward.
+        """Prepare for the forward that the next call of a unit begins. Does nothing inside another unit's call, and in a backward
+        only forgets old pre-backward nodes.
 
         Cleans up after a backward that raised, marks outdated full parameters for a new gather, notes which parameters now
         require gradients, releases leases kept for old forwards, and notifies observers. Raises `UsageError` if the user assigned
@@ -121,7 +123,7 @@ class Engine:
             self.drop_kept(lambda lease: stale or lease.root < self.root_call - WAITING_ROOTS)
 
     def collects(self) -> bool:
-        """Return True if the node of a call that ends now goes into `pre_backward_nodes`; False inside a backward that began
+        """Return True if a unit's call that ends now adds its node to `pre_backward_nodes`. Return False in a backward that began
         during the outermost call."""
         return _torch.current_graph_task() == self._nodes_of
 
@@ -153,8 +155,8 @@ class Engine:
         return result
 
     def acquire(self, unit: Unit) -> int:
-        """Gather `unit` if needed, and let the compute stream wait for it. It stays in memory until `unit.release()`. Returns the
-        version of the shards from which it was gathered."""
+        """Gather `unit` if needed, and let the compute stream wait for the gather. The full parameters stay in memory until
+        `unit.release()`. Returns the version of the shards from which they were gathered."""
         if unit.full_params is RESHARDED:
             self.allocate(GATHERED, unit.unshard)
         return unit.acquire()
@@ -173,7 +175,7 @@ class Engine:
         return True
 
     def drop_kept(self, matches: Callable[[KeptLease], bool] = lambda lease: True) -> None:
-        """Release the leases in `kept_leases` for which `matches` returns True, by default all; their backward gathers again."""
+        """Release the leases in `kept_leases` for which `matches` returns True, by default all. Their backwards gather again."""
         # Never called by a destructor, because all ranks must end their leases at the same time.
         for lease in [lease for lease in self.kept_leases if matches(lease)]:
             self.kept_leases.remove(lease)
@@ -261,7 +263,8 @@ class Engine:
                 group.shard_buffer.synchronize()
 
     def _end_of(self, task: int) -> None:
-        """End the calls of the backward with id `task`; if no other backward runs, also its leases and gradients under way."""
+        """End the calls of the backward with id `task`. If no other backward runs, also write all gradients, release leases that
+        were kept for the forwards of these backwards, and notify observers."""
         for call in self._tasks.pop(task):
             call.end(task)
             self._walked.add(call.root)
@@ -297,9 +300,9 @@ class Engine:
             self._ended(reduced=True)
 
     def _reduce_leftovers(self) -> None:
-        """Reduce the sums of no_sync that no call of this backward has reduced, and add them to `.grad`, unit by unit. Then call
-        the parameters' post-accumulate hooks. Parameters that were frozen since are included: gradients of their earlier
-        micro-batches belong to the step."""
+        """Reduce the sums of no_sync that no call of this backward has reduced, and add them to `.grad`, unit by unit. Call the
+        post-accumulate hooks of these parameters. Units whose policy has `reduces=False` are left out. Parameters that were
+        frozen since are included: gradients of their earlier micro-batches belong to the step."""
         for unit in [unit for unit in self.units if unit.local_sums.pending and unit.unit_policy.reduces]:
             trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
             none_ours = [False] * len(trained.indices)
@@ -323,7 +326,8 @@ class Engine:
     # -- ahead of use
 
     def gather_ahead(self, phase: Phase, unit: Unit) -> None:
-        """Record that `unit` runs now, and begin to gather the units expected next, within the prefetch budget."""
+        """Record that `unit` runs now, and begin to gather the units expected next, within the prefetch budget, or those that the
+        policy of `unit` names. In a backward, units that need no full parameters there are left out."""
         self.order.visit(phase, unit.index)
         chosen: Iterable[int] | None = unit.unit_policy.ahead.get(phase)
         for index in self.order.ahead(phase, unit.index) if chosen is None else chosen:

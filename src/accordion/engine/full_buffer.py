@@ -15,7 +15,7 @@ class FullMemory(Protocol):
     """Protocol for the memory of the full parameters of a group, the parameters of a unit that are gathered in one dtype.
 
     `views`: the full parameters. `flat`: a tensor whose version counter counts writes into them. `storage_keys`: identify the
-    storages that `close` frees. `num_bytes`: the size while it is allocated.
+    storages that `close` frees. `num_bytes`: the size of the memory while it is allocated.
     """
 
     flat: Tensor
@@ -80,7 +80,7 @@ class FullBuffer:
 
     def stay(self, stays: bool) -> None:
         """If `stays`, allocate the memory and make later calls of `close` do nothing, since CUDA graphs record addresses. If
-        False, undo this and free the memory; nothing if there is nothing to undo."""
+        False, undo this and free the memory; do nothing if there is nothing to undo."""
         if stays:
             self.open()
             self.close = lambda: None  # type: ignore[method-assign]

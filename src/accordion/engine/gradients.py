@@ -31,7 +31,7 @@ class UndecidedGradients:
         """Record that `grad` becomes `param.grad`, or is added in place to `previous`, the gradient so far.
 
         `counted`: (counts, k): `counts[k]`, on the device, is the number of ranks with a gradient in this reduce. None deletes
-        the record of `param`, whose gradient then stays. No record is made if `previous` is not recorded.
+        the record of `param`, whose gradient then stays. If `previous` is a gradient without a record, no record is made.
         """
         entry = self._entries.get(id(param))
         if counted is None:

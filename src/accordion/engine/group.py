@@ -114,8 +114,8 @@ class Group(ABC):
         self._expect()
 
     def remark(self, mark: int) -> None:
-        """Set `mark`, which is added to the tag (number of the unit) of later reduces, in place of the last mark. A reduce fails
-        if ranks sent different tags."""
+        """Set `mark`, which is added to the tag (number of the unit) of later reduces, in place of the last mark. A reduce that
+        checks tags fails if ranks sent different ones."""
         if mark % NUM_TAGS != self._mark:
             self._mark = mark % NUM_TAGS
             for ones in self._ones.values():
@@ -144,13 +144,14 @@ class Group(ABC):
         return 0 if self.full_buffer is None else self.full_buffer.num_bytes
 
     def version(self) -> int:
-        """Return a number that grows with every write to a shard: an optimizer step, a load, or a write of full parameters."""
+        """Return a number that grows with every write to a shard: a load, a write of full parameters, or an optimizer step, but
+        not with steps of torch's fused optimizers."""
         # Versions of DTensors and of local tensors, because an operator on one leaves the other's as it is. Neither changes the
         # version of `shard_buffer.locals`, although the memory is the same.
         return _torch.versions_of(self.sharded)
 
     def mark_stale(self) -> None:
-        """Make the next use gather again: steps of torch's fused optimizers write shards without a new version (2.13)."""
+        """Make the next use gather again, because steps of torch's fused optimizers write shards without a new version (2.13)."""
         self.filled = NO_VERSION
         self.shard_buffer.mark_stale()
         if self._inner_shard is not None:
@@ -185,9 +186,9 @@ class Group(ABC):
         return plans
 
     def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor (rows, count + 1) to send with `count` gradients, each row: 1 for a gradient, 0 if it is in `absent`;
-        last the tag. Sums over ranks tell how many ranks had each gradient, and if all ranks reduce the same unit. Small results
-        are cached if `absent` is empty; the host then waits once for the device."""
+        """Return a tensor (rows, count + 1) to send with `count` gradients, each row: 1 for a gradient, 0 if its position is in
+        `absent`; last the tag. Sums over ranks tell how many ranks had each gradient, and if all ranks reduce the same unit.
+        Small results are cached if `absent` is empty; the host then waits once for the device."""
         key = (rows * count, dtype)
         if not absent and key in self._ones:
             return self._ones[key]

@@ -26,7 +26,8 @@ _HOOKS_OF = weakref.WeakKeyDictionary[nn.Module, "list[weakref.ref[Hooks]]"]()
 
 
 class Hooks:
-    """The forward hooks of one unit, a module whose parameters are gathered together, and its stack of running calls."""
+    """The forward hooks of one unit, a module whose parameters are gathered together, and its stack of running calls. The
+    constructor adds the unit to `engine`; `attach` registers the hooks."""
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
         self.unit, self.engine = unit, engine
@@ -126,8 +127,8 @@ class Hooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any, *, by_read: bool = False) -> Any:
         """Forward pre-hook: gather the unit, show its full parameters, and return cast (args, kwargs), or None to keep them.
 
-        Inside `full_params` nothing but None is returned. `by_read`: True if a read of the layer's weight calls this, instead of
-        torch. Raises `UsageError` in a transform of torch.func, and errors of observers.
+        Inside `full_params` returns None and gathers nothing. `by_read`: True if a read of the layer's weight calls this method,
+        instead of torch. Raises `UsageError` in a transform of torch.func, and errors of observers.
         """
         engine, unit = self.engine, self.unit
         if engine.suspended:
@@ -340,7 +341,7 @@ class Hooks:
 
     def begin_dummy(self, differentiable: bool, by_read: bool) -> tuple[Call, Sequence[Tensor]]:
         """Join the gather of a unit that other ranks call and this rank skips; return (call, full parameters) for `end_dummy`.
-        `differentiable`: a backward may follow. `by_read`: on other ranks, a read of the layer's weight began it."""
+        `differentiable`: a backward may follow. `by_read`: on other ranks, a read of a weight began the call."""
         with torch.set_grad_enabled(differentiable):
             call, fulls = self._begin(differentiable, by_read, is_dummy=True)
         for watch in self.engine.observers.unit_is_full:
@@ -348,8 +349,8 @@ class Hooks:
         return call, fulls
 
     def end_dummy(self, call: Call, fulls: Sequence[Tensor]) -> None:
-        """End the call; `call`, `fulls`: as `begin_dummy` returned them. If the call was differentiable, this rank joins the
-        unit's collectives in the backward too, with zeros as its gradients."""
+        """End a dummy call. `call`, `fulls`: as `begin_dummy` returned them. If the call was differentiable, this rank joins
+        the unit's collectives in the backward too, with zeros as its gradients."""
         for watch in self.engine.observers.unit_leaves:
             watch(call, (), None)
         with torch.enable_grad():

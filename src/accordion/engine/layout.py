@@ -87,7 +87,8 @@ def rows_per_block(shape: Sequence[int], block: int) -> int:
 
 
 def splits_blocks(shape: Sequence[int], splits: Sequence[int], block: int) -> bool:
-    """Return True if a rank's rows of dim 0, divided by `splits` one after the other, end inside a block of elements."""
+    """Return True if some rank's rows end inside a block of `block` elements. `splits`: numbers of ranks; rows of dim 0 are
+    divided over the first number, and each part over the next one."""
     unit, counts = rows_per_block(shape, block), {shape[0]}
     for num_ranks in splits if unit > 1 else ():
         counts = {Cut((rows,), 0, num_ranks).rows_of(rank) for rows in counts for rank in range(num_ranks)}
@@ -96,7 +97,7 @@ def splits_blocks(shape: Sequence[int], splits: Sequence[int], block: int) -> bo
 
 def _least_padded(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
     """Return how to divide a tensor over ranks: by rows of dim 0, or on the dim with the least padding if rows need much padding,
-    as for fused experts (8, ...) on 64 ranks. 0-d tensors, and small ones that need much on every dim, are not divided."""
+    as for fused experts (8, ...) on 64 ranks. 0-d tensors, and small ones that need much padding on every dim, stay whole."""
     shape = tuple(shape)
 
     def padding(dim: int) -> int:

@@ -17,8 +17,8 @@ from accordion.engine.params import Param
 class _Sum:
     """The sum `total` of one parameter's full gradients since the user last cleared `.grad`.
 
-    `grad`, `version`: `.grad` and its version at the first term, to detect when the user clears it. `is_ours`: True if `grad`
-    is zeros that this module put in place of None.
+    `grad`, `version`: `.grad` at the first term and its version when last checked, to detect when the user clears it.
+    `is_ours`: True if `grad` is zeros that `LocalSums.add` put in place of None.
     """
 
     total: Tensor
@@ -39,8 +39,8 @@ class LocalSums:
         self.pending: set[int] = set()
 
     def add(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients `grads` to the sums of the parameters `indices`; None counts as no gradient. A parameter whose
-        `.grad` is None gets sharded zeros as `.grad`."""
+        """Add the gradients `grads` to the sums of the parameters `indices`; None adds nothing. If a sum begins and the
+        parameter's `.grad` is None, set `.grad` to sharded zeros."""
         self.pending.update(indices)
         for i, grad in zip(indices, grads, strict=True):
             if grad is None:

@@ -14,7 +14,7 @@ from accordion.errors import UsageError
 
 
 class ModuleParams:
-    """Sets the parameters that a unit's modules see: the full ones of the last `show` that is not undone, or else the shards."""
+    """Sets the parameters that a unit's modules see: the full ones of the last `show` without a `hide`, or else the shards."""
 
     def __init__(self, params: Sequence[Param]) -> None:
         self._params = params
@@ -35,7 +35,7 @@ class ModuleParams:
         return [module for module in (ref() for ref in refs) if module is not None]
 
     def check_registry(self) -> None:
-        """Raise `UsageError` if code has replaced a module's parameter since `shard`. Not checked while full ones are shown."""
+        """Raise `UsageError` if code has replaced a module's parameter since `shard`. Do nothing while full ones are shown."""
         if self._shown:
             return
         shards = self.shards

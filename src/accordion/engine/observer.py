@@ -26,11 +26,12 @@ GATHERED, GRADIENTS = Purpose  # reading through the class takes 0.1 us in Pytho
 
 
 class CallInForward(Protocol):
-    """Protocol for one run of a unit's forward, as observers see it; its methods are those of `Call`.
+    """Protocol for one run of a unit's forward, the `Call`, as observers see it.
 
     `root`: number of the outermost call, -1 in a backward. `is_dummy`: True if this rank only joins the collectives of ranks
-    that call the unit. `needs_full_in_backward`: the backward gathers the unit. `may_come_back`: a backward may reach this call.
-    `has_begun`: the backward that runs now has reached it.
+    that call the unit. `needs_full_in_backward`: the backward gathers the unit. `may_come_back`: during the forward, True if a
+    backward may reach this call. `has_begun`: the backward that runs now has reached this call. `begin`: begin the backward of
+    this call, unless it has begun; `begin_for_read` in any case also gathers `fulls`, one of which is about to be read.
     """
 
     unit: Unit
@@ -51,15 +52,17 @@ class CallInForward(Protocol):
 class Observer:
     """Callbacks at the moments of a step, in the order of a step; each does nothing by default.
 
-    Observers are called in the order in which they were attached. An exception ends the forward or backward. Only `unit_enters`
-    and `unit_returns` may wait for other ranks. "Outermost": the call of a unit that is inside of no other one.
+    Observers are called in the order in which they were attached. An exception ends the forward or backward. Callbacks when a
+    forward or backward begins or ends, `unit_enters` and `unit_returns` may wait for other ranks. "Outermost": the call of a unit
+    that is inside of no other unit's call.
     """
 
     def unit_is_called(self) -> None:
         """Called first in each forward of a unit; an exception prevents the forward."""
 
     def forward_begins(self, differentiable: bool, reduces: bool) -> None:
-        """Called when an outermost forward begins. `differentiable`: gradients are enabled. `reduces`: False under no_sync."""
+        """Called when an outermost forward begins that is not in a backward. `differentiable`: gradients are enabled. `reduces`:
+        False under no_sync."""
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
         """Called before a forward outside of a backward gathers `unit`. `by_read`: a read of a weight begins this forward."""
@@ -68,7 +71,8 @@ class Observer:
         """Called when the unit of `call` is gathered, and its modules see the full parameters `fulls`."""
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """Called at the end of the forward `call`, with its result `out` or with `error`. Return `out` or a replacement."""
+        """Called at the end of the forward `call`. `out`: its result; None after the exception `error`; () for a dummy call.
+        Return `out` or a replacement."""
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
@@ -115,7 +119,7 @@ MOMENTS = [name for name in vars(Observer) if not name.startswith("_")]
 
 
 class Observers:
-    """The observers of one model. For each method name of `Observer`, an attribute with the tuple of attached callbacks."""
+    """The observers of one model. For each method of `Observer`, an attribute of the same name: the tuple of callbacks."""
 
     if TYPE_CHECKING:
 

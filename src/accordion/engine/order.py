@@ -33,6 +33,7 @@ class UnitOrder:
         self._last = [START, START]
 
     def begin(self, phase: Phase) -> None:
+        """Begin a pass of `phase`: the unit of the next `visit` is its first one."""
         self._last[phase] = START
 
     def visit(self, phase: Phase, unit: int) -> None:
@@ -46,6 +47,7 @@ class UnitOrder:
         self._last[phase] = unit
 
     def end(self, phase: Phase) -> None:
+        """Record that `phase` ended after the unit of the last `visit`. Do nothing if no unit was visited."""
         last = self._last[phase]
         if last != START:
             self._next[phase][last] = END
@@ -66,10 +68,12 @@ class UnitOrder:
         return sequence
 
     def ends_with(self, phase: Phase, unit: int) -> bool:
+        """Return True if `phase` ended after `unit` the last time that `unit` ran."""
         return self._next[phase].get(unit) == END
 
     def ahead(self, phase: Phase, unit: int) -> Sequence[int]:
-        """Return the units to prefetch while `unit` runs: the next ones that fit into the budget, also if gathered already."""
+        """Return the units to prefetch while `unit` runs: the next ones that fit into the budget; without a budget, one. Units
+        that are gathered already are included."""
         following, left_bytes = self.after(phase, unit), self.budget_bytes
         if left_bytes is None:
             return () if following is None or following == unit else (following,)

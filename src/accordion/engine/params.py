@@ -21,7 +21,7 @@ class TensorParallelView:
     """The DTensor that a parameter was before `shard`. Data parallelism shards its local tensor; a call with the gathered local
     tensor returns the DTensor with the old `mesh` and `placements`, connected to it in autograd's graph.
 
-    `communicators`: of the ranks over which the DTensor is divided.
+    `communicators`: one for each mesh axis of several ranks over which the DTensor is divided.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class TensorParallelView:
 
     @property
     def is_first(self) -> bool:
+        """Return True on the first rank of `mesh`."""
         return not any(self.mesh.get_coordinate() or ())
 
 

@@ -19,7 +19,8 @@ class PendingReduce:
 
     `chosen`: indices of the parameters in `group`. `grads`: a full gradient for each; None if this rank has none. `sent`: the
     dtype in which they are sent. `ours`: True for gradients to which nothing else refers, so that they may be overwritten.
-    `height`: the gradients are those of a `Slice` with so many rows of each rank; None: of all rows.
+    `height`: the gradients are those of a `Slice` with so many rows of each rank; None: of all rows. `goes_on`: True if a reduce
+    over a second axis follows, on another stream.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class PendingReduce:
                 transfer.abandon()
 
     def _finish_sums(self, buffers: list[Tensor], reduction: AxisReduce | None = None) -> None:
-        """Scale the sums in `buffers` in place, then call `after_reduce` for each buffer, if set. `reduction`: has the flags."""
+        """Scale the sums in `buffers` in place, then call `after_reduce`, if set, for each buffer. `reduction`: the reduce whose
+        flags in `buffers` are restored after that; None for one rank."""
         group = self._group
         if group.scale != 1.0 and len(buffers) == 1:
             buffers[0].mul_(group.scale)

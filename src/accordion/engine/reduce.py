@@ -81,7 +81,7 @@ class ReducePlan:
 
 
 class AxisReduce:
-    """One reduce of a group over an axis. The constructor allocates all buffers, `load` fills them, `steps` communicates.
+    """One reduce of a group over an axis. The constructor allocates buffers, `load` fills them, `steps` communicates.
 
     After `steps`, `results` has this rank's rows of each gradient's sum in the plan's `dtype`, and `flag_sums` (num_flags,) the
     sums of the flags that `load` got. `buffers` are the memory of both.
@@ -117,7 +117,7 @@ class AxisReduce:
             self._received = [torch.empty(plan.cast_numel, dtype=plan.dtype, device=device)]
 
     def poison(self) -> None:
-        """Fill buffers with NaN before `load`, so that a read without a wait does not get values of an earlier reduce."""
+        """Fill buffers with NaN, so that a read without a wait does not get values of an earlier reduce. Call before `load`."""
         for buffer in (self.out, *self._received):
             buffer.fill_(float("nan"))
 
@@ -227,7 +227,7 @@ def sum_rows(rows: Tensor, out: Tensor) -> None:
 
 
 def dense(grad: Tensor, dtype: torch.dtype, *, copy: bool) -> Tensor:
-    """Return `grad` in `dtype` and row-major order; without `copy` it is `grad` itself if it has both already."""
+    """Return `grad` in `dtype` and row-major order: a copy, or without `copy` `grad` itself if it has both already."""
     grad = grad.to(dtype)
     return grad.clone(memory_format=torch.contiguous_format) if copy else grad.contiguous()
 

@@ -53,10 +53,10 @@ class ShardBuffer:
         """Record that `transfer` reads this buffer, so that later writes wait for it."""
 
     def ready(self) -> None:
-        """Let the host wait for a running optimizer step of these shards, on another thread, before a gather."""
+        """Let the host wait for an optimizer step of these shards that runs on another thread; called before a gather."""
 
     def synchronize(self) -> None:
-        """Let the host wait for all running steps and copies, so that it may read and write shards."""
+        """Let the host wait for all running optimizer steps and copies, after which the caller may read and write shards."""
 
     def mark_stale(self) -> None:
         """Make later gathers read the shards again, because they may have been written without a new version."""
@@ -70,7 +70,7 @@ class ShardBuffer:
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """Begin to move reduced gradients `rows` to the memory kind in which gradients are stored; by default do nothing.
 
-        Returns (rows there, copy under way or None). `chosen`: indices of their parameters. `adding`: True for rows that the
+        Returns (rows there, copy under way or None). `chosen`: index of each row's parameter. `adding`: True for rows that the
         caller only adds to a gradient. `after`: the transfer that makes the rows; None to wait for the compute stream.
         """
         return rows, None

@@ -35,7 +35,8 @@ def why_not_sliced(unit: Unit) -> str:
 
 
 class Slices:
-    """The parameters of a unit for which `why_not_sliced` returns "", in slices of at most `max_rows` rows of all ranks."""
+    """The parameters of a unit for which `why_not_sliced` returns "", in slices of at most `max_rows` rows of all ranks together,
+    but at least one row of each rank."""
 
     def __init__(self, engine: Engine, unit: Unit, max_rows: int) -> None:
         self.engine, self.unit, self.group = engine, unit, unit.groups[0]
@@ -47,7 +48,7 @@ class Slices:
     def gathered(self) -> Iterator[tuple[Slice, list[Tensor]]]:
         """Yield each slice with its rows of each parameter, while the next slice is gathered. Collective.
 
-        The shards are read with their values at the first slice. A caller drops the rows before it takes the next slice.
+        The caller does not write shards meanwhile, and drops the rows of a slice before it takes the next one.
         """
         buffer = self.group.shard_buffer
         buffer.ready()
@@ -144,7 +145,7 @@ def begin_call(engine: Engine, unit: Unit) -> Call:
 
 
 def begin_backward(call: Call) -> None:
-    """Record that the running backward reaches `call`. Raises `UsageError` if the parameters were changed since the forward."""
+    """Record that the running backward reaches `call`. Raises `UsageError` if its parameters were changed since its forward."""
     if call.version != call.unit.groups[0].version():
         raise changed_error(call.unit)
     call.engine.join(_torch.current_graph_task(), call)

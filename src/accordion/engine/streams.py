@@ -82,11 +82,12 @@ class SideStream:
         return None if self._module is None else self.stream.record_event(self._event())
 
     def wait(self, event: Any) -> None:
+        """Let this side stream wait for `event`, without a wait of the host."""
         if self._module is not None:
             self.stream.wait_event(event)
 
     def follow(self) -> Any:
-        """Let this side stream wait for all work on the compute stream so far; return the compute stream or None."""
+        """Let this side stream wait for all work on the compute stream so far, and return the latter; None without streams."""
         stream = self.compute()
         if stream is not None:
             self.stream.wait_event(stream.record_event())
@@ -119,7 +120,11 @@ class SideStream:
     def copy(
         self, copies: Callable[[], None], tensors: list[Any], what: str, after: Transfer | None = None
     ) -> Transfer:
-        """Run `copies()` on this side stream, and return its transfer. `tensors`, `what`, `after`: as for `start`."""
+        """Run `copies()` on this side stream, after all work on the compute stream so far, and return the transfer.
+
+        `tensors`: kept alive until the transfer has landed. `what`: what this rank does, for messages. `after`: a transfer
+        after which the copies run, instead of the work on the compute stream.
+        """
 
         def steps() -> Steps:
             copies()
@@ -139,10 +144,10 @@ class SideStream:
 
 
 class Transfer:
-    """A communication or copy on a side stream; keeps its buffers alive until `land` or `synchronize`.
+    """A communication or copy on a side stream; keeps its buffers alive until `land`, `synchronize` or `abandon`.
 
-    `begun_on`: the compute stream that allocated them. `landed_on`: the compute stream that called `land`, if another one; else
-    None. `ended`: True if all steps have been started, so that the host has nothing left to wait for.
+    `begun_on`: the compute stream that allocated the buffers. `landed_on`: the compute stream that called `land`, if that is
+    another one; else None. `ended`: True if all steps have been started, so that the host has nothing left to wait for.
     """
 
     __slots__ = ("_end", "_pending", "_side_stream", "_steps", "_tensors", "_what", "begun_on", "ended", "landed_on")
@@ -156,7 +161,7 @@ class Transfer:
         self.landed_on: Any = None
 
     def begin(self, after: Transfer | None = None) -> None:
-        """Start the steps; called once. `after`: as for `SideStream.start`."""
+        """Start the steps after all work on the compute stream so far, or after the transfer `after`; called once."""
         side_stream = self._side_stream
         if not side_stream.sleeps:
             if not side_stream.late:

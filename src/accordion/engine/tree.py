@@ -15,9 +15,10 @@ from torch import Tensor
 def map_tensors(
     function: Callable[[Tensor], Tensor], tree: Any, in_mutable: Callable[[Tensor], Tensor] | None = None
 ) -> Any:
-    """Return `tree` with each tensor replaced by `function(tensor)`; a container without changes stays the same object.
+    """Return `tree`, nested tuples, lists, mappings and dataclasses, with each tensor replaced by `function(tensor)`.
 
-    `in_mutable`: the function for tensors inside lists and mappings, by default `function`. Other objects are not entered.
+    A container without changes stays the same object; a changed one is copied. Objects of other types stay as they are.
+    `in_mutable`: the function for tensors inside lists and mappings, by default `function`.
     """
     if isinstance(tree, Tensor):
         return function(tree)

@@ -58,7 +58,7 @@ class GatherState:
     """The gather that fills the full parameters of one unit, and the compute streams that use them.
 
     `under_way`, `landed`: its transfers before and after the compute stream waits for them. `opened_on`: the compute stream on
-    which the full parameters were allocated; None on a device without streams. `other_streams`: other ones that use them.
+    which the full parameters were allocated; None on a device without streams. `other_streams`: all other ones that use them.
     """
 
     under_way: list[Transfer] = field(default_factory=list)
@@ -73,7 +73,8 @@ class UnitPolicy:
 
     `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: also after a backward, until
     a reduce or a write of shards. `reduces`: False sums gradients on this rank, as under no_sync. `ahead`: indices of the units
-    to prefetch while this one runs, not the recorded order. `on_convert`: called before `module.to(...)` and similar methods.
+    to prefetch while this one runs, by phase; a phase without an entry follows the recorded order. `on_convert`: called before
+    `module.to(...)` and similar methods.
     """
 
     keep: bool | None = None
@@ -98,7 +99,8 @@ RESHARDED, UNSHARDING, UNSHARDED = FullParams  # read often, and reading through
 
 
 class Unit:
-    """A module's parameters that are gathered and freed together; memory is freed when the count of `leases` is zero."""
+    """The parameters of a module that are gathered and freed together. `acquire` and `release` count the `leases`; without any,
+    the full parameters are freed, unless the strategy or the unit's policy keeps them."""
 
     observers: Any  # the engine's `Observers`, which `Engine.add_unit` sets; its module imports this one
 
@@ -181,8 +183,8 @@ class Unit:
     # -- leases
 
     def unshard(self) -> None:
-        """Begin to gather the full parameters, unless they are gathered or a gather is under way; `acquire` waits for it. After
-        an error, such as out of memory, nothing is gathered, and the next use begins again."""
+        """Begin to gather the full parameters, unless they are gathered or a gather is under way. `acquire` waits for the gather.
+        After an error, such as out of memory, nothing is gathered, and the next use begins again."""
         if self.full_params is not RESHARDED:
             return
         state, transfers = self._gather, self._gather.under_way
@@ -212,7 +214,7 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Return True also while a gather is under way, unlike `is_full`."""
+        """Return True if the full parameters are gathered, or if a gather is under way, when `is_full` is False."""
         return self.full_params is not RESHARDED
 
     def acquire(self) -> int:
@@ -279,7 +281,7 @@ class Unit:
         self.mark_stale()
 
     def note_memory(self) -> None:
-        """Record the memory of each full parameter, so that `lost_write` finds `weight.data = ...`."""
+        """Record the memory of full parameters, so that `lost_write` detects `weight.data = ...`; not for tensor subclasses."""
         # None for fake tensors, which have no addresses.
         is_real = not self.module_params.has_around and all(_torch.fake_device(v) is None for v in self.views)
         self._memory = [v.data for v in self.views] if is_real else None
@@ -307,7 +309,7 @@ class Unit:
             group.mark_stale()
 
     def writes(self) -> int:
-        """Return the number of writes into full parameters by the model's code, which are lost; gathers do not count."""
+        """Return the number of writes into full parameters so far, by the model's code, which are lost; gathers do not count."""
         return sum([full_buffer.flat._version for full_buffer in self._full_buffers])
 
     def lost_write(self, writes: int, fulls: Sequence[Tensor]) -> UsageError | None:

@@ -37,9 +37,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of `head(hidden)` and `labels` without a tensor of all logits.
 
-    Logits are computed for one chunk of tokens at a time, and the gradients of `hidden` and of the head in the same pass. The
-    head is gathered once, and all ranks must call this function together. It may be called inside the model's forward or with
-    the model's output, and with a head that is not sharded.
+    Logits are computed for one chunk of tokens at a time. For "mean" and "sum" the same pass computes the gradients of `hidden`
+    and of the head; for "none", or with `head_rows`, the backward computes the logits again. If the head is sharded, it
+    is gathered once, and all ranks must call this function together, inside the model's forward or with its output.
 
     Args:
         hidden: (..., in_features), the input of the head.
@@ -89,8 +89,8 @@ def linear_cross_entropy(
 def head_returns_loss(head: nn.Linear, labels: Tensor, **options: Any) -> Iterator[list[Tensor]]:
     """Context manager in which `head(hidden)` returns `linear_cross_entropy(hidden, head, labels, **options)`.
 
-    For models that return the output of their head: inside, they return the loss. Yields a list of the losses returned so far.
-    With `head_rows`, forward hooks of the head do not run.
+    For models that return the output of their head: inside, they return the loss. Yields a list, to which each call of `head`
+    appends its loss. With `head_rows=True`, forward hooks and pre-hooks of the head do not run.
     """
     losses: list[Tensor] = []
 
@@ -113,7 +113,7 @@ def head_returns_loss(head: nn.Linear, labels: Tensor, **options: Any) -> Iterat
 
 
 def _inside(hooks: Hooks, call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function of `hidden` that runs `call(hidden)` inside the unit of `hooks`, which is gathered for that."""
+    """Return a function of `hidden` that returns `call(hidden)`, computed while the unit of `hooks` is gathered."""
     return lambda hidden: hooks.enter(hooks.attached_modules()[0], call, (hidden,), {})
 
 
@@ -203,7 +203,7 @@ def _pass(
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return (loss of each token, [gradient of hidden, of weight, of bias]) for the sum of losses times `weights` (tokens,).
 
-    A gradient is None if its entry of `needed` is False; all are None if `weights` is.
+    A gradient is None if its entry of `needed` is False; all are None if `weights` is None, and that of a bias if there is none.
     """
     hidden, weight, bias, labels = inputs
     wide, dtype = torch.promote_types(weight.dtype, torch.float32), product_dtype(weight)

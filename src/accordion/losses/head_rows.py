@@ -21,13 +21,14 @@ WEIGHT, BIAS = 0, 1  # indices of the parameters of a unit that is a linear laye
 
 
 def row_losses(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss, hooks: Sequence[Hooks]) -> Tensor:
-    """Return the loss of each token (tokens,), computed with some rows of the head, a unit of its own, at a time. Collective.
+    """Return the loss of each token, (tokens,), computed with a few gathered rows of `head` at a time. A collective.
 
     A running softmax of each token is kept, and the backward gathers the rows again. The gradient of a slice of rows is reduced
-    as soon as it is complete. hidden: (tokens, width); labels: (tokens,); hooks: of the units with parameters of `head`.
+    as soon as it is complete. hidden: (tokens, width); labels: (tokens,); hooks: of the units with parameters of `head`. A unit
+    is the modules whose parameters are gathered together.
 
     Raises:
-        UsageError: if the head shares its unit, or its unit cannot be gathered in slices.
+        UsageError: if `head` shares its unit with other modules, or if its unit cannot be gathered in slices.
     """
     unit = hooks[0].unit
     alone = len(hooks) == 1 and unit.module_params.modules() == [head] and unit.params[0].places[0][1] == "weight"

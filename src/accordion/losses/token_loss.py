@@ -14,7 +14,7 @@ CHUNK_BYTES = 128 * 2**20  # float32 logits of one chunk; a matrix product of th
 
 
 class Targets(NamedTuple):
-    """The labels of tokens, among all words or some of them. `columns` is 0 for a token whose label is not among them."""
+    """The labels of tokens as columns of logits, of all words or of some. A column is 0 if the token's label has no logit."""
 
     columns: Tensor  # (tokens,), int64: the column of the label's logit
     present: Tensor  # (tokens,), bool: the label has a column
@@ -26,7 +26,9 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """The loss of one token as a function of its logits, with the arguments of `linear_cross_entropy`."""
+    """The loss of one token as a function of its logits. `ignore_index`: label of tokens without a loss. `z_loss`: factor of the
+    squared logarithm of the softmax's denominator. `soft_cap`: replace each logit `x` by `soft_cap * tanh(x / soft_cap)`.
+    `chunk_tokens`: tokens per chunk; None: as many as `CHUNK_BYTES` allows."""
 
     ignore_index: int
     label_smoothing: float
@@ -67,7 +69,8 @@ class TokenLoss:
         return losses.where(counts, 0.0)
 
     def backward_(self, logits: Tensor, log_sum: Tensor, targets: Targets, weights: Tensor, num_words: int) -> Tensor:
-        """Overwrite `logits`, a result of `capped_`, with the gradient of the sum of losses times `weights` (tokens,).
+        """Overwrite `logits`, a result of `capped_`, with the gradient of the sum of losses times `weights` (tokens,), and return
+        them. The gradient is that of the logits before `capped_`.
 
         logits: (tokens, words), float32 or wider, of all or some of the `num_words` words; log_sum: as in `losses`.
         """
@@ -83,7 +86,7 @@ class TokenLoss:
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which gradients are multiplied: that of `tensor`; on the CPU float32 at least.
+    """Return the dtype for matrix products of gradients with `tensor`: that of `tensor`; on the CPU at least float32.
 
     CPUs multiply 16-bit matrices up to 20 times as slowly as float32 ones; elsewhere the product is summed in float32.
     """

@@ -24,8 +24,8 @@ def page_aligned(num_bytes: int) -> int:
 
 
 class Arena:
-    """One allocation of host memory that `take` divides into tensors, freed with the last one. Raises `UsageError` if it cannot
-    be allocated or pinned.
+    """One allocation of host memory that `take` divides into tensors, freed with the last of them. Raises `UsageError` if memory
+    cannot be allocated or pinned.
 
     For an accelerator the memory is pinned by the driver, since torch's pinned allocator rounds up to powers of two. It stays
     pinned until the arena itself is freed.

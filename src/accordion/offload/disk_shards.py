@@ -60,9 +60,9 @@ class DiskPlace:
 class DiskShards(OffDeviceShards):
     """The shards of one group on disk: `locals` are mapped from the file, and gathers read from a staging buffer.
 
-    The file has first a row of each parameter, which is its shard in the gathered dtype, and then each shard that is stepped in
-    another dtype; each begins at a page. So the rows are one range of the file, which is read for a gather. A step reads and
-    writes the file directly, not through the mapping.
+    The file has first a row for each parameter, the shard in the gathered dtype, and then each shard that is stepped in another
+    dtype; all begin at pages. So the rows are one range of the file, which is read for a gather. A step reads and writes the
+    file directly, not through the mapping.
     """
 
     off_device = True

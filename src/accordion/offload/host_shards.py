@@ -87,8 +87,8 @@ class OffDeviceShards(ShardBuffer):
             self._is_written = True
 
     def settle(self, version: int) -> None:
-        """Before a gather: copy `locals` into the rows, unless the rows have `version` of the shards, or a step wrote them. Waits
-        for steps under way, and before a copy for the transfers that read the rows."""
+        """Before a gather, copy `locals` into the rows, unless the rows have `version` of the shards, or a step wrote the rows. A
+        copy first waits for optimizer steps under way and for transfers that read the rows."""
         if self._row_version != version and not self._is_written:
             self.synchronize()
             self.write_rows()

@@ -85,7 +85,7 @@ class SwapFile:
 
     def settle(self, offset: int, num_bytes: int) -> None:
         """Write changes that were made through `mapped` in `num_bytes` from byte `offset` on, whole pages, to the file. Do
-        nothing if no page of them is in the page cache, because then no page was changed since its last direct write."""
+        nothing if none of these pages is in the page cache, because then no page was changed since its last direct write."""
         # Tensor versions cannot replace this check: foreach operators on DTensors do not increment them.
         present = torch.empty(num_bytes // ALIGN_BYTES, dtype=torch.uint8, device="cpu")
         start = ctypes.c_void_p(self._bytes.data_ptr() + offset)
@@ -135,7 +135,7 @@ def no_room(folder: Path, num_bytes: int, error: OSError) -> OffloadError:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """A 1-D tensor in a file: `numel` elements from `offset` bytes on. Slices of it are ranges too."""
+    """A 1-D tensor in a file: `numel` elements from byte `offset` on. A slice of a range is a range of the same file."""
 
     file: SwapFile
     offset: int
@@ -182,8 +182,8 @@ def in_chunks(call: Callable[[int, Tensor], None], offset: int, memory: Tensor) 
 
 
 class DiskCalls:
-    """Runs `calls`, reads or writes of a file, on threads of `pool`, beginning now. Another thread of `pool` first calls `after`,
-    and starts them when it has returned."""
+    """Runs `calls`, reads or writes of a file, on threads of `pool`. The constructor does not wait: a thread of `pool` calls
+    `after` and then starts `calls`. Use `wait` or `settle` to wait for all."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], after: Callable[[], None] = lambda: None
@@ -238,7 +238,7 @@ class CopyToDisk:
         self._begin()
 
     def synchronize(self) -> None:
-        """Let the host wait until the memory can be reused: until all is written, or copied if the writes were cancelled."""
+        """Let the host wait until the memory can be reused: until it is written, or only copied if the writes were cancelled."""
         self.land()
         if self._calls is None:
             self._transfer.block()
@@ -246,7 +246,7 @@ class CopyToDisk:
             self._calls.wait()
 
     def cancel(self) -> list[DiskCalls]:
-        """Cancel the writes if they have not begun. Return those under way, which the caller must wait for; [] if none are."""
+        """Cancel the writes if they have not begun. Return the writes that have, for which the caller must wait."""
         self._writes = ()
         return [] if self._calls is None else [self._calls]
 

@@ -36,7 +36,8 @@ log = logging.getLogger("accordion")
 
 
 class Tiers:
-    """The memory tiers of one model on one rank. Call this object to create the shard buffer of a group of parameters.
+    """The memory tiers of one model on one rank. Call this object to create the shard buffer of a group of parameters. It also
+    owns the threads, optimizer states and activation stores of the model, which are created at their first use.
 
     The constructor allocates all host memory and file space that shards and gradients will ever need. Raises `UsageError` or
     `OffloadError` if that fails. `offloads`, `shapes`: the tiers, with budgets applied, and the groups of each unit.
@@ -116,7 +117,8 @@ class Tiers:
 
     def read_ahead(self, index: int) -> None:
         """Start reading the shards of the unit that is gathered after the one with index `index`, if they are on disk and not
-        being stepped. Does nothing if both units use the same staging buffer, or if the next unit is not known."""
+        being stepped. Does nothing if both units use the same staging buffer, or if the next unit is not known.
+        First waits for earlier uses of the next unit's staging buffer."""
         unit = self._units[index]() if index in self._units else None
         if unit is None:
             return

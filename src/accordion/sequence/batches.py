@@ -1,4 +1,4 @@
-"""`split_sequence`: this rank's part of each sequence of a batch, with what makes the loss of all parts that of the whole."""
+"""`split_sequence`: take this rank's part of each sequence of a batch, with the number of tokens by which to divide its loss."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def split_sequence(
 ) -> dict[str, Any]:
     """Return this rank's part of a `batch` of whole sequences, as keyword arguments of the model.
 
-    All ranks of `mesh` pass the same batch. The first call of a group compares it over ranks, which is a collective; later
-    calls do not communicate.
+    All ranks of `mesh` pass the same batch. The first call on a mesh compares the batches of its ranks, which is a collective;
+    later calls do not communicate.
 
     Args:
         batch: `input_ids` or `inputs_embeds`, and `labels` if there is a loss. Tensors with the same number of tokens in dim 1
             are split there, `position_ids` in the last dim. All else, such as a mask (batch, 1, tokens, tokens), stays whole.
         mesh: 1-D, the ranks that share each sequence.
-        shift: token i predicts label i + 1, also across the ends of parts. Pass False if labels are those of their tokens.
+        shift: token i predicts label i + 1, also across the ends of parts. Pass False if token i predicts label i.
         ignore_index: the label of tokens without a loss.
 
-    Returns: the parts, with `position_ids` (1, tokens of this rank) if `batch` has none. If there are labels, also:
-        `shift_labels`: (batch, tokens of this rank), the label that each token predicts, with `shift`.
-        `num_items_in_batch`: the number of tokens with a loss in the whole sequences, or that of `batch`, divided by the number
-            of ranks. A sum over this rank's tokens divided by it is a loss whose mean over ranks is that of the whole batch.
+    Returns: the parts, with `position_ids` (1, tokens of this rank) if `batch` has none. If `batch` has labels, also:
+        `shift_labels`: (batch, tokens of this rank), the label that each token predicts; only with `shift`.
+        `num_items_in_batch`: that of `batch`, or else the number of tokens with a loss, divided by the number of ranks. The sum
+            of this rank's losses divided by this number is a loss whose mean over ranks is that of the whole batch.
 
-    Raises `UsageError` if the number of tokens is no multiple of the ranks, or if the ranks' first batches differ.
+    Raises `UsageError` if `mesh` is not 1-D, if the ranks do not divide the tokens, or if the ranks' first batches differ.
     """
     group = group_of(mesh)
     num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -63,7 +63,7 @@ def split_sequence(
 
 
 def _tokens(batch: Mapping[str, Any], num_ranks: int) -> Tensor:
-    """Return the tokens of a batch, (batch, tokens) or their embeddings. Raises `UsageError` if they cannot be divided."""
+    """Return `input_ids`, or else `inputs_embeds`. Raises `UsageError` if there is neither, or if dim 1 cannot be divided."""
     tokens: Tensor | None = next((batch[n] for n in ("input_ids", "inputs_embeds") if batch.get(n) is not None), None)
     if tokens is None or tokens.ndim < 2:
         raise UsageError(
@@ -78,7 +78,7 @@ def _tokens(batch: Mapping[str, Any], num_ranks: int) -> Tensor:
 
 
 def _compare_once(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Raise `UsageError` on all ranks of `group` if their first batches differ. The first call of a group is a collective."""
+    """At the first call with `group`, raise `UsageError` on all ranks if their batches differ; a collective. Later do nothing."""
     compared = f"accordion/sequence/{_torch.group_name(group)}/"
     if _torch.kept_with_job(compared):
         return

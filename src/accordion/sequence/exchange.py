@@ -34,21 +34,21 @@ def sequence_attention(
 
     Call it in the attention of a model of your own, on all ranks of `mesh` together. One all-to-all gives each rank whole
     sequences of some of the heads, with which `kernel` runs. A second one returns the rank's part of the result with all heads.
-    The backward does the opposite.
+    The backward sends the gradients the opposite way, by all-to-alls too.
 
     Args:
         q: (batch, heads, tokens of this rank, head dim). The number of heads must be a multiple of the ranks of `mesh`.
-        k: the same with the number of key/value heads, which divides that of heads. If it is no multiple of the ranks, each
-            of these heads is sent several times, which is logged once.
-        v: as `k`.
+        k: as `q`, with the number of key/value heads, which divides the number of heads. If it is no multiple of the number of
+            ranks, each key/value head is sent to several ranks, which the first rank logs once.
+        v: as `k`; it may have another head dim.
         mesh: 1-D, the ranks that share each sequence, in the order of their parts.
         kernel: called as `kernel(q, k, v, **options)` with (batch, heads of this rank, all tokens, head dim).
         options: arguments of `kernel`, for whole sequences: `is_causal=True`, `enable_gqa=True` for grouped heads, or an
             `attn_mask` (..., all tokens, all tokens). With a `dropout_p`, the ranks draw different random numbers.
 
-    Returns: (batch, heads, tokens of this rank, head dim).
+    Returns: (batch, heads, tokens of this rank, head dim of `v`).
 
-    Raises `UsageError` if the heads cannot be divided, and if `k` has other tokens than `q`.
+    Raises `UsageError` if the ranks do not divide the heads, if `q` and `k` differ in tokens, or if `mesh` is not 1-D.
     """
     group = group_of(mesh)
     q, k, v = whole_sequences(q, k, v, group)
@@ -71,7 +71,7 @@ def whole_sequences(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -
     """Return (q, k, v) of whole sequences and of this rank's heads, by one all-to-all; by two if `v` has a head dim of its own.
 
     `q`, `k` and `v` are (batch, all heads, tokens of this rank, head dim); results are (batch, heads of this rank, all tokens,
-    head dim). Raises `UsageError` as `sequence_attention` does.
+    head dim). Raises `UsageError` if the ranks do not divide the heads of `q`, or if `q` and `k` differ in tokens.
     """
     if k.shape[2] != q.shape[2]:
         raise UsageError(
@@ -95,7 +95,7 @@ def whole_sequences(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -
 
 
 def check_heads(num_heads: int, num_ranks: int) -> None:
-    """Raise `UsageError` if attention heads cannot be divided over the ranks of a sequence."""
+    """Raise `UsageError` if `num_heads`, of attention, is no multiple of `num_ranks`, the ranks that share each sequence."""
     if num_heads % num_ranks:
         raise UsageError(
             f"{num_heads} attention heads cannot be divided over the {num_ranks} ranks of a sequence; choose a number of ranks "
@@ -112,7 +112,8 @@ def _log_repeated(num_heads: int, num_ranks: int, times: int) -> None:
 def numbers_of_rank(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
     """Context manager in which the ranks of `group` draw different random numbers on `device`, also if their seeds are equal.
 
-    The numbers follow from the CPU generator's state, so a recomputation, which restores it, draws the same ones.
+    The start seeds the generator of `device` with a number that it draws from the CPU generator, plus the rank; the end restores
+    the generator of `device`. A recomputation restores the CPU generator first, so it draws the same numbers.
     """
     # Drawn before the fork, so that the next layer draws others.
     seed = int(torch.randint(2**62, (), device="cpu")) + dist.get_rank(group)
@@ -123,9 +124,10 @@ def numbers_of_rank(group: dist.ProcessGroup, device: torch.device) -> Iterator[
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
-    """Return the parts of this rank, joined in rank order along dim `join`, of each rank's `x`, split along dim `split`.
+    """Split `x` along dim `split` into one part per rank of `group`, and send each part to its rank. Return the parts that this
+    rank received, joined in rank order along dim `join`.
 
-    One all-to-all, and the opposite one in the backward; without ranks to exchange with, `x` itself.
+    One all-to-all, and the opposite one in the backward. If `group` has one rank, returns `x` itself.
     """
     if dist.get_world_size(group) == 1:
         return x
@@ -134,7 +136,7 @@ def exchange(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tens
 
 
 class _Exchange(torch.autograd.Function):
-    """`exchange` for several ranks."""
+    """Autograd function of `exchange` for several ranks. The backward swaps `split` and `join`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
@@ -155,6 +157,6 @@ def _exchanged(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Te
 
 
 def gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the parts (rows, tokens of a rank) of all ranks of `group`, joined to (rows, all tokens). A collective."""
+    """Return the `part` of each rank, (rows, tokens of a rank), joined in rank order to (rows, all tokens). A collective."""
     parts = gathered_rows(part.flatten(), Communicator(group, part.device))  # (ranks, rows * tokens of a rank)
     return parts.view(-1, *part.shape).movedim(0, 1).flatten(1)

@@ -16,16 +16,17 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Let the ranks of `mesh` share each sequence in the attention of a transformers `model`; change it in place and return it.
 
     Call it before `shard`, which shards over all ranks as without it, and pass the model parts of `split_sequence`. The model's
-    attention implementation (sdpa, eager, flash or flex attention) then runs on whole sequences of some of the heads.
-    Its forward passes `use_cache=False` by default, and it gets a copy of its `config`, with a name of Accordion's as
-    the attention implementation. The call does not communicate. Each forward gathers position ids or the padding mask.
+    attention implementation (sdpa, eager, flash or flex attention) then runs on whole sequences of some of the heads. The call
+    does not communicate. Each forward gathers the padding mask, or without one the position ids.
+    The model gets a copy of its `config` that names an attention implementation of Accordion. In its forward
+    `use_cache` is False by default. `use_cache=True`, `generate`, and labels without `num_items_in_batch` raise `UsageError`.
 
     Args:
         model: a model of transformers that reads text, or one of PEFT around it.
         mesh: 1-D, the ranks that share each sequence, in the order of their parts.
 
-    Raises `UsageError`, before anything changes, if the model's attention is not in transformers' registry, if its heads cannot
-    be divided over the ranks, if other layers need whole sequences (such as Mamba), and for a model that is sharded already.
+    Raises `UsageError`, before anything changes, if `model` is sharded already or not of transformers, if its attention is not in
+    transformers' registry, if the ranks do not divide its heads, or if other layers need whole sequences (such as Mamba).
     """
     group = group_of(mesh)
     if engine_of(model) is not None:

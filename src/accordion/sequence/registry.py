@@ -23,8 +23,8 @@ ROPES_BY_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that depend on th
 
 
 def attach(module: nn.Module, group: dist.ProcessGroup) -> bool:
-    """Run the attention of the outermost model of transformers in `module` over the ranks of `group`. Return False if there is
-    none. Raises `UsageError`, before anything changes, if its attention cannot."""
+    """Change the outermost model of transformers in `module` so that its attention runs over the ranks of `group`. Return False
+    if there is no such model. Raises `UsageError`, before anything changes, if its attention cannot run so."""
     model = checked(module, dist.get_world_size(group))
     if model is None:
         return False
@@ -94,7 +94,7 @@ def checked(module: nn.Module, num_ranks: int) -> PreTrainedModel | None:
 
 
 def _needs_whole_sequences(model: PreTrainedModel) -> set[str]:
-    """Return names of what `model` has, besides attention, that depends on tokens of other ranks or on their number."""
+    """Return names, such as "recurrent layers", of features of `model`, besides attention, that need whole sequences."""
     config, rotary = model.config, [getattr(module, "rope_type", None) for module in model.modules()]
     ropes: set[Any] = {kind for kinds in rotary for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])}
     parts = {
@@ -111,7 +111,8 @@ def _needs_whole_sequences(model: PreTrainedModel) -> set[str]:
 class _Sequences:
     """Attention and masks of whole sequences for one implementation and one group of ranks.
 
-    Owns what a forward has gathered until its masks are made. Attention itself has no state, so it can be computed again.
+    Keeps the padding, or the positions of packed texts, that the last forward has gathered, for its masks. Attention itself has
+    no state, so it can be computed again.
     """
 
     def __init__(self, implementation: str, group: dist.ProcessGroup) -> None:
@@ -122,7 +123,8 @@ class _Sequences:
         self._packed: tuple[Tensor, Tensor] | None = None
 
     def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the `inputs` of a forward with what it needs of other ranks' tokens. A collective."""
+        """Add to the arguments `inputs` of a forward, in place, `position_ids` and a mask of whole sequences; return `inputs`. A
+        collective that gathers the padding, or without a mask the positions. Raises `UsageError` for a key/value cache."""
         if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
             raise UsageError("sequence parallelism has no key/value cache; pass use_cache=False.")
         tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
@@ -144,7 +146,7 @@ class _Sequences:
         return inputs
 
     def mask(self, *, q_length: int, kv_length: int, mask_function: Callable[..., Any], **kwargs: Any) -> Any:
-        """Return the mask of whole sequences: the registered function of the implementation, with their length and padding."""
+        """Return the mask of whole sequences, by the implementation's own function; for packed flash attention, position ids."""
         make = AttentionMaskInterface()[self._implementation]
         kwargs["attention_mask"] = self._padding
         # In full attention, transformers does not tell packed sequences apart.
@@ -166,7 +168,7 @@ class _Sequences:
         dropout: float = 0.0,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Return (the attention of this rank's tokens (batch, tokens, heads, head dim), None in place of weights)."""
+        """Return (attention of this rank's tokens (batch, tokens, heads, head dim), None in place of weights). A collective."""
         group = self._group
         if kwargs.get("position_bias") is not None:
             raise UsageError(f"{type(module).__name__} adds a bias by position, which sequence_parallel does not take.")
@@ -190,7 +192,7 @@ class _Sequences:
 
 
 class _Shown:
-    """An attention module, or its config, as a kernel reads it: `thing` with some attributes `replaced`."""
+    """Stands for an attention module, or its config, in a kernel: has the attributes `replaced`, and all others of `thing`."""
 
     def __init__(self, thing: Any, replaced: dict[str, Any]) -> None:
         vars(self).update(replaced, _thing=thing)

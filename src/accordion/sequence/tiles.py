@@ -16,12 +16,12 @@ from accordion.errors import UsageError
 def tile(module: nn.Module, num_tiles: int, *, dim: int = 1) -> nn.Module:
     """Let `module` compute its input in `num_tiles` parts along `dim`, one after another; change it in place and return it.
 
-    The backward computes each part again just before its gradients, so the activations of one part exist at a time. Call it
+    The backward computes each part again just before its gradients, so the activations of one part exist at a time. Call `tile`
     before `shard`, for a module that computes each token by itself, such as the MLP of a transformer block.
 
     Args:
         module: takes one tensor, with other arguments by keyword, and returns one tensor of the same size in `dim`.
-        num_tiles: number of parts. If it does not divide the tokens, the last part is smaller.
+        num_tiles: number of parts. If it does not divide the tokens, the last part is smaller, and there may be fewer parts.
         dim: the dim of tokens.
 
     Raises `UsageError` if `num_tiles` is below 1, or if the forward of `module` has been replaced already.
@@ -47,7 +47,7 @@ def tile(module: nn.Module, num_tiles: int, *, dim: int = 1) -> nn.Module:
 
 
 def tile_mlps(model: nn.Module, num_tiles: int) -> None:
-    """Tile every module of `model` that is called "mlp". Raises `UsageError` if there is none, or if it is one of experts."""
+    """Tile every module of `model` with the name "mlp", in place. Raises `UsageError` if there is none, or if one has experts."""
     mlps = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "mlp"]
     if not mlps or any(hasattr(module, "experts") for module in mlps):
         raise UsageError(

@@ -22,7 +22,8 @@ from accordion.offload.swap_file import CopyToDisk
 
 
 class ActivationOffload:
-    """Copies inputs of recomputed units into stores on the host or on disk, which are created at the first use."""
+    """Copies inputs of recomputed units of one model into stores on the host or on disk, which are created at the first use.
+    `offload` copies an input away; the `OffloadedInput` that it returns copies the input back."""
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources

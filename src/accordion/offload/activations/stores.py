@@ -24,7 +24,7 @@ STORES, FETCHES = "copies activations to the host", "copies activations to the d
 
 
 class HostActivationStore:
-    """Host memory for inputs of recomputed units: one buffer for each input stored at a time, reused for later inputs."""
+    """Host memory for inputs of recomputed units: a buffer for each stored input, which later inputs reuse after it is freed."""
 
     disk_bytes = 0
 
@@ -34,8 +34,8 @@ class HostActivationStore:
         self.free: list[Arena] = []  # buffers without an input; slots put theirs back, on any thread
 
     def take(self, num_bytes: int) -> HostSlot:
-        """Return a slot of at least `num_bytes`: the smallest free buffer that fits, or else a new one. A new buffer takes the
-        place of the largest free one, if there is any. Raises `UsageError` if memory is lacking."""
+        """Return a slot of at least `num_bytes`, in the smallest free buffer that fits, or else in a new one. A new buffer takes
+        the place of the largest free one, if any buffer is free. Raises `UsageError` if memory is lacking."""
         fits = [buffer for buffer in self.free if buffer.num_bytes >= num_bytes]
         if fits:
             buffer = min(fits, key=lambda buffer: buffer.num_bytes)
@@ -127,8 +127,8 @@ class DiskActivationStore:
         self._free = joined(self._free)
 
     def stage(self, num_bytes: int) -> Stage:
-        """Return the least recently used stage, with a buffer of at least `num_bytes`, which is replaced if it is smaller. First
-        waits for the last use of that stage, and raises the error of that use."""
+        """Return the least recently used stage, with a buffer of at least `num_bytes`; a smaller buffer is replaced. First waits
+        for the uses of that stage, and raises the error of a failed one."""
         self._stages.append(self._stages.pop(0))
         stage = self._stages[-1]
         stage.content = None

@@ -47,8 +47,8 @@ class Owner:
 
 
 def own_parameters(engine: Engine, unit: Unit) -> None:
-    """Register `unit` with the tiers of `engine`. If anything of the unit is offloaded, set an `Owner` on its parameters. Do
-    nothing if `engine` has no tiers."""
+    """Register `unit` with the tiers of `engine`. If anything of the unit is offloaded, set an `Owner` on its parameters, except
+    tensor subclasses. Do nothing if `engine` has no tiers."""
     tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers):
         return
@@ -60,8 +60,8 @@ def own_parameters(engine: Engine, unit: Unit) -> None:
 
 
 def refuse_unwrapped(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if `optimizer`, not wrapped, has parameters that are stepped chunk by chunk, which only a wrapped
-    optimizer can do."""
+    """Raise `UsageError` if `optimizer`, which is not wrapped, has parameters that must be stepped chunk by chunk: only a wrapped
+    optimizer does that."""
     for _, _, engine, unit in owned_by(optimizer):
         if tiers_of(engine).offloads[unit.index].streams:
             raise UsageError(
@@ -201,7 +201,7 @@ def reported(engine: Engine) -> Iterator[None]:
 
 
 def expose(optimizer: Optimizer) -> None:
-    """Record that a caller gets access to `optimizer.state` and may write states: the next step first takes these over."""
+    """Record that a caller gets access to `optimizer.state` and may write states. The next step first takes over such writes."""
     for engine in engines_of(optimizer):
         states = tiers_of(engine).states.get(optimizer)
         if states is not None:
@@ -212,7 +212,7 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
     """Step every parameter of `optimizer` that has a gradient now, and run the optimizer's step hooks. First wait for earlier
     steps.
 
-    Steps on the device end before this returns. Steps on the host run on a thread during the next forward, with the present
+    Steps on the device run in this call. Steps on the host run on a thread during the next forward, with the present
     gradients and hyperparameters; the gather of a unit waits for the step of that unit. `kind`: the class before wrapping.
     """
     for hook in optimizer._optimizer_step_pre_hooks.values():

@@ -77,8 +77,8 @@ class OptimizerCopy:
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
         """Step the tensors of `todo` in place. Return tensor -> its new state.
 
-        Raises `UsageError` if this step leaves another value than the one in `after`, such as a hyperparameter: it then depends
-        on the choice of parameters that are stepped.
+        Raises `UsageError` if this step leaves a value, such as a hyperparameter, that differs from the one in `after`. The value
+        then depends on the choice of parameters that are stepped.
         """
         if not todo:
             return {}
@@ -133,9 +133,9 @@ class OptimizerCopy:
                     target[key] = value
 
     def scalar(self, group: int, key: str, value: Any, local: Tensor) -> Any:
-        """Return a copy of `value`, the state `key` of a parameter, such as its step count; an object that is no tensor itself.
-        The copy is on the device of `value`. A "step" is copied to the device of `local` if the param group with index `group`
-        is fused or capturable, which need it there."""
+        """Return a copy of `value`, the state `key` of a parameter, such as its step count. If `value` is no tensor, return it
+        uncopied. The copy is on the device of `value`; that of a "step" is on the device of `local` if the param group with index
+        `group` is fused or capturable, which need it there."""
         if not isinstance(value, Tensor):
             return value
         options = self._values[group]
@@ -217,7 +217,7 @@ def _small(dtype: torch.dtype, device: torch.device, num_dims: int = 1) -> Tenso
 
 
 def step_entries(optimizer_copy: OptimizerCopy, entries: Sequence[Entry]) -> None:
-    """Step the parameters of `entries` in place, and write their new states, as DTensors, into `entry.state`."""
+    """Step the parameters of `entries` in place, and write their new states, as DTensors if sharded, into `entry.state`."""
     for entry in entries:
         entry.local.grad = entry.grad
     try:

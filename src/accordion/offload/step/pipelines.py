@@ -161,8 +161,8 @@ class DevicePipeline:
 def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = None) -> list[Tensor]:
     """Return one tensor per span of `chunk`: its values in memory, or the next part of `buffer`, 1-D uint8, to copy them to.
 
-    Spans in files always use `buffer`. `device`: None if no other span uses it; an accelerator if each span that is not on that
-    device uses it; the CPU if all spans use it.
+    Spans in files always use `buffer`. `device`: None if no other span uses `buffer`; an accelerator if all spans that are not
+    on that device use it; the CPU if all spans use it.
     """
     result: list[Tensor] = []
     at = 0

@@ -25,7 +25,8 @@ log = logging.getLogger("accordion")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A parameter that is stepped chunk by chunk and needs memory for states. `unit`, `group`: indices; `local`: its shard."""
+    """A parameter that is stepped chunk by chunk and needs memory for states. `unit`: index of its unit; `group`: of its param
+    group; `local`: its shard."""
 
     unit: int
     offload: Offload
@@ -36,7 +37,8 @@ class Wanted:
 
 
 class States:
-    """The states of one optimizer that are stepped chunk by chunk: their memory or files, and the buffers of the steps."""
+    """The states of one optimizer that are stepped chunk by chunk: their memory or files, and the buffers of the steps. `cover`
+    allocates states, `adopt` takes over those of a load, and `flush` writes a caller's changes to the files."""
 
     def __init__(self, resources: Resources) -> None:
         self._resources, self._device = resources, resources.device
