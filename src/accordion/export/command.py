@@ -66,8 +66,8 @@ class ExportOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run `accordion export` with the arguments `words`, print the written files and what was left out, and return the exit code
-    0. Raises `AccordionError` for wrong input, or if a file cannot be read or written."""
+    """Run `accordion export` with the arguments `words`, print the written files and what was left out, and return exit code 0.
+    Raises `AccordionError` for wrong input, or if a file cannot be read or written."""
     options = flags.read(ExportOptions, words, PROG, (ExportOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0

@@ -128,8 +128,7 @@ def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
 
 
 class Printer:
-    """Sends a rank's answers to the job's store; the rank that `speaks` prints those of all ranks, in the order of the
-    prompts."""
+    """Sends a rank's answers to the job's store. The rank that `speaks` prints all answers, in the order of the prompts."""
 
     def __init__(
         self, prompts: Sequence[Prompt], store: Store, tokenizer: Any, options: GenerateOptions, *, speaks: bool
@@ -140,8 +139,7 @@ class Printer:
         self._began_s = time.perf_counter()
 
     def streamer(self) -> Any:
-        """Return a streamer that prints text while it is generated; None on a silent rank, for several prompts, and with
-        --json."""
+        """Return a streamer that prints text as it is generated; None with --json, for several prompts, or on a silent rank."""
         if not self._streams:
             return None
         from transformers import TextStreamer
@@ -153,8 +151,7 @@ class Printer:
             self._store.set(_key(answer.index), json.dumps(asdict(answer)))
 
     def show(self) -> None:
-        """Print new answers in the order of the prompts, up to the first missing one. Does nothing if this rank does not
-        print."""
+        """Print new answers in the order of the prompts, up to the first missing one. Does nothing on a silent rank."""
         while self._speaks and self._num_shown < len(self._prompts) and self._store.check([_key(self._num_shown)]):
             answer = WrittenText(**json.loads(self._store.get(_key(self._num_shown))))
             prompt = self._prompts[self._num_shown].text

@@ -58,5 +58,5 @@ def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torc
 
 
 def brief(error: Exception) -> str:
-    """Return the first sentence of an error's text, in at most 200 characters: transformers' errors list every model it knows."""
+    """Return the first sentence of an error's text, in at most 200 characters, since errors of transformers can be long lists."""
     return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".") + "."
