@@ -115,8 +115,8 @@ def export(options: ExportOptions) -> tuple[list[str], list[str]]:
 
 
 def _form_of(options: ExportOptions) -> str:
-    """Return the format to write: `options.format`, or if that is None, "safetensors" if TARGET ends so, else "hf". Raises
-    `UsageError` if TARGET has a suffix of a file and the format is a folder, or if packages for "onnx" are not installed."""
+    """Return `options.format`, or if that is None, "safetensors" if TARGET ends so, else "hf". Raises `UsageError` if TARGET ends
+    in .safetensors or .onnx and the format is not "safetensors", or if packages for "onnx" are not installed."""
     suffix = Path(options.target).suffix.lower()
     form = options.format or ("safetensors" if suffix == ".safetensors" else "hf")
     if suffix in (".safetensors", ".onnx") and form != "safetensors":

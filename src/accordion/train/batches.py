@@ -172,7 +172,7 @@ def seed_all(seed: int) -> None:
 
 
 def begun(data: Any, epoch: int) -> Iterator[Any]:
-    """Call `set_epoch(epoch)` of `data`, its samplers and its dataset if they have that, and return `iter(data)`."""
+    """Call `set_epoch(epoch)` of `data`, its samplers and its dataset, each if it has that method, and return `iter(data)`."""
     sampler = getattr(data, "sampler", None)
     inside = getattr(getattr(data, "batch_sampler", None), "sampler", None)
     for thing in {id(t): t for t in (data, sampler, inside, getattr(data, "dataset", None))}.values():
@@ -210,7 +210,8 @@ def check_kind(data: Any, split: str) -> None:
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
-    """Return this rank's batches of `data`, the training data of a task. Raises `UsageError` if `check_kind` rejects `data`."""
+    """Return this rank's batches of `data`, the training data of a task. Raises `UsageError` if `data` has a wrong type, has no
+    sample, or would be read whole by every rank."""
     check_kind(data, "train")
     if is_loader(data):
         return LoaderBatches(data, seed)
@@ -229,7 +230,7 @@ def validation_of(data: Any, share: Share, collate: Collate, device: torch.devic
     """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank. All ranks must
     call the model equally often, so a rank that has no samples left gets a batch with number 0. For loaders and iterables, each
     step of the iterator is collective, and raises `UsageError` if some ranks have batches and others have none at all. Raises
-    `UsageError` if `check_kind` rejects `data`."""
+    `UsageError` if `data` has a wrong type, has no sample, or would be read whole by every rank."""
     check_kind(data, "validation")
     if not is_loader(data) and not is_indexed(data):
         data = DataLoader(RankSamples(data, share, drops=False), share.micro_batch, collate_fn=collate)

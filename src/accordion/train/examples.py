@@ -150,7 +150,7 @@ class Encoder:
 
     def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
         """Return (start, end) of each answer in `text`, the rendered conversation. An answer begins where the rendering of the
-        messages before it, with the template's prompt for an answer, ends. Raises `UsageError` if an answer cannot be located."""
+        messages before it ends, with the template's prompt for an answer. Raises `UsageError` if an answer cannot be located."""
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":

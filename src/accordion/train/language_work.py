@@ -216,8 +216,7 @@ def unit_of(data: DataConfig) -> str:
 
 
 def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: int, where: str) -> None:
-    """Raise `UsageError`, which names `where`, if a split of `rows` is empty or fewer rows than `global_batch` are to train
-    on."""
+    """Raise `UsageError`, which names `where`, if a split in `rows` is empty, or "train" has fewer rows than `global_batch`."""
     empty = next((split for split, split_rows in rows.items() if not len(split_rows)), None)
     if empty is not None:
         raise UsageError(

@@ -450,7 +450,7 @@ def once_per_host(place: RankPlace, store: Store, do: Callable[[], T]) -> T:
 
 def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T | None:
     """Call `do` if `is_first` and return its result; otherwise wait until the first rank has done so, and return None. If `do`
-    raises an error there, other ranks raise `UsageError` with its text. `key`: key in `store` for that text."""
+    raises an error on the first rank, other ranks raise `UsageError` with its text. `key`: key in `store` for that text."""
     if not is_first:
         store.wait([key], timedelta(days=2))  # reading the data may take long
         if message := store.get(key).decode():

@@ -166,8 +166,8 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
     """Call `make` with the parameters of a small layer, to see if it makes an optimizer; do nothing if `make` is None. Raises
-    `UsageError` if it rejects its options, or if it returns no optimizer or one whose step needs a closure. Other exceptions of
-    the user's own code pass."""
+    `UsageError` if `make` rejects its options, or if it returns no optimizer or one whose step needs a closure. Other exceptions
+    of the user's own code pass."""
     if make is None:
         return
     params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))

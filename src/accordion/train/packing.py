@@ -47,9 +47,8 @@ def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 
 class ExampleRows(Dataset[Row]):
-    """Dataset of rows of examples. An example with more than `seq_len` labels is truncated, and left out if no answer remains in
-    it. `packing`: "documents" (several examples in a row) or "none" (one). There are no rows if no token of any example
-    counts."""
+    """Dataset of rows of examples. An example with more than `seq_len` labels is truncated, and left out if no answer remains.
+    `packing`: "documents" (several examples in a row) or "none" (one). There are no rows if no token of any example counts."""
 
     def __init__(self, examples: Examples, seq_len: int, packing: str) -> None:
         self.examples, self.seq_len = examples, seq_len

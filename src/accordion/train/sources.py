@@ -299,7 +299,7 @@ def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
 
 
 def split_of(piece: Piece) -> Split:
-    """Return the split of the document of `piece`: the one that the data names, or else that of `split_by_key`."""
+    """Return the split of the document of `piece`: the one that the data names, or else one by a hash of the document's name."""
     return piece.split if piece.split is not None else split_by_key(piece.key)
 
 

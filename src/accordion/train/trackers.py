@@ -20,7 +20,7 @@ FLUSH_S = 10  # maximum age of a figure before TensorBoard writes it
 
 
 def check_trackers(log: LogConfig) -> None:
-    """Raise `UsageError` if `log` names a tracker whose package is not installed."""
+    """Raise `UsageError` if `log` names wandb or mlflow and that package is not installed. TensorBoard is not checked here."""
     for name in PACKAGES:
         if getattr(log, name) is not None:
             check_installed(f"log.{name}", [name], "log")

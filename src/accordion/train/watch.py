@@ -53,7 +53,7 @@ class WatchOptions:
 
 def run(words: list[str]) -> int:
     """Run `accordion watch` with the arguments `words`, and return exit code 0. On a terminal, redraws until Ctrl-C unless
-    `--once` is given; otherwise prints one picture. Raises `UsageError` if a folder is not that of a run."""
+    `--once` is given; otherwise prints one picture. Raises `UsageError` if no folder is given, or one is not of a run."""
     options = flags.read(WatchOptions, [word for word in words if word.startswith("-")], "accordion watch", ABOUT)
     if options is None:
         return 0
@@ -178,8 +178,7 @@ def _chart(values: Sequence[float], width: int) -> str:
 
 
 def _histogram(times_s: Sequence[float], width: int) -> list[tuple[str, str]]:
-    """Return (label, bar) for `BINS` bins up to the 95th percentile; the last has longer times too. [] for fewer times than
-    bins."""
+    """Return (label, bar) for `BINS` bins up to the 95th percentile; the last has longer times too. Return [] for fewer times."""
     if len(times_s) < BINS:
         return []
     low, *_, high = sorted(times_s)[: math.ceil(0.95 * len(times_s))]
