@@ -25,12 +25,13 @@ WRAPPED = re.compile(r"(^|\.)(base_layer|original_module|token_adapter)\.")
 def merged(
     stored: StoredModel, sources: Sequence[TensorSource], ties: Mapping[str, str]
 ) -> tuple[list[TensorSource], dict[str, str]]:
-    """Return (sources, ties) of the model with its adapter. Each tensor is merged when it is read.
+    """Return (sources, ties) of the model with its adapter merged. Reads the adapter now; each weight is merged when it is read.
 
-    If the base was quantised in training, its weights are quantised and dequantised again before the adapter is added.
-    `ties`: other name of a tied tensor -> its name in `sources`. Tied tensors of which the adapter changes one become separate
-    tensors, as in the adapted model. A merge needs host memory for the adapter and three tensors of one layer. Raises
-    `UsageError` if the adapter cannot be merged.
+    `sources`: tensors of the base, not read yet. `ties`: other name of a tied tensor -> its name in `sources`; the result has the
+    same form. If the base was quantised in training, its weights are quantised and dequantised again before the adapter is added.
+    Tied tensors of which the adapter changes one become separate tensors, as in the adapted model. Needs host memory for the
+    adapter and three tensors of one layer. Raises `UsageError` if the adapter cannot be merged, and `CheckpointError` if it is
+    damaged.
     """
     whole: Any = meta_model(stored)
     config = next(iter(whole.peft_config.values()))
@@ -77,8 +78,8 @@ def merged(
 
 
 def _merge(layer: Any, read: Callable[[], Tensor]) -> Tensor:
-    """Return the merged weight of the PEFT layer `layer`: the base weight that `read` returns, plus its adapter. The layer stays
-    unmerged, with its base weight on meta. Raises `UsageError` if PEFT cannot merge it."""
+    """Return the merged weight of the PEFT layer `layer`: the base weight that `read` returns, plus its adapter. Afterwards the
+    layer is unmerged as before, with its base weight on meta. Raises `UsageError` if PEFT cannot merge it."""
     below = layer.get_base_layer()
     meta, below.weight = below.weight, nn.Parameter(read(), requires_grad=False)
     try:

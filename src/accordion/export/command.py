@@ -66,8 +66,8 @@ class ExportOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run `accordion export` with the arguments `words`, print the written files and what was left out, and return the exit
-    code 0. Raises `AccordionError` for wrong input, or if a file cannot be read or written."""
+    """Run `accordion export` with the arguments `words`, print the written files and what was left out, and return exit code 0.
+    Raises `AccordionError` for wrong input, or if a file cannot be read or written."""
     options = flags.read(ExportOptions, words, PROG, (ExportOptions.__doc__ or "").splitlines()[0])
     if options is None:
         return 0
@@ -81,7 +81,8 @@ def run(words: list[str]) -> int:
 
 def export(options: ExportOptions) -> tuple[list[str], list[str]]:
     """Write the model as `options` say; return (paths of the written files, descriptions of what was left out). Raises
-    `UsageError` for wrong options or input, `CheckpointError` for a damaged source. An error leaves no files."""
+    `UsageError` for wrong options or input, `CheckpointError` for a damaged source, and `OSError` if a file cannot be read or
+    written. An error leaves no files."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")
@@ -114,8 +115,8 @@ def export(options: ExportOptions) -> tuple[list[str], list[str]]:
 
 
 def _form_of(options: ExportOptions) -> str:
-    """Return the format to write: `options.format`, or if that is None the one that TARGET's suffix names. Raises `UsageError` if
-    the format contradicts that suffix, or if packages for `onnx` are not installed."""
+    """Return `options.format`, or if that is None, "safetensors" if TARGET ends so, else "hf". Raises `UsageError` if TARGET ends
+    in .safetensors or .onnx and the format is not "safetensors", or if packages for "onnx" are not installed."""
     suffix = Path(options.target).suffix.lower()
     form = options.format or ("safetensors" if suffix == ".safetensors" else "hf")
     if suffix in (".safetensors", ".onnx") and form != "safetensors":
@@ -150,7 +151,7 @@ def _of_checkpoint(
 
 
 def _tokenizer(stored: StoredModel | None, folder: Path) -> list[str]:
-    """Save the tokenizer of `stored` into `folder`; return the names of the new files, [] without a model or tokenizer."""
+    """Save the tokenizer of `stored`, if it has one, into `folder`; return the names of the new files, [] without a tokenizer."""
     if stored is None or stored.tokenizer is None:
         return []
     before = set(folder.iterdir())

@@ -1,4 +1,4 @@
-"""Writes ONNX files: the graph, traced without weights, and a file of weights, with one in memory at a time."""
+"""Writes ONNX files: the graph, traced without weights, and a file of weights, with one weight in memory at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INSIDE = "model."  # prefix of tensor names in `LogitsAlone`
 
 
 class LogitsAlone(nn.Module):
-    """Wraps a language model so that it returns logits alone, without a cache."""
+    """Wraps a language model so that it returns its logits as a tensor, and makes no cache of keys and values."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -34,10 +34,12 @@ class LogitsAlone(nn.Module):
 
 
 def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]:
-    """Write the graph of `model` to `path` and its weights `tensors` to PATH.data. Return the names of both files.
+    """Write the graph of `model` to `path`, and its weights `tensors` next to it, to a file with `.data` after the name. Return
+    both names.
 
     The graph takes `input_ids` and `attention_mask`, and returns `logits`. `model`: on meta, in the dtype of `tensors`; fake
-    tensors replace its weights. Raises `UsageError` if torch cannot trace it or a tensor is missing.
+    tensors replace its weights. Raises `UsageError` if torch cannot trace the model, or if nothing provides a tensor of the
+    graph.
     """
     import onnx_ir
 
@@ -110,8 +112,8 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Compute the buffers of `model` that no state dict has, by transformers' own code; return {name: buffer on the host}. They
-    also replace the buffers in `model`. Raises `UsageError` if that code leaves one of the buffers as it was."""
+    """Compute the buffers of `model` that no state dict has, by transformers' own code; return {name: buffer on the host}. Equal
+    ones replace the buffers in `model`. Raises `UsageError` if that code leaves an element of a buffer as it was."""
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     owners = {
         f"{prefix}.{key}".lstrip("."): module
@@ -130,8 +132,8 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _computed(model: nn.Module, owners: Mapping[str, nn.Module], start: int) -> dict[str, Tensor]:
-    """Fill the buffers `owners` (name -> module) with `start`, let `model` initialise those modules that have no parameters, and
-    return {name: buffer}."""
+    """Replace the buffers `owners` (name -> module) by CPU tensors filled with `start`, let `model` initialise those of the
+    modules that have no parameters, and return {name: buffer} afterwards."""
     for name, module in owners.items():
         key = name.rpartition(".")[2]
         buffer = module._buffers[key]

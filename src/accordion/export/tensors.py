@@ -23,7 +23,7 @@ from accordion.weights.pretrained import equal_rows, match, names_of
 
 @dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """The tensors of a stored model, not read yet: each once in `sources`, and further names of tied ones in `ties`."""
+    """The tensors of a stored model, not read yet: each once in `sources`, and further names of tied tensors in `ties`."""
 
     sources: list[TensorSource]
     ties: Mapping[str, str]  # each other name of a tied tensor -> its name in `sources`
@@ -33,8 +33,9 @@ class NamedTensors:
 @contextmanager
 def tensors_of(stored: StoredModel, dtype: torch.dtype | None) -> Iterator[NamedTensors]:
     """Context manager that yields the tensors of a stored model, which can be read until its body ends. An adapter is merged into
-    them. `dtype`: cast floating-point tensors to this dtype; None keeps theirs. Raises `CheckpointError` if the source is damaged
-    or of another model, and `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be merged."""
+    them as they are read. `dtype`: cast floating-point tensors to this dtype; None keeps theirs. Raises `CheckpointError` if the
+    source is damaged or of another model, and `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be
+    merged."""
     with _as_stored(stored) as tensors:
         if stored.adapter is not None:
             sources, ties = merged(stored, tensors.sources, tensors.ties)

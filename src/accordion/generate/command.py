@@ -28,9 +28,9 @@ ABOUT = (GenerateOptions.__doc__ or "").splitlines()[0]
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run `accordion generate` with the arguments `words`, and return the exit code. Starts all ranks, unless torchrun or srun
-    started this process: then it is one rank, and ends at once, without a return, if it fails. Raises `UsageError` for wrong
-    arguments or input."""
+    """Run `accordion generate` with the arguments `words`, and return the exit code. Starts all ranks and waits for them. But in
+    a process that torchrun or srun started, runs as that one rank, and if the rank fails, the process ends at once, without a
+    return. Raises `UsageError` for wrong arguments or input."""
     options = flags.read(GenerateOptions, words, PROG, ABOUT)
     if options is None:
         return 0

@@ -49,7 +49,7 @@ class GenerateOptions:
     json: bool = False
 
     def check(self) -> None:
-        """Raise `UsageError` for a number out of its limits, or options that contradict each other."""
+        """Raise `UsageError` for a number out of its limits, an empty path, or options that contradict each other."""
         check_limits(self)
         if self.top_p == 0:
             raise UsageError("--top-p is 0, which leaves no token to draw; take --temperature 0 for the likeliest one.")

@@ -25,8 +25,9 @@ class Prompt:
 
 
 def read_prompts(options: GenerateOptions, tokenizer: Any, config: Any) -> list[Prompt]:
-    """Read and tokenize all prompts, and return them in order. `config`: configuration of the model. Raises `UsageError` if they
-    cannot be read, if one is empty, too long or has a token that the model lacks, or if --chat finds no chat template."""
+    """Read the prompts that --prompt or --prompts give, tokenize them, and return them in order. `config`: configuration of the
+    model. Raises `UsageError` if the file cannot be read, if there is no prompt, if one is empty, too long or has a token that
+    the model lacks, or if --chat finds no chat template."""
     prompts: list[tuple[str, str | list[Message]]] = []  # name in messages; text, or messages of a chat
     if options.prompt is not None:
         prompts = [("--prompt", options.prompt)]
@@ -60,8 +61,8 @@ def positions_of(config: Any) -> int | None:
 
 
 def num_new(options: GenerateOptions, prompts: Sequence[Prompt], config: Any) -> int:
-    """Return the most tokens to generate for each prompt: `options.max_new_tokens`, or if that is None, 128, or what the longest
-    prompt leaves of the model's positions if that is less."""
+    """Return how many tokens to generate at most for each prompt: `options.max_new_tokens`. If that is None, 128, or fewer if the
+    longest prompt leaves fewer of the model's positions. `config`: configuration of the model."""
     if options.max_new_tokens is not None:
         return options.max_new_tokens
     longest = positions_of(config)

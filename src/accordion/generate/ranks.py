@@ -74,8 +74,9 @@ def generate(
 
 
 def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) -> int:
-    """Return the bytes that one rank needs to keep all unsharded parameters, next to its shards and the cache of keys and values.
-    `model`: on any device, in the dtype of the computation. `num_tokens`: length of the longest prompt with its answer."""
+    """Estimate the bytes that one rank needs to keep all unsharded parameters, and with them its shards and the cache of keys and
+    values of `batch` sequences. `model`: on any device, in the dtype of the computation. `num_tokens`: length of the longest
+    prompt with its answer."""
     config: Any = model.config
     weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
     words = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -88,8 +89,8 @@ def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) ->
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> int:
-    """Return the free bytes of an accelerator. For the CPU, return those of the host divided by `num_ranks`, the ranks on it:
-    what the system or the control group has available, whichever is less; 0 if unknown."""
+    """Return the free memory of an accelerator in bytes. For the CPU, return 1 / `num_ranks` (ranks on this host) of what the
+    system or the control group has available, whichever is less; 0 if that is unknown."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[0])
     free = []
@@ -104,7 +105,8 @@ def free_bytes(device: torch.device, num_ranks: int) -> int:
 
 
 def _fits(options: GenerateOptions, needed: int, place: RankPlace, device: torch.device) -> tuple[bool, str]:
-    """Return (True if each rank shall keep the whole model, which needs `needed` bytes; text for the user). Collective."""
+    """Return (True if each rank is to keep the whole model, text for the user), equal on all ranks. `needed`: bytes of a whole
+    model on one rank. If the option `hold` is "auto", the least free memory of all ranks decides. Collective."""
     free = torch.tensor(free_bytes(device, place.local_world), dtype=torch.int64, device=device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN)
     full = options.hold == "full" or (options.hold == "auto" and needed <= SHARE * int(free))
@@ -126,7 +128,7 @@ def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
 
 
 class Printer:
-    """Sends a rank's answers through the job's store; the rank that `speaks` prints all answers, in the order of the prompts."""
+    """Sends a rank's answers to the job's store. The rank that `speaks` prints all answers, in the order of the prompts."""
 
     def __init__(
         self, prompts: Sequence[Prompt], store: Store, tokenizer: Any, options: GenerateOptions, *, speaks: bool
@@ -137,7 +139,7 @@ class Printer:
         self._began_s = time.perf_counter()
 
     def streamer(self) -> Any:
-        """Return a streamer that prints text while it is generated; None if silent, for several prompts, and with --json."""
+        """Return a streamer that prints text as it is generated; None with --json, for several prompts, or on a silent rank."""
         if not self._streams:
             return None
         from transformers import TextStreamer
@@ -149,7 +151,7 @@ class Printer:
             self._store.set(_key(answer.index), json.dumps(asdict(answer)))
 
     def show(self) -> None:
-        """Print new answers, in the order of the prompts, up to the first missing one. Does nothing if this rank is silent."""
+        """Print new answers in the order of the prompts, up to the first missing one. Does nothing on a silent rank."""
         while self._speaks and self._num_shown < len(self._prompts) and self._store.check([_key(self._num_shown)]):
             answer = WrittenText(**json.loads(self._store.get(_key(self._num_shown))))
             prompt = self._prompts[self._num_shown].text
@@ -181,9 +183,9 @@ def _key(index: int) -> str:
 
 
 class CommonSteps:
-    """Makes all ranks call a sharded `model` equally often, since each call all-gathers parameters. The constructor adds a hook
-    to `model` which, before each call, sums over ranks how many still generate. In `finish`, idle ranks make dummy calls until
-    none does, so ranks may have different numbers of prompts."""
+    """Makes all ranks call a sharded `model` equally often, since each call all-gathers parameters; ranks may have different
+    numbers of prompts. The constructor adds a hook to `model` that, before each call, counts the ranks that still generate. A
+    rank without prompts left calls `finish`, which makes dummy calls as long as another rank generates."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -194,8 +196,8 @@ class CommonSteps:
         dist.all_reduce(self._num_working)
 
     def finish(self, printer: Printer) -> None:
-        """Make dummy calls of the model, and print new answers after each, until no rank generates. Each rank must call this
-        method when it has no prompts left. Removes the hook that the constructor added."""
+        """Make dummy calls of the model until no rank generates; after each, `printer` prints new answers. Each rank must call
+        this method once, when it has no prompts left. Removes the hook that the constructor added."""
         self._handle.remove()
         token = torch.zeros(1, 1, dtype=torch.int64, device=self._device)  # (b, tokens)
         while True:

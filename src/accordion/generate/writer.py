@@ -27,7 +27,7 @@ class WrittenText:
 
 class TextWriter:
     """Generates text with a model of transformers. The constructor replaces the model's `generation_config`. If each call of the
-    model gathers its units, the caller must first create `CommonSteps`, so that all ranks call the model equally often."""
+    model gathers its units, create `CommonSteps` before the first `write`, so that all ranks call the model equally often."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions, device: torch.device
@@ -64,8 +64,8 @@ class TextWriter:
 def settings_of(
     model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions
 ) -> tuple[Any, frozenset[int], int]:
-    """Return (GenerationConfig, ids of tokens that end a text, id of the padding token). Token ids come from the model's
-    generation_config.json and the tokenizer, and the sampling from `options`."""
+    """Return (GenerationConfig, ids of tokens that end a text, id of the padding token). Token ids come from the stored or the
+    model's generation settings and from the tokenizer, and the sampling from `options`."""
     from transformers import GenerationConfig
 
     base: Any = getattr(model, "generation_config", None)

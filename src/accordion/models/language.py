@@ -12,7 +12,8 @@ from accordion.garbage import without_collections
 
 
 def is_encoder(config: Any) -> bool:
-    """Return True if transformers has a masked language model for `config`, and `config` is not marked as a causal one."""
+    """Return True if transformers has a masked language model for `config`, and neither `architectures` nor `is_decoder` in
+    `config` name a causal one."""
     with without_collections():
         from transformers import MODEL_FOR_MASKED_LM_MAPPING
     named = getattr(config, "architectures", None) or ()
@@ -21,8 +22,8 @@ def is_encoder(config: Any) -> bool:
 
 
 def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Module:
-    """Return the masked language model of `config` on meta, in float32. `where`: name of `config` in errors. `attention`:
-    `attn_implementation` of transformers; None: its default. Raises `UsageError` if transformers cannot build the model."""
+    """Return the masked language model of `config` on meta, in float32 and train mode. `where`: name of `config` in errors.
+    `attention`: `attn_implementation` of transformers; None: its default. Raises `UsageError` if transformers cannot build it."""
     from transformers import AutoModelForMaskedLM
 
     return built(AutoModelForMaskedLM, config, where, attention, torch.float32)
@@ -31,8 +32,9 @@ def masked_model(config: Any, where: str, attention: str | None = None) -> nn.Mo
 def language_model(
     config: Any, where: str, attention: str | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Return the causal language model of `config` on meta, in `dtype`. `where`: name of `config` in errors. `attention`:
-    `attn_implementation` of transformers; None: its default. Raises `UsageError` if transformers cannot build the model."""
+    """Return the causal language model of `config` on meta, in `dtype` and train mode. `where`: name of `config` in errors.
+    `attention`: `attn_implementation` of transformers; None: its default. Raises `UsageError` if transformers has no such model
+    or cannot build it."""
     with without_collections():
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -56,5 +58,5 @@ def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torc
 
 
 def brief(error: Exception) -> str:
-    """Return the first sentence of an error's text, at most 200 characters: errors of transformers list every model it knows."""
+    """Return the first sentence of an error's text, in at most 200 characters, since errors of transformers can be long lists."""
     return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".") + "."

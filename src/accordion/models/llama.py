@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """Sizes of a Llama. `mlp`: `intermediate_size`. `tied`: the head shares the weights of the embedding."""
+    """Sizes of a Llama model. `mlp`: `intermediate_size`. `tied`: the head shares the weights of the embedding."""
 
     vocab: int
     hidden: int

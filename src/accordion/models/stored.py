@@ -59,12 +59,14 @@ class StoredModel:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return accordion's cache folder, which is in XDG_CACHE_HOME of `environ`, or else in ~/.cache. It may not exist yet."""
+    """Return the path of accordion's cache: the folder `accordion` in XDG_CACHE_HOME of `environ`, or else in ~/.cache (without
+    HOME, in .cache of the folder for temporary files). Does not create it."""
     return Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or gettempdir(), ".cache"), "accordion")
 
 
 def find_model(source: str, *, like: str | None = None) -> StoredModel:
-    """Return the model that `source` names, without reading its weights. Raises `UsageError` if there is none.
+    """Return a description of the model that `source` names; reads no weights. Raises `UsageError` if there is none or it is
+    unusable.
 
     `source`: a checkpoint, a run's folder, or a folder of transformers or PEFT. `like`: a folder of transformers. It is the base
     model if `source` is an adapter; its config.json replaces the configuration in a checkpoint of a whole model; for a folder of
@@ -125,8 +127,8 @@ def _of_checkpoint(path: str, like: str | None) -> StoredModel:
 
 
 def _tokenizer_of_checkpoint(path: Path, extra: Mapping[str, Any], like: str | None) -> str | None:
-    """Return the folder of the tokenizer of the checkpoint `path`, or None if there is none: the first folder that has one, of
-    `path`, its two parent folders, `like`, and the folder of the model that the run started from, which `extra` names."""
+    """Return the folder of the tokenizer of the checkpoint `path`; None if there is none. It is the first folder with a tokenizer
+    of: `path`, its two parent folders, `like`, and the folder of the model that the run started from, which `extra` names."""
     settings = extra.get("config")
     origin = settings.get("model.path") if isinstance(settings, dict) else None
     folders = [path, path.parent, path.parent.parent, *(Path(p) for p in (like, origin) if isinstance(p, str))]
@@ -177,7 +179,7 @@ def generation_config(folder: Path) -> dict[str, Any] | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if `folder` has a tokenizer of transformers."""
+    """Return True if `folder` has one of the files in which transformers stores a tokenizer."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
@@ -237,8 +239,9 @@ def ends_of(*eos: int | list[int] | None) -> list[int]:
 
 
 def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the model of `stored` on meta, in eval mode; if it has an adapter, as a PEFT model. Raises `UsageError` if
-    transformers or PEFT cannot build the model, or if PEFT is needed and not installed."""
+    """Return the model of `stored` on meta, in eval mode, with parameters of `dtype`. With an adapter it is a PEFT model, in
+    which layers that were quantised in training have four bits. Raises `UsageError` if transformers or PEFT cannot build the
+    model, or if PEFT is needed and not installed."""
     model = language_model(configuration_of(stored), repr(stored.path), dtype=dtype).eval()
     if stored.adapter is None:
         return model
@@ -265,8 +268,8 @@ def check_peft() -> None:
 
 
 def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
-    """Return PEFT's `LoraConfig`. `lora` has `r`, `alpha`, `dropout` and `targets` (`AUTO`, or names of layers joined by commas).
-    `base`: path of the base model. Raises `UsageError` if PEFT is not installed."""
+    """Return PEFT's `LoraConfig` with the values of `lora`: `r`, `alpha`, `dropout` and `targets` (`AUTO`, or names of layers
+    joined by commas). `base`: path of the base model. Raises `UsageError` if PEFT is not installed."""
     check_peft()
     from peft import LoraConfig
 
@@ -305,7 +308,7 @@ def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None) -> nn
 
 
 def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
-    """Return PEFT's configuration of an adapter: `lora_config(lora, base)`, or if `lora` is None the one in the folder `path`.
+    """Return PEFT's configuration of an adapter: if `lora` is None the one in the folder `path`, else `lora_config(lora, base)`.
     `base`: path of the base model. Raises `UsageError` if PEFT is not installed."""
     check_peft()
     from peft import PeftConfig

@@ -20,16 +20,16 @@ from accordion.tasks.errors import of_the_task
 
 CLASS_PATH = "class_path"  # the key that names a part's class, next to its options
 TAKEN = {"task": 0, "optimizer": 1}
-"""Part named by a class path -> number of its arguments that are no options: an optimizer gets the parameters first."""
+"""What a class path may name -> number of its first arguments that are no options: an optimizer takes the parameters first."""
 PLAIN = (float, int, str, bool)
 OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
-"""Name -> optimizer, such as `adamw`; others are given by class path."""
+"""Short name, such as "adamw" -> class of the optimizer. Other optimizers are named by class path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartConfig:
-    """A class or function of the user and its options. `class_path`: "file.py:Name", "file.py" (its `Task`),
-    "package.module:Name", "package.module.Name", or for an optimizer a name in `OPTIMIZERS`."""
+    """A class or function that the user names, and its arguments (`options`, name -> value). `class_path`: "file.py:Name",
+    "file.py" (its `Task`), "package.module:Name", "package.module.Name", or for an optimizer a name in `OPTIMIZERS`."""
 
     class_path: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -37,8 +37,9 @@ class PartConfig:
 
 def target_of(key: str, class_path: str) -> Callable[..., Any]:
     """Import and return the class or function at `class_path`: `file.py` (its `Task`), `file.py:Name`, `package.module.Name` or
-    `package.module:Name`. If `key`, its configuration key, begins with "optimizer", a name in `OPTIMIZERS` is allowed too. Raises
-    `UsageError` if there is no such class or function, and `TaskError` if the import fails."""
+    `package.module:Name`. If the configuration key `key` begins with "optimizer", a name in `OPTIMIZERS` is allowed too. Adds the
+    folder of the file, or for a module the current folder, to `sys.path`. Raises `UsageError` if there is no such class or
+    function, and `TaskError` if the import fails."""
     module_path, colon, name = class_path.partition(":")
     if key.startswith("optimizer") and class_path.isidentifier():
         if class_path.lower() not in OPTIMIZERS:
@@ -71,7 +72,7 @@ def target_of(key: str, class_path: str) -> Callable[..., Any]:
 
 
 def _of_file(key: str, file: str) -> ModuleType:
-    """Return the module of `file`, which is imported if it was not before. Adds the file's folder to `sys.path`, as Python does
+    """Import `file` unless it was imported before, and return its module. Adds the file's folder to `sys.path`, as Python does
     for a script. Raises `UsageError`, which names `key`, if there is no such file, and `TaskError` if the import fails."""
     path = Path(file).absolute()
     if not path.is_file():
@@ -117,9 +118,10 @@ def _of_package(key: str, name: str) -> ModuleType:
 
 
 def options_kind(key: str, class_path: str) -> type[Any]:
-    """Return a new dataclass with a field for each option of the class or function at `class_path`, and a field `class_path`. The
-    docstring of the dataclass has the help texts of the options. `key`: "task" or "optimizer". Raises `UsageError` if
-    `class_path` names nothing, or if a parameter without a default has a type that cannot be written on a command line."""
+    """Return a new dataclass of the options of the class or function at `class_path`: a field `class_path`, and one for each
+    parameter that a flag can set, with its default or None. The docstring of the dataclass has the help texts, taken from `Args:`
+    of the class. `key`: "task" or "optimizer". Raises `UsageError` if there is no such class, if a parameter is named
+    `class_path`, or if no flag can set one that has no default; `TaskError` if the import fails."""
     target = target_of(key, class_path)
     text = (inspect.getdoc(target) or "").partition("Args:")[2]
     texts = dict(re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}\S.*)*)", text, re.MULTILINE))
@@ -143,9 +145,9 @@ def options_kind(key: str, class_path: str) -> type[Any]:
 
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
-    """Return the class path `values["class_path"]` with the value of each option of its class: that in `values` (name -> value),
-    or else the default. Other `values` are ignored. `key`: "task" or "optimizer". Raises `UsageError` if there is no such class,
-    or if an option has neither value nor default, and `TaskError` if the import fails."""
+    """Return a `PartConfig` for the class at `values["class_path"]`. Each of its options has the value in `values` (name ->
+    value), or else its default. Other `values` are ignored. `key`: "task" or "optimizer". Raises `UsageError` if there is no such
+    class, or if an option has neither value nor default, and `TaskError` if the import fails."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():
@@ -158,9 +160,9 @@ def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
 
 
 def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return name -> parameter, with its type as annotation, for each parameter of `target` that an option may set. Left out are
-    `*args`, `**kwargs` and the arguments that the run passes. `key`: "task" or "optimizer". Returns {} if `target` has no
-    signature that Python can read."""
+    """Return name -> parameter for the parameters of `target` that can be passed by name, without the first `TAKEN[key]`, which
+    the run itself passes. Annotations that are text are evaluated if that is possible. `key`: "task" or "optimizer". Returns {}
+    if `target` has no signature that Python can read."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):

@@ -18,7 +18,7 @@ INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), syscon
 
 
 class TaskError(AccordionError):
-    """Raised for an exception of the user's code. `shown`: the traceback of that exception, without files of libraries."""
+    """Raised for an exception of the user's code. `shown`: its traceback as text, with the user's frames alone if it has any."""
 
     def __init__(self, what: str, shown: str) -> None:
         super().__init__(what, shown)
@@ -30,7 +30,8 @@ class TaskError(AccordionError):
 
 @contextmanager
 def of_the_task(where: str) -> Iterator[None]:
-    """Context manager that turns exceptions of its body, but no `AccordionError`, into a `TaskError` that names `where`."""
+    """Context manager that raises a `TaskError` in place of an `Exception` of its body. An `AccordionError` passes unchanged.
+    `where`: the code that runs in the body, such as "loss(model, batch)", for the message."""
     try:
         yield
     except AccordionError:
@@ -41,7 +42,7 @@ def of_the_task(where: str) -> Iterator[None]:
 
 
 def is_own(error: BaseException) -> bool:
-    """Return True if the traceback of `error` has a frame of the user's code, that is, of a file that no package installed."""
+    """Return True if `error` passed through the user's code: a file outside of Accordion, torch, Python and site-packages."""
     files = [f.filename for f in traceback.extract_tb(error.__traceback__)]
     return any(not name.startswith((*OURS, *INSTALLED)) for name in files)
 

@@ -32,7 +32,8 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTask:
-    """The functions of a task. A function that the task lacks is None or has its default. `name`: for messages and folders."""
+    """A frozen record of a task's functions and units. Functions that the task lacks are None, but `collate` is `default_collate`
+    then. `name`: for messages and for the run folder. `units`: modules that are gathered together; None: Accordion chooses."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -48,8 +49,9 @@ class LoadedTask:
 
 
 def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
-    """Make an object of the class `parts["task"]` and return it as a task, with the optimizer of `parts["optimizer"]` if there is
-    one. Raises `UsageError` if the class does not exist or lacks a method of a task, and `TaskError` if the user's code fails."""
+    """Make an object of the class `parts["task"]` and return its methods as a `LoadedTask`, with the optimizer
+    `parts["optimizer"]` if there is one. Raises `UsageError` if a class is missing or is no task, and `TaskError` if the user's
+    code fails."""
     part = parts["task"]
     target = target_of("task", part.class_path)
     if not inspect.isclass(target):
@@ -67,8 +69,8 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
-    """Return a function that takes parameters and returns the optimizer `parts["optimizer"]` for them; None if `parts` names no
-    optimizer. Raises `UsageError` if its class or function does not exist, and `TaskError` if the import fails."""
+    """Return a function that takes parameters and makes the optimizer `parts["optimizer"]` for them; None if `parts` has no
+    "optimizer". Raises `UsageError` if its class or function does not exist, and `TaskError` if the import fails."""
     part = parts.get("optimizer")
     if part is None:
         return None
@@ -76,7 +78,7 @@ def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] 
 
 
 def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
-    """Return the result of `make` for the trained parameters of `model`. Raises `UsageError` if that is no optimizer."""
+    """Return the optimizer that `make` returns for the trained parameters of `model`. Raises `UsageError` for another type."""
     optimizer: object = make([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
@@ -84,8 +86,8 @@ def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimi
 
 
 def of_object(task: object) -> LoadedTask:
-    """Return the methods of `task`, an object with the interface `Task`. Raises `UsageError` if a needed method is missing, or if
-    an attribute with the name of a method cannot be called."""
+    """Return the methods and units of `task`, an object with the interface `Task`, as a `LoadedTask` with the name of its class.
+    Raises `UsageError` if a needed method is missing, or if an attribute with the name of a method cannot be called."""
     kind = type(task).__name__
     for name in NEEDED:
         if not callable(getattr(task, name, None)):
@@ -117,8 +119,8 @@ def split_task(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_task(class_path: str, words: Sequence[str], prog: str) -> LoadedTask:
-    """Return the task at `class_path` with the options `--task.*` in `words`. Raises `UsageError` for wrong options, or
-    `TaskError` if the task's code fails. `prog`: name of the command, for messages."""
+    """Return a task of the class at `class_path`, with the options that the flags `--task.*` in `words` set. `prog`: name of the
+    command, for messages. Raises `UsageError` for a wrong class or option, and `TaskError` if the task's code fails."""
     kind = options_kind("task", class_path)
     keys = make_dataclass("Keys", [("task", kind, field(default_factory=kind))])
     flags = values_of(keys, words, prog, "") or {}
@@ -130,7 +132,7 @@ def read_task(class_path: str, words: Sequence[str], prog: str) -> LoadedTask:
 
 
 def model_of(task: LoadedTask) -> nn.Module:
-    """Call the task's `model()` and return the module. Raises `UsageError` unless it is one with a trained parameter."""
+    """Call the task's `model()` and return the module. Raises `UsageError` unless it is a module with a trained parameter."""
     model: object = task.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the task's model() returned a {type(model).__name__}; it must return a torch.nn.Module.")
@@ -142,7 +144,7 @@ def model_of(task: LoadedTask) -> nn.Module:
 
 
 def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
-    """Call the task's `dataset(split)`, with `rank` and `world` if it takes them. Returns its result: data, or None."""
+    """Call the task's `dataset(split)`, with `rank` and `world` if it takes them, and return its result: data, or None."""
     places = {"rank": rank, "world": world}
     try:
         takes = inspect.signature(task.dataset).parameters
@@ -152,7 +154,7 @@ def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
 
 
 def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the result of the task's `loss`: a mean or (sum, detached count), all 0-d. Raises `UsageError` for another one."""
+    """Return the task's loss of `batch`: a mean or (sum, detached count), 0-d tensors. Raises `UsageError` for another result."""
     loss = task.loss(model, batch)
     if isinstance(loss, tuple) and len(loss) == 2:
         return scalar_of(loss[0], "the task's loss"), count_of(loss[1], loss[0].device, "the task's loss")
@@ -160,14 +162,14 @@ def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Te
 
 
 def mean_loss(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor:
-    """Return the task's mean loss of a batch, 0-d: for (sum, count), their quotient. Raises `UsageError` as `loss_of` does."""
+    """Return the task's loss of `batch`, 0-d: its mean, or sum / count of its pair. Raises `UsageError` for any other result."""
     loss = loss_of(task, model, batch)
     return loss if isinstance(loss, Tensor) else loss[0] / loss[1]
 
 
 def example_of(task: LoadedTask, micro_batch: int) -> Any:
-    """Return a training batch of `task`: the first of its loader, or if its data is samples, up to `micro_batch` of them,
-    collated. Raises `UsageError` if there is no data or no sample."""
+    """Return a training batch of `task`: the first of its loader, or if its data is samples, the first `micro_batch` of them (or
+    all, if there are fewer), collated. Raises `UsageError` if there is no data or no sample."""
     data = data_of(task, "train", 0, 1)
     if data is None:
         raise UsageError(f"the task {task.name!r} has no training data: its dataset('train') returned None.")
@@ -184,7 +186,7 @@ def is_loader(data: object) -> bool:
 
 
 def is_indexed(data: object) -> bool:
-    """Return True if `data` has `__len__` and `__getitem__`, so that any rank can read any sample."""
+    """Return True if `data` can be read at any index: it has `__len__` and `__getitem__`, and is no `IterableDataset`."""
     return hasattr(data, "__getitem__") and isinstance(data, Sized) and not isinstance(data, IterableDataset)
 
 

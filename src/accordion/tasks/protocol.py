@@ -11,7 +11,7 @@ Loss = Tensor | tuple[Tensor, Tensor | float]
 
 
 class Task(Protocol):
-    """Interface of a task: a model, data and a loss. A task class needs these methods and need not inherit from this one.
+    """Interface of a task: a model, data and a loss. A class with these methods is a task; it need not inherit from this one.
 
     The parameters of its constructor are options: `width: int = 64` is the flag `--task.width`, and `width` under `task` in a
     run file, so a dataclass is the shortest way to write a task. Optional members:

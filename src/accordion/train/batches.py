@@ -1,4 +1,4 @@
-"""Endless micro-batches of a rank, from a dataset, an iterable of samples or a loader."""
+"""Endless micro-batches of a rank, and its validation batches, from a dataset, an iterable of samples or a loader."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Collate = Callable[[list[Any]], Any]
 
 
 class OrderedBatches:
-    """Endless micro-batches of a dataset with `__len__` and `__getitem__`, for one rank. All ranks have one shuffled order of the
-    samples, and each reads the positions of its `share`. `pins`: use pinned memory."""
+    """Endless micro-batches of one rank from a dataset with `__len__` and `__getitem__`. All ranks have one shuffled order of the
+    samples, and each reads the positions of its `share`. `pins`: put batches into pinned memory."""
 
     def __init__(self, dataset: Any, share: Share, seed: int, collate: Collate | None, *, pins: bool) -> None:
         self.order = GlobalOrder(len(dataset), share, seed)
@@ -54,10 +54,11 @@ class OrderedBatches:
 
 
 class LoaderBatches:
-    """Endless batches of a loader: each epoch starts it again, after a call of `set_epoch` if the loader has that. Random numbers
-    drawn while reading depend on the epoch alone, and are equal on all ranks. A loader with `state_dict` resumes from its state;
-    any other loader reads the batches of the epoch again. `counter`: key in `position()` under which the amount read in this
-    epoch is stored; each batch adds `size` to it. `next()` raises `UsageError` if an epoch has no batch."""
+    """Endless batches of one rank from a loader. Each epoch starts the loader again, after `set_epoch` if it has that. Random
+    numbers drawn while reading depend on seed and epoch alone, and are equal on all ranks. After `resume`, a loader with
+    `state_dict` goes on from its loaded state; with any other one, the batches of the epoch that were used before are read again
+    and dropped. `counter`: key in `position()` for the amount read in this epoch, to which each batch adds `size`. `next()`
+    raises `UsageError` if an epoch has no batch."""
 
     def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
         self._data, self._draws, self._counter, self._size = data, Draws(seed), counter, size
@@ -108,14 +109,14 @@ class LoaderBatches:
 
 
 Batches = OrderedBatches | LoaderBatches
-"""Endless micro-batches of a rank. A checkpoint stores `position()`, which is equal on all ranks, and the `state()` of each rank.
-`resume(position)` continues there, after the checkpoint was loaded into the objects in `state()`. It returns False if `position`
-does not belong to this data."""
+"""Endless micro-batches of a rank. A checkpoint stores `position()`, equal on all ranks, and `state()` of each rank (name ->
+object with `state_dict`). After it was loaded into these objects, `resume(position)` continues there. It returns False if
+`position` does not belong to this data."""
 
 
 class RankSamples(IterableDataset[Any]):
-    """Samples of an iterable that one rank reads: those at the positions of `share`. `drops`: leave out the samples at the end
-    that fill no global batch. Every rank iterates over all samples and skips those of other ranks."""
+    """Dataset of the samples of an iterable that one rank reads: those at the positions of `share`. Each rank iterates over all
+    samples and skips those of other ranks. `drops`: leave out the samples at the end that fill no global batch."""
 
     def __init__(self, samples: Any, share: Share, *, drops: bool) -> None:
         self._samples, self._share, self._drops = samples, share, drops
@@ -133,7 +134,8 @@ class RankSamples(IterableDataset[Any]):
 
 
 class Draws:
-    """Random numbers for reading data: separate from those of the training, seeded anew in each epoch, saved in checkpoints."""
+    """States of Python's, numpy's and torch's random generators for reading data. They are separate from those of the training,
+    seeded anew in each epoch, and saved in checkpoints."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -142,8 +144,8 @@ class Draws:
 
     @contextmanager
     def of(self, epoch: int) -> Iterator[None]:
-        """Context manager in which Python, numpy and torch draw the random numbers for reading `epoch`, going on after those that
-        were drawn for it before. Restores the generators of the training at its end."""
+        """Context manager in which Python, numpy and torch draw the random numbers for reading the data of `epoch`, going on
+        after those drawn for this epoch before. At its end, restores the generators' states of the training."""
         outside = RandomState().state_dict()
         if epoch == self._epoch:
             RandomState().load_state_dict(self._state)
@@ -170,7 +172,7 @@ def seed_all(seed: int) -> None:
 
 
 def begun(data: Any, epoch: int) -> Iterator[Any]:
-    """Call `set_epoch(epoch)` of `data`, its samplers and its dataset if they have that, and return `iter(data)`."""
+    """Call `set_epoch(epoch)` of `data`, its samplers and its dataset, each if it has that method, and return `iter(data)`."""
     sampler = getattr(data, "sampler", None)
     inside = getattr(getattr(data, "batch_sampler", None), "sampler", None)
     for thing in {id(t): t for t in (data, sampler, inside, getattr(data, "dataset", None))}.values():
@@ -208,7 +210,8 @@ def check_kind(data: Any, split: str) -> None:
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
-    """Return this rank's batches of `data`, the training data of a task. Raises `UsageError` if `check_kind` rejects `data`."""
+    """Return this rank's batches of `data`, the training data of a task. Raises `UsageError` if `data` has a wrong type, has no
+    sample, or would be read whole by every rank."""
     check_kind(data, "train")
     if is_loader(data):
         return LoaderBatches(data, seed)
@@ -226,7 +229,8 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
     """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank. All ranks must
     call the model equally often, so a rank that has no samples left gets a batch with number 0. For loaders and iterables, each
-    step of the iterator is collective. Raises `UsageError` if `check_kind` rejects `data`, or if a rank has no batch at all."""
+    step of the iterator is collective, and raises `UsageError` if some ranks have batches and others have none at all. Raises
+    `UsageError` if `data` has a wrong type, has no sample, or would be read whole by every rank."""
     check_kind(data, "validation")
     if not is_loader(data) and not is_indexed(data):
         data = DataLoader(RankSamples(data, share, drops=False), share.micro_batch, collate_fn=collate)
@@ -260,7 +264,7 @@ def rows_of(batch: Any) -> int:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with its tensors, and other leaves that have `to`, on `device`."""
+    """Return `batch`, in nested containers, with its tensors and other leaves that have `to` on `device`."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -276,9 +280,9 @@ def means_of(
     values_of: Callable[[Any], Mapping[str, Any]],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return name -> mean over the batches of all ranks; {} without batches. The model is in evaluation mode meanwhile, and then
-    its mode and the random generators are as before. Collective. Raises `UsageError` if a value is no number. `batches`: (batch,
-    number of its samples that count). `values_of(batch)` returns name -> mean of the batch or (sum, count)."""
+    """Return name -> mean over all samples of all ranks; {} without batches. Puts the model into evaluation mode, and at the end
+    restores its mode and the random generators. Collective. `batches`: (batch, number of its samples that count), as many on each
+    rank. `values_of(batch)` returns name -> mean over the batch, or (sum, count). Raises `UsageError` if a value is no number."""
     drawn, was_training = RandomState().state_dict(), model.training
     model.eval()
     sums: dict[str, Tensor] = {}  # name -> sum and count, (2,)

@@ -40,8 +40,8 @@ class Run:
     """One rank of a run: its inputs, and the objects built from them.
 
     `share`: samples that this rank reads. `sums_locally`: sum the gradients of a step's micro-batches on each rank, and reduce
-    them once. `decides_on_device`: the fused optimizer itself, on the device, skips a step with non-finite gradients, so the host
-    need not wait for them. `ema`: averaged weights; None if the run has none.
+    them across ranks once. `decides_on_device`: the fused optimizer itself, on the device, skips a step whose loss or gradients
+    are not finite, so the host need not wait for them. `ema`: averaged weights; None if the run has none.
     """
 
     prepared: Prepared
@@ -66,12 +66,12 @@ class Run:
         return self.prepared.config
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the model has its averaged weights; without effect if `ema` is None."""
+        """Return a context manager in which the model has the averaged weights of `ema`; without effect if `ema` is None."""
         return nullcontext() if self.ema is None else self.ema.applied()
 
 
 def agree(prepared: Prepared, place: RankPlace) -> None:
-    """Raise `DivergenceError` if ranks differ in data, tokenizer, checkpoint to resume or DeepSpeed file. Collective."""
+    """Raise `DivergenceError` if data, tokenizer, checkpoint to resume or DeepSpeed file differ between ranks. Collective."""
     file = prepared.config.train.deepspeed
     of_rank = {
         **prepared.work.agreed(),
@@ -90,7 +90,7 @@ def agree(prepared: Prepared, place: RankPlace) -> None:
 
 
 def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
-    """Build, shard and fill the model, and return it with its optimizer, batches and more as a `Run`. Collective."""
+    """Build, shard and fill the model; return it as a `Run`, with its optimizer, batches and the other objects. Collective."""
     prepared = _with_sequences(prepared, place, device)
     config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
     # "auto" is fp32 on CPU, bf16 on accelerators that support it, else fp16.
@@ -126,7 +126,8 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
 
 
 def _with_sequences(prepared: Prepared, place: RankPlace, device: torch.device) -> Prepared:
-    """Return `prepared` with the mesh of the ranks that share each sequence, `shard.sequence` neighbours. Collective."""
+    """Return `prepared` with the mesh of this rank and its neighbours that share each sequence, `shard.sequence` ranks. Return
+    `prepared` itself if that is 1, or for a task. Collective."""
     size, work = prepared.config.shard.sequence, prepared.work
     if size == 1 or not isinstance(work, LanguageWork):
         return prepared

@@ -59,16 +59,18 @@ def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path 
 
 
 def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the keys that change the computation and differ in `before` and `current`, each `group.key` -> value."""
+    """Return the keys whose values differ between the configurations `before` and `current` (`group.key` -> value) and that
+    change the computation. Keys that only one of the two has are left out."""
     changed = [key for key in current if key in before and before[key] != current[key]]
     others = ("shard.", "checkpoint.", "launch.", "run.", "log.")  # keys that do not change the computation
     return [key for key in changed if key == "shard.precision" or not key.startswith(others)]
 
 
 def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with as many sequences in a step, on `num_ranks` ranks, as the run that saved the checkpoint `path` had.
-    That sets `train.accumulate`, and lowers `train.micro_batch` if it does not divide a rank's share of a step. Returns `config`
-    itself if `path` is None, if `num_ranks` does not divide that number, or if keys set by the user (`named`) determine it."""
+    """Return `config` with as many sequences in a step, on `num_ranks` ranks (or groups of ranks that share each sequence), as
+    the run that saved the checkpoint `path` had. That sets `train.accumulate`, and lowers `train.micro_batch` if it does not
+    divide a rank's share. Returns `config` itself if `path` is None, if `num_ranks` does not divide that number, or if the user's
+    keys (`named`) or `train.global_batch` determine it."""
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
     before = None if path is None or decided else setting(path, BATCH)
@@ -121,8 +123,8 @@ def best_in(folder: Path) -> tuple[float, int] | None:
 
 def keep_as_best(folder: Path, step: int) -> None:
     """Copy the checkpoint after `step`, in `folder`, to the checkpoint `best` there, with hard links if possible. Does nothing if
-    its run did not record that step as the best, if the copy exists already, or if there is no such checkpoint. Raises
-    `CheckpointError` if copying fails."""
+    the checkpoint does not exist, if it does not record `step` as the best, or if it was copied already. Raises `CheckpointError`
+    if copying fails."""
     source, target = Local(path_of(folder, step)), Local(folder / BEST)
     try:
         best = _extra(source.path).get("best")
@@ -154,8 +156,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
-    """Raise `UsageError` if the checkpoint `path` is beyond step `steps`, if its run had another tokenizer, or if only one of the
-    two runs is on a task. `tokenizer_digest`: hash of this run's tokenizer; None for a task."""
+    """Raise `UsageError` if the checkpoint `path` is beyond step `steps`, if it was trained with another tokenizer, or if either
+    it or this run is on a task, and the other is not. `tokenizer_digest`: hash of this run's tokenizer; None for a task."""
     extra = _extra(path)
     if extra["step"] > steps:
         raise UsageError(
@@ -186,7 +188,7 @@ def check_base(path: Path, quantize: str) -> None:
 
 
 def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise `UsageError` if the model in the checkpoint `path` is not one whose state dict has `shapes`, name -> shape."""
+    """Raise `UsageError` if the model in the checkpoint `path` has other tensors or shapes than `shapes`, name -> shape."""
     manifest = read_manifest(checkpoint_at(path))
     saved = {
         name.removeprefix("model/"): entry.shape

@@ -54,7 +54,7 @@ def read(words: list[str]) -> JobConfig:
 
 def _config_of(values: Mapping[str, Any]) -> JobConfig:
     """Return the configuration with `values` (`group.key` -> value) and defaults for other keys: a `JobConfig` if one of the keys
-    names a task, else a `Config`. Raises `UsageError` for an unknown task or optimizer. Limits of values are not checked."""
+    names a task, else a `Config`. Does not check limits of values. Raises `UsageError` for an unknown task or optimizer."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         group, _, name = key.partition(".")
@@ -91,8 +91,8 @@ def _values(words: list[str]) -> dict[str, Any]:
 
 
 def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
-    """Return "task" or "optimizer" -> class path, such as "net.py:Task", for those of the two that are named in the run files
-    `files` or in `flags`, which override them. Class paths are read before other keys, since the options of a class are keys."""
+    """Return "task" or "optimizer" -> class path, such as "net.py:Task", for those of the two that the run files `files` or
+    `flags` name; flags override files. Class paths are read before other keys, since the options of a class are keys too."""
     paths: dict[str, str] = {}
     for file in files:
         content = flattened(content_of(file))
@@ -108,9 +108,10 @@ def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
 
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
-    """Run the subcommand, and return the exit code. Starts all ranks, unless torchrun or srun started this process: then it is
-    one rank, and if its code is not 0, it ends at once, without a return. If `environ` has torchrun's variables for the number of
-    ranks, this process becomes a torchrun that runs the same command."""
+    """Run `accordion train` with the arguments `words`, and return the exit code: prepare the run, start all ranks, wait for
+    them. In a process that torchrun or srun started, runs as that one rank, and ends the process, without a return, if the code
+    is not 0. If `environ` has torchrun's variables for the number of ranks but no rank, this process becomes a torchrun with the
+    same command. Raises `UsageError` or `TaskError` for wrong input, and `SystemExit` after printing help or configuration."""
     began_s = time.time()
     values = _values(words)
     config, named, cache = _config_of(values), frozenset(values), cache_folder(environ)
@@ -136,8 +137,9 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
-    """Train as the rank `place` that torchrun or srun started, and return the exit code. Waits with all ranks of its host for the
-    first one to prepare the run. A signal meanwhile ends the run after its first step. `named`: keys that the user set."""
+    """Train as the rank `place` that torchrun or srun started, and return the exit code. The first rank of each host prepares the
+    run, then the others do from its cache. A signal meanwhile ends the run after its first step. `named`: keys that the user set.
+    `began_s`: `time.time` at the start of the command."""
     launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, _ = launch.choose(config.launch, place, devices_here())

@@ -98,7 +98,8 @@ class ShardConfig(Sharding):
     then count groups of so many ranks, and not ranks"""
 
     def num_groups(self, num_ranks: int) -> int:
-        """Return the number of groups of `sequence` ranks. Raises `UsageError` if `sequence` does not divide `num_ranks`."""
+        """Return `num_ranks` divided by `sequence`, the number of groups of ranks that share each sequence. Raises `UsageError`
+        if there is a remainder."""
         if num_ranks % self.sequence:
             raise UsageError(
                 f"shard.sequence is {self.sequence}, which does not divide the {num_ranks} ranks; take a divisor of {num_ranks}."
@@ -217,7 +218,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """Keys of every run, on a task or on text. `parts`: "task" and "optimizer", if the user names them -> class path, options."""
+    """Keys of every run, on a task or on text. `parts`: "task" or "optimizer", if the user names one -> class path, options."""
 
     parts: Mapping[str, PartConfig] = unread(dict)
     shard: ShardConfig = field(default_factory=ShardConfig)
@@ -254,8 +255,8 @@ def max_skips_of(word: str) -> int:
 
 
 def groups_of(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """Return group -> key -> value of `config`. The task and optimizer in its `parts` are groups too, and come first. Values in
-    the group `shard` are text, as on the command line."""
+    """Return group -> key -> value of `config`. The task and the optimizer in `config.parts` are groups too, and come first.
+    Values in the group `shard` are text, as on the command line."""
     parts = {name: {CLASS_PATH: part.class_path, **part.options} for name, part in config.parts.items()}
     groups = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "parts"}
     return parts | {name: g.words() if isinstance(g, Sharding) else dict(vars(g)) for name, g in groups.items()}

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Sampler
 
 IGNORED = -100  # label without a loss
 Row = list[tuple[Tensor, Tensor]]
-"""(inputs, labels), each (tokens,) int64, of each document in a row. Labels that are not learnt are `IGNORED`."""
+"""For each document in a row (inputs, labels), each (tokens,) int64. Labels that are not learnt are `IGNORED`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Share:
 
 @lru_cache(maxsize=2)
 def permutation(count: int, seed: int) -> np.ndarray:
-    """Return a random permutation of `range(count)`, (count,) int64, the same with every version of numpy."""
+    """Return a random permutation of `range(count)`, (count,) int64, equal with every version of numpy. Cached: do not write."""
     return np.random.RandomState(seed % 2**32).permutation(count)
 
 
@@ -57,9 +57,9 @@ class Sequences(Dataset[Row]):
 
 
 class GlobalOrder(Sampler[list[int]]):
-    """Sampler of this rank's micro-batches, as lists of indices, without end. Each epoch has a new order of all samples. Samples
-    at its end that do not fill a global batch are left out, so that all ranks have equally many batches. `num_read`: samples that
-    all ranks together have read."""
+    """Sampler of this rank's micro-batches, as lists of indices, without end. Each epoch has a new order of all `count` samples.
+    The samples at the end of an epoch that do not fill a global batch are left out, so that all ranks have equally many batches.
+    `num_read`: samples that all ranks together have read."""
 
     def __init__(self, count: int, share: Share, seed: int) -> None:
         self.count, self.share, self.seed = count, share, seed
@@ -90,13 +90,14 @@ class GlobalOrder(Sampler[list[int]]):
         return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the position `state`, which may be of a run on another number of ranks."""
+        """Continue where the run that saved `state` was. It must have equal `count` and `seed`, on any number of ranks."""
         assert (state["count"], state["seed"]) == (self.count, self.seed)
         self.num_read = state["num_read"]
 
 
 def validation_order(count: int, most: int) -> Sequence[int]:
-    """Return the sorted indices of the rows that a validation reads: `most` of `count`, equal each time; all if `most` is 0."""
+    """Return the sorted indices of the rows that a validation reads: a random choice of `most` of `count`, equal each time; all
+    if `most` is 0."""
     return sorted(permutation(count, 0)[:most].tolist()) if 0 < most < count else range(count)
 
 

@@ -40,9 +40,9 @@ class Signals(AbstractContextManager["Signals"]):
 
 
 class Ending:
-    """Decides if the run ends early, because of a signal or the time limit, or saves because `ask` was called, after the same
-    step on all ranks: the ranks exchange `wish()` with the metrics of a step, and each passes the largest to `decide`.
-    `decided`: `GOES_ON`, or why the run ends. `saves`: a save was asked for; set it to False after a save."""
+    """Decides, after the same step on all ranks, if the run ends early because of a signal or the time limit, and if it saves
+    because `ask` was called. In each step the ranks reduce `wish()` to the largest of all, and each passes that to `decide`.
+    `decided`: `GOES_ON`, or the wish that ends the run. `saves`: True if a save was asked for; set it to False after a save."""
 
     def __init__(self, signals: Signals, *, hours: float, began_s: float, state_bytes: int) -> None:
         """`hours`: time limit, counted from `began_s` (`time.time`); 0: no limit. `state_bytes`: bytes that this rank writes into
@@ -70,11 +70,11 @@ class Ending:
         return TIME_IS_OVER if time.time() + needed_s > self._began_s + self._limit_s else goes_on
 
     def ask(self, save: bool) -> None:
-        """Ask for a save after the next step if `save` is True and was not True at the last call. Call it once a step."""
+        """Ask for a save after the next step if `save` is True and was False at the last call. Call this once a step."""
         self._asks, self._asked = save and not self._asked, save
 
     def decide(self, most: int) -> None:
-        """Record the largest wish of all ranks, `most`: `SAVES` in `saves`, others in `decided` unless that is larger already."""
+        """Record `most`, the largest wish of all ranks: `SAVES` sets `saves`, others become `decided` if they are larger."""
         if most == SAVES:
             self.saves = True
         else:
@@ -82,11 +82,11 @@ class Ending:
 
 
 class Best:
-    """Lowest validation loss so far (`loss`, at `step`), and number of validations since it fell by `min_delta` (`waited`).
-    `last`: step of the last validation. Checkpoints store `state()`."""
+    """Lowest validation loss so far (`loss`, at `step`), and number of validations since it last fell by more than `min_delta`
+    (`waited`). `is_over`: `waited` has reached the patience. `last`: step of the last validation. Checkpoints store `state()`."""
 
     def __init__(self, patience: int, min_delta: float) -> None:
-        """`patience`: validations in a row without a fall by more than `min_delta` until `is_over` becomes True; 0: never."""
+        """`patience`: validations in a row without a loss lower by more than `min_delta`, after which `is_over`; 0: never."""
         self._patience, self._min_delta = patience, min_delta
         self.loss: float | None = None
         self.step, self.waited = 0, 0
@@ -94,7 +94,7 @@ class Best:
         self._mark = math.inf  # the loss to improve on, for patience
 
     def observe(self, step: int, loss: float) -> bool:
-        """Record the validation `loss` at `step`, which is equal on all ranks, and return True if it is the lowest so far."""
+        """Record the validation `loss` at `step`, equal on all ranks. Return True if it is lower than all before."""
         is_lower = loss < self._mark - self._min_delta
         self._mark, self.waited = (loss, 0) if is_lower else (self._mark, self.waited + 1)
         if not loss < (math.inf if self.loss is None else self.loss):

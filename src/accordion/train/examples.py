@@ -37,7 +37,7 @@ class Example:
 
 
 class Encoder:
-    """Converts rows of data into tokens."""
+    """Converts rows of data, chats or prompts with completions, into tokens and a mask of those that are learnt."""
 
     def __init__(self, tokenizer: Any, kind: str) -> None:
         """`tokenizer`: a fast tokenizer of transformers. `kind`: "chat" or "prompt"."""
@@ -77,7 +77,7 @@ class Encoder:
         return Example(np.array(ids), np.arange(len(ids)) >= len(before))
 
     def _plain(self, text: str) -> list[int]:
-        """Return the tokens of `text`, with the beginning-of-text token that the tokenizer adds, without an end-of-text token."""
+        """Return the tokens of `text`, with a beginning-of-text token if the tokenizer adds it, without an end-of-text token."""
         ids = list(self._tokenizer(text)["input_ids"])
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id and text else ids
 
@@ -122,7 +122,8 @@ class Encoder:
         return mask
 
     def _render_marked(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return (rendered chat, spans in it marked as answers). Raises `UsageError` if the template fails or marks none."""
+        """Return (rendered chat, (start, end) of each answer that the template marks in it). Raises `UsageError` if the template
+        fails or marks none."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -148,8 +149,8 @@ class Encoder:
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
-        """Return (start, end) of each answer in `text`, the rendered conversation. An answer begins after the rendered messages
-        before it, with the prompt for an answer. Raises `UsageError` if an answer cannot be located."""
+        """Return (start, end) of each answer in `text`, the rendered conversation. An answer begins where the rendering of the
+        messages before it ends, with the template's prompt for an answer. Raises `UsageError` if an answer cannot be located."""
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -180,15 +181,15 @@ class Encoder:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return JSON data without null fields of objects, at every level; Arrow adds a null for each field of another row."""
+    """Return JSON data without null fields of objects, at every level. Arrow adds them for fields that only other rows have."""
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def messages_of(row: DataRow) -> tuple[list[Message], list[bool]]:
-    """Return (messages of `row` without nulls and weights, list with True or False for each message of the assistant: does it
-    count in the loss). Raises `UsageError` if a message is invalid, or if none is of the assistant."""
+    """Return (messages of `row`, without null fields and without the keys `weight` and `train`; for each message of the
+    assistant, True if it counts in the loss). Raises `UsageError` if a message is invalid, or if none is of the assistant."""
     messages = without_nulls(row.values["messages"])
     if not isinstance(messages, list) or not messages:
         what = "empty" if messages == [] else f"{type(messages).__name__}"
@@ -262,8 +263,8 @@ def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path,
 
 
 def vocabulary_of(tokenizer: Any, config: Config) -> Vocabulary:
-    """Return `tokenizer`, one of transformers, as plain data. For text, the end-of-text token is that of the model's config.json,
-    or if that names none, that of the tokenizer. Raises `UsageError` if there is no end-of-text token."""
+    """Return `tokenizer`, one of transformers, as plain data. The end-of-text token is that of the tokenizer; for text, that of
+    the model's config.json comes first, if it names one. Raises `UsageError` if there is no end-of-text token."""
     end = tokenizer.eos_token_id
     if config.data.format == "text" and config.model.path is not None:
         end = next(iter(ends_of(check_folder(config.model.path).get("eos_token_id"), end)), None)

@@ -19,8 +19,8 @@ LETTERS, MOST_RANKS = 2000, 64  # of a text, and of ranks in `others`, so that a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How a rank failed. `doing`: what it did with others then, such as "gathers unit 3 (layers.3) in the forward of step 7".
-    `caused_by`: the rank that failed first, if one is known. `others`: rank -> what it did then, or how it had ended."""
+    """How a rank failed. `doing`: what it was doing in the job, such as "gathers unit 3 (layers.3) in the forward of step 7".
+    `caused_by`: the rank that failed first, if known. `others`: other rank -> what it was doing then, or how it had ended."""
 
     rank: int
     num_ranks: int
@@ -33,7 +33,8 @@ class Failure:
 @contextmanager
 def recorded(run_dir: Path, rank: int, num_ranks: int) -> Iterator[None]:
     """Context manager that writes an `Exception` of its body into `failure-RANK.json` in `run_dir`, and raises it again. If
-    another rank may have caused it, asks the others first what they do, which takes a second if one does not answer."""
+    another rank may have caused it, first asks all other ranks what they do, which takes a second if one does not answer. If that
+    or writing fails, no file is written."""
     try:
         yield
     except Exception as error:
@@ -55,7 +56,7 @@ def recorded(run_dir: Path, rank: int, num_ranks: int) -> Iterator[None]:
 
 
 def failure_in(path: Path) -> Failure:
-    """Return the content of a file that `recorded` wrote. Raises `UsageError` if `path` cannot be read or is no such file."""
+    """Return the failure that `recorded` wrote into the file `path`. Raises `UsageError` if that cannot be read from it."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return Failure(**{**values, "others": {int(rank): text for rank, text in values["others"].items()}})

@@ -33,9 +33,9 @@ from accordion.train.screen import Screen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Result of a run. `state`: "finished", "stopped" for the reason `why`, or, if `fit` ran outside of the main thread, also
-    "preempted". `step`: the last step. `loss`: its mean loss. `checkpoint`: path of the newest checkpoint, for
-    `accordion.load`."""
+    """Result of a run. `state`: "finished", "stopped" for the reason `why`, or, outside of the main thread only, "preempted".
+    `step`: the last step. `loss`: its mean loss; None if that is not finite. `checkpoint`: path of the newest checkpoint, or
+    None."""
 
     run_dir: str
     state: str
@@ -46,8 +46,8 @@ class Fit:
 
 
 def fitted(task: object, config: str | None, options: Mapping[str, Any], on_step: loop.OnStep | None) -> Fit:
-    """Train `task` in the calling processes and return the result: see `accordion.fit`. `config`: a run file. `options`: keys
-    that override it. If a signal ends the run, saves and raises `SystemExit(PREEMPTED)`."""
+    """Train `task` in the calling processes and return the result, as `accordion.fit` describes. `config`: path of a run file.
+    `options`: keys that override it. If a signal ends the run in the main thread, saves and raises `SystemExit(PREEMPTED)`."""
     began_s, cache = time.time(), cache_folder(os.environ)
     values = _values(config, options)
     job: JobConfig = made(JobConfig, values)
@@ -96,7 +96,7 @@ def _result(prepared: Prepared, outcome: loop.Outcome) -> Fit:
 
 @contextmanager
 def _reported_to_other_ranks() -> Iterator[None]:
-    """Context manager that reports an exception of its body, which goes on, to the ranks that shard a model with this one."""
+    """Context manager that reports an exception of its body to the ranks that share the model, and raises it again."""
     try:
         yield
     except BaseException as error:

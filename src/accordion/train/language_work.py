@@ -49,9 +49,9 @@ ROWS_OF_TEST = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageWork:
-    """Training of a language model on text or on examples with answers. `generation`: content of generation_config.json. `spec`:
-    content of tokenizer.json. `sequence`: on ranks, those that share each sequence; None if none do. `counted`: unit of the
-    reported speed."""
+    """Training of a language model on text or on examples with answers: the methods that the training loop calls. `generation`:
+    content of generation_config.json. `spec`: content of tokenizer.json. `sequence`: mesh of the ranks that share each sequence;
+    None before ranks start, or if each has whole sequences. `counted`: unit of the reported speed."""
 
     config: Config
     files: TokenFiles
@@ -66,7 +66,7 @@ class LanguageWork:
 
     @property
     def data(self) -> str:
-        """Text that differs if the rows of the run's data differ, stored in checkpoints."""
+        """Text, stored in checkpoints, that differs between two runs if the rows of their data differ."""
         data = self.config.data
         return f"{self.files.digest} {data.packing} {data.seq_len}"
 
@@ -103,12 +103,14 @@ class LanguageWork:
         return total / num_tokens if self.is_text else (total, count)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Estimate the tokens of all ranks in a step, without padding: those of this rank's batches times the ranks or groups."""
+        """Estimate the tokens, without padding, that all ranks read in a step: those in `batches`, the micro-batches of this
+        rank, times the number of ranks (or of groups that share sequences)."""
         return share.world * sum(int(batch["num_tokens"]) for batch in batches)
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        """Return the mean loss over the validation labels of all ranks, without `IGNORED` ones. Collective."""
+        """Return the mean loss over all validation labels that are not `IGNORED`, and text for the user with the perplexity and
+        the number of rows. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
         options: dict[str, Any] = {"kind": self.config.model.loss, "sequence": self.sequence}
@@ -123,8 +125,9 @@ class LanguageWork:
 
     @torch.no_grad()
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
-        """Generate and show a continuation of the validation text, or an answer to the first validation example, up to an end
-        token; equal on every rank. `device`: device of the computation; parameters may be elsewhere. Collective."""
+        """Generate and show up to `SAMPLE_TOKENS` tokens, equal on every rank: a continuation of the validation text, or an
+        answer to the first validation example; nothing if its prompt is empty. `device`: of the computation; parameters may be
+        elsewhere. Collective."""
         if self.is_text:
             prompt = self.files.text("validation")[:PROMPT_TOKENS].to_pylist()
         else:
@@ -213,7 +216,7 @@ def unit_of(data: DataConfig) -> str:
 
 
 def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: int, where: str) -> None:
-    """Raise `UsageError`, which names `where`, if a split is empty or there are fewer training rows than `global_batch`."""
+    """Raise `UsageError`, which names `where`, if a split in `rows` is empty, or "train" has fewer rows than `global_batch`."""
     empty = next((split for split, split_rows in rows.items() if not len(split_rows)), None)
     if empty is not None:
         raise UsageError(
@@ -236,8 +239,8 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 def label_losses(
     model: nn.Module, batch: Batch, *, kind: str = "plain", sequence: DeviceMesh | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum of the cross entropy of labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32; those
-    of this rank's part, if the ranks of `sequence` share each sequence. `kind`: value of `model.loss`. If it is not "plain", the
+    """Return (sum of the cross entropy of the labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32. If
+    ranks share each sequence (`sequence`), both are of this rank's part. `kind`: value of `model.loss`; unless it is "plain", the
     head computes the loss itself, without the logits of all tokens."""
     shown: dict[str, Tensor] = {n: batch[n] for n in ("input_ids", "position_ids", "labels") if n in batch}
     several = "position_ids" in shown
@@ -292,8 +295,8 @@ def logits_at(model: nn.Module, whole: dict[str, Tensor], places: Sequence[int],
 
 @torch.no_grad()
 def check_apart(model: nn.Module, sequence: DeviceMesh | None = None) -> None:
-    """Raise `UsageError` on every rank if documents in a row attend to each other. Collective. `sequence`: the ranks that share
-    each sequence."""
+    """Run `model` on two short documents, and raise `UsageError` on every rank if documents in a row attend to each other.
+    Collective. `sequence`: the ranks that share each sequence."""
     # Compare the logits of a document before and after another one. No attribute of a model shows if its mask uses position ids.
     device = sharded_engine(model, "training").context.device
     was_training = model.training

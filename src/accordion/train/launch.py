@@ -75,7 +75,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The rank of this process in the job, and on its host, as its launcher assigned it."""
+    """The rank of this process in the job (`rank` of `world`) and on its host (`local_rank` of `local_world`), by its
+    launcher."""
 
     rank: int
     world: int
@@ -87,7 +88,8 @@ class RankPlace:
 
 
 def place_of(environ: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank that torchrun or srun gave this process; None if neither did. Raises `UsageError` for invalid variables."""
+    """Return the rank that torchrun or srun gave this process in the variables `environ`; None if neither did. Raises
+    `UsageError` if some of the variables are missing or invalid."""
     try:
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return RankPlace(
@@ -106,7 +108,7 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank of a task of an srun step with several tasks; None in any other process.
+    """Return the rank of this process in an srun step with several tasks; None in any other process.
 
     A batch script is no rank: it has a job id but no step id. Nor is a program that was started in an interactive shell (`srun
     --pty`, `salloc`), since the other tasks of that step are shells without a terminal, which have ended.
@@ -134,7 +136,7 @@ def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
-    """Return the name of this job that torchrun or srun put into `environ`, and that restarts keep; None if there is none."""
+    """Return the launcher's name for this job, which restarts keep, from torchrun's or srun's variables; None without one."""
     torchrun = environ.get("TORCHELASTIC_RUN_ID", "none")
     if torchrun != "none":
         return f"torchrun {torchrun}"
@@ -188,11 +190,12 @@ def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[s
 
 
 def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
-    """Run `entry(place, store, *args)` in `nproc` ranks on this machine and return the exit code.
+    """Run `entry(place, store, *args)` in `nproc` ranks on this machine, wait for them, and return the exit code.
 
     The first rank that fails reports the reason, and all other ranks are ended. Without `signals`, SIGTERM ends all ranks. With
-    `signals`, SIGTERM and SIGUSR1 are forwarded to the ranks, so that `entry` can save and return `PREEMPTED`. Then
-    `NothingStartedError` is raised if a signal arrives while no rank can handle it. Silences torch's loggers of the launcher.
+    `signals`, SIGTERM and SIGUSR1 are forwarded to the ranks, so that `entry` can save and return `PREEMPTED`;
+    `NothingStartedError` is raised if a signal arrives while no rank can handle it. Raises `KeyboardInterrupt` after Ctrl-C,
+    SIGHUP or SIGQUIT. Silences torch's loggers of the launcher.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
@@ -271,8 +274,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
 
 def _failed(error: ChildFailedError, *, asked: bool) -> int:
-    """Print which ranks a signal ended, and return the exit code of the job. `asked`: this process forwarded signals to ranks.
-    Raises `NothingStartedError` if it did, and the signals ended all ranks before they could save."""
+    """Print which ranks a signal ended, and return the exit code of the job. `asked`: this process forwarded signals to the
+    ranks. Raises `NothingStartedError` if `asked` is True and these signals ended all ranks before they could save."""
     by_signal = {PREEMPTED, *(-number for number in SIGNALS)}
     if error.get_first_failure()[1].exitcode == PREEMPTED:
         return PREEMPTED
@@ -289,9 +292,10 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
 
 
 def guarded(entry: Entry, *args: Any) -> None:
-    """Run `entry(place, store, *args)` as one rank. If it fails or returns another code than 0, end the process at once with that
-    code. The rank that fails first prints its error. Ranks that fail because of it print nothing and have its exit code. Also
-    sets up the process: faulthandler, garbage collection, number of torch's threads, and its end if its agent is killed."""
+    """Run `entry(place, store, *args)` as one rank of a launcher. Returns if `entry` returns 0 or None; otherwise ends the
+    process at once, with the code that `entry` returned, or that of its error. The rank that fails first prints its error. Ranks
+    that fail because of it print nothing and have its exit code. Also sets up the process: faulthandler, garbage collection,
+    number of torch's threads, and its end if the launcher's agent is killed."""
     with lasting_output():
         if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
             # Kill a rank if its agent is killed. Otherwise ranks of `start` get SIGINT, as for Ctrl-C, and ranks of torchrun
@@ -439,14 +443,14 @@ def _report(error: Exception, rank: int, store: Store) -> int:
 
 def once_per_host(place: RankPlace, store: Store, do: Callable[[], T]) -> T:
     """Call `do` on the first rank of each host, then on the host's other ranks, and return the result of this rank's own call.
-    `do` must not return None. If it fails on the first rank, the other ranks of the host raise `UsageError`."""
+    `do` must not return None. If it fails on the first rank, the host's other ranks raise `UsageError` with its text."""
     result = first_does(place.local_rank == 0, store, f"accordion/host/{socket.gethostname()}", do)
     return do() if result is None else result
 
 
 def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T | None:
     """Call `do` if `is_first` and return its result; otherwise wait until the first rank has done so, and return None. If `do`
-    raises an error, the other ranks raise `UsageError`. `key`: key in `store` for the text of that error."""
+    raises an error on the first rank, other ranks raise `UsageError` with its text. `key`: key in `store` for that text."""
     if not is_first:
         store.wait([key], timedelta(days=2))  # reading the data may take long
         if message := store.get(key).decode():
@@ -462,7 +466,8 @@ def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T
 
 
 def join_group(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:
-    """Join the process group of all ranks, make this rank's device of type `kind` the current one, and return it. Collective."""
+    """Create the default process group of all ranks of the job, make this rank's device of type `kind` the current one, and
+    return that device. `timeout_s`: for collectives. Collective."""
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
     if kind != "cpu":
         torch.accelerator.set_device_index(place.local_rank)

@@ -60,8 +60,8 @@ def trained(
     on_step: OnStep | None = None,
 ) -> Outcome:
     """Train on one rank and return the outcome. Collective. If there is a process group, trains in that, on the current device of
-    type `kind`. `cleanups`: gets the callbacks that release the folders and destroy the process group unless there was one
-    before; closed here, unless an error is raised."""
+    type `kind`. `cleanups`: gets callbacks that wait for the last save, destroy the process group if it was created here, and
+    release the run's folders. They are called at the end; after an error, they are left to the caller."""
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -91,7 +91,8 @@ def trained(
 
 
 def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, on_step: OnStep | None) -> tuple[int, Outcome]:
-    """Run the steps after the first `done`. Returns (number of steps done, outcome)."""
+    """Run the steps after the first `done`, and return (number of steps done in all, outcome). `log`: None on ranks other than 0.
+    `on_step`: called with the metrics of each step. Collective."""
     screen = run.screen
 
     def record(metrics: StepMetrics) -> None:
@@ -140,7 +141,8 @@ def _observed(run: Run) -> Iterator[None]:
 
 
 def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Outcome | None:
-    """Validate, save and show a sample, each if it is due after `step`. Returns what `_over` returns for `step`. Collective."""
+    """Validate, save and show a sample, each if due after `step`. Return the outcome if the run ends here, else None.
+    Collective."""
     options, due = run.config.train, _due(run.config.train.eval_every, step)
     if run.ending.decided or step == options.steps or due:
         steps.settle()
@@ -185,7 +187,8 @@ def _over(run: Run, step: int) -> Outcome | None:
 
 
 def _claim(prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
-    """Take ownership of the run's folders, and remove the files of ranks of an earlier start that failed."""
+    """Take ownership of the run's folders and return it. Removes the files in which ranks of an earlier start reported a failure.
+    Raises `UsageError` if another job owns a folder."""
     # Ranks of an earlier start end by themselves: after a timeout in a collective, and one more in a request to the store.
     claim = Claim(prepared.folders, place.job, 2 * prepared.config.launch.timeout_s, screen.note)
     for path in prepared.run_dir.glob(FILES):
@@ -194,8 +197,8 @@ def _claim(prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
 
 
 def _open_record(run: Run, done: int) -> MetricsLog:
-    """Write config.yaml into the run folder, and open the log of metrics and the trackers, for the steps after the first `done`.
-    Called on rank 0 only. Raises `UsageError` if the folder cannot be written."""
+    """Write config.yaml into the run folder, and return the log of metrics with open trackers, to go on after the first `done`
+    steps. Called on rank 0 only. Raises `UsageError` if the folder cannot be written."""
     folder, say = run.prepared.run_dir, run.screen.note
     try:
         (folder / RUN_CONFIG).write_text(as_yaml(run.config), encoding="utf-8")
@@ -208,8 +211,8 @@ def _open_record(run: Run, done: int) -> MetricsLog:
 
 
 def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
-    """Validate, and report the result on screen, and to `log` if that is not None. Returns True, on all ranks, if the loss is the
-    lowest so far and `train.keep_best` is set; False also if there is no validation data. Collective."""
+    """Validate, and report the result on screen, and to `log` if that is not None. Return True, on all ranks, if the loss is the
+    lowest so far and `train.keep_best` is set; otherwise False, also if there is no validation data. Collective."""
     began_s, best = time.perf_counter(), run.best
     with run.averaged():
         validation = run.prepared.work.validate(run.model, run.share, run.device)
@@ -227,8 +230,8 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
 
 
 def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over: Outcome) -> None:
-    """Show the run's files. If there is time, that is, unless a signal or the time limit ended the run, also validate before that
-    if the last step was not, save a checkpoint if this validation is the best, and at the end show a sample. Collective."""
+    """Show the run's files. Unless a signal or the time limit ended the run, first validate if the last step was not validated,
+    and save a checkpoint `best` if that loss is the best, and at the end show a sample. Collective."""
     note, folder, run_dir = run.screen.note, saves.folder, run.prepared.run_dir
     has_time, is_finished = not run.ending.decided, over.state == "finished"
     if has_time and run.best.last != steps and _validate(run, steps, log):

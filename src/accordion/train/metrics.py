@@ -22,7 +22,7 @@ METRICS = "metrics.jsonl"  # in the run folder
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """Metrics of one step over all ranks. `loss`: mean over ranks. `peak_bytes`: largest peak memory of a rank. `skipped`: loss
-    or gradients were not finite, so the optimizer did not step."""
+    or gradients were not finite, so the optimizer did not step. A run has one of `tokens_per_s` and `samples_per_s`."""
 
     step: int
     loss: float
@@ -35,7 +35,7 @@ class StepMetrics:
     skipped: bool
 
     def values(self) -> dict[str, float]:
-        """Return name -> value of the metrics that the run has."""
+        """Return name -> value of the metrics that are not None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -49,7 +49,7 @@ class Validation:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of this rank in bytes: allocated on the accelerator, or on CPU, resident in the process."""
+    """Return the peak memory of this rank in bytes: allocated on the accelerator; on CPU, resident in the process."""
     if device.type != "cpu":
         return int(torch.accelerator.memory.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
@@ -67,7 +67,7 @@ class MetricsLog:
         say: Callable[[str], None],
         trackers: Mapping[str, RunTracker] | None = None,
     ) -> None:
-        """Open the file to continue after `first_step` steps, and remove its lines on later steps. Raises `OSError` if this
+        """Open the file, create it if it is missing, and remove its lines on steps after `first_step`. Raises `OSError` if this
         fails. `say`: shows a line. `trackers`: name -> open tracker; leaving the context closes them."""
         self._trackers = dict(trackers or {})
         path, self._say = run_dir / METRICS, say

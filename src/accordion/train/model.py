@@ -102,8 +102,8 @@ def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
 @contextmanager
 def documents_in_rows(*, several: bool) -> Iterator[None]:
     """Context manager in which transformers finds the documents in a row without waiting for the device. Replaces a function of
-    transformers, if this version has that function. `several`: a row has several documents, and a new one starts wherever the
-    position ids do not go up by one; if False, a row is one document."""
+    transformers while its body runs, if this version has that function. `several`: a row has several documents, and a new one
+    starts wherever the position ids do not go up by one; if False, a row is one document."""
     # transformers' function reads the position ids in each forward, so the host waits for the device. No argument of a forward
     # avoids that alone: a mask is read too or disables flash attention, and a cache keeps all keys.
     from transformers import masking_utils

@@ -43,9 +43,9 @@ class Skips:
 
 
 def source_of(model: nn.Module, again: Callable[[Callable[[Tensor], Tensor]], object], figures: str) -> str | None:
-    """Repeat a step, and return text on the place where NaN or inf first appears; None if all values are finite this time.
-    Collective; equal on all ranks. `again(scale)`: repeats forwards and backwards with the random numbers of the step, and
-    applies `scale` to each loss before its backward. `figures`: text of the values that were not finite."""
+    """Repeat a step, and return text that names where NaN or inf first appears; None if all values are finite this time. Equal on
+    all ranks. Collective. `again(scale)`: repeats forwards and backwards with the random numbers of the step, and applies `scale`
+    to each loss before its backward. `figures`: the step's loss and norm as text, with which the result begins."""
     engine = engine_of(model)
     assert engine is not None, "the main job shards its model"
     check = FiniteCheck(engine)

@@ -39,9 +39,9 @@ from accordion.weights.initialise import initialise
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
-    """Interface of the training loop to a user's task: the object `task`, or if that is None, the class named in `parts`. `size`:
-    number of training samples; None if unknown. `counted`: unit of the reported speed. `loaded` and `validation` are computed at
-    first use and not pickled."""
+    """What the training loop calls of a user's task: the object `task`, or if that is None, an object of the class named in
+    `parts`. `size`: number of training samples; None if unknown. `counted`: unit of the reported speed. `loaded` (the task's
+    functions) and `validation` (its data) are computed at first use and not pickled."""
 
     parts: Mapping[str, PartConfig]
     task: object | None = None
@@ -116,9 +116,9 @@ class OwnTask:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation | None:
-        """Return the mean loss and metrics over the validation samples of all ranks; None if there are none. A value that the
-        task returns as mean of a batch is weighted by the number of samples in the batch. Collective. Raises `UsageError` if a
-        metric is named "loss" or is no number."""
+        """Return the mean loss and metrics over the validation samples of all ranks; None if there are none. If the task returns
+        the mean of a batch, the number of samples in the batch is its weight. Collective. Raises `UsageError` if a metric is
+        named "loss" or is no number."""
         if self.validation is None:
             return None
 
@@ -150,8 +150,8 @@ OF_SCHEDULER = ("train.schedule", "train.warmup", "train.deepspeed")
 
 
 def check_own_keys(optimizer: object | None, scheduler: object | None, config: JobConfig) -> None:
-    """Raise `UsageError` if a key of `train` differs from its default in `config`, but has no effect with the user's `optimizer`
-    or `scheduler`. Either is None if the user gives none."""
+    """Raise `UsageError` if a key of `train` differs from its default in `config`, but has no effect because of the user's
+    `optimizer` or `scheduler`. Either is None if the user gives none."""
     unused = dict.fromkeys(OF_SCHEDULER, "scheduler") if scheduler is not None else {}
     if optimizer is not None:
         unused |= dict.fromkeys(OF_OPTIMIZER, "optimizer")
@@ -165,9 +165,9 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
 
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
-    """Try to make an optimizer: call `make`, if it is not None, with the parameters of a small layer. Raises `UsageError` if
-    `make` rejects its options, returns no optimizer, or one whose step needs a closure. Exceptions of the user's own code
-    pass."""
+    """Call `make` with the parameters of a small layer, to see if it makes an optimizer; do nothing if `make` is None. Raises
+    `UsageError` if `make` rejects its options, or if it returns no optimizer or one whose step needs a closure. Other exceptions
+    of the user's own code pass."""
     if make is None:
         return
     params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))
@@ -217,7 +217,8 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
     """Try a task: read a training batch, and if `model` is small and on the CPU, compute its loss. Restores the random
-    generators. Raises `TaskError` if the user's code fails, and `UsageError` if the loss depends on no parameter."""
+    generators. Puts `model` into train mode. Raises `TaskError` if the user's code fails, `UsageError` if the loss depends on no
+    parameter."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))

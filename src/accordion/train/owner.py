@@ -29,7 +29,7 @@ def check_free(folders: Mapping[str, Path], job: str | None) -> None:
 
 
 def holder_of(folder: Path) -> str | None:
-    """Return a text that names the process that owns `folder`; None if no process does, or if its lock cannot be opened."""
+    """Return a text that names the process that owns `folder`; None if no process does, or if this cannot be found out."""
     if not (folder / FILE).exists():
         return None
     try:
@@ -59,7 +59,7 @@ class Claim:
             raise
 
     def release(self) -> None:
-        """Release the folders. Call it only when no thread of this job writes any more."""
+        """Release the folders and remove their owner files. Call it only when no thread of this job writes there any more."""
         for folder, lock in self._locks.items():
             (folder / FILE).unlink(missing_ok=True)
             lock.release()

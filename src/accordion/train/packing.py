@@ -21,9 +21,9 @@ Batch = dict[str, Any]
 
 
 def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Pack items of `lengths` into rows of at most `size` tokens, and return the indices of the items in each row. The longest
-    items are first, and each is added to the row with the least room for it: best fit decreasing (Johnson et al., 1974), which
-    needs at most 11/9 of the fewest possible rows, plus one."""
+    """Pack items of `lengths` into rows of at most `size` tokens; return a list of the indices of the items for each row. The
+    longest items are first, and each is added to the row with the least room for it: best fit decreasing (Johnson et al., 1974),
+    which needs at most 11/9 of the fewest possible rows, plus one."""
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of `by_room` that have rows, ascending
@@ -48,7 +48,7 @@ def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 class ExampleRows(Dataset[Row]):
     """Dataset of rows of examples. An example with more than `seq_len` labels is truncated, and left out if no answer remains.
-    `packing`: "documents" (several examples in a row) or "none" (one). There are no rows if no token of all examples counts."""
+    `packing`: "documents" (several examples in a row) or "none" (one). There are no rows if no token of any example counts."""
 
     def __init__(self, examples: Examples, seq_len: int, packing: str) -> None:
         self.examples, self.seq_len = examples, seq_len
@@ -90,9 +90,9 @@ class ExampleRows(Dataset[Row]):
 
 @dataclass(frozen=True, slots=True)
 class Collate:
-    """Makes a batch of rows, padded on the right to a `multiple` of tokens: to `seq_len` if rows have several examples, else to
-    the longest row. In a causal model no token of an example attends to padding, which is after it and has position ids like
-    another example."""
+    """Function object that makes a batch of rows. Pads each on the right: to `seq_len` tokens if `packing` is "documents", else
+    to the longest row, and then to a multiple of `multiple`. In a causal model no token attends to padding, which comes after all
+    of them and has position ids like another example."""
 
     seq_len: int
     packing: str
@@ -122,8 +122,8 @@ class Collate:
 
 
 def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple[str, bool]]]:
-    """Return the first `SHOWN` examples, truncated to `seq_len` labels: each a list of (text, True if it counts in the loss). The
-    middle of long texts is left out."""
+    """Return the first `SHOWN` examples, truncated to `seq_len` labels. Each is a list of (text, True if it counts in the loss),
+    without the middle of long texts."""
     shown = []
     for number in range(min(SHOWN, len(examples))):
         ids, learnt = (values[: seq_len + 1].copy() for values in examples[number])

@@ -223,7 +223,7 @@ def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFile
 
 def _check_model(config: Config, resume: Path | None, say: Say) -> None:
     """Raise `UsageError` if packing, units, `shard.sequence`, pretrained weights or the checkpoint `resume` do not fit the model.
-    Shows with `say` the learning rate if weights are pretrained, and the number of trained parameters if not all are trained."""
+    Shows with `say` the learning rate of fine-tuning, and with adapters the number of trained parameters."""
     from accordion.weights.pretrained import check_pretrained
 
     model = trained_model(config)
@@ -262,7 +262,7 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> None:
 
 
 def _vocab_of_model(config: Config) -> int:
-    """Return the size of the model's vocabulary. Raises `UsageError` if the model's config.json cannot be used or has none."""
+    """Return the size of the model's vocabulary. Raises `UsageError` if its config.json cannot be used or names no size."""
     if config.model.path is not None:
         check_folder(config.model.path)
     vocab = getattr(configuration(config.model, config.data), "vocab_size", None)

@@ -15,8 +15,8 @@ from accordion.train.config import TrainConfig
 
 
 class LearningRates:
-    """Sets the learning rates of an optimizer, by `prescribed` or by `scheduler`. Without either they do not change.
-    `prescribed(step, first)` returns the rate of a parameter group in step 1, 2, ..., if its initial rate was `first`."""
+    """Sets the learning rates of an optimizer, by the function `prescribed` or by `scheduler`; without either they do not change.
+    `prescribed(step, first)` returns the rate in step 1, 2, ... of a parameter group whose initial rate was `first`."""
 
     def __init__(
         self, optimizer: Optimizer, prescribed: Callable[[int, float], float] | None = None, scheduler: Any = None
@@ -45,8 +45,8 @@ class LearningRates:
         return {} if self._scheduler is None else {"scheduler": self._scheduler}
 
     def resume(self) -> None:
-        """Set the options of the optimizer, such as weight decay, to those of this run again, after a checkpoint was loaded into
-        it. Does nothing with a scheduler, since the loaded rates belong to the scheduler's loaded state."""
+        """Set the options of the optimizer, such as weight decay, back to those of this run, after a checkpoint was loaded into
+        it. Does nothing if there is a scheduler, since the loaded rates belong to its loaded state."""
         if self._scheduler is not None:
             return
         # Options are what a constructor takes. Groups may also have state, for example a count of steps.
@@ -71,10 +71,10 @@ def rates_of(
 
 
 def share_at(step: int, options: TrainConfig) -> float:
-    """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then `train.schedule`.
+    """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then as `train.schedule` says.
 
-    x is 0 at the end of the warmup and 1 at the last step, and f is `final_lr`. cosine: f + (1 - f)(1 + cos(pi x)) / 2.
-    linear: 1 - (1 - f) x. wsd: 1, then linear over the steps of the decay.
+    x is 0 at the end of the warmup and 1 at the last step, and f is `final_lr`. cosine: f + (1 - f)(1 + cos(pi x)) / 2. linear: 1
+    - (1 - f) x. wsd: 1, then linear from 1 to f in the last `decay_steps` steps (0: a fifth of all). constant: 1.
     """
     if step <= options.warmup:
         return step / options.warmup

@@ -35,7 +35,7 @@ def values_of_file(file: str, options: Sequence[Option]) -> dict[str, Any]:
 
 
 def flattened(content: dict[str, Any]) -> dict[str, Any]:
-    """Return `group.key` -> value for the content of a run file, in which groups of keys and `group.key` may be mixed."""
+    """Return `group.key` -> value for the content of a run file, which may have groups of keys next to keys `group.key`."""
     values: dict[str, Any] = {}
     for name, group in content.items():
         values |= {f"{name}.{key}": value for key, value in group.items()} if isinstance(group, dict) else {name: group}
@@ -92,7 +92,8 @@ def content_of(file: str) -> dict[str, Any]:
 
 
 def config_of_run(folder: Path) -> dict[str, Any]:
-    """Return `group.key` -> text of the configuration that a run wrote into `folder`. Raises `UsageError` if there is none."""
+    """Return the configuration that a run wrote into `folder`, `group.key` -> text. Raises `UsageError` if there is none, or if
+    it cannot be read."""
     path = folder / RUN_CONFIG
     if not path.is_file():
         raise UsageError(

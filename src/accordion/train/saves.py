@@ -30,8 +30,8 @@ class RunSaves:
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
         """Wait for the previous save, then save a checkpoint of the run after `step`. Collective. `last`: do not save in the
-        background. `name`: of the checkpoint's folder, if that is not named after the step. Raises `CheckpointError` if the
-        previous save failed, or if this save fails in the foreground; a failure in the background is raised by the next call."""
+        background. `name`: of the checkpoint's folder; None: named after the step. Raises `CheckpointError` if the previous save
+        failed, or if this one fails in the foreground; the next call raises a failure in the background."""
         run = self._run
         saver_of(run.model).wait()
         self.poll()
@@ -60,8 +60,8 @@ class RunSaves:
             self.poll()
 
     def poll(self) -> None:
-        """Record how long the save under way took, if it has finished, and with `train.keep_best`, link its checkpoint as `best`
-        if its validation is the best. Does nothing while the save is still running, or if there is none."""
+        """If a save has finished since the last call, record how long it took, and with `train.keep_best`, link its checkpoint as
+        `best` if its validation loss is the lowest. Does nothing while the save is running, or if there is none."""
         if self._under_way is None or not self._under_way[0].is_done:
             return
         (_, began_s, step), self._under_way = self._under_way, None
@@ -111,8 +111,8 @@ class RunSaves:
         return done
 
     def _find_best(self, path: Path, done: int) -> None:
-        """With `train.keep_best`, read loss and step of the folder's best checkpoint into `run.best`, after linking the loaded
-        checkpoint `path` as `best` if the run was killed before it did. `done`: steps of `path`. Collective."""
+        """With `train.keep_best`, read loss and step of the folder's best checkpoint into `run.best`. Before that, link the
+        loaded checkpoint `path` as `best` if the run was killed before it did. `done`: steps of `path`. Collective."""
         run = self._run
         if path.resolve() == checkpoints.path_of(self.folder, done).resolve():
             self._link_best(done)  # in case the run was killed between save and link
@@ -128,13 +128,13 @@ class RunSaves:
         return {**flat(run.config), "ranks": run.place.world, checkpoints.BATCH: run.share.global_batch}
 
     def _state(self) -> dict[str, Any]:
-        """Return name -> object with `state_dict`, whose state a checkpoint stores for each rank."""
+        """Return name -> object with `state_dict`, for all objects whose state a checkpoint stores for each rank."""
         run = self._run
         average = {} if run.ema is None else {"ema": run.ema}
         random = {"random": RandomState()}
         return {**random, **average, **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
 
     def _link_best(self, step: int) -> None:
-        """On rank 0, with `train.keep_best`: link the checkpoint after `step` as `best` if its validation is the best."""
+        """On rank 0, with `train.keep_best`, link the checkpoint after `step` as `best` if its validation loss is the lowest."""
         if self._run.config.train.keep_best and self._run.place.rank == 0:
             checkpoints.keep_as_best(self.folder, step)

@@ -83,7 +83,7 @@ class Screen(AbstractContextManager["Screen"]):
             )
 
     def stop(self) -> None:
-        """End the progress bar; may be called twice."""
+        """End the progress bar, if there is one."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -103,7 +103,7 @@ class Screen(AbstractContextManager["Screen"]):
             self._console.print(line)
 
     def sample(self, prompt: str, continuation: str) -> None:
-        """Show `continuation`, generated text, after its prompt, which is dimmed on a terminal."""
+        """Show generated text, `continuation`, after its `prompt`, which is dimmed on a terminal."""
         self._console.print(Text("sample:", style="bold"))
         self._console.print(Text.assemble((prompt, "dim"), ("▸" if self._live else "", "green"), continuation))
 

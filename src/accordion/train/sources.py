@@ -41,7 +41,7 @@ TAKES = "JSON, JSONL, CSV, parquet, Arrow, a folder of such files, or a saved da
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRow:
-    """A row of data. `where`: its file and line or row, for messages. `values`: field -> value."""
+    """A row of data. `where`: its file and line or row, for messages. `values`: field -> value, for the fields that are read."""
 
     where: str
     values: dict[str, Any]
@@ -137,8 +137,8 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
 
 
 def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if it is unreadable, or for double or missing
-    columns."""
+    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if the file is unreadable, has two columns of one name,
+    or lacks a needed one."""
     what, number = f"data file {str(path)!r}", 0
     try:
         names, tables = _tables(path, fields)
@@ -299,7 +299,7 @@ def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
 
 
 def split_of(piece: Piece) -> Split:
-    """Return the split of the document of `piece`: the one that the data names, or else that of `split_by_key`."""
+    """Return the split of the document of `piece`: the one that the data names, or else one by a hash of the document's name."""
     return piece.split if piece.split is not None else split_by_key(piece.key)
 
 
@@ -338,8 +338,8 @@ def find(config: DataConfig) -> Source:
 
 
 def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | None:
-    """Return the reason why a file cannot be read as data; None if it seems readable. Reads the file's first bytes, and the first
-    row of a JSON or CSV file. Parquet and Arrow files are not read."""
+    """Return the reason why a file cannot be read as data; None if it seems readable. Reads the file's first bytes, and of a JSON
+    or CSV file also the first row. Does not open parquet and Arrow files."""
     if not path.is_file():
         return "a link to nothing" if path.is_symlink() and not path.exists() else f"is {NOT_REGULAR}"
     has_rows, suffix = _has_rows(path), suffix_of(path)
@@ -382,7 +382,7 @@ def _source(name: str, label: str, files: Mapping[str, Path], fields: Fields, un
 
 def _walk(folder: Path, without: Collection[str] = ()) -> list[Path]:
     """Return all files below `folder`, following links, in the same order on every machine. Leaves out hidden files and folders,
-    folders named in `without`, and a folder that was already walked under another name."""
+    folders named in `without`, and folders that were already walked under another name."""
     files, walked = [], set[Path]()
     for place, folders, names in os.walk(folder, followlinks=True):
         if (real := Path(place).resolve()) in walked:

@@ -27,7 +27,7 @@ from accordion.train.saves import RunSaves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A step whose metrics the host has not read yet, with its inputs, so that it can be repeated."""
+    """A step whose metrics the host has not read yet, with its inputs, so that the step can be repeated."""
 
     step: int
     lr: float
@@ -46,7 +46,7 @@ class Steps:
     """
 
     def __init__(self, run: Run, saves: RunSaves, record: Callable[[StepMetrics], None]) -> None:
-        """`record` is called with the metrics of each step, in order."""
+        """`record`: called with the metrics of each step, in order. `saves`: waited for before a `NonFiniteError`."""
         self._run, self._saves, self._record = run, saves, record
         self._unread: Taken | None = None
         self._recorded_s = 0.0
@@ -125,8 +125,9 @@ class Steps:
         return is_finite
 
     def _leave_out(self, taken: Taken, figures: str, scale: float) -> None:
-        """Repeat a nonfinite step at scale 1 to find the source of NaN or inf, and report that the step is skipped. Raises
-        `NonFiniteError` if `train.on_nonfinite` allows no more skipped steps."""
+        """Repeat a nonfinite step at scale 1 to find the source of NaN or inf, and report that the step is skipped. With a
+        gradient scaler, a step that is finite at scale 1 counts as an overflow. Raises `NonFiniteError` if `train.on_nonfinite`
+        allows no more skipped steps."""
         run, after = self._run, RandomState().state_dict()
 
         def again(scale: Callable[[Tensor], Tensor]) -> None:

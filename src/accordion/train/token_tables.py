@@ -30,9 +30,9 @@ ROWS_AT_ONCE = 64  # rows of a table written at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
-    """Arrow files with the tokens of the data, from which `text` or `examples` returns a split, memory-mapped. `num_train`,
-    `num_validation`: number of tokens if the data is text, else of examples. `digest`: hash of the tokens, equal on ranks that
-    read equal data. `tokenizer_digest`: hash of the tokenizer."""
+    """Paths of the Arrow files with the tokens of the data. `text` or `examples` opens them, memory-mapped, and returns a split.
+    `num_train`, `num_validation`: number of tokens if the data is text, else of examples. `digest`: hash of the tokens, equal on
+    ranks that read equal data. `tokenizer_digest`: hash of the tokenizer."""
 
     files: tuple[str, ...]
     num_train: int
@@ -110,7 +110,7 @@ def _blocks(encoded: Iterable[tuple[Split, list[int], bool]], dtype: np.dtype[An
 
 
 def _streams(table: Any) -> dict[Split, ChunkedArray]:
-    """Return split -> its tokens in `table`, not copied. If one split is empty, the last 1/20 of the other is for validation."""
+    """Return split -> its tokens in `table`, not copied. If a split is empty, the last 1/20 of the other is for validation."""
     import pyarrow as pa
 
     ids, held_out = table["ids"], table["held_out"].to_numpy()
@@ -130,7 +130,7 @@ def _streams(table: Any) -> dict[Split, ChunkedArray]:
 
 
 class Examples:
-    """Examples of one split. `examples[i]` is (token ids, mask that is True for tokens of answers), each of shape (tokens,)."""
+    """Examples of one split. `examples[i]` is (token ids, mask: True for tokens of answers), each of shape (tokens,)."""
 
     def __init__(self, table: Any, numbers: np.ndarray) -> None:
         """`table`: Arrow table with columns `ids`, `answers` and `num_answers`. `numbers`: indices of the split's rows."""
@@ -178,7 +178,7 @@ def cached_examples(
 
 
 def _parts(table: Any) -> dict[Split, Examples]:
-    """Return split -> its examples in `table`. If one split is empty, the last 1/20 of the other is for validation."""
+    """Return split -> its examples in `table`. If a split is empty, the last 1/20 of the other is for validation."""
     held_out = table["held_out"].to_numpy()
     train, validation = np.flatnonzero(~held_out), np.flatnonzero(held_out)
     if not len(train):

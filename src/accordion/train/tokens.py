@@ -27,8 +27,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A tokenizer as plain data. `spec`: content of its tokenizer.json. `size`: its largest id plus one. `end_id`: end-of-text
-    token. `special_as_text`: read "<|endoftext|>" and other special tokens in a document as ordinary characters."""
+    """A tokenizer as plain data. `spec`: content of its tokenizer.json. `size`: its largest id plus one. `end_id`: id of the
+    end-of-text token. `special_as_text`: read special tokens in a document, such as "<|endoftext|>", as ordinary characters."""
 
     spec: str
     size: int
@@ -49,7 +49,7 @@ class Vocabulary:
 
     def around(self) -> tuple[list[int], list[int]]:
         """Return (special tokens before each document, special tokens after it). They are the tokens that tokenizer.json adds;
-        the second list also has the end-of-text token."""
+        the second list also has the end-of-text token, at its end if tokenizer.json does not add that."""
         whole = self.tokenizer().encode("a")
         added = "".join(map(str, whole.special_tokens_mask))  # as in "1100001"
         first = len(added) - len(added.lstrip("1"))
@@ -99,7 +99,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache: Path, say: Say) -> Vocabulary:
-    """Return the tokenizer for `source` from the folder `cache`. If the folder has none that can be read, train one with up to
+    """Return the tokenizer for `source` from the folder `cache`. If it is not there or cannot be read, train one with up to
     `size` tokens on `pieces`, the text of `source`, store it there, and report that to `say`."""
     path = cache / "tokenizers" / f"{key_of(source.stamp, str(size))}.json"
     try:
@@ -118,7 +118,8 @@ def key_of(*parts: str) -> str:
 
 
 def check_fits(size: int, model_vocab: int, where: str) -> None:
-    """Raise `UsageError` if the tokenizer of `where`, a path or name, has more tokens (`size`) than the model (`model_vocab`)."""
+    """Raise `UsageError` if a tokenizer with ids below `size` does not fit a model with `model_vocab` tokens. `where`: path or
+    name of the tokenizer, for the message."""
     if size > model_vocab:
         raise UsageError(
             f"the tokenizer of {where} has ids up to {size - 1}, but the model has a vocabulary of {model_vocab}; take the "

@@ -20,15 +20,16 @@ FLUSH_S = 10  # maximum age of a figure before TensorBoard writes it
 
 
 def check_trackers(log: LogConfig) -> None:
-    """Raise `UsageError` if `log` names a tracker whose package is not installed."""
+    """Raise `UsageError` if `log` names wandb or mlflow and that package is not installed. TensorBoard is not checked here."""
     for name in PACKAGES:
         if getattr(log, name) is not None:
             check_installed(f"log.{name}", [name], "log")
 
 
 def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
-    """Open the trackers that `config.log` names, store the ids of their runs in `run_dir`, and return name -> tracker. A tracker
-    that fails is reported to `say` and left out. `first_step`: number of steps done before; if it is 0, new runs are started."""
+    """Open the trackers that `config.log` names, store the ids of their runs in `run_dir`, and return name -> tracker. If one
+    cannot be opened, reports that to `say` and leaves it out. `first_step`: number of steps done before; if it is 0, starts new
+    runs."""
     named: dict[str, tuple[bool, RunTracker]] = {
         "tensorboard": (config.log.tensorboard, _TensorBoard()),
         "wandb": (config.log.wandb is not None, _Wandb()),
@@ -109,6 +110,6 @@ class _Mlflow:
 
 
 RunTracker = _TensorBoard | _Wandb | _Mlflow
-"""A tracker of metrics. `open` starts a run, or continues the run with the id `theirs` after `first_step` steps. It returns the
-id of the run; None if the tracker needs none to continue. `log` does not wait for a service. If a method raises, that is
-reported, and the tracker is not used any more."""
+"""A tracker of metrics. `open` starts a run there, or continues the one with the id `theirs` after `first_step` steps; it returns
+the run's id, or None if the tracker needs none to continue. `log` does not wait for a service. If a method raises, the caller
+reports that and uses the tracker no more."""

@@ -52,7 +52,8 @@ class WatchOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run the subcommand and return its exit code. Raises `UsageError` if a folder is not that of a run."""
+    """Run `accordion watch` with the arguments `words`, and return exit code 0. On a terminal, redraws until Ctrl-C unless
+    `--once` is given; otherwise prints one picture. Raises `UsageError` if no folder is given, or one is not of a run."""
     options = flags.read(WatchOptions, [word for word in words if word.startswith("-")], "accordion watch", ABOUT)
     if options is None:
         return 0
@@ -75,7 +76,8 @@ def run(words: list[str]) -> int:
 
 
 def picture(folders: Sequence[Path], width: int) -> Table:
-    """Return panels of runs, side by side as far as `width` columns allow. Raises `UsageError` if a folder is not of a run."""
+    """Return a table with a panel for each run, as many side by side as fit into `width` columns. Raises `UsageError` if a folder
+    is not of a run."""
     num = max(1, min(len(folders), width // NARROWEST))
     grid = Table.grid(expand=True)
     for _ in range(num):
@@ -151,7 +153,7 @@ def _checkpoints(folder: Path) -> str:
 
 
 def _advice(folder: Path) -> Sequence[str]:
-    """Return lines with the findings of the newest trace in `folder`; none if there is no trace."""
+    """Return lines with the findings of the newest trace in the run folder `folder`; none if there is no trace."""
     with suppress(OSError):  # removed meanwhile
         traces = [(path.stat().st_mtime, path) for path in folder.glob("trace-*.json")]
         return _advice_of(*max(traces)[::-1]) if traces else ()
@@ -176,7 +178,7 @@ def _chart(values: Sequence[float], width: int) -> str:
 
 
 def _histogram(times_s: Sequence[float], width: int) -> list[tuple[str, str]]:
-    """Return (label, bar) for `BINS` bins up to the 95th percentile; the last also has longer times. [] for fewer than `BINS`."""
+    """Return (label, bar) for `BINS` bins up to the 95th percentile; the last has longer times too. Return [] for fewer times."""
     if len(times_s) < BINS:
         return []
     low, *_, high = sorted(times_s)[: math.ceil(0.95 * len(times_s))]
