@@ -387,7 +387,7 @@ WRONG = {
     "llama file/out": "cannot be created",
     "nowhere out": "does not exist",
     "other out --format onnx": "--like a folder",
-    "llama out.onnx": "is the name of a file, and --format hf writes a folder",
+    "llama out.onnx": "names a file that --format hf does not write",
     "lost out": "which is no folder here; export it with --like",
 }
 

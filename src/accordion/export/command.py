@@ -116,13 +116,13 @@ def export(options: ExportOptions) -> tuple[list[str], list[str]]:
 
 def _form_of(options: ExportOptions) -> str:
     """Return `options.format`, or if that is None, "safetensors" if TARGET ends so, else "hf". Raises `UsageError` if TARGET ends
-    in .safetensors or .onnx and the format is not "safetensors", or if packages for "onnx" are not installed."""
+    in .onnx, or in .safetensors if the format is another, or if packages for "onnx" are not installed."""
     suffix = Path(options.target).suffix.lower()
     form = options.format or ("safetensors" if suffix == ".safetensors" else "hf")
-    if suffix in (".safetensors", ".onnx") and form != "safetensors":
+    if suffix == ".onnx" or (suffix == ".safetensors" and form != "safetensors"):
         raise UsageError(
-            f"TARGET {options.target!r} is the name of a file, and --format {form} writes a folder; give a folder, for ONNX with "
-            "--format onnx."
+            f"TARGET {options.target!r} names a file that --format {form} does not write; give another name, or for ONNX a "
+            "folder and --format onnx."
         )
     if form == "onnx":
         check_installed("--format onnx", NEEDS, "export")

@@ -58,7 +58,8 @@ def linear_cross_entropy(
 
     Raises:
         UsageError: if `head` is no linear layer, or with `head_rows` no unit of its own, if `reduction` is unknown, if shapes do
-            not match, or if labels on the host are outside of the vocabulary. Also if the backward of "mean" or "sum" runs twice.
+            not match, or if labels on the host are outside of the vocabulary. A second backward of
+            "mean" or "sum" raises it too, or `RuntimeError` from torch's function, which computes plain losses in float32.
     """
     loss = TokenLoss(ignore_index, label_smoothing, z_loss, soft_cap, chunk_tokens)
     if shift:

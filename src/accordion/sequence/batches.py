@@ -82,7 +82,6 @@ def _compare_once(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
     compared = f"accordion/sequence/{_torch.group_name(group)}/"
     if _torch.kept_with_job(compared):
         return
-    _torch.keep_with_job(compared, True)
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     shapes, digests = {name: tuple(tensor.shape) for name, tensor in tensors.items()}, checksums(tensors)
     batches = [None] * dist.get_world_size(group)
@@ -93,3 +92,4 @@ def _compare_once(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
             f"rank {other} of a sequence group got another batch than rank 0, and they share each sequence; give the ranks of a "
             'group the same data: DistributedSampler(data, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()).'
         )
+    _torch.keep_with_job(compared, True)
