@@ -36,10 +36,9 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(train, labels[0]), TensorDataset(held_out, labels[1])
 
 
-dist.init_process_group()
+device = acc.init()
 torch.manual_seed(0)  # every rank builds the same model; shard() checks that
 model = acc.shard(Net())  # each rank keeps its rows of every parameter
-device = next(model.parameters()).device
 optimizer = acc.wrap_optimizer(torch.optim.Adadelta(model.parameters()))
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.8)
 
@@ -60,4 +59,3 @@ for epoch in range(EPOCHS):
     model.train()
     if dist.get_rank() == 0:
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, held-out accuracy {correct.float().mean().item():.2%}")
-dist.destroy_process_group()

@@ -13,7 +13,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training, preco
 import accordion as acc
 from accordion.compat.fsdp2 import fully_shard
 
-dist.init_process_group()
+device = acc.init()
 torch.manual_seed(0)  # every rank builds the same model
 block = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
 layers = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
@@ -33,7 +33,6 @@ else:
     model = acc.shard(model)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
 
-device = next(model.parameters()).device
 for step in range(20):
     own = torch.Generator().manual_seed(dist.get_rank())  # each rank has a batch of its own
     text = torch.randint(0, 256, (8, 32), generator=own).to(device)
@@ -44,4 +43,3 @@ for step in range(20):
     precompute_float8_dynamic_scale_for_fsdp(model)  # one all-reduce for the scales of all weights
     if dist.get_rank() == 0 and step % 5 == 4:
         print(f"step {step + 1}: loss {loss.item():.3f}")
-dist.destroy_process_group()

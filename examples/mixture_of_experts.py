@@ -39,20 +39,17 @@ def batch(text: Tensor, seed: int) -> Tensor:
     return text[starts + torch.arange(LENGTH)].long()
 
 
-dist.init_process_group()
+device = acc.init()
 torch.manual_seed(0)  # every rank builds the same model; shard() checks that
 sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 model = acc.shard(MixtralForCausalLM(MixtralConfig(vocab_size=256, num_key_value_heads=2, **sizes, **experts)))
-device = next(model.parameters()).device
 optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
 
 train, held_out = text()
 for step in range(STEPS):
     tokens = batch(train, step * dist.get_world_size() + dist.get_rank()).to(device)  # each rank has a batch of its own
-    loss = model(
-        input_ids=tokens, labels=tokens
-    ).loss  # with the router's, which is low if the experts have equal numbers
+    loss = model(input_ids=tokens, labels=tokens).loss  # with the router's, which is low if experts have equal numbers
     loss.backward()
     acc.clip_grad_norm_(model, 1.0)
     optimizer.step()
@@ -70,4 +67,3 @@ if dist.get_rank() == 0:
     for layer, logits in enumerate(out.router_logits):  # (tokens, experts)
         shares = logits.topk(2).indices.flatten().bincount(minlength=logits.shape[1]) / logits.shape[0] / 2
         print(f"layer {layer}: tokens of each expert", *(f"{share:.0%}" for share in shares))
-dist.destroy_process_group()

@@ -112,8 +112,7 @@ def train(steps: int = 300) -> float:
 
 
 if __name__ == "__main__":
-    dist.init_process_group()
+    acc.init()
     accuracy = train()
     if dist.get_rank() == 0:
         print(f"held-out accuracy {accuracy:.2%}")
-    dist.destroy_process_group()

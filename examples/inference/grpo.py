@@ -101,7 +101,6 @@ def train(steps: int, ranks: Sequence[int], sharded: bool = True) -> list[tuple[
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    acc.init("cpu")
     for step, (loss, reward) in enumerate(train(int(sys.argv[1]) if sys.argv[1:] else 40, [dist.get_rank()])):
         print(f"rank {dist.get_rank()} step {step}: loss {loss:.4f}, reward {reward:.2f}")
-    dist.destroy_process_group()
