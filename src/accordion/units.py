@@ -217,18 +217,16 @@ def is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[nn.Module]) -> set[int]:
-    """Return ids of the modules of a class in `choice` or of a subclass. Raises `UsageError` for a class that no module has, and
-    for anything but classes and their names."""
+def _by_class(model: nn.Module, choice: Any) -> set[int]:
+    """Return ids of the modules of a class in `choice` or of a subclass. Raises `UsageError` if no module has it, or if it is none."""
     is_one = isinstance(choice, (str, type, nn.Module)) or not isinstance(choice, Iterable)
-    wanted: list[Any] = [choice] if is_one else list(choice)
+    wanted = [choice] if is_one else list(choice)
     chosen: set[int] = set()
     classes = sorted({type(m).__name__ for m in model.modules()})
     for cls in wanted:
         if not isinstance(cls, (str, type)):
             raise UsageError(
-                f"units has an object of type {type(cls).__name__}; pass classes of modules or their names, min_params(n), "
-                "only_blocks() or a function (name, module) -> bool."
+                f"units has an object of type {type(cls).__name__}; pass classes, min_params(n) or f(name, module) -> bool."
             )
         if isinstance(cls, str):
             matching = {id(m) for m in model.modules() if cls in (c.__name__ for c in type(m).__mro__)}

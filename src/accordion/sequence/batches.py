@@ -43,13 +43,12 @@ def split_sequence(
     targets = batch.get("shift_labels", labels)
     parts = own_part(batch, mesh)
     tokens = _tokens(parts)
-    size = tokens.shape[1]
-    begin = mesh.get_local_rank() * size
+    rank, size = mesh.get_local_rank(), tokens.shape[1]
     if parts.get("position_ids") is None:
-        parts["position_ids"] = torch.arange(begin, begin + size, device=tokens.device)[None]
+        parts["position_ids"] = torch.arange(rank * size, (rank + 1) * size, device=tokens.device)[None]
     if labels is not None and shift and "shift_labels" not in batch:
         targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
-        parts["shift_labels"] = targets.narrow(1, begin, size).contiguous()
+        parts["shift_labels"] = targets.chunk(mesh.size(), 1)[rank].contiguous()
     if num_items is None and targets is not None:
         num_items = (targets != ignore_index).sum().clamp(min=1)
     if num_items is not None:
@@ -58,8 +57,7 @@ def split_sequence(
 
 
 def own_part(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """Return `batch` with this rank's part of the tensors that `split_sequence` splits, and nothing added to it. Collective and
-    raises `UsageError` as `split_sequence` does."""
+    """Return `batch` with this rank's part of the tensors that `split_sequence` splits, and nothing added to it."""
     _compare_once(batch, group_of(mesh))
     num_ranks, num_tokens = mesh.size(), _tokens(batch).shape[1]
     if num_tokens % num_ranks:
@@ -67,12 +65,12 @@ def own_part(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
             f"sequences of {num_tokens} tokens cannot be divided over {num_ranks} ranks; pad them to a multiple, with 0 in an "
             "attention_mask and labels of -100 (pad_to_multiple_of of transformers' tokenizers and collators)."
         )
-    size = num_tokens // num_ranks
-    begin = mesh.get_local_rank() * size
 
     def part(name: str, value: Any) -> Any:
         dim = value.ndim - 1 if name == "position_ids" else 1
-        return value.narrow(dim, begin, size).contiguous() if value.shape[dim] == num_tokens else value
+        return (
+            value.chunk(num_ranks, dim)[mesh.get_local_rank()].contiguous() if value.shape[dim] == num_tokens else value
+        )
 
     return {n: part(n, v) if isinstance(v, Tensor) and v.ndim > 1 else v for n, v in batch.items()}
 
