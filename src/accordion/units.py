@@ -218,7 +218,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _by_class(model: nn.Module, choice: Any) -> set[int]:
-    """Return ids of the modules of a class in `choice` or of a subclass. Raises `UsageError` if no module has it, or if it is none."""
+    """Return ids of the modules of a class in `choice` or a subclass; raise `UsageError` if it is none or no module has it."""
     is_one = isinstance(choice, (str, type, nn.Module)) or not isinstance(choice, Iterable)
     wanted = [choice] if is_one else list(choice)
     chosen: set[int] = set()

@@ -59,7 +59,7 @@ def split_sequence(
 def own_part(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
     """Return `batch` with this rank's part of the tensors that `split_sequence` splits, and nothing added to it."""
     _compare_once(batch, group_of(mesh))
-    num_ranks, num_tokens = mesh.size(), _tokens(batch).shape[1]
+    num_ranks, rank, num_tokens = mesh.size(), mesh.get_local_rank(), _tokens(batch).shape[1]
     if num_tokens % num_ranks:
         raise UsageError(
             f"sequences of {num_tokens} tokens cannot be divided over {num_ranks} ranks; pad them to a multiple, with 0 in an "
@@ -68,9 +68,7 @@ def own_part(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
 
     def part(name: str, value: Any) -> Any:
         dim = value.ndim - 1 if name == "position_ids" else 1
-        return (
-            value.chunk(num_ranks, dim)[mesh.get_local_rank()].contiguous() if value.shape[dim] == num_tokens else value
-        )
+        return value.chunk(num_ranks, dim)[rank].contiguous() if value.shape[dim] == num_tokens else value
 
     return {n: part(n, v) if isinstance(v, Tensor) and v.ndim > 1 else v for n, v in batch.items()}
 
