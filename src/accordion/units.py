@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -97,7 +97,7 @@ def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Mod
         chosen = _repeated_blocks(model)
     elif isinstance(choice, MinParams):
         chosen = _by_size(model, choice.num_params)
-    elif callable(choice) and not isinstance(choice, type):
+    elif callable(choice) and not isinstance(choice, (type, nn.Module)):
         chosen = {id(m) for name, m in model.named_modules() if choice(name, m)}
     else:
         chosen = _by_class(model, choice)
@@ -217,12 +217,17 @@ def is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _by_class(model: nn.Module, choice: Iterable[type[nn.Module] | str] | type[nn.Module]) -> set[int]:
-    """Return ids of the modules of a class in `choice` or of a subclass. Raises `UsageError` for a class that no module has."""
-    wanted = [choice] if isinstance(choice, (str, type)) else list(choice)
+def _by_class(model: nn.Module, choice: Any) -> set[int]:
+    """Return ids of the modules of a class in `choice` or a subclass; raise `UsageError` if it is none or no module has it."""
+    is_one = isinstance(choice, (str, type, nn.Module)) or not isinstance(choice, Iterable)
+    wanted = [choice] if is_one else list(choice)
     chosen: set[int] = set()
     classes = sorted({type(m).__name__ for m in model.modules()})
     for cls in wanted:
+        if not isinstance(cls, (str, type)):
+            raise UsageError(
+                f"units has an object of type {type(cls).__name__}; pass classes, min_params(n) or f(name, module) -> bool."
+            )
         if isinstance(cls, str):
             matching = {id(m) for m in model.modules() if cls in (c.__name__ for c in type(m).__mro__)}
         else:

@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -153,6 +154,15 @@ def test_an_adapter_writes_what_peft_writes(hold, folder, tmp_path, capfd):
     wanted = of_transformers(folder, "def add", 12, adapted)
     assert texts(answers) == [wanted]
     assert wanted != of_transformers(folder, "def add", 12)
+
+
+def test_the_cause_is_named_if_peft_raises(folder, tmp_path, monkeypatch):
+    import peft
+
+    adapter = language_folders.lora(folder, tmp_path / "adapter")
+    monkeypatch.setattr(peft, "get_peft_model", mock.Mock(side_effect=FutureWarning("it moved")))
+    with pytest.raises(acc.UsageError, match="FutureWarning: it moved"):
+        meta_model(find_model(str(adapter)))
 
 
 def test_a_chat_goes_through_the_template(folder, tmp_path, capfd):

@@ -45,6 +45,7 @@ from tests.plan.builders import ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, planned
         ("--strategy full_shart", "full_shard"),
         ("--strategy", "--strategy: expected one argument"),
         ("--sharding reduce_up=sum", "did you mean 'reduce_op'"),
+        ("--sharding secondary=0", "leave secondary out"),
         ("--checkpoint-activations every:0", "not understood"),
         ("--checkpoint-activations ful", "did you mean 'full'"),
         ("--micro-batch -1", "micro_batch is -1"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import accordion as acc
@@ -116,6 +117,20 @@ SHOWN = {("hybrid_shard", True), ("full_shard", False)}
 @pytest.mark.parametrize(("strategy", "wrapped"), sampled(ALIKE, lambda *row: row in SHOWN))
 def test_ranks_that_step_equally_pass(world, strategy, wrapped):
     assert set(world.run_mesh(*mesh_of(STRATEGIES[strategy]), trains, STRATEGIES[strategy], "alike", wrapped)) == {""}
+
+
+@on_world(2)
+def test_ranks_with_gradients_of_different_parameters_under_no_sync_pass(mesh) -> None:
+    branches = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    branches.forward = lambda chosen: sum(branches[i](torch.ones(1, 4)).sum() for i in chosen)
+    model = acc.shard(branches, mesh=mesh, units=lambda name, module: False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with acc.no_sync(model):
+            model([mesh.get_local_rank()]).backward()
+        model([0, 1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @on_world(2)

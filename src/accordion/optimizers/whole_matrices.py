@@ -313,8 +313,8 @@ class WholeStep(Optimizer):
 
     @Optimizer.profile_hook_step
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient. Collective. Does not call `closure`."""
+    def step(self) -> None:  # type: ignore[override]
+        """Step all parameters that have a gradient. Collective. `LocalStep.step` has called the closure, if any."""
         params, owners = _params(self), self._owners
         assert owners is not None, "`check` was called before"
 
@@ -412,7 +412,7 @@ class OwnerStep(WholeStep):
     _kind: type[Optimizer]  # the optimizer's class before it was wrapped
     _copy: OptimizerCopy  # during a step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self) -> None:  # type: ignore[override]
         self._copy = OptimizerCopy(self, self._kind)
         try:
             super().step()

@@ -113,7 +113,9 @@ class StepWatch(Observer):
         if first is None:
             return
         record = {STEPS: str(self._num_steps), **self._record}
-        if not self._is_offloaded and first.trained.params[0].grad is not None:
+        # Sums of no_sync set `.grad` on the ranks that had a gradient alone.
+        is_summed = first.trained.indices[0] in first.local_sums.pending
+        if not self._is_offloaded and not is_summed and first.trained.params[0].grad is not None:
             record["gradients"] = "not cleared before it (zero_grad)"
         self._chain = zlib.crc32(repr(record).encode(), self._chain)
         self._num += 1

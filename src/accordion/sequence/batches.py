@@ -39,40 +39,46 @@ def split_sequence(
 
     Raises `UsageError` if `mesh` is not 1-D, if the ranks do not divide the tokens, or if the ranks' first batches differ.
     """
-    group = group_of(mesh)
-    num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    _compare_once(batch, group)
-    tokens = _tokens(batch, num_ranks)
-    num_tokens, size = tokens.shape[1], tokens.shape[1] // num_ranks
-    whole, labels, num_items = dict(batch), batch.get("labels"), batch.get("num_items_in_batch")
-    if whole.get("position_ids") is None:
-        whole["position_ids"] = torch.arange(num_tokens, device=tokens.device)[None]
-    if labels is not None and shift and "shift_labels" not in whole:
-        whole["shift_labels"] = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
-    targets = whole.get("shift_labels", labels)
+    labels, num_items = batch.get("labels"), batch.get("num_items_in_batch")
+    targets = batch.get("shift_labels", labels)
+    parts = own_part(batch, mesh)
+    tokens = _tokens(parts)
+    rank, size = mesh.get_local_rank(), tokens.shape[1]
+    if parts.get("position_ids") is None:
+        parts["position_ids"] = torch.arange(rank * size, (rank + 1) * size, device=tokens.device)[None]
+    if labels is not None and shift and "shift_labels" not in batch:
+        targets = F.pad(labels[:, 1:], (0, 1), value=ignore_index)
+        parts["shift_labels"] = targets.chunk(mesh.size(), 1)[rank].contiguous()
     if num_items is None and targets is not None:
         num_items = (targets != ignore_index).sum().clamp(min=1)
     if num_items is not None:
-        whole["num_items_in_batch"] = num_items / num_ranks
+        parts["num_items_in_batch"] = num_items / mesh.size()
+    return parts
+
+
+def own_part(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """Return `batch` with this rank's part of the tensors that `split_sequence` splits, and nothing added to it."""
+    _compare_once(batch, group_of(mesh))
+    num_ranks, rank, num_tokens = mesh.size(), mesh.get_local_rank(), _tokens(batch).shape[1]
+    if num_tokens % num_ranks:
+        raise UsageError(
+            f"sequences of {num_tokens} tokens cannot be divided over {num_ranks} ranks; pad them to a multiple, with 0 in an "
+            "attention_mask and labels of -100 (pad_to_multiple_of of transformers' tokenizers and collators)."
+        )
 
     def part(name: str, value: Any) -> Any:
         dim = value.ndim - 1 if name == "position_ids" else 1
-        return value.narrow(dim, rank * size, size).contiguous() if value.shape[dim] == num_tokens else value
+        return value.chunk(num_ranks, dim)[rank].contiguous() if value.shape[dim] == num_tokens else value
 
-    return {n: part(n, v) if isinstance(v, Tensor) and v.ndim > 1 else v for n, v in whole.items()}
+    return {n: part(n, v) if isinstance(v, Tensor) and v.ndim > 1 else v for n, v in batch.items()}
 
 
-def _tokens(batch: Mapping[str, Any], num_ranks: int) -> Tensor:
-    """Return `input_ids`, or else `inputs_embeds`. Raises `UsageError` if there is neither, or if dim 1 cannot be divided."""
+def _tokens(batch: Mapping[str, Any]) -> Tensor:
+    """Return `input_ids`, or else `inputs_embeds`. Raises `UsageError` if there is neither, or if it has no dim of tokens."""
     tokens: Tensor | None = next((batch[n] for n in ("input_ids", "inputs_embeds") if batch.get(n) is not None), None)
     if tokens is None or tokens.ndim < 2:
         raise UsageError(
             f"split_sequence got a batch of {', '.join(batch) or 'nothing'}; pass input_ids (batch, tokens), or inputs_embeds."
-        )
-    if tokens.shape[1] % num_ranks:
-        raise UsageError(
-            f"sequences of {tokens.shape[1]} tokens cannot be divided over {num_ranks} ranks; pad them to a multiple, with 0 in "
-            "an attention_mask and labels of -100 (pad_to_multiple_of of transformers' tokenizers and collators)."
         )
     return tokens
 

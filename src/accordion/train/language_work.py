@@ -24,7 +24,7 @@ from accordion.errors import UsageError
 from accordion.losses.chunks import head_returns_loss
 from accordion.models.language import is_encoder, language_model
 from accordion.models.stored import ends_of, generation_config, with_lora
-from accordion.sequence.batches import split_sequence
+from accordion.sequence.batches import own_part
 from accordion.sequence.parallel import sequence_parallel
 from accordion.sequence.tiles import tile_mlps
 from accordion.state import Only, full_params, sharded_engine
@@ -246,7 +246,8 @@ def label_losses(
     several = "position_ids" in shown
     if several and in_one_row(model):
         shown = {name: value.reshape(1, -1) for name, value in shown.items()}
-    shown = part_of(shown, sequence)
+    if sequence is not None:
+        shown = own_part(shown, sequence)
     labels: Tensor = shown.pop("labels")
     with documents_in_rows(several=several), ExitStack() as stack:
         if kind != "plain":
@@ -268,15 +269,6 @@ def in_one_row(model: nn.Module) -> bool:
     return str(getattr(model.config, "_attn_implementation", "")).startswith("flash")
 
 
-def part_of(whole: dict[str, Tensor], sequence: DeviceMesh | None) -> dict[str, Tensor]:
-    """Return this rank's part of the tensors in `whole`, each (b, tokens); `whole` itself if no ranks share sequences."""
-    if sequence is None:
-        return whole
-    part = split_sequence(whole, sequence, shift=False)
-    # Without position ids of its own, a row is one text, and the model needs no position ids of other ranks.
-    return {name: part[name] for name in whole}
-
-
 def logits_at(model: nn.Module, whole: dict[str, Tensor], places: Sequence[int], sequence: DeviceMesh | None) -> Tensor:
     """Return the logits of the tokens `places` in the sequences `whole`, (b, places, vocab), equal on the ranks of `sequence`,
     which share each sequence. Collective."""
@@ -284,7 +276,7 @@ def logits_at(model: nn.Module, whole: dict[str, Tensor], places: Sequence[int],
     if sequence is None:
         return model(**whole, use_cache=False).logits[:, at]  # type: ignore[no-any-return]
     padding = -whole["input_ids"].shape[1] % sequence.size()
-    part = part_of({name: functional.pad(value, (0, padding)) for name, value in whole.items()}, sequence)
+    part = own_part({name: functional.pad(value, (0, padding)) for name, value in whole.items()}, sequence)
     logits = model(**part, use_cache=False).logits  # (b, tokens of this rank, vocab)
     at -= sequence.get_local_rank() * logits.shape[1]
     is_own = (at >= 0) & (at < logits.shape[1])

@@ -103,6 +103,8 @@ def prepare(
             prepared = _of_language(config, place, cache, screen, named)
         else:
             prepared = _of_task(config, OwnTask(parts=config.parts, task=task), place, screen, named)
+        for path in reversed(prepared.folders.values()):
+            path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{error.filename or cache}: {error.strerror or error}.") from None
     return replace(prepared, replicas=replicas, began_s=began_s)
@@ -142,7 +144,7 @@ def _folders(
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
     """Check the task `work` and return the inputs of its run. Builds the model, reads a batch, and if the model is small and on
-    the CPU, computes the loss of the batch. Then creates the run's folders. Raises `UsageError` for wrong inputs, and `TaskError`
+    the CPU, computes the loss of the batch. Raises `UsageError` for wrong inputs, and `TaskError`
     if the user's code fails."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
@@ -157,14 +159,12 @@ def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen,
     share = replace(share_of(config, place), rank=0)
     work = replace(work, size=check_data(work, share, options))
     tried(work, model, share, options.seed)
-    for path in reversed(folders.values()):
-        path.mkdir(parents=True, exist_ok=True)
     return Prepared(config=config, work=work, folders=folders, resume=resume)
 
 
 def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
     """Check model and data, and return the inputs of a run on text or examples. Writes the tokens to `cache` if it does not have
-    them, and creates the run's folders. Rank 0 saves the tokenizer next to the checkpoints, for `accordion generate`. Raises
+    them. Rank 0 saves the tokenizer next to the checkpoints, for `accordion generate`. Raises
     `UsageError` for wrong inputs."""
     source, say, data, folder = find(config.data), screen.note, config.data, config.model.path
     model = config.model.preset if folder is None else Path(folder).resolve().name
@@ -186,8 +186,6 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, 
         screen.examples(preview(train.examples, tokenizer, data.seq_len))
     check_enough(rows, data, share_of(config, place).global_batch, source.label)
     _report_data(rows, files, source, say)
-    for path in reversed(folders.values()):
-        path.mkdir(parents=True, exist_ok=True)
     if place.rank == 0:
         tokenizer.save_pretrained(folders["checkpoint.dir"])
     end = end_of_turn(tokenizer) if data.format == "chat" else vocabulary.end_id

@@ -92,11 +92,13 @@ def cluster_in(o: Options) -> Cluster:
 
 def sharding_of(o: Options) -> dict[str, Any]:
     """Return field of `Sharding` -> value, for the precision and for the fields that options fix. A value of `--sharding` becomes
-    an int if it is a number (None for 0), and otherwise stays text. Raises `UsageError` for a wrong precision."""
+    an int if it is a number, and otherwise stays text. Raises `UsageError` for a wrong precision or a value of 0."""
     fixed = {name: getattr(o, name) for name in FIXED if getattr(o, name) is not None}
     for word in [] if o.sharding is None else o.sharding.split(","):
         name, _, value = word.partition("=")
-        fixed[name.strip()] = int(value) or None if value.isdecimal() and len(value) < 10 else value
+        fixed[name.strip()] = int(value) if value.isdecimal() and len(value) < 10 else value
+        if fixed[name.strip()] == 0:
+            raise UsageError(f"--sharding {word!r}: no field takes 0; leave {name.strip()} out for its default.")
     return {"precision": precision_of(o.precision), **fixed}
 
 
