@@ -204,8 +204,7 @@ class Unsharded:
         return nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=p.requires_grad)
 
     def _add(self, name: str, p: Tensor) -> None:
-        """Add `p.grad` to the sum of parameter `name`, in at least four bytes, and clear it. Autograd would add in the dtype of
-        `p`."""
+        """Add `p.grad` to the sum for parameter `name`, in at least four bytes, and clear it. Autograd would add in `p.dtype`."""
         grad = p.grad.float() if p.grad.itemsize < 4 else p.grad
         self._sums[name] = self._sums[name] + grad if name in self._sums else grad
         p.grad = None
@@ -268,8 +267,7 @@ class Twins:
         self.check_state()
 
     def check_grads(self) -> None:
-        """Compare gradients. The unsharded run then takes the gradients of the sharded one, so that `check_step` compares only
-        steps."""
+        """Compare gradients. The unsharded run then takes those of the sharded one, so that `check_step` compares only steps."""
         found, (wanted, largest) = grads_of(self.sharded.model), self.unsharded.reduce()
         assert found.keys() == wanted.keys()
         dtypes = [{name: g.dtype for name, g in grads.items() if g is not None} for grads in (found, wanted)]
@@ -307,8 +305,7 @@ def compare(mesh: Any, case: Case) -> nn.Module:
 
 
 def compare_poisoned(mesh: Any, case: Case) -> nn.Module:
-    """Do as `compare`; on three ranks with `debug="streams"`, which fills freed memory with NaN, so that a use after free
-    shows."""
+    """Do as `compare`; on three ranks with `debug="streams"`, which fills freed memory with NaN to reveal a use after free."""
     return compare(mesh, replace(case, options={"debug": "streams", **case.options}) if mesh.size() == 3 else case)
 
 
@@ -370,8 +367,7 @@ def check_step(
 
 
 def assert_alike(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
-    """Fail unless outputs of two runs have equal types, containers and values. Tensors may differ by `tolerance` times the
-    largest value."""
+    """Fail unless two outputs have equal types, containers and values. Tensors may differ by `tolerance` x the largest value."""
     assert type(found) is type(wanted), (type(found), type(wanted))
     if isinstance(wanted, Tensor):
         assert found.dtype == wanted.dtype

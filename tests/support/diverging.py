@@ -65,8 +65,7 @@ class Script:
         return is_at
 
     def reaches(self, moment: str) -> None:
-        """Run the functions for `moment` of this step: first the one that all ranks run, then `way.deed` if this rank diverges
-        now."""
+        """Run the functions for `moment` of this step: first that of all ranks, then `way.deed` if this rank diverges now."""
         is_at = self.is_at(moment)
         if moment in self.way.all_do and self.step == (0 if moment == "before_training" else self.way.step):
             self.way.all_do[moment](self)
@@ -265,8 +264,7 @@ class Run:
         return None
 
     def poll(self) -> bool:
-        """Return True if all ranks have ended. Kills ranks that run for too long, and a rank that stays when all others have
-        ended."""
+        """Return True if all ranks have ended. Kills ranks that run for too long, and a rank that stays when others ended."""
         for rank, pid in self.pids.items():
             if rank not in self.codes:
                 done, status = os.waitpid(pid, os.WNOHANG)

@@ -62,8 +62,7 @@ def script_under_torchrun(path: Path, nproc: int, *words: str) -> int:
 
 
 class Job:
-    """A new process, from the fork server, that leads a session of its own. As a context manager it kills the process at the
-    end."""
+    """A new process, from the fork server, that leads its own session. As a context manager it kills the process at the end."""
 
     def __init__(self, run: Callable[[list[str]], None], words: list[str], out: Path, err: Path | None = None) -> None:
         """Start the process, which calls `run(words)` in this folder and environment. `run`: a function of a module. `out`: the

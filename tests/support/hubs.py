@@ -11,8 +11,7 @@ from accordion.safety.liveness.messages import HubMessage, decoded, encoded
 
 
 class DirectLinks(HubLinks):
-    """Connections of a hub to those in `hubs`, by rank: `send` encodes and decodes a message and delivers it at once, on this
-    thread."""
+    """Connections of a hub to those in `hubs`, by rank: `send` encodes and decodes a message and delivers it on this thread."""
 
     def __init__(self, ranks: Sequence[int], rank: int, hubs: dict[int, Hub]) -> None:
         super().__init__(ranks, rank)

@@ -79,8 +79,7 @@ def run(folder: Path) -> Path:
 
 
 def gpt2(folder: Path) -> Path:
-    """Write a small random GPT-2, which has at most 40 learned positions, and its tokenizer into `folder`, and return
-    `folder`."""
+    """Write a small random GPT-2, with 40 learned positions, and its tokenizer into `folder`, and return `folder`."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(7)
@@ -95,8 +94,7 @@ def gpt2(folder: Path) -> Path:
 
 
 def lora(base: Path, folder: Path) -> Path:
-    """Write a random LoRA adapter of PEFT on the model in `base` into `folder`, and return `folder`. It changes generated
-    text."""
+    """Write a random LoRA adapter on the model in `base` into `folder`, and return `folder`. It changes generated text."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

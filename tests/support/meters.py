@@ -75,8 +75,7 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _collective(self, name: str, args: Any) -> None:
-        """Record a collective. Sends and receives are not recorded themselves: they count as large tensors of the next gather or
-        reduce."""
+        """Record a collective. Sends and receives are not recorded: they count as large tensors of the next gather or reduce."""
         if name in ("c10d::send", "c10d::recv_"):
             pair = self._sent.setdefault(args[3], [0, 0, 0, 0])
             at = 0 if name == "c10d::send" else 2

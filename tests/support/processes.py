@@ -31,8 +31,7 @@ def run_python(
 
 
 def run_bounded(act: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """Call `act(*args)` in a forked process that may map at most 1 GiB more. Return (result, growth of its peak memory in
-    MiB)."""
+    """Call `act(*args)` in a forked process that may map only 1 GiB more. Return (result, growth of its peak memory in MiB)."""
     result: tuple[Any, int] = run_fake(1, 0, _bounded, act, args, timeout_s=600)
     return result
 

@@ -266,8 +266,7 @@ class Root(nn.Module):
 
 
 def build(program: Program) -> Root:
-    """Return the unsharded model of a program, with seeded weights. The program's indices of parameters count modulo their
-    number."""
+    """Return the unsharded model of a program, with seeded weights. Its indices are taken modulo the number of choices."""
     torch.manual_seed(0)
     made: list[Base] = []
 
@@ -333,8 +332,7 @@ def loss_of(model: Root, x: Tensor, tokens: Tensor, target: Tensor, at: At) -> T
 
 
 def walk(model: Root, step: int, program: Program) -> list[Tensor]:
-    """Run the forwards and backwards of one step. Return the losses of all micro-batches, then the gradients of the inputs, if
-    any."""
+    """Run forwards and backwards of one step. Return the losses of all micro-batches, then the gradients of inputs, if any."""
     losses, inputs = [], []
     between = program.between[step] if step < len(program.between) else ""
     for micro in range(program.micros):
@@ -416,8 +414,7 @@ def compare(mesh: Any, program: Program) -> None:
 
 
 def before_training(program: Program, step: int, model: Root, plain: Unsharded) -> None:
-    """Do what `program.between` has for this step, before it trains: "full_params", "inference" or "abandon" (a forward without a
-    backward)."""
+    """Do "full_params", "inference" or "abandon" (a forward without a backward), if `program.between` has it for this step."""
     what = program.between[step] if step < len(program.between) else ""
     at = At(step, 0, dist.get_rank())
     if what == "full_params":

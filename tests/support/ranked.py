@@ -71,8 +71,7 @@ def on_worlds(program: Callable[..., None]) -> Callable[..., None]:
 
 
 def on_strategy(program: Callable[..., None]) -> Callable[..., None]:
-    """Decorator for a program with an argument `strategy`, a name: runs it on two ranks, or for hybrid strategies on two by
-    two."""
+    """Decorator for a program with an argument `strategy`, a name: runs it on two ranks, or if it is hybrid on two by two."""
     return on_mesh(lambda given: mesh_of(STRATEGIES[given["strategy"]]))(program)
 
 

@@ -31,7 +31,6 @@ def drawn(rows: Iterable[tuple[Any, ...]], count: int, group: Callable[..., Any]
 
 
 def turns(rows: Iterable[Any], columns: Iterable[Any], count: int = 1) -> set[tuple[Any, Any]]:
-    """Return (row, column) pairs: each row with the next `count` columns, in a cycle, so that all columns are used about
-    equally often."""
+    """Return (row, column) pairs: each row with the next `count` columns of a cycle, so that columns are equally frequent."""
     cycle = itertools.cycle(columns)
     return {(row, next(cycle)) for row in rows for _ in range(count)}
