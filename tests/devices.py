@@ -1,4 +1,4 @@
-"""The device of the tests: `--device` chooses it, the pool passes it to each rank, and programs call `device()`."""
+"""The device of the tests: pytest's option `--device` sets its type, the pool passes that to ranks, and tests call `device()`."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ _type = "cpu"  # of this process
 
 
 def device() -> torch.device:
-    """That on which the program which asks computes: of a rank the one that its mesh has, else the CPU."""
+    """Return the device on which this process computes: in ranks of the pool the current device of their type, else the CPU."""
     if _type == "cpu":
         return torch.device("cpu")
     return torch.device(_type, torch.accelerator.current_device_index())
 
 
 def here(module: Any) -> Any:
-    """`module` moved to `device()`; of the meta device, left there."""
+    """Move `module` to `device()`, unless it has parameters on the meta device; return it."""
     return module if any(p.is_meta for p in module.parameters()) else module.to(device())
 
 
 def compute_on(device_type: str) -> None:
-    """What `device()` says in this process from now on; for the pool, which tells its ranks."""
+    """Set the type of `device()` in this process from now on. The pool calls this in each rank."""
     global _type
     _type = device_type
 
 
 def load_sim() -> str | None:
-    """The simulated accelerator in this process and all that it starts; returns why not, in a sentence, where it cannot be.
-
-    Simulates as many devices as the pool has ranks, if the environment does not say how many.
-    """
+    """Load the simulated accelerator into this process, and through `PYTHONPATH` into all Python processes that it starts. Return
+    None, or the reason, a sentence, why it cannot be loaded. Simulates 4 devices, unless `SIM_DEVICES` is set."""
     sys.path.insert(0, str(SIM))
     import torch_sim
 

@@ -1,4 +1,4 @@
-"""The one way in which tests look inside of a sharded model: a rename in the engine costs this file."""
+"""Access to the engine and units of a sharded model. Tests use only these functions for it, so that a rename changes one file."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from accordion.engine.hooks import attached_to
 
 
 def hooks_in(module: nn.Module) -> Any:
-    """The hooks of the unit that is this module's own."""
+    """Return the hooks of the unit whose module is `module`; fail if `module` is no unit."""
     hooks = attached_to(module)
     assert hooks is not None, f"{type(module).__name__} is no unit"
     return hooks
 
 
 def engine_in(model: nn.Module) -> Any:
-    """The engine of a sharded model, or of one of its units' modules."""
+    """Return the engine of a sharded model. `model`: the model itself, or the module of one of its units."""
     return hooks_in(model).engine
 
 
 def unit_in(module: nn.Module) -> Any:
-    """The unit that is this module's own."""
+    """Return the unit whose module is `module`; fail if `module` is no unit."""
     return hooks_in(module).unit
 
 
 def units_of(model: nn.Module) -> list[Any]:
-    """All units of a sharded model."""
+    """Return all units of a sharded model, the root first."""
     return engine_in(model).units

@@ -1,4 +1,4 @@
-"""Rank processes for tests: one pool started once serves every world test, and fake ranks answer for large worlds."""
+"""Rank processes for tests: a pool that runs functions on real ranks, and one fake rank in place of a large world."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ MeshKey = tuple[tuple[int, ...], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a rank is asked to do: make a mesh with the others or, where there is a `call`, run it on that mesh.
+    """A request to a rank process: create the mesh `mesh`, unless it exists, and run `call` on it if that is not None.
 
-    `call`: a pickled (function, args, kwargs). `path` and `filters` are the parent's import path and warning filters,
-    so that a rank runs a test as pytest would; the path is set before `call` is read: the function travels by name.
+    `mesh`: (shape, names of the axes). `call`: a pickled (function, args, kwargs). `fake_rank`: the rank in a fake process group;
+    None: use the real one. `path`, `filters`: import path and warning filters of the parent, set before `call` is unpickled.
     """
 
     mesh: MeshKey
@@ -62,10 +62,10 @@ class Job:
 
 
 class Pool:
-    """Owns `num_ranks` rank processes of one process group; started at the first run, and anew after a failure.
+    """`num_ranks` rank processes of one process group, on which `run` and `run_mesh` call functions of tests.
 
-    Tests call `run` and `run_mesh` only. A failed test costs its own time and a restart; the next test finds new ranks,
-    and so does one that comes when a rank has more than `GROUPS` process groups.
+    The first run starts the processes, and later runs use them again. A run that fails ends them, and the next one starts new
+    ones. A run also starts new ones if a rank has more than `GROUPS` process groups.
     """
 
     def __init__(self, num_ranks: int = RANKS, device_type: str = "cpu", backend: str = "gloo") -> None:
@@ -77,9 +77,9 @@ class Pool:
     def run(
         self, num_ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, **kwargs: Any
     ) -> Any:
-        """Call `fn(mesh, *args, **kwargs)` on the first `num_ranks` ranks; returns their results in rank order.
+        """Call `fn(mesh, *args, **kwargs)` on the first `num_ranks` ranks, and return the list of their results in rank order.
 
-        `fn`: a function of a module, for it travels by name. `mesh`: 1-D over those ranks, its axis named "shard".
+        `fn`: a function of a module, since it is pickled by name. The mesh is 1-D over these ranks, its axis named "shard".
         Raises `AssertionError` with the traceback of every rank that failed, died or did not answer in `timeout_s`.
         """
         __tracebackhide__ = True
@@ -94,7 +94,7 @@ class Pool:
         timeout_s: float = TIMEOUT_S,
         **kwargs: Any,
     ) -> list[Any]:
-        """`run` on a mesh of any shape, over the first `prod(shape)` ranks."""
+        """Do as `run`, with a mesh of any `shape` and axes `names`, over the first `prod(shape)` ranks."""
         __tracebackhide__ = True
         count, key = math.prod(shape), (tuple(shape), tuple(names))
         if count > self.num_ranks:
@@ -140,10 +140,10 @@ def run_fake(
     timeout_s: float = TIMEOUT_S,
     **kwargs: Any,
 ) -> Any:
-    """Call `fn(mesh, *args, **kwargs)` as rank `rank` of a world that does not exist; returns its result.
+    """Call `fn(mesh, *args, **kwargs)` as rank `rank` of a simulated world, in a new process, and return the result.
 
-    `world`: number of ranks, or a shape with the axes ("replicate", "shard"). Collectives of torch's fake process group
-    return at once and move nothing. Every call has a process of its own: DTensor caches meshes for the process's life.
+    `world`: number of ranks, or shape of a mesh with the axes ("replicate", "shard"). Collectives of torch's fake process group
+    return at once and move nothing. The process is new because DTensor caches meshes for the life of a process.
     """
     __tracebackhide__ = True
     shape = (world,) if isinstance(world, int) else tuple(world)
@@ -157,7 +157,7 @@ def run_fake(
 
 @contextlib.contextmanager
 def fake_world(size: int, rank: int) -> Iterator[None]:
-    """The default process group of this process is a fake one of `size` ranks, seen as `rank`."""
+    """Context manager in which the default process group of this process is a fake one: that of rank `rank` of `size`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -168,9 +168,10 @@ def fake_world(size: int, rank: int) -> Iterator[None]:
 
 
 def fork_context() -> Any:
-    """Return a context whose processes are forked from a server, so that they import nothing again; start it if none runs.
+    """Return a multiprocessing context whose processes are forked from a server, so that they need no imports. Start the server
+    if none runs.
 
-    The server is a fork of this process, which has imported the tests. With an accelerator it is a new process.
+    The server is a fork of this process, which has imported the tests. On a machine with an accelerator it is a new process.
     """
     context = mp.get_context("forkserver")
     for_commands = OF_COMMANDS if "tests.support.forked" in sys.modules else []
@@ -187,7 +188,8 @@ def fork_context() -> Any:
 
 
 def _fork_server(python: bytes, args: list[str], fds: list[int]) -> int:
-    """Take the place of `spawnv_passfds` for a fork server: run the code of its last argument in a fork of this process."""
+    """Replacement for `multiprocessing.util.spawnv_passfds` that starts a fork server: fork this process, and run the Python code
+    `args[-1]` in the child. Return the child's process id. `fds`: file descriptors that the child keeps."""
     process_id = os.fork()
     if process_id:
         return process_id
@@ -205,10 +207,10 @@ def _fork_server(python: bytes, args: list[str], fds: list[int]) -> int:
 
 
 class _Rank:
-    """The parent's end of one rank process: owns the process, the pipe to it and the file of its stack dumps.
+    """One rank process as the parent sees it: the process, the pipe to it, and the file for its stack dumps.
 
-    `num_groups`: process groups that it had when it answered last. `last_group`: the number in torch's name of the last
-    that it has made, by which ranks find each other.
+    `num_groups`: number of process groups that the rank had at its last answer. `last_group`: torch's count of the groups that
+    the rank has created, from which torch derives the name of its next group.
     """
 
     def __init__(self, rank: int, serve: Callable[..., None], group: tuple[Any, ...]) -> None:
@@ -221,7 +223,7 @@ class _Rank:
         theirs.close()
 
     def stack(self) -> str:
-        """Where every thread of the process is now."""
+        """Return the stacks of all threads of the process, as text; if the process has ended, those that it dumped before."""
         if self.process.is_alive() and self.process.pid is not None:
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.3)
@@ -235,7 +237,7 @@ class _Rank:
 
 
 def _ask(ranks: list[_Rank], job: Job, timeout_s: float) -> list[Any]:
-    """Give all of `ranks` the same job and return what they answer."""
+    """Send `job` to all `ranks`, and return their results as `_answers` does."""
     __tracebackhide__ = True
     message = pickle.dumps(job)  # not Connection.send, which would share tensors' memory between processes
     for rank in ranks:
@@ -244,7 +246,8 @@ def _ask(ranks: list[_Rank], job: Job, timeout_s: float) -> list[Any]:
 
 
 def _answers(ranks: list[_Rank], timeout_s: float) -> list[Any]:
-    """Wait for one answer of each rank; raises `AssertionError` naming every rank without a good one."""
+    """Wait for one answer of each rank, and return the list of results. Raises `AssertionError` with a report on each rank that
+    failed, ended or did not answer within `timeout_s`; after the first failure, the others get `GRACE_S` seconds at most."""
     __tracebackhide__ = True
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
@@ -273,7 +276,7 @@ def _answers(ranks: list[_Rank], timeout_s: float) -> list[Any]:
 
 
 def _report(failures: dict[int, str]) -> str:
-    """All failures as one text; ranks that failed in the same way share a paragraph."""
+    """Return one text of all failures (rank -> text), in which ranks with equal texts share a paragraph."""
     same: dict[str, list[int]] = {}
     for rank, text in failures.items():
         same.setdefault(text, []).append(rank)
@@ -281,14 +284,14 @@ def _report(failures: dict[int, str]) -> str:
 
 
 def _begin(dump: str) -> None:
-    """What every rank process does first."""
+    """Set up a rank process: ignore Ctrl-C, dump stacks into the file `dump` at SIGUSR1, and use one thread for torch."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then ends the ranks
     faulthandler.register(signal.SIGUSR1, open(dump, "w"), all_threads=True)  # noqa: SIM115
     torch.set_num_threads(1)
 
 
 def _serve(rank: int, conn: Connection, dump: str, device_type: str, backend: str, port: int, num_ranks: int) -> None:
-    """A rank's whole life: join the process group, then answer jobs until the parent hangs up."""
+    """Run a rank process: join the process group, then answer jobs until the parent closes `conn`. `port`: of the store."""
     _begin(dump)
     devices.compute_on(device_type)
     if device_type != "cpu":
@@ -310,13 +313,14 @@ def _serve(rank: int, conn: Connection, dump: str, device_type: str, backend: st
 
 
 def _serve_fake(rank: int, conn: Connection, dump: str) -> None:
-    """Answer one job in a fake world."""
+    """Run a process that answers one job as rank `job.fake_rank` of a fake process group."""
     _begin(dump)
     conn.send_bytes(_answer(conn.recv_bytes(), {}, "cpu"))
 
 
 def _answer(message: bytes, meshes: dict[MeshKey, DeviceMesh], device_type: str) -> bytes:
-    """Do one job; returns the pickled (True, result, `_groups`), or (False, traceback, 0, 0)."""
+    """Do the pickled job `message`. Return the pickled (True, result, *_groups()), or (False, traceback, 0, 0) if it raised. Adds
+    a new mesh to `meshes`."""
     try:
         job: Job = pickle.loads(message)
         shape, names = job.mesh
@@ -331,13 +335,13 @@ def _answer(message: bytes, meshes: dict[MeshKey, DeviceMesh], device_type: str)
 
 
 def _groups() -> tuple[int, int]:
-    """How many process groups this rank has, and the number of the last."""
+    """Return (number of process groups that this rank has, number of those that it has created)."""
     world = dist.distributed_c10d._world
     return len(world.pg_map), world.group_count
 
 
 def _call(job: Job, mesh: DeviceMesh) -> Any:
-    """Run the test's function as pytest would: its import path, its warning filters, no leftover random state."""
+    """Return the result of the function in `job.call`, called with the parent's import path and warning filters, and seed 0."""
     assert job.call is not None
     sys.path[:] = job.path
     torch.manual_seed(0)

@@ -15,7 +15,8 @@ __version__ = VERSION
 
 
 class _Package(ModuleType):
-    """The class of this package's module object. The first use of a public name imports all of them, and with them torch.
+    """The class of this package's module object. Reading a public name for the first time imports all public names, and with
+    them torch. Reading the name of a submodule imports the submodule.
 
     Setting an attribute named in `SHADOWED` to a module does nothing, so that the function of that name stays.
     """

@@ -1,4 +1,4 @@
-"""The command line: reads arguments and the environment, and turns errors into exit codes. No other module does either."""
+"""The command line `accordion`: run the subcommand that is asked for, and turn errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from accordion.train.fit import PACKAGES as TRAINING
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand. It calls `accordion.<module>.run(arguments)`, or `run(arguments, environ)` if `takes_environ`.
+    """A subcommand. It calls `accordion.<module>.run(arguments)`, or `run(arguments, os.environ)` if `takes_environ`.
 
-    `about`: its line of help. `needs`: packages that it imports. `extra`: the extra with which pip installs them.
+    `about`: its line of help. `needs`: optional packages that it imports. `extra`: the extra with which pip installs these.
     """
 
     about: str
@@ -63,11 +63,12 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | None = None) -> int:
-    """Run the subcommand in `argv` (by default that of the process) and return its exit code. Errors of this package are printed.
-    From then on `sys.stdout` escapes characters that its encoding lacks.
+    """Run the subcommand that `argv`, by default the arguments of the process, begins with. Return the exit code.
 
-    0 for success, 1 if a rank failed, 2 for bad input, 3 if ranks diverged, 75 if a signal ended training after a save, 130
-    after Ctrl-C, 128 + n if signal n ended a rank. `run`: replaces the subcommands, for tests.
+    0 for success, 1 for an error of a rank or of this package, 2 for bad input, 3 if ranks diverged, 75 if a signal ended
+    training after a save, 130 after Ctrl-C, 128 + n if signal n ended a rank. A rank that fails exits with its code instead.
+    Errors of this package are printed to stderr, others raised. From then on `sys.stdout` escapes characters that its encoding
+    lacks. `run`: replaces the subcommands, for tests.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -100,7 +101,7 @@ def _reports(environ: Mapping[str, str]) -> bool:
 
 
 def one_line(text: str) -> str:
-    """Return `text` with one blank for each run of blanks, line breaks and control characters."""
+    """Return `text` as one line: each run of blanks, line breaks and control characters becomes one blank, or none at an end."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 

@@ -28,7 +28,8 @@ class Strategy:
     `params`, `grads`, `optim`: placement over the ranks of the shard axis. Sharded parameters are full in memory during the
     forward and the backward of their unit; `keep_until_backward` keeps them full between the two. `hybrid`: the mesh has two
     dims, ("replicate", "shard"). `optim_over_replicas`: the optimizer's states are sharded over both dims. `reduce`: the
-    algorithm of gradient reduces; "exchange" is an all-to-all and a local sum, "auto" uses it inside a node for large messages.
+    algorithm of gradient reduces. "exchange" is an all-to-all and a local sum; "auto" uses it on gloo, and on other backends for
+    large messages inside one node.
 
     Raises `UsageError` if the optimizer state is replicated while parameters or gradients are sharded, and for
     `optim_over_replicas` without `hybrid`.
@@ -68,7 +69,8 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def strategy_named(name: str | Strategy) -> Strategy:
-    """Return the strategy called `name`, such as "full_shard". Returns a `Strategy` as it is. Raises `UsageError` for others."""
+    """Return the strategy called `name`, such as "full_shard", or `name` itself if it is no text. Raises `UsageError` for an
+    unknown name."""
     if not isinstance(name, str):
         return name
     if name not in STRATEGIES:
@@ -159,8 +161,8 @@ class Offload:
             chunk. None: "host" if `optimizer` is off the device
         device_bytes: bytes of this rank up to which offloaded state stays on the device: parameters first, then gradients,
             then states, each from the first unit on
-        host_bytes: the same for state that stays on the host instead of the disk. Alone and with nothing on disk: units that
-            do not fit on the host stay on the device
+        host_bytes: the same for state that stays on the host instead of the disk. With nothing on disk and without
+            `device_bytes`: units that do not fit on the host stay on the device
         overrides: class or name of a unit -> its own `Offload`
     """
 
@@ -283,7 +285,8 @@ DEBUG_MODES = ("streams", "order", "finite")
 
 
 def debug_modes(asked: str | Iterable[str]) -> frozenset[str]:
-    """Return the set of modes in `asked`, of `shard(debug=)`: one name or several. Raises `UsageError` for unknown names."""
+    """Return the set of debug modes for `asked`, the argument `debug` of `shard`: one name or several. Raises `UsageError` for an
+    unknown name."""
     modes = tuple(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else (asked,)
     for mode in modes:
         if mode not in DEBUG_MODES:

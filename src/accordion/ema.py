@@ -117,8 +117,8 @@ class EMA:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"updates": number of updates, decay as text: {name of a parameter: its average as a DTensor}}, without copies.
-        If there was no update yet, the averages are first set to the weights."""
+        """Return {"updates": number of updates, decay as text: {name of a parameter: its average as a DTensor}}. The DTensors
+        share memory with the averages. If there was no update yet, the averages are first set to the weights."""
         engine, params = self._current("state_dict")
         self._begin(params)
         engine.context.gather_stream.settle()  # averages on the host may still be written
@@ -169,9 +169,9 @@ class EMA:
 def _allocated(
     params: Mapping[str, nn.Parameter], decays: Sequence[float], place: str, device: torch.device
 ) -> tuple[object, dict[float, list[Tensor]]]:
-    """Return (owner of the memory, decay -> uninitialised tensors in `place`: for each of `params` one with the shape, strides
-    and dtype of this rank's shard). Raises `UsageError` if `params` is empty, if a shard is a tensor subclass, or if memory is
-    lacking."""
+    """Allocate the averages, and return (object that keeps their memory alive, decay -> list of uninitialised tensors in `place`:
+    for each of `params` one with the shape, strides and dtype of this rank's shard). Raises `UsageError` if `params` is empty, a
+    shard is a tensor subclass, or memory is lacking."""
     if not params:
         raise UsageError("EMA averages the parameters that require a gradient, and this model has none.")
     for name, param in params.items():
@@ -206,7 +206,8 @@ def _average(
     update: Callable[[Any, Any, Any], None], averages: Sequence[Tensor], shards: Sequence[Tensor], device: torch.device
 ) -> None:
     """Call `update(averages, shards, 0)`, which changes the averages in place: once for all pairs of a dtype that are on one
-    device. A pair whose tensors are on different devices is copied to `device` and updated there, one pair at a time."""
+    device. A pair whose tensors are on different devices is copied to `device` and updated there, one pair at a time, and its
+    average is copied back. The 0 is an argument that torch's function takes and ignores."""
     together: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     with torch.no_grad():
         for average, shard in zip(averages, shards, strict=True):

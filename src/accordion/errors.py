@@ -1,4 +1,4 @@
-"""The errors that callers may catch, in one class hierarchy."""
+"""The errors that callers may catch, in one class hierarchy, and functions that word messages of errors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -6,18 +6,18 @@ from importlib.util import find_spec
 
 
 class AccordionError(Exception):
-    """Base class of the errors that this package raises on purpose, except plain `ValueError`s."""
+    """Base class of all errors that this package defines."""
 
 
 class CheckpointError(AccordionError):
-    """A folder is not a checkpoint, is damaged, or belongs to another model; the message lists all affected tensors."""
+    """A folder is no checkpoint, a damaged one, or one of another model; the message lists all tensors that are wrong, if any."""
 
 
 class DivergenceError(AccordionError):
     """Ranks differ in something that must be equal on all of them, or wait for a rank that failed; raised on every rank.
 
-    `of_rank`: the rank whose failure or end caused this error; None if there is no such rank. `doing`: what this rank did with
-    others, such as "gathers unit 3 (layers.3) in the forward of step 7"; "" if that is not known.
+    `of_rank`: the rank whose failure or end caused this error; None if there is no such rank. `doing`: the collective in which
+    this rank was, such as "gathers unit 3 (layers.3) in the forward of step 7"; "" if that is not known.
     """
 
     of_rank: int | None = None
@@ -55,7 +55,8 @@ WAYS_OUT = (
 
 
 def advise(error: BaseException) -> bool:
-    """Add the note `WAYS_OUT` to an error of torch about mixed Tensor and DTensor; return True if it was added now."""
+    """Add the note `WAYS_OUT` to `error`, and return True, if it is torch's error about mixed Tensor and DTensor. For any other
+    error, and for one that has the note already, do nothing and return False."""
     is_new = MIXED in str(error) and WAYS_OUT not in getattr(error, "__notes__", ())
     if is_new:
         error.add_note(WAYS_OUT)
@@ -63,12 +64,13 @@ def advise(error: BaseException) -> bool:
 
 
 def some_of(words: Sequence[str], most: int, between: str = ", ") -> str:
-    """Return a text with the first `most` of `words`, joined by `between`, and "and N more" for the others."""
+    """Return a text with the first `most` of `words`, joined by `between`. If there are more words, it ends in "and N more"."""
     return between.join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:
-    """Return "valid: ..." with all `choices`, for a message; if one is similar to `word`, "did you mean ...?" before it."""
+    """Return the end of a message about a wrong `word`: "valid: ..." with all `choices`, after "did you mean ...?" with the most
+    similar choice if any is similar to `word`."""
     close = get_close_matches(word, [choice for choice in choices if choice != word], n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(choices)}."
 

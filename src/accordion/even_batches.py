@@ -18,8 +18,11 @@ Batch = TypeVar("Batch")
 
 
 class EvenBatches(Generic[Batch]):
-    """Iterable that `even` returns; each iteration is one pass over `loader`. `weight`: factor of this rank's gradients in the
-    step that runs now: 0.0 for a repeated batch, else (number of ranks) / (number of ranks with a new batch)."""
+    """Iterable that `even` returns; each `for` loop over it is one pass over `loader`.
+
+    `weight`: factor of this rank's gradients in the step that runs now: 0.0 for a repeated batch, else (number of ranks) /
+    (number of ranks with a new batch), or 1.0 under `shard(reduce_op="sum")`. Outside of a loop it is 1.0.
+    """
 
     def __init__(self, loader: Iterable[Batch], model: nn.Module) -> None:
         self._loader, self._engine = loader, sharded_engine(model, "even")

@@ -128,7 +128,7 @@ def values_of(
 
 
 def listed(subcommands: Mapping[str, str], prog: str) -> str:
-    """Return a line of help for each of `subcommands` (name -> what it does)."""
+    """Return help text with one line for each of `subcommands` (name -> what it does). `prog`: the command before the names."""
     return "\n".join(f"  {prog} {name:<12}{does}" for name, does in subcommands.items())
 
 
@@ -161,7 +161,8 @@ class Option:
     """A dataclass field as an option of the command line.
 
     `key`: its name in a run file, such as "train.steps". `owner`: the dataclass of the field. `hint`: its type. `group`: title
-    of its group in the help; "" if in no group. `is_place`: True if positional. `parse`: parser of its text; None: by type.
+    of its group in the help; "" if in no group. `is_place`: True if positional. `choices`: the values that it takes; () if these
+    are not listed. `parse`: function that converts its text; None: the text is converted by type.
     """
 
     key: str
@@ -188,8 +189,9 @@ class Option:
         return isinstance(self.hint, UnionType)
 
     def converted(self, value: Any, name: str) -> Any:
-        """Return `value`, text or parsed YAML, converted to the field's type; "null" becomes None if the field may be None.
-        Raises `UsageError` if `value` does not fit the type or the choices. `name`: the option, for the message."""
+        """Return `value`, text or parsed YAML, converted to the field's type. The text "null" becomes None if the field may
+        be None; None itself is allowed only as the default. Raises `UsageError` if `value` does not fit the type or the choices.
+        `name`: the option, for the message."""
         if value is None and self.default is not None:
             raise UsageError(f"{name} is null; leave it out for its default.")
         if value is None or (value == "null" and self.is_optional):
@@ -256,7 +258,8 @@ def options_of(kind: type[Any], prefix: str = "", group: str = "") -> list[Optio
 
 
 def _texts(kind: type[Any]) -> Mapping[str, str]:
-    """Return field name -> help text of a dataclass: the string below the field, or its text under `Args:`."""
+    """Return field name -> help text for a dataclass: the string below the field, or its text under `Args:` in the docstring.
+    Fields of base classes are included, and fields without text left out."""
     texts: dict[str, str] = {}
     for owner in reversed(kind.__mro__[:-1]):
         args = (owner.__doc__ or "").partition("Args:")[2]
@@ -287,7 +290,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Set(argparse.Action):
-    """Action that stores `option.converted(value)`, whose errors are one sentence."""
+    """Argparse action that stores `option.converted(value)`, which raises `UsageError` for a wrong value."""
 
     def __init__(self, option: Option, **more: Any) -> None:
         super().__init__(**more)
@@ -304,7 +307,8 @@ def _parser(
     about: str,
     more: Mapping[str, tuple[str, str]],
 ) -> _Parser:
-    """Return a parser of `options` and `more` (flag -> (name of its value, help)). `texts`: dataclass -> field name -> help."""
+    """Return a parser of `options` and of the flags `more` (flag -> (name of its value, help)). Its result has only the given
+    flags. `texts`: dataclass -> field name -> help."""
     described = about if "\n" in about else textwrap.fill(about, HELP_WIDTH)
     as_written = argparse.RawDescriptionHelpFormatter
     parser = _Parser(

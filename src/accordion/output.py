@@ -34,6 +34,6 @@ def lasting_stream(stream: TextIO) -> TextIO:
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Context manager in which writes to `sys.stdout` and `sys.stderr` never raise."""
+    """Context manager that replaces `sys.stdout` and `sys.stderr` by streams to the same files, whose writes never raise."""
     with redirect_stdout(lasting_stream(sys.stdout)), redirect_stderr(lasting_stream(sys.stderr)):
         yield

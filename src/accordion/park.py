@@ -1,4 +1,4 @@
-"""Moves a sharded model and the states of its optimizer off the device between two steps, and back bit for bit."""
+"""Move a sharded model and the states of its optimizer off the device between two steps, and back bit for bit."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class Move(NamedTuple):
 
 
 class ParkedModel(Observer):
-    """The tensors of a model and its optimizer that `park` moves; refuses the use of the model while they are off the device.
+    """The tensors of a model and its optimizer that `park` moves. As an `Observer` of the engine it raises `UsageError` if the
+    model is called while they are off the device.
 
-    Shards that are offloaded stay where they are, with their gradients and states. `tensors`: those on the device, which `leave`
-    moves. `sizes`: bytes of each allocation on the device that `leave` frees.
+    Shards that are offloaded stay where they are, with their gradients and states. `tensors`: the tensors on the device, which
+    `leave` moves; empty after that. `sizes`: bytes of each allocation on the device that `leave` frees.
     """
 
     # A tensor off the device takes the place of each one on it, so that state dicts and saves need to know nothing. The flat
@@ -125,7 +126,8 @@ class ParkedModel(Observer):
         self._engine.context.gather_stream.settle()
 
     def _replace(self, by: Callable[[Tensor], Tensor]) -> None:
-        """Replace each gradient, optimizer state and buffer, or the local tensor of a DTensor, by what `by` returns for it."""
+        """Replace each gradient, optimizer state and buffer by what `by` returns for it. A DTensor itself stays: `by` gets
+        its local tensor, and the result becomes its local tensor."""
 
         def swap(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):

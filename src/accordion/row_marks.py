@@ -24,8 +24,9 @@ MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it 
 
 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise `UsageError` on every rank if any rank's `state_dict` of `optimizer` has another rank's rows. Collective. Plain
-    tensors pass, because helpers of torch and other libraries shard them. Does nothing without process groups."""
+    """Raise `UsageError` on every rank if any rank's `state_dict` of `optimizer` has another rank's rows, or states whose
+    placements differ from those of their parameter. Collective. Plain tensors pass, because helpers of torch and other libraries
+    shard them. Does nothing without process groups."""
     if dist.is_initialized():
         sharded = [(value, p) for value, p in _states(optimizer, state_dict) if isinstance(value, DTensor)]
         is_cut_otherwise = any(value.shape == p.shape and value.placements != p.placements for value, p in sharded)
@@ -34,7 +35,7 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
 
 
 def mark_meshes(params: Iterable[Tensor]) -> None:
-    """Set the attribute `MADE` on the mesh of each sharded parameter, so that copies of it from files can be recognized."""
+    """Set the attribute `MADE` on the mesh of each sharded parameter, so that copies of the mesh from files can be recognized."""
     # Identity is not enough: the result of a DTensor operator may have another, equal mesh, the first that DTensor saw.
     for mesh in {id(p.device_mesh): p.device_mesh for p in params if isinstance(p, DTensor)}.values():
         vars(mesh)[MADE] = os.getpid(), id(mesh)

@@ -33,10 +33,10 @@ def sharded_engine(model: nn.Module, what: str) -> Engine:
 
 
 def settle(engine: Engine, what: str) -> None:
-    """Wait for all work of the engine, and check that all ranks do `what` next, such as "saves a checkpoint".
+    """Wait for optimizer steps and copies in progress, and check that all ranks do `what` next, such as "saves a checkpoint".
 
     Collective; not during a forward or backward. Raises `DivergenceError` on every rank if `what` differs. If this rank knows
-    that ranks have diverged before, nothing is checked. Gradients of a backward that raised are dropped.
+    that ranks have diverged before, it checks nothing. Drops the gradients of a backward that raised.
     """
     for notify in engine.observers.settles:
         notify()
@@ -67,10 +67,10 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     """Context manager in which modules have full parameters, as before `shard`, for evaluation, EMA, generation, export.
 
-    The parameters have the dtype of the shards, and the model runs as before. They are copies: changes are lost, unless
-    `write=True`, with which each rank copies its rows into its shards at the end; all ranks must write equal values. Takes memory
-    for the whole model. Collective. Raises `UsageError` if nested, and for a parameter that is a tensor subclass with an
-    all-gather of its own.
+    The parameters have the dtype of the shards, and the model runs as before `shard`. They are copies: changes are lost, unless
+    `write=True`, with which each rank copies its rows into its shards at the end, also after an exception; all ranks must write
+    equal values. Takes memory for the whole model. Collective. Raises `UsageError` if nested, if `model` is not sharded, and for
+    a parameter that is a tensor subclass with an all-gather of its own.
     """
     engine = sharded_engine(model, "full_params")
     if engine.suspended:
@@ -156,9 +156,9 @@ def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = True, cpu: bool = True, only: Only = None
 ) -> dict[str, Tensor]:
-    """Return the state dict of the unsharded model, gathered one tensor at a time; with `rank0_only`, {} on all other ranks.
+    """Return the state dict of the unsharded model, gathered one tensor at a time; with `rank0_only`, {} on all ranks but 0.
 
-    Collective: call it on every rank. Tied parameters are one tensor under each of their names. `cpu`: copy them to the host.
+    Collective: call it on every rank. Tied parameters are one tensor under each of their names. `cpu`: copy tensors to the host.
     `only`: the tensors to gather: "trained", the parameters that require a gradient; a shell pattern of names ("*.lora_*"); or
     a function (name, tensor) -> bool, the same on all ranks. Raises `UsageError` if `only` chooses none, and for a parameter
     that is a tensor subclass with an all-gather of its own.
@@ -169,8 +169,8 @@ def full_state_dict(
 
 
 def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, cpu: bool) -> dict[str, Any]:
-    """Return `values`, entries of `state_dict(keep_vars=True)`, with full tensors; with `rank0_only`, {} on other ranks. `cpu`:
-    copy tensors to the host. Collective."""
+    """Return `values`, entries of `state_dict(keep_vars=True)`, with full tensors; with `rank0_only`, {} on all ranks but the
+    first. `cpu`: copy tensors to the host. Collective."""
     settle(engine, "takes the full state dict")
     first = is_first_rank(engine)
     params = {id(p.sharded): p for p in engine.params}
@@ -252,8 +252,11 @@ def synchronize(model: nn.Module) -> None:
 
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows. If there
-    are any, ranks compare names and values in `state`, and raise `DivergenceError` if these differ."""
+    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows.
+
+    If `state` lacks this rank's rows of any parameter, ranks first compare all names and values in `state`. All raise
+    `DivergenceError` if these differ.
+    """
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()
     params = {id(p.sharded): p for p in engine.params}

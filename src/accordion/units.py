@@ -134,9 +134,9 @@ def has_params(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> set[int]:
-    """Return ids of the modules in `model._no_split_modules` (transformers), or of those that are repeated in a list. A module is
-    repeated if its `ModuleList`, `Sequential` or `ModuleDict` has another one of its class. Modules in lists inside that list
-    count too. Single layers are not blocks."""
+    """Return ids of the modules whose class is named in `model._no_split_modules` (transformers). If there are none, return ids
+    of repeated modules: those whose `ModuleList`, `Sequential` or `ModuleDict` has another module of their class, in lists inside
+    that list too. A module without children is no repeated block."""
     named = getattr(model, "_no_split_modules", None)
     if named:
         chosen = {id(m) for m in model.modules() if type(m).__name__ in named and m is not model}
@@ -197,7 +197,8 @@ def _called_below(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _by_size(model: nn.Module, num_params: int) -> set[int]:
-    """Return ids of the modules with a forward that have `num_params` parameter elements or more in no chosen module inside."""
+    """Return ids of the modules chosen from the leaves up: each that has a forward, and at least `num_params` parameter elements
+    that are in no chosen module inside it. Modules inside a MultiheadAttention are not chosen."""
     chosen: set[int] = set()
 
     def search(module: nn.Module, taken: set[int]) -> None:
@@ -283,8 +284,8 @@ STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def gathered_dtype(o: Owned, precision: Precision) -> torch.dtype:
-    """Return the dtype in which a parameter is gathered: `precision.params`, or its own dtype if that is None. Parameters of
-    batch norms keep their own dtype unless `precision.buffers` is set."""
+    """Return the dtype in which a parameter is gathered: `precision.params`, or its own dtype if that is None or the own dtype is
+    not floating. Parameters of batch norms with running statistics keep their own dtype unless `precision.buffers` is set."""
     # torch's kernels require a batch norm's parameters and statistics in equal dtypes (2.13), and statistics in two bytes
     # hardly change. Its inputs and outputs have the compute dtype.
     modules = [ref() for ref, _ in o.places]
@@ -309,7 +310,7 @@ def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned
 
 def storage_key(param: nn.Parameter) -> object:
     """Return a key that is equal for parameters that share their memory: one object, or two with equal address, shape, strides
-    and dtype. On the meta device, and for tensor subclasses and empty ones, only one object has equal keys."""
+    and dtype. Meta tensors, tensor subclasses and empty tensors share a key with no other object."""
     if param.device.type == "meta" or param.numel() == 0 or type(param.data) is not torch.Tensor:
         return id(param)
     return param.data_ptr(), param.shape, param.stride(), param.dtype

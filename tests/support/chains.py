@@ -1,4 +1,4 @@
-"""A model of a layer, units and a layer, whose units are called as a test wants."""
+"""`Chain`: a model of a layer, units and a layer, whose units a test can call in its own way."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plain_run(model: nn.Module, step: int) -> Tensor:
 
 
 class Chain(nn.Module):
-    """A layer, units, a layer. `call(self, x)`: how the units are called."""
+    """A layer, `count` units and a layer. `call(model, x)`: returns the output of the units; None: they are called in order."""
 
     def __init__(self, kind: Callable[[], nn.Module] = Pair, count: int = 2, call: Callable[..., Any] | None = None):
         super().__init__()
@@ -52,14 +52,14 @@ class Chain(nn.Module):
 
 
 def chain(kind: Callable[[], nn.Module] = Pair, call: Callable[..., Any] | None = None, **more: Any) -> Case:
-    """Return a case of a `Chain`; `more`: fields of the case."""
+    """Return the `Case` of a `Chain` of two units. `more`: fields of the case."""
     more.setdefault("run", plain_run)
     units = more.pop("units", lambda name, module: name.startswith("units.") and name.count(".") == 1)
     return Case(build=lambda: Chain(kind, call=call), units=units, **more)
 
 
 def steps_again(mesh, model: nn.Module, plain: nn.Module, run: Callable[..., Any] = plain_run) -> None:
-    """Check two steps that change no weight: the first clears what failed ones left, the second is as any other."""
+    """Check two steps that change no weight, after steps that failed: the first clears what those left, the second is normal."""
     for step in range(2):
         check_step(mesh, model, plain, run, step)
         torch.optim.SGD(model.parameters(), lr=0.0).step()
@@ -67,7 +67,7 @@ def steps_again(mesh, model: nn.Module, plain: nn.Module, run: Callable[..., Any
 
 
 class Plain:
-    """No container that anybody knows."""
+    """A plain object with tensors in attributes, as no tree function of torch visits."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x

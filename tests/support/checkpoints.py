@@ -1,4 +1,4 @@
-"""Small models with optimizers, and checkpoints that are changed after they were saved."""
+"""Small models with optimizers to save, comparisons of checkpoints, and checkpoints with a changed manifest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def small(seed: int = 0, width: int = 3) -> nn.Sequential:
 
 
 def stepped(model: nn.Sequential, optimizer: torch.optim.Optimizer | None = None, steps: int = 1) -> Any:
-    """Return `optimizer`, AdamW by default, after some steps of `model`, a `small` one."""
+    """Train `model`, one of `small`, for `steps` steps, and return the optimizer: `optimizer`, or a new AdamW if that is None."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(steps):
         model(torch.ones(1, 4)).square().sum().backward()
@@ -41,7 +41,7 @@ def stepped(model: nn.Sequential, optimizer: torch.optim.Optimizer | None = None
 
 
 def sharded(mesh: Any, strategy: str = "full_shard", seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model with tied and 0-d parameters, sharded with `strategy`, and its optimizer."""
+    """Return (seeded model with tied and 0-d parameters, sharded with `strategy`; its wrapped AdamW)."""
     torch.manual_seed(seed)
     model = acc.shard(Tiny(tied=True, scalar=True, vocab=37), mesh, strategy=strategy_named(strategy), sync=True)
     return model, acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -58,7 +58,7 @@ def equal_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 def filled(value: float, width: int = 3) -> nn.Linear:
-    """Return a model all of whose elements are `value`, so that a mixture of two would show."""
+    """Return a model all of whose elements are `value`. In a mixture of two such models, elements would differ."""
     model = nn.Linear(width, 2)
     with torch.no_grad():
         for param in model.parameters():
@@ -67,7 +67,7 @@ def filled(value: float, width: int = 3) -> nn.Linear:
 
 
 def holds(path: str | os.PathLike[str], value: float) -> bool:
-    """Return True if the checkpoint at `path` is that of `filled(value)`."""
+    """Return True if the checkpoint at `path` has the elements of `filled(value)`."""
     model = filled(-1)
     load(path, model)
     return all(bool((param == value).all()) for param in model.parameters())
@@ -75,7 +75,7 @@ def holds(path: str | os.PathLike[str], value: float) -> bool:
 
 @contextmanager
 def saving_meanwhile(save: Callable[[int], object]) -> Iterator[None]:
-    """Call `save` with 1, 2, ... in a thread until the block ends."""
+    """Context manager in which a thread calls `save(1)`, `save(2)`, ... all the time. At the end it waits for the last call."""
     stop = threading.Event()
 
     def saves() -> None:
@@ -96,7 +96,7 @@ def names(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def differing(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> set[str]:
-    """Return the names of tensors that differ between two checkpoints, whatever ranks saved them; not what `state=` kept."""
+    """Return the names of full tensors that differ, or that one checkpoint lacks. Leaves out `state=` and checksums."""
     tensors: list[dict[str, Any]] = []
     for path in (one, other):
         with closing(opened(checkpoint_at(path))) as files:
@@ -121,14 +121,14 @@ def assert_same_tensors(model: nn.Module, other: nn.Module) -> None:
 
 
 def sealed(words: Any) -> bytes:
-    """Return the text of a manifest of these words, its own checksum right."""
+    """Return the bytes of a manifest with a correct checksum. `words`: its content, or that as JSON text."""
     text = words if isinstance(words, str) else json.dumps(words, separators=(",", ":"))
     body = text.removesuffix("}").encode()
     return body + f',"crc32":"{zlib.crc32(body):08x}"}}\n'.encode()
 
 
 def forged(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest and update its checksum."""
+    """Call `change` with the content of the manifest in `folder`, to change it in place; write that with a correct checksum."""
     words = json.loads((folder / MANIFEST).read_bytes())
     del words["crc32"]
     change(words)

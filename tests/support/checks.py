@@ -1,4 +1,4 @@
-"""Shared by tests that start ranks: meshes of a strategy, losses and gradients without sharding, comparisons."""
+"""Helpers for tests on several ranks: meshes of a strategy, reduced gradients of unsharded models, comparisons."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def mesh_of(strategy: acc.Strategy, num_ranks: int = 2) -> tuple[tuple[int, ...]
 
 
 def run_all(world, fn, num_ranks: int = 2, but: Sequence[str] = ()) -> None:
-    """Run `fn(mesh, strategy)` under every strategy but those named."""
+    """Run `fn(mesh, strategy)` on ranks of the pool `world` under every strategy whose name is not in `but`."""
     for strategy in (strategy for name, strategy in STRATEGIES.items() if name not in but):
         world.run_mesh(*mesh_of(strategy, num_ranks), fn, strategy)
 
 
 def under(*names: str) -> pytest.MarkDecorator:
-    """The argument `strategy` of a test: usually those named, and all of them under `make test-all`."""
+    """Return a decorator that parametrizes a test's `strategy`, a name: with `names` in `make test`, all in `make test-all`."""
     return pytest.mark.parametrize("strategy", sampled(STRATEGIES, names.__contains__))
 
 
 def run_under(world, strategy: str, fn: Callable[..., Any], num_ranks: int = 2) -> None:
-    """Run `fn(mesh, strategy)` under the strategy of this name."""
+    """Run `fn(mesh, strategy)` on ranks of the pool `world` under the strategy of this name."""
     world.run_mesh(*mesh_of(STRATEGIES[strategy], num_ranks), fn, STRATEGIES[strategy])
 
 
 @contextmanager
 def logged() -> Iterator[list[str]]:
-    """What the library says to its log meanwhile, in this rank's process."""
+    """Context manager that yields a list, which gets the messages that the library logs in this process, from INFO on."""
     messages: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("accordion")
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -67,7 +67,7 @@ def unit_names(model: nn.Module) -> list[str]:
 
 
 def assert_at_rest(model: nn.Module) -> None:
-    """No lease, and the registry's shards are what a module shows."""
+    """Assert that no unit is in use (has a lease), and that all parameters of modules are sharded."""
     held = {unit.name: unit.leases for unit in units_of(model) if unit.leases}
     assert not held, f"leases at rest: {held}, {engine_in(model).strategy.name}"
     for module in model.modules():
@@ -86,7 +86,7 @@ def one_loss(model: nn.Module, step: int = 0) -> Tensor:
 
 
 def everyone(mesh: Any, value: Any) -> list[Any]:
-    """Return `value` of every rank of the mesh in rank order."""
+    """Return `value` of every rank of the mesh, in rank order. Collective."""
     values = [value]
     for axis in reversed(range(mesh.ndim)):
         values = [one for part in gathered(values, mesh.get_group(axis)) for one in part]
@@ -94,10 +94,10 @@ def everyone(mesh: Any, value: Any) -> list[Any]:
 
 
 def sums_over_ranks(mesh: Any, grads: Mapping[str, Tensor | None]) -> tuple[dict[str, Tensor | None], dict[str, float]]:
-    """Sum gradients over ranks in rank order, in at least four bytes; a collective.
+    """Return (name -> sum of gradients over ranks, in rank order and at least float32, or None if no rank has one; name ->
+    largest absolute value that a rank has). Collective.
 
-    Also return, by name, the largest value of a rank. Gradients may cancel: the error of a sum in another order is
-    relative to what was summed.
+    Gradients may cancel, so the error of a sum in another order is relative to these largest values.
     """
     ranks = everyone(mesh, dict(grads))
     sums: dict[str, Tensor | None] = {}
@@ -110,14 +110,15 @@ def sums_over_ranks(mesh: Any, grads: Mapping[str, Tensor | None]) -> tuple[dict
 
 
 def mean_grads(mesh: Any, model: nn.Module) -> dict[str, Tensor | None]:
-    """Average the gradients of an unsharded model over ranks; a collective."""
+    """Return name -> mean over ranks of the gradients of an unsharded model; None if no rank has one. Collective."""
     params = dict(model.named_parameters())
     sums, _ = sums_over_ranks(mesh, {name: p.grad for name, p in params.items()})
     return {name: None if s is None else (s / mesh.size()).to(params[name].dtype) for name, s in sums.items()}
 
 
 def assert_as_exact(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-12) -> None:
-    """Of float64: each tensor's error against its norm. What is left is the order of sums; a divisor or a missing rank is not."""
+    """Fail unless all tensors are float64 and the norm of each error is at most `tolerance` times the norm of the wanted
+    tensor. Only another order of sums passes."""
     assert found.keys() == wanted.keys()
     for name, expected in wanted.items():
         assert found[name].dtype == expected.dtype == torch.float64, name
@@ -131,7 +132,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def leave_together(mesh) -> None:
-    """Wait until all ranks of the mesh are here, through the job's store: no collective, which the engine would notice."""
+    """Wait until all ranks of the mesh have called this. Uses the job's store, since the engine would notice a collective."""
     store, size = _torch.default_store(), mesh.size()
     arrived = store.add(f"leave_together/{size}", 1)
     while store.add(f"leave_together/{size}", 0) < -(-arrived // size) * size:
@@ -143,7 +144,7 @@ class PlantedError(RuntimeError):
 
 
 def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
-    """Train on, one batch for each number in `steps`."""
+    """Train with the batch of each number in `steps`: forward, backward, optimizer step."""
     for step in steps:
         one_loss(model, step).backward()
         optimizer.step()
@@ -151,12 +152,12 @@ def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:
-    """The full state dict, on every rank."""
+    """Return the full state dict of a sharded model on every rank. Collective."""
     return acc.full_state_dict(model, rank0_only=False)
 
 
 def step_all(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Step optimizers and clear their gradients."""
+    """Step each optimizer and clear its gradients."""
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()

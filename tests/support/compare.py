@@ -1,6 +1,6 @@
-"""One model trained twice, sharded and not, on the same batches: outputs, gradients, parameters and buffers of each step.
+"""Train one model sharded and unsharded on the same batches, and compare outputs, gradients, parameters and buffers of each step.
 
-`Case` is the one description of such a training. `Scenario` and `programs.Program` are plain data that make one.
+A `Case` describes such a training. `Scenario` and `programs.Program` are plain data from which a `Case` is made.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Steps of a model of `models`, as data that can be sent to ranks.
+    """Training steps of a model of the module `models`, as plain data that can be sent to ranks; `case` makes a `Case`.
 
     Args:
         build: name of a function of `models`
@@ -95,7 +95,7 @@ class Scenario:
     sometimes: bool = False
 
     def case(self, *, is_wrapped: bool = False, exact: bool = False, units: Any = None, **options: Any) -> Case:
-        """Return the case of these steps. `options`: arguments of `shard`."""
+        """Return the `Case` of these steps. `options`: arguments of `shard`; the other arguments: as in `Case`."""
         return Case(
             build=lambda: getattr(models, self.build)().cpu(),  # `shard` moves it, block by block
             run=self._run,
@@ -124,7 +124,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Results of a training on one rank: outputs of each step, full gradients of the first, full parameters at the end."""
+    """Results of a training on one rank: outputs of each step, full gradients of the first step, full parameters at the end."""
 
     outputs: list[Any]
     grads: dict[str, Tensor | None]
@@ -152,7 +152,8 @@ def no_sync(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 class Sharded:
-    """The sharded run of a case on this rank. Owns the model, its optimizer and the gradient scaler."""
+    """The sharded run of a `Case` on this rank: the model, its optimizer and the gradient scaler. `run(step)` does forward and
+    backward and returns the outputs; `step()` steps the optimizer and clears gradients."""
 
     def __init__(self, mesh: Any, case: Case) -> None:
         self.case = case
@@ -176,10 +177,10 @@ class Sharded:
 
 
 class Unsharded:
-    """The unsharded run of a case: this rank's batches on a whole model, gradients summed over ranks in rank order.
+    """The unsharded run of a `Case`: this rank's batches on a whole model, with gradients summed over ranks in rank order.
 
-    Owns the model and `masters`: the parameters that the optimizer steps. A parameter is its own master, unless the
-    sharded run stores it in a wider dtype than that in which it is used.
+    `run(step)` does forward and backward, `reduce` sums the gradients, `step` steps the optimizer. `masters`: the parameters that
+    the optimizer steps. A parameter is its own master, unless the sharded run stores it in a wider dtype than it computes in.
     """
 
     def __init__(self, mesh: Any, case: Case) -> None:
@@ -203,7 +204,7 @@ class Unsharded:
         return nn.Parameter(p.detach().to(dtype, copy=True), requires_grad=p.requires_grad)
 
     def _add(self, name: str, p: Tensor) -> None:
-        """Add gradients up in four bytes: autograd would in the dtype of the parameter."""
+        """Add `p.grad` to the sum for parameter `name`, in at least four bytes, and clear it. Autograd would add in `p.dtype`."""
         grad = p.grad.float() if p.grad.itemsize < 4 else p.grad
         self._sums[name] = self._sums[name] + grad if name in self._sums else grad
         p.grad = None
@@ -217,7 +218,8 @@ class Unsharded:
         return self.case.run(self.model, step)
 
     def reduce(self) -> tuple[dict[str, Tensor | None], dict[str, float]]:
-        """Sum gradients over ranks into those of the masters; return them and, by name, the largest value that was summed."""
+        """Reduce gradients over ranks, to the mean or as `reduce_op` asks, into `.grad` of the masters. Return (name ->
+        gradient or None, name -> largest absolute value that a rank contributed). Collective."""
         local = {name: p.grad if self.masters[name] is p else self._sums.get(name) for name, p in self.params.items()}
         self._sums = {}
         scale = self.case.scale or 1.0
@@ -241,31 +243,31 @@ class Unsharded:
 
 
 class Twins:
-    """Both runs of a case on this rank, step by step."""
+    """Both runs of a `Case` on this rank, sharded and unsharded, which are compared step by step."""
 
     def __init__(self, mesh: Any, case: Case) -> None:
         self.case, self.exact = case, case.exact and mesh.size() <= 2
         self.unsharded, self.sharded = Unsharded(mesh, case), Sharded(mesh, case)
 
     def run(self, step: int) -> tuple[Any, Any]:
-        """Run forward and backward of both; return outputs of the sharded and of the unsharded one."""
+        """Run forward and backward of both models; return (outputs of the sharded one, outputs of the unsharded one)."""
         outputs = self.unsharded.run(step)
         return self.sharded.run(step), outputs
 
     def check_backward(self, step: int) -> None:
-        """Run forward and backward of both; compare outputs and gradients."""
+        """Run forward and backward of both models; compare outputs and gradients."""
         found, wanted = self.run(step)
         assert_alike(found, wanted, 0.0 if self.exact else self.case.output_tolerance)
         self.check_grads()
 
     def check_step(self) -> None:
-        """Step both and compare what the optimizers wrote."""
+        """Step both optimizers, then compare parameters and buffers."""
         self.unsharded.step()
         self.sharded.step()
         self.check_state()
 
     def check_grads(self) -> None:
-        """Compare gradients; the unsharded run takes those of the sharded one, so that the step itself is compared."""
+        """Compare gradients. The unsharded run then takes those of the sharded one, so that `check_step` compares only steps."""
         found, (wanted, largest) = grads_of(self.sharded.model), self.unsharded.reduce()
         assert found.keys() == wanted.keys()
         dtypes = [{name: g.dtype for name, g in grads.items() if g is not None} for grads in (found, wanted)]
@@ -279,7 +281,7 @@ class Twins:
         self.unsharded.take(found)
 
     def check_state(self) -> None:
-        """Compare parameters and buffers; the unsharded run continues from the sharded ones, so that no rounding adds up."""
+        """Compare parameters and buffers. The unsharded run then takes the sharded parameters, so that no rounding adds up."""
         model, plain = self.sharded.model, self.unsharded
         found = params_of(model)
         assert {n: p.dtype for n, p in found.items()} == {n: p.dtype for n, p in plain.masters.items()}
@@ -293,7 +295,7 @@ class Twins:
 
 
 def compare(mesh: Any, case: Case) -> nn.Module:
-    """Train the model of `case` sharded and unsharded and compare each step; return the sharded one."""
+    """Train the model of `case` sharded and unsharded, compare each step, and return the sharded model."""
     twins = Twins(mesh, case)
     for step in range(case.steps):
         twins.check_backward(step)
@@ -303,12 +305,13 @@ def compare(mesh: Any, case: Case) -> nn.Module:
 
 
 def compare_poisoned(mesh: Any, case: Case) -> nn.Module:
-    """`compare`; on three ranks freed memory is filled with NaN instead, so that a use after free shows."""
+    """Do as `compare`; on three ranks with `debug="streams"`, which fills freed memory with NaN to reveal a use after free."""
     return compare(mesh, replace(case, options={"debug": "streams", **case.options}) if mesh.size() == 3 else case)
 
 
 def train(mesh: Any, case: Case) -> Trace:
-    """Train the model of `case` sharded, and wait for the last step alone: others may end during the next forward."""
+    """Train the model of `case` sharded, and return its `Trace`. Waits for the last optimizer step only, so that other steps may
+    still run during the next forward."""
     run, outputs = Sharded(mesh, case), list[Any]()
     grads: dict[str, Tensor | None] = {}
     for step in range(case.steps):
@@ -320,14 +323,15 @@ def train(mesh: Any, case: Case) -> Trace:
 
 
 def assert_same(found: Trace, wanted: Trace) -> None:
-    """Compare two traces bit for bit."""
+    """Fail unless two traces are equal bit for bit."""
     assert_alike(found.outputs, wanted.outputs)
     assert_close(found.grads, wanted.grads, 0.0)
     assert_close(found.params, wanted.params, 0.0)
 
 
 def check_grads(mesh: Any, model: nn.Module, plain: nn.Module, *, exact: bool, tolerance: float = 1e-6) -> None:
-    """Compare the gradients of the sharded model with the means of the unsharded ones over ranks, which `plain` is given."""
+    """Compare the gradients of the sharded `model` with the means over ranks of the gradients of the unsharded `plain`, whose
+    `.grad` become these means. `exact`: bit for bit, without `tolerance`. Collective."""
     found = grads_of(model)
     sums, largest = sums_over_ranks(mesh, {name: p.grad for name, p in plain.named_parameters()})
     wanted: dict[str, Tensor | None] = {}
@@ -348,9 +352,9 @@ def check_step(
     exact: bool | None = None,
     tolerance: float = 1e-6,
 ) -> None:
-    """Run forward and backward of both models from cleared gradients; compare outputs and gradients.
+    """Clear gradients, run forward and backward of both models, and compare outputs and gradients. `plain`: the unsharded model.
 
-    `exact`: compare bit for bit; None: on two ranks.
+    `run(model, step)`: runs forward and backward, and returns outputs. `exact`: compare bit for bit; None: only on two ranks.
     """
     exact = mesh.size() == 2 if exact is None else exact
     outputs = []
@@ -363,7 +367,7 @@ def check_step(
 
 
 def assert_alike(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
-    """Compare outputs of two runs: their types, and tensors, which may differ by `tolerance` of the largest value."""
+    """Fail unless two outputs have equal types, containers and values. Tensors may differ by `tolerance` x the largest value."""
     assert type(found) is type(wanted), (type(found), type(wanted))
     if isinstance(wanted, Tensor):
         assert found.dtype == wanted.dtype
@@ -384,7 +388,7 @@ def assert_alike(found: Any, wanted: Any, tolerance: float = 0.0) -> None:
 
 
 def rest(model: nn.Module) -> None:
-    """Assert that no lease is left, modules show their shards, and full parameters use no memory."""
+    """Assert that no unit is in use, modules have sharded parameters, and full parameters use no memory."""
     assert_at_rest(model)
     opened = open_full_buffers(model)
     assert not opened, f"full parameters in memory between steps: {opened}"
@@ -396,7 +400,8 @@ def rest(model: nn.Module) -> None:
 
 
 def open_full_buffers(model: nn.Module) -> list[str]:
-    """Return units whose full parameters use memory and should not. With debug="streams" it is filled with NaN and stays."""
+    """Return names of units whose full parameters use memory between steps. Memory that debug="streams" has filled with NaN is
+    left out. If the engine keeps full parameters, return []."""
     if engine_in(model).context.keeps_full:
         return []
     full_buffers = [
@@ -414,7 +419,8 @@ def open_full_buffers(model: nn.Module) -> list[str]:
 
 
 def on_its_ranks(cases: Mapping[str, Case]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`on_num_ranks` for each case by name on two, three and four ranks; usually on two if it is exact, and on three if not."""
+    """Return a decorator that makes a test of `program(mesh, name)`, for each name in `cases` on two, three and four ranks. `make
+    test` runs exact cases on two ranks and others on three; `make test-all` runs all."""
     rows = [(name, num_ranks) for name in cases for num_ranks in (2, 3, 4)]
     usual = sampled(rows, lambda name, num_ranks: num_ranks == (2 if cases[name].exact else 3))
     return lambda program: pytest.mark.parametrize(("name", "num_ranks"), usual)(on_num_ranks(program))
@@ -426,7 +432,7 @@ def run_on_all(world: Any, fn: Callable[..., Any], *args: Any, ranks: Sequence[i
 
 
 class Pair(nn.Module):
-    """A unit of two layers."""
+    """A residual block of two linear layers."""
 
     def __init__(self, width: int = 7) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small real file systems for tests, mounted where that is allowed; elsewhere the test is skipped."""
+"""Small real file systems for tests. A test is skipped if none can be mounted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(*words: str) -> None:
 
 @contextmanager
 def mounted(path: Path, options: str) -> Iterator[Path]:
-    """A file system in memory at `path`."""
+    """Context manager that mounts a tmpfs (in memory) at `path`, a new folder, with mount's `options`, and yields `path`."""
     path.mkdir()
     run("mount", "-t", "tmpfs", "-o", options, "accordion", str(path))
     try:
@@ -29,7 +29,7 @@ def mounted(path: Path, options: str) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Leave no room in the file system of `folder`: the file that takes it."""
+    """Fill the file system of `folder` to the last byte, and return the path of the file that does it."""
     path = folder / "filler"
     with path.open("wb", buffering=0) as file:
         for num_bytes in (2**20, 2**12, 1):

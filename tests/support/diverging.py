@@ -1,6 +1,6 @@
-"""Scripts in which one rank diverges from the others, and a way to run many of them.
+"""Training scripts in which one rank diverges from the others, and a function that runs many of them at a time.
 
-Processes are forked from this one, which has done all imports; a rank then ends like a Python script, with exit hooks and code.
+Ranks are forks of this process, which has done all imports; a rank ends like a Python script, with exit hooks and exit code.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ ONE = 1  # the rank that diverges, unless the way has another
 
 
 class Script:
-    """One rank's training; the deed of its way runs on one rank when this training reaches the way's moment.
+    """The training of one rank. At the moment that its `Way` names, one rank runs the function `way.deed`.
 
-    `model`, `optimizer`: those of a user. `here`: this rank diverges in this step.
+    `folder`: a folder of this run, for all ranks. `at`: called when this rank diverges. `is_one`: True if this rank is the one
+    that diverges. `here`: True if it diverges in this step.
     """
 
     def __init__(self, way: Way, rank: int, num_ranks: int, folder: str, at: Callable[[], None]) -> None:
@@ -57,14 +58,14 @@ class Script:
         return self.is_one and self.step == self.way.step
 
     def is_at(self, moment: str) -> bool:
-        """Return True if this rank diverges at `moment` of this step; the time counts from then on."""
+        """Return True if this rank diverges at `moment` of this step. If so, also call `at`, from which the run's time counts."""
         is_at = self.here and moment == self.way.moment
         if is_at:
             self._at()
         return is_at
 
     def reaches(self, moment: str) -> None:
-        """Run the deeds of `moment`: first that of all ranks, then that of this rank."""
+        """Run the functions for `moment` of this step: first that of all ranks, then `way.deed` if this rank diverges now."""
         is_at = self.is_at(moment)
         if moment in self.way.all_do and self.step == (0 if moment == "before_training" else self.way.step):
             self.way.all_do[moment](self)
@@ -144,16 +145,19 @@ Deed = Callable[[Script], Any]
 
 
 def nothing(script: Script) -> None:
-    """Do nothing: the deed of ways that skip something."""
+    """Do nothing: the `deed` of ways in which a rank skips something."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to diverge. `sentence`: a key of SENTENCES, or several with "|" between; `also`: a pattern of the same text.
+    """One way in which a rank diverges, and the sentence that the other ranks must print.
 
-    `deed`: function that rank `one` runs at `moment` of step `step`. `others_...`: arguments of rank `one` alone. `all_say`: it
-    prints the sentence too. `one_says`: only it does. `all_do`: functions that every rank runs, by moment. `stays`: it ends after
-    the others. `is_own`: ranks run as under `accordion run`, so that others report the line of a crash.
+    `sentence`: a key of `ways.SENTENCES`, or several with "|" between. `also`: a pattern that the printed text must match too.
+    `deed`: function that rank `one` runs at `moment` of step `step`. `options`: arguments of `shard` on all ranks.
+    `others_options`, `others_model`, `others_optimizer`: arguments that rank `one` alone has. `all_say`: rank `one` prints the
+    sentence too. `one_says`: only rank `one` prints it. `all_do`: moment -> function that every rank runs. `stays`: rank `one`
+    does not end by itself, and is killed when all others have ended. `is_own`: ranks run as under `accordion run`, so that a
+    crash is reported.
     """
 
     name: str
@@ -191,7 +195,8 @@ class Way:
 
 @dataclass
 class Outcome:
-    """The outcome of one way. `said`: by rank, the first sentence that tells why it ends. `seconds`: until all had ended."""
+    """The outcome of one `Way`. `said`: rank -> sentence that says why it ended. `seconds`: time from the divergence to the end
+    of all ranks. `codes`: rank -> exit code. `late`: ranks that did not end in time."""
 
     way: Way
     seconds: float
@@ -201,7 +206,8 @@ class Outcome:
 
 
 def sentence_of(text: str) -> str:
-    """Return the first line that tells why a process ends: a message of Accordion, or the last line of a traceback."""
+    """Return the line of `text`, a rank's output, that says why it ended: the first message of Accordion, else the last error
+    line of a traceback; "" if there is none."""
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines()]  # torch puts it before each
     for line in lines:
         if re.match(r"(accordion: |accordion\.errors\.\w+Error: |child: )", line):
@@ -217,7 +223,7 @@ def free_port() -> int:
 
 
 class Run:
-    """Owns the processes of one way."""
+    """The rank processes of one `Way`: `start` forks them, `poll` watches them, and `outcome` returns the result at the end."""
 
     def __init__(self, way: Way) -> None:
         self.way = way
@@ -233,12 +239,12 @@ class Run:
         return Path(self.folder, name)
 
     def since_moment_s(self) -> float | None:
-        """Return the seconds since the one rank diverged; None before."""
+        """Return the seconds since rank `way.one` diverged; None if it has not."""
         moment = self.path("moment")
         return time.time() - moment.stat().st_mtime if moment.exists() else None
 
     def start(self) -> Callable[[], None] | None:
-        """Fork the ranks; return None, and in a rank its program."""
+        """Fork the ranks. Return None in this process; in a forked rank return the function that the rank has to call."""
         port = free_port()
         for rank in range(self.way.num_ranks):
             pid = os.fork()
@@ -258,7 +264,7 @@ class Run:
         return None
 
     def poll(self) -> bool:
-        """Return True if all ranks have ended; kill those that run for too long."""
+        """Return True if all ranks have ended. Kills ranks that run for too long, and a rank that stays when others ended."""
         for rank, pid in self.pids.items():
             if rank not in self.codes:
                 done, status = os.waitpid(pid, os.WNOHANG)
@@ -295,7 +301,8 @@ class Run:
 
 
 def run(ways: Sequence[Way], note: Callable[[Outcome], None]) -> list[Outcome] | Callable[[], None]:
-    """Run `ways`, several at a time, and return their outcomes in the same order; in a forked rank return its program."""
+    """Run `ways`, several at a time, call `note` with each outcome, and return the outcomes in the order of `ways`. In a forked
+    rank return the function that the rank has to call."""
     waiting, runs, outcomes = list(ways), list[Run](), dict[str, Outcome]()
     while waiting or runs:
         while waiting and len(runs) < NUM_AT_A_TIME:

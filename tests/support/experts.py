@@ -1,4 +1,4 @@
-"""A mixture of experts as users write one: tokens go to the ranks of their experts by an all-to-all, and come back."""
+"""A mixture-of-experts model as users write it: an all-to-all sends tokens to the ranks of their experts, another one back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPERTS, WIDTH, HIDDEN, VOCAB = 4, 16, 24, 32
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows to other ranks by counts; gradients go the way back."""
+    """All-to-all of rows, and of their gradients in the backward. `sends`, `receives`: number of rows to and from each rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sends: list[int], receives: list[int], group: Any) -> Tensor:
@@ -35,7 +35,7 @@ def _exchanged(x: Tensor, sends: list[int], receives: list[int], group: Any) -> 
 
 
 class Experts(nn.Module):
-    """`EXPERTS` two-layer networks, or this rank's of them: a DTensor then, cut over the ranks of `parallel`."""
+    """`EXPERTS` two-layer networks. After `parallelize(mesh)` each rank of `mesh` has a shard of them, in DTensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,15 @@ class Experts(nn.Module):
             setattr(self, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
 
     def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        """`x`: rows by expert, `counts` of each."""
+        """`x`: rows (rows, WIDTH), sorted by expert. `counts`: number of rows of each expert that this rank has."""
         up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
         parts = zip(x.split(counts), up, down, strict=True)
         return torch.cat([F.gelu(rows @ first) @ second for rows, first, second in parts])
 
 
 class Mixture(nn.Module):
-    """Each token goes to one expert. `group`: the ranks that share the experts, in the order of their shares."""
+    """A layer that sends each token to one expert, chosen by a router. `group`: process group of the ranks over which the
+    experts are sharded; None: each rank has all experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,14 +112,14 @@ class Model(nn.Module):
 
 
 def seeded() -> Model:
-    """The same on every rank."""
+    """Return a `Model` with the same random weights on every rank, on the device of the tests."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return here(Model())
 
 
 def spread(mesh: Any, dtype: torch.dtype = torch.float32, axis: str = "ep") -> Model:
-    """The same model with its experts over one axis of a mesh."""
+    """Return the model of `seeded` in `dtype`, with experts sharded over one axis of `mesh`."""
     model = seeded().to(dtype)
     for block in model.blocks:
         block.group = mesh[axis].get_group()

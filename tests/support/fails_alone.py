@@ -1,8 +1,8 @@
 """Programs of two ranks: rank 0 raises with a collective in flight that rank 1, which sleeps, never joins.
 
-`python -m tests.support.fails_alone DEVICE FOLDER WHERE/MODE...` forks the ranks of all programs from this process, which has
-imported what they need, and prints for each the exit code of rank 0, what it printed, and if rank 1 still slept then. A forked
-rank ends as a script of Python's own does.
+`python -m tests.support.fails_alone DEVICE FOLDER WHERE/MODE...` forks the ranks of all programs from this process, and prints
+a JSON object: program -> (exit code of rank 0, its errors, True if rank 1 still slept when it ended). A forked rank ends as a
+Python script does.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FailsInBackward(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A residual block. `lacks`: its second layer has no gradient."""
+    """A residual block of two layers. `lacks`: the forward leaves out the second layer, so that this has no gradient."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Four blocks. `fails`: "forward" or "backward", perhaps with ", absent gradients"; `fail` is called after block `at`."""
+    """Four blocks. `fails`: "": the model works; "forward" or "backward": `fail` is called there at block `at`. With ", absent
+    gradients" after that, blocks lack gradients."""
 
     fails, at = "", 1
 
@@ -118,7 +119,7 @@ def train(rank: int, where: str, mode: str, device: str, folder: str) -> None:
 
 
 def started(rank: int, where: str, mode: str, device: str, folder: Path) -> int:
-    """Fork a rank, which writes its errors to a file of its own; 0 in that rank."""
+    """Fork a rank, and return its process id, or 0 in the rank itself, whose stderr goes to a file in `folder`."""
     pid = os.fork()
     if pid == 0:
         os.dup2(os.open(folder / f"rank{rank}", os.O_WRONLY | os.O_CREAT), 2)
@@ -137,7 +138,7 @@ def ended(pid: int, deadline: float) -> int | None:
 
 
 def main(device: str, path: str, *names: str) -> Callable[[], None] | None:
-    """Fork all ranks and print their outcomes. In a rank return its program, for the end of this file to run."""
+    """Fork the ranks of all programs `names`, print outcomes, and return None. In a forked rank return the function to call."""
     torch.set_num_threads(1)
     for name in _torch.PRELOADED:  # else each rank imports it for itself
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Model families of transformers, built tiny without a download: how each is configured and what it is fed."""
+"""Tiny models of transformers, one for each model family, without downloads: their classes, configurations and inputs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.support.family_inputs import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`cls`: a model class of transformers; `config`: keywords of its config class; `inputs`: draws one rank's batch.
+    """A model family. `cls`: a model class of transformers. `config`: keywords of its config class. `inputs`: draws one batch.
 
-    `bf16`: whether the model itself computes with bfloat16 weights, perhaps when its buffers are cast too.
-    `bf16_tolerance`: more where both runs round gradients at different places: a router that makes its weight float32 in
-    its forward has a float32 gradient unsharded, and the gradients of several calls of a unit are added in bfloat16.
-    `fails`: why it does not train sharded with the units that are found.
+    `bf16`: "yes" if the model computes with bfloat16 weights, "with buffers" if only with bfloat16 buffers too, "no" if not.
+    `bf16_tolerance`: largest error in bfloat16; larger if both runs round gradients at different places: a router that casts
+    its weight to float32 in its forward has a float32 gradient unsharded, and autograd adds gradients of several calls of a unit
+    in bfloat16. `fails`: why it does not train sharded with the default units; "" if it does.
     """
 
     cls: str
@@ -52,7 +52,7 @@ class Family:
         return cls(cls.config_class(**self.config))
 
     def build(self) -> Any:
-        """The same weights on every rank."""
+        """Return the model on the device of the tests, with the same random weights on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(11)
             return here(self.make())

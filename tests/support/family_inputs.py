@@ -14,7 +14,7 @@ Inputs = dict[str, Tensor]
 
 
 def loss_of(model: nn.Module, inputs: Inputs, seed: int) -> Tensor:
-    """The model's own loss, or where it has none a fixed mix of its first output; dropout is that of `seed`."""
+    """Run the model with seeded random numbers. Return its loss, or if it has none a fixed weighted sum of its first output."""
     import numpy as np
 
     torch.manual_seed(seed)
@@ -38,7 +38,7 @@ def causal(g: torch.Generator, length: int = 12) -> Inputs:
 
 
 def masked(g: torch.Generator, length: int = 12) -> Inputs:
-    """A batch whose second row is shorter, and labels on some places only."""
+    """Return a batch whose second row is shorter, by its attention mask, with labels at every second position only."""
     labels = draw_ids(g, 2, length)
     labels[:, ::2] = -100
     mask = torch.ones(2, length, dtype=torch.long, device=device())
@@ -47,7 +47,7 @@ def masked(g: torch.Generator, length: int = 12) -> Inputs:
 
 
 def translated(g: torch.Generator) -> Inputs:
-    """Both sides of an encoder-decoder."""
+    """Return a batch for an encoder-decoder: `masked` input, and labels of another length."""
     return {**masked(g), "labels": draw_ids(g, 2, 7)}
 
 
@@ -64,7 +64,7 @@ def classified(g: torch.Generator, size: int = 16) -> Inputs:
 
 
 def captioned(g: torch.Generator, size: int = 16) -> Inputs:
-    """Pairs of image and text for a contrastive loss."""
+    """Return pairs of image and text, with which the model computes its contrastive loss."""
     tokens = draw_ids(g, 2, 8, high=VOCAB - 1)
     tokens[:, -1] = VOCAB - 1  # the end of the text, which pools it
     return {"input_ids": tokens, "pixel_values": image(g, size), "return_loss": True}  # type: ignore[dict-item]
@@ -79,14 +79,14 @@ def mel(g: torch.Generator, *shape: int) -> Inputs:
 
 
 def seen(g: torch.Generator, num_tokens: int = 16) -> Inputs:
-    """A text that starts with the places of an image's features."""
+    """Return images, and texts that begin with `num_tokens` image tokens, in whose places the model puts the image's features."""
     tokens = draw_ids(g, 2, num_tokens + 8, high=VOCAB - 4)
     tokens[:, :num_tokens] = VOCAB - 1
     return {"input_ids": tokens, "labels": tokens.clone(), **pixels(g)}
 
 
 def qwen(g: torch.Generator) -> Inputs:
-    """As `seen`, with the patches of both images in one row; four patches are one place."""
+    """Return a batch as `seen`, in the format of Qwen2-VL: patches of all images in one tensor, four patches per image token."""
     inputs = seen(g, 4)
     inputs["input_ids"] = torch.cat([torch.full((2, 1), VOCAB - 3, device=device()), inputs["input_ids"]], dim=1)
     inputs["labels"] = inputs["input_ids"].clone()
@@ -101,7 +101,7 @@ def qwen(g: torch.Generator) -> Inputs:
 
 
 def forecast(g: torch.Generator) -> Inputs:
-    """A time series and what comes next."""
+    """Return time series with their continuations."""
     inputs = {
         "past_values": torch.randn(2, 15, generator=g), "past_time_features": torch.randn(2, 15, 1, generator=g),
         "past_observed_mask": torch.ones(2, 15), "future_values": torch.randn(2, 4, generator=g),

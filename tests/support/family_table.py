@@ -1,6 +1,6 @@
-"""Trains families of transformers with and without sharding, and writes what was found as docs/models.md.
+"""Train model families of transformers with and without sharding, and write the differences as docs/models.md.
 
-`python -m tests.support.family_table > docs/models.md` writes the table anew.
+`python -m tests.support.family_table > docs/models.md` writes the page anew.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KEY_BIASES = ("*k_proj.bias", "*key.bias", "*key_proj.bias", "*k_lin.bias", "*k_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worst:
-    """The largest error among tensors, relative to the largest value of its tensor, and whose it is."""
+    """The largest error among tensors, relative to the largest value of its tensor, and the name of that tensor."""
 
     error: float = 0.0
     name: str = ""
@@ -45,7 +45,8 @@ class Worst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What one rank saw; the errors are those of its sharded run against the unsharded one."""
+    """Result of `compare` on one rank. `tied`: names of each tied parameter. `grads`, `losses`, `params`: largest errors of the
+    sharded run against the unsharded one."""
 
     num_params: int
     units: dict[str, int]  # class -> number, without the root
@@ -56,10 +57,11 @@ class Found:
 
 
 def case_of(name: str, compute: torch.dtype | None = None, use_reentrant: bool | None = None, **options: Any) -> Case:
-    """Return the case of two steps of a family.
+    """Return the `Case` of two steps of the family `name`.
 
-    `compute`: dtype of the weights, to which floating inputs of each unit are cast too, and buffers if the family asks for
-    it. `use_reentrant`: of the model's own checkpointing, in both runs. `options`: of `shard`.
+    `compute`: dtype of the weights and of floating inputs of each unit; also of buffers, if the family needs that.
+    `use_reentrant`: argument of the model's own activation checkpointing, in both runs; None: no checkpointing. `options`:
+    arguments of `shard`.
     """
     family = FAMILIES[name]
     buffers = compute if family.bf16 == "with buffers" else None
@@ -96,7 +98,8 @@ def case_of(name: str, compute: torch.dtype | None = None, use_reentrant: bool |
 
 
 def cast_inputs(model: nn.Module, compute: torch.dtype) -> None:
-    """Every unit takes its inputs cast to `compute`: once where a tensor is given as queries and as keys."""
+    """Register hooks that cast the floating inputs of each module that `shard` would make a unit to `compute`. A tensor that is
+    passed twice, as queries and as keys, is cast once."""
 
     def take(module: nn.Module, args: Any, kwargs: Any) -> Any:
         found: dict[int, Tensor] = {}
@@ -117,9 +120,9 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def compare(mesh: DeviceMesh, name: str, entered: bool = False, **arguments: Any) -> Found:
-    """Measure the difference of both runs of a family on this rank.
+    """Train the family `name` for two steps sharded and unsharded, and return the differences on this rank. Collective.
 
-    `entered`: the forward of each unit is an entry point, for models that call it directly. `arguments`: of `case_of`.
+    `entered`: make `forward` of each unit an entry point, for models that call it directly. `arguments`: of `case_of`.
     """
     twins = Twins(mesh, case_of(name, **arguments))
     plain, model = twins.unsharded, twins.sharded.model
@@ -148,7 +151,9 @@ def compare(mesh: DeviceMesh, name: str, entered: bool = False, **arguments: Any
 
 
 def worst(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], *biases: str) -> Worst:
-    """Raises where one side has a tensor and the other has None. `biases`: what the weight beside it measures."""
+    """Return the largest error of `found` against `wanted`, relative to the largest value of the wanted tensor. Fails if only
+    one of the two has a tensor. `biases`: patterns of names of biases, whose error is relative to their layer's weight if that
+    is larger."""
     assert found.keys() == wanted.keys()
     result = Worst()
     for name, expected in wanted.items():
@@ -167,7 +172,7 @@ def worst(found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None
 
 
 def names_of(model: nn.Module) -> list[list[str]]:
-    """Names of every parameter, the tied ones together."""
+    """Return a list of names for every parameter; a tied one has several."""
     names: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
@@ -216,7 +221,7 @@ AGAIN = """
 
 
 def render(rows: Mapping[str, list[Found]]) -> str:
-    """The text of docs/models.md. `rows`: what each rank found, by the name of the family."""
+    """Return the text of docs/models.md. `rows`: name of a family -> result of `compare` on each rank."""
     import transformers
 
     lines = [row(FAMILIES[name], ranks) for name, ranks in sorted(rows.items())]
@@ -242,7 +247,7 @@ def row(family: Family, ranks: list[Found]) -> str:
 
 
 def power_of_ten(error: float) -> str:
-    """Rounded up."""
+    """Return `error` rounded up to a power of ten, as text such as "< 1e-6"; "0" for 0."""
     return f"< 1e{math.floor(math.log10(error)) + 1}" if error else "0"
 
 

@@ -1,4 +1,4 @@
-"""Ranks of `accordion train` from the tests' fork server, which has imported what else each of them imports for seconds."""
+"""Ranks of `accordion train`, and other commands, as forks of the tests' fork server, which saves seconds of imports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ PLACE = launch.RankPlace(rank=0, world=2, local_rank=0, local_world=2, starter="
 
 @contextlib.contextmanager
 def commands_in(folder: Path) -> Iterator[None]:
-    """`folder` is where commands are run meanwhile, with a cache of its own; their ranks come from the fork server."""
+    """Context manager in which the working directory is `folder`, with a cache folder in it, and commands that are run in this
+    process start their ranks by `start` in place of `launch.start`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "start", start)
         patch.setattr(sys, "path", list(sys.path))  # a command puts a task's folder there
@@ -38,33 +39,34 @@ def commands_in(folder: Path) -> Iterator[None]:
 
 
 def start(entry: launch.Entry, args: tuple[Any, ...], nproc: int, signals: object = None) -> int:
-    """Takes the place of `launch.start` where that is not what is tested; the exit code.
+    """Start `nproc` ranks of `entry` from the fork server, and return the exit code: a replacement for `launch.start`.
 
-    Ranks have this process's environment, and what they write is written here once they have ended; the first that fails
-    ends the others. `signals` is what they do in this process, which starts no ranks.
+    Ranks have this process's environment, and their output is written here when they have ended. The first rank that fails ends
+    the others. `signals` is ignored.
     """
     return _started(launch.guarded, (entry, *args), nproc, grace_s=0.0)
 
 
 def under_torchrun(words: list[str], nproc: int, command: Callable[[list[str]], None] | None = None) -> int:
-    """`torchrun --nproc-per-node nproc -m accordion *words`, as far as each of the ranks can tell; the exit code.
+    """Run ranks with the environment of `torchrun --nproc-per-node nproc -m accordion *words`, and return the exit code.
 
-    A rank that fails does not end the others, so that all is heard that they would say. `command`: what ranks run instead, a
-    function of a module.
+    If a rank fails, the others have 60 s to end by themselves, so that their output is complete. `command`: function of a module
+    that each rank calls with `words` in place of the command line.
     """
     return _started(command or _command, (words,), nproc, grace_s=60.0)
 
 
 def script_under_torchrun(path: Path, nproc: int, *words: str) -> int:
-    """`torchrun --nproc-per-node nproc path *words`, as far as each of the ranks can tell; the exit code."""
+    """Run ranks with the environment of `torchrun --nproc-per-node nproc path *words`, and return the exit code."""
     return under_torchrun([str(path), *words], nproc, _script)
 
 
 class Job:
-    """A process of its own that the fork server started, leader of its session. Owns it: `with` ends it."""
+    """A new process, from the fork server, that leads its own session. As a context manager it kills the process at the end."""
 
     def __init__(self, run: Callable[[list[str]], None], words: list[str], out: Path, err: Path | None = None) -> None:
-        """`run`: a function of a module, called with `words` in this folder and environment. `out`, `err`: take its output."""
+        """Start the process, which calls `run(words)` in this folder and environment. `run`: a function of a module. `out`: the
+        file for its stdout. `err`: that for its stderr; None: the same file."""
         args = (run, words, dict(os.environ), os.getcwd(), (str(out), str(err or out)))
         self._process = pool.fork_context().Process(target=_own, args=args)
         self._process.start()
@@ -72,7 +74,7 @@ class Job:
         self.pid = self._process.pid
 
     def wait(self, timeout_s: float = 300.0) -> int:
-        """Return the exit code; -n if signal n ended it."""
+        """Wait until the process has ended, and return its exit code; -n if signal n ended it. Fails after `timeout_s`."""
         self._process.join(timeout_s)
         assert self._process.exitcode is not None, f"it runs on after {timeout_s} s"
         return self._process.exitcode
@@ -99,14 +101,14 @@ def _own(
 
 
 class ForkedByLauncher(launch.LaunchConfig):
-    """torch's launcher forks its own process for each rank."""
+    """Configuration of torch's launcher with which it forks its own process for each rank."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**{**given, "start_method": "fork"})
 
 
 def command(words: list[str]) -> None:
-    """`accordion *words`, whose ranks need not import what it has imported."""
+    """Run `accordion *words` in this process and exit with its code. Its ranks are forks of this process, which saves imports."""
     os.environ["TOKENIZERS_PARALLELISM"] = (
         "false"  # else tokenizers warns of ranks that are forked from where it was used
     )
@@ -115,12 +117,12 @@ def command(words: list[str]) -> None:
 
 
 def torchrun(words: list[str]) -> None:
-    """torchrun itself, whose ranks are programs of their own."""
+    """Run torchrun with the arguments `words` in this process. Its ranks are new programs."""
     run.main(words)
 
 
 def script(words: list[str]) -> None:
-    """`python *words`."""
+    """Run `python *words` in this process: the script `words[0]`."""
     sys.path.insert(0, str(Path(words[0]).parent))
     _script(words)
 
@@ -177,14 +179,15 @@ def _rank(environ: dict[str, str], folder: str, run: Callable[..., None], args: 
 
 
 class Forked(launch.LaunchConfig):
-    """torch's launcher takes ranks of the fork server."""
+    """Configuration of torch's launcher with which it takes ranks from the fork server."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**{**given, "start_method": "forkserver"})
 
 
 def launched(entry: launch.Entry, args: tuple[Any, ...], nproc: int) -> int:
-    """`launch.start` itself, torch's launcher and all, but for what each rank of it imports for seconds."""
+    """Run the real `launch.start` with torch's launcher, but take ranks from the fork server. Return the exit code, after
+    writing the ranks' output here."""
     pool.fork_context()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "LaunchConfig", Forked)
@@ -199,7 +202,7 @@ def _heard(place: launch.RankPlace, store: dist.Store, folder: str, entry: launc
 
 
 def _write_into(folder: str) -> None:
-    """What this process writes, and not where the fork server wrote."""
+    """Redirect stdout and stderr of this process to the files "out" and "err" in `folder`, to which all ranks append."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
 

@@ -1,4 +1,5 @@
-"""The last that the tests' fork server imports: collections in a rank do not look at what it was born with, 0.4 s each time."""
+"""Freeze the garbage collector; imported last by the tests' fork server. Collections in a forked rank then ignore all objects
+that exist by now, which saves 0.4 s each."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Hubs without sockets: messages are handed over at once, in one process."""
+"""Hubs (the objects by which ranks report failures to each other) in one process, which deliver messages without sockets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accordion.safety.liveness.messages import HubMessage, decoded, encoded
 
 
 class DirectLinks(HubLinks):
-    """HubLinks whose messages other hubs receive in the same thread, as JSON."""
+    """Connections of a hub to those in `hubs`, by rank: `send` encodes and decodes a message and delivers it on this thread."""
 
     def __init__(self, ranks: Sequence[int], rank: int, hubs: dict[int, Hub]) -> None:
         super().__init__(ranks, rank)
@@ -26,7 +26,7 @@ class DirectLinks(HubLinks):
 
 
 def hubs_of(num_ranks: int) -> list[Hub]:
-    """Return a hub for each rank, all connected."""
+    """Return a hub for each of `num_ranks` ranks, all connected."""
     hubs: dict[int, Hub] = {}
     for rank in range(num_ranks):
         hubs[rank] = Hub(DirectLinks(range(num_ranks), rank, hubs))
@@ -34,5 +34,5 @@ def hubs_of(num_ranks: int) -> list[Hub]:
 
 
 def hub_of(rank: int, num_ranks: int) -> Hub:
-    """Return the hub of one rank; the others never answer."""
+    """Return the hub of one rank of `num_ranks`; the other ranks never answer."""
     return Hub(DirectLinks(range(num_ranks), rank, {}))

@@ -1,4 +1,4 @@
-"""Small language models as folders of transformers: a Llama with a tokenizer, a GPT-2, an adapter of PEFT on one."""
+"""Write small language models as folders: a Llama and a GPT-2 of transformers with tokenizers, an adapter of PEFT, a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT = (
 
 
 def tokenizer(size: int = 320) -> Any:
-    """A byte-level BPE whose first token ends a text."""
+    """Return a byte-level BPE tokenizer of `size` tokens, the first of which ends a text, with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -42,7 +42,7 @@ def tokenizer(size: int = 320) -> Any:
 
 
 def llama(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32, layers: int = 2) -> Path:
-    """A Llama of 4 heads over 2 of keys and values, with weights that write varied text."""
+    """Write a small random Llama and its tokenizer into `folder`, and return `folder`. Its weights generate varied text."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
@@ -66,7 +66,7 @@ def llama(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float3
 
 
 def run(folder: Path) -> Path:
-    """What a run of `accordion train` leaves of a Llama."""
+    """Write the checkpoint and tokenizer of a Llama into `folder`, as a run of `accordion train` does, and return `folder`."""
     from transformers import LlamaForCausalLM
 
     made = llama(folder / "as-transformers")
@@ -79,7 +79,7 @@ def run(folder: Path) -> Path:
 
 
 def gpt2(folder: Path) -> Path:
-    """A GPT-2, whose positions are a table."""
+    """Write a small random GPT-2, with 40 learned positions, and its tokenizer into `folder`, and return `folder`."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(7)
@@ -94,7 +94,7 @@ def gpt2(folder: Path) -> Path:
 
 
 def lora(base: Path, folder: Path) -> Path:
-    """An adapter on `base` that changes what it writes."""
+    """Write a random LoRA adapter on the model in `base` into `folder`, and return `folder`. It changes generated text."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 

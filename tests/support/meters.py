@@ -1,4 +1,4 @@
-"""Meters that trust nothing: bytes by storage, collectives and copies as the dispatcher sees them."""
+"""Meters of collectives and copies, from the operators that torch's dispatcher sees, and of bytes of storages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ COPIES = ("copy", "clone", "cat", "split_with_sizes_copy", "stack", "index_put",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One collective. `numels`, `num_bytes`: of its full tensors, over all tensors of one launch."""
+    """One collective. `kind`: "gather", "reduce", "all_reduce", "broadcast", or the operator's name. `group`: number of its
+    ranks, as text. `numels`: elements of each of its full tensors. `num_bytes`: bytes of these together. `dtype`: that of the
+    first."""
 
     kind: str
     group: str
@@ -41,7 +43,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """One operator that only moves numbers. `cast`: between dtypes; `strided`: from a tensor that is not contiguous."""
+    """One operator that copies elements. `numel`: elements of its largest tensor. `cast`: True if its tensors differ in dtype.
+    `strided`: True if one of them is not contiguous."""
 
     name: str
     numel: int
@@ -50,7 +53,8 @@ class Copy:
 
 
 class Wire(TorchDispatchMode):
-    """Owns the lists of all collectives and of all copies made while it is active, by any thread's own calls."""
+    """Context manager that records the operators called in it: `calls` are the collectives, `copies` the copies, and
+    `seen` counts operators by name. `of(kind)` returns the collectives of one kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +75,7 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _collective(self, name: str, args: Any) -> None:
-        """Messages that ranks send each other belong to the collective after them: the large tensors of that gather or reduce."""
+        """Record a collective. Sends and receives are not recorded: they count as large tensors of the next gather or reduce."""
         if name in ("c10d::send", "c10d::recv_"):
             pair = self._sent.setdefault(args[3], [0, 0, 0, 0])
             at = 0 if name == "c10d::send" else 2

@@ -1,4 +1,4 @@
-"""Small models with what real ones have: blocks, ties, frozen parts, rows that do not divide, unused parameters."""
+"""Small models with properties of real ones: blocks, tied, frozen and unused parameters, rows that ranks do not divide evenly."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.devices import device, here
 
 
 class Block(nn.Module):
-    """A residual block. `spare`: it also has a parameter used when asked for and one that is never used.
+    """A residual block. `spare`: add a parameter used only with `use_sometimes=True`, and one that is never used.
 
-    `experts`: also so many second layers in one parameter (experts, hidden, width), all of them used.
+    `experts`: number of additional two-layer networks in one parameter (experts, hidden, width), which are all used.
     """
 
     def __init__(self, width: int, hidden: int, spare: bool = False, experts: int = 0) -> None:
@@ -37,7 +37,8 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A language model without attention. `scalar`: its first parameter is 0-d. `tied`: embedding and head are one."""
+    """A language model without attention. `scalar`: add a 0-d parameter before all others. `tied`: tie embedding and head.
+    `spare`, `experts`: of each `Block`."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Tiny(nn.Module):
 
 
 def seeded(seed: int = 0, **options: int) -> Tiny:
-    """The same model on every rank and in every process, on its device; the caller's random numbers are left alone."""
+    """Return a `Tiny` with the same random weights on every rank, on the device of the tests. Random states stay unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return here(Tiny(**options))
@@ -83,12 +84,12 @@ def plain() -> Tiny:
 
 
 def wide() -> Tiny:
-    """Has parameters beyond the packing limit of 256 KiB, in float32 and in two bytes, which three ranks do not divide."""
+    """Return a model with parameters above the packing limit of 256 KiB, in bf16 too, which three ranks do not divide evenly."""
     return seeded(width=64, hidden=2112, num_blocks=2)
 
 
 def frozen() -> Tiny:
-    """A frozen embedding, a frozen block and a frozen weight in a block that trains."""
+    """Return a model with a frozen embedding, a frozen block, and a frozen weight in another block."""
     model = seeded()
     model.embed.requires_grad_(False)
     model.blocks[1].requires_grad_(False)
@@ -97,12 +98,12 @@ def frozen() -> Tiny:
 
 
 def uneven() -> Tiny:
-    """Rows that neither two, three nor four ranks divide, a single row, and a 0-d parameter before all others."""
+    """Return a model with rows that neither two, three nor four ranks divide evenly, a single row, and a 0-d first parameter."""
     return seeded(vocab=19, width=10, hidden=7, scalar=True)
 
 
 def narrow() -> Tiny:
-    """Rows that no number of ranks divides, fewer rows than ranks, no 0-d parameter."""
+    """Return a model with rows that no number of ranks divides evenly, and fewer rows than ranks, without a 0-d parameter."""
     return seeded(vocab=19, width=10, hidden=3)
 
 
@@ -115,12 +116,12 @@ def spare() -> Tiny:
 
 
 def experts() -> Tiny:
-    """Has parameters of one row, too large to pad to one row a rank: another dim is cut."""
+    """Return a model with parameters of one row, too large to pad to one row per rank, so that another dim is sharded."""
     return seeded(width=64, hidden=520, num_blocks=2, experts=1)
 
 
 def batch(step: int, micro: int, rank: int, *, vocab: int, shape: tuple[int, int] = (2, 8)) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of one micro-batch of one rank."""
+    """Return random (tokens, targets), each of `shape`, of one micro-batch of one rank; equal for equal arguments."""
     generator = torch.Generator().manual_seed(1 + step * 10_000 + micro * 100 + rank)
     tokens = torch.randint(vocab, (shape[0], shape[1] + 1), generator=generator).to(device())
     return tokens[:, :-1], tokens[:, 1:]

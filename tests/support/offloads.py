@@ -1,4 +1,4 @@
-"""Shared by the tests of offload: offloads to every tier, training with and without them, comparisons."""
+"""Helpers for tests of offload: `Offload`s with each place, and comparisons of training with and without them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def disk(path: Path, **options: Any) -> acc.Offload:
 
 
 def places(path: Path) -> dict[str, acc.Offload]:
-    """Every kind of thing in every place where it may be, at least once."""
+    """Return name -> `Offload`. Together they have each kind of state in each place that it may have. `path`: folder on disk."""
     on_disk = f"disk:{path}"
     return {
         "all on disk": disk_of_all(path),
@@ -79,7 +79,7 @@ def fresh(mesh, seed: int = 0, **options: Any) -> tuple[nn.Module, torch.optim.O
 
 @contextmanager
 def chunks_of_at_most(numel: int) -> Iterator[None]:
-    """States go through buffers of so many elements: most tensors are larger."""
+    """Context manager in which offloaded state is copied in chunks of at most `numel` elements, less than most tensors have."""
     before, chunks.CHUNK_NUMEL = chunks.CHUNK_NUMEL, numel
     try:
         yield

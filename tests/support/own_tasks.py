@@ -1,4 +1,4 @@
-"""Tasks of a user, small: each has one thing that a run must get right."""
+"""Small tasks as users of `accordion train` write them; each uses one feature of tasks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNT, FEATURES = 60, 6
 
 
 def numbers() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs (COUNT, 4, FEATURES), what is to be found (COUNT, 4), and which of the four count, unevenly many."""
+    """Return (inputs (COUNT, 4, FEATURES), targets (COUNT, 4), weights 0 or 1 (COUNT, 4), with more 1 in later samples)."""
     draw = torch.Generator().manual_seed(5)
     x = torch.randn(COUNT, 4, FEATURES, generator=draw)
     weights = torch.rand(COUNT, 4, generator=draw) < torch.linspace(0.1, 1.0, COUNT).unsqueeze(1)
@@ -59,7 +59,7 @@ class Task:
 
 
 class Weighed(Task):
-    """Of each sample other numbers count: the loss is a sum and a count."""
+    """A task whose loss is a pair, (weighted sum, sum of weights), because samples have unequal weights."""
 
     def loss(self, model, batch):
         x, y, weight = batch
@@ -67,7 +67,7 @@ class Weighed(Task):
 
 
 class Held(Weighed):
-    """With held-out data that ranks do not share out evenly, and a figure of merit that is a mean."""
+    """A task with seven samples for validation, which ranks cannot share evenly, and two metrics: a mean and a (sum, count)."""
 
     def dataset(self, split: str):
         return TensorDataset(*(t[: COUNT if split == "train" else 7] for t in numbers()))
@@ -78,7 +78,8 @@ class Held(Weighed):
 
 
 class Stream(IterableDataset):
-    """Numbers in an order that Python's random numbers decide anew in each epoch; so they do with a part of each, `noise`."""
+    """The first `count` samples of `numbers`, in another random order in each epoch, with random noise up to `noise` on the
+    targets. Order and noise come from Python's `random`."""
 
     def __init__(self, count: int, noise: float) -> None:
         self.count, self.noise = count, noise
@@ -92,14 +93,14 @@ class Stream(IterableDataset):
 
 
 class Streamed(Held):
-    """Iterables, of which ranks take turns; the samples to train on fill no whole number of steps."""
+    """A task with iterable datasets, whose samples ranks take in turn. The training samples do not divide into whole steps."""
 
     def dataset(self, split: str):
         return Stream(COUNT - 7, 1.0) if split == "train" else Stream(7, 0.0)
 
 
 class Loaded(Weighed):
-    """A loader of its own for each rank, whose batches are not all of one size."""
+    """A task that returns a `DataLoader` for each rank. Its last batch may be smaller than the others."""
 
     def dataset(self, split: str, rank: int, world: int):
         data = TensorDataset(*numbers())
@@ -113,7 +114,7 @@ class Scheduled(Task):
 
 
 class OnMeta(Task):
-    """A model without memory, that its own code fills; and a state of the task's."""
+    """A task that creates its model on the meta device and initialises it itself, and that has a state of its own to save."""
 
     class Counter:
         def __init__(self) -> None:
@@ -147,7 +148,7 @@ class OnMeta(Task):
 
 
 class Slow(Held):
-    """One whose steps and validations take as long as one says, in seconds."""
+    """A task whose training steps take `slow` seconds longer."""
 
     def __init__(self, slow: float = 0.0) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class Slow(Held):
 
 
 class Hangs(Task):
-    """One of which rank 1 does not come to the forward of a step."""
+    """A task in which rank 1 sleeps before the forward of step `step`."""
 
     def __init__(self, step: int = 3) -> None:
         super().__init__()

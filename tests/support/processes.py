@@ -1,4 +1,4 @@
-"""Processes of tests: Python that finds this package and the tests wherever it runs, and calls with little memory."""
+"""New processes for tests: Python scripts that can import this package and the tests, and calls with limited memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.pool import run_fake
 def run_python(
     *words: str | os.PathLike[str], timeout_s: float = 300.0, **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python *words` at the root of the repository, with these variables beside those of this process."""
+    """Run `python *words` in the root folder of the repository, and return the completed process with its output as text.
+    `environ`: environment variables in addition to those of this process."""
     path = os.pathsep.join(filter(None, sys.path))
     return subprocess.run(
         [sys.executable, *words],
@@ -30,7 +31,7 @@ def run_python(
 
 
 def run_bounded(act: Callable[..., Any], *args: Any) -> tuple[Any, int]:
-    """Call `act(*args)` in a forked process that may map 1 GiB more; return its result and the growth of memory in MiB."""
+    """Call `act(*args)` in a forked process that may map only 1 GiB more. Return (result, growth of its peak memory in MiB)."""
     result: tuple[Any, int] = run_fake(1, 0, _bounded, act, args, timeout_s=600)
     return result
 

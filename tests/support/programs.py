@@ -1,6 +1,6 @@
-"""Programs: a description of a model and of what is done with it, and the run that compares it sharded and unsharded.
+"""Programs: descriptions of a model and of its training steps, and a run that compares them sharded and unsharded.
 
-A `Program` is plain data, so that it travels to ranks and pastes into a file. To see a failure again:
+A `Program` is plain data, so that it can be sent to ranks and pasted into a file. To see a failure again:
 
     from tests.support.programs import Node, Program, run
     run(Program(...))
@@ -42,7 +42,7 @@ TIMEOUT_S = 60.0
 
 
 class Short:
-    """A dataclass that shows only the fields that differ from their defaults."""
+    """Base class of dataclasses whose `repr` has only the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
         changed = [(f, getattr(self, f.name)) for f in dataclasses.fields(self)]  # type: ignore[arg-type]
@@ -51,12 +51,14 @@ class Short:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Node(Short):
-    """One module. `kind`: a key of `LEAVES` or `CONTAINERS`, or "again": a module that stands earlier in the tree already.
+    """One module of a `Program`. `kind`: a key of `LEAVES` or `CONTAINERS`, or "again" for an earlier module of the tree once
+    more.
 
-    `unit`: it is one ("self"), the torch module in a leaf is ("inner"), or both. `turns`: of a loop how often it calls
-    its child, of a branch which child it takes, of "sometimes" and "drop" the ranks that use it, of "again" which module.
-    `turn`: what they follow, "step" or "micro". `checkpoint`: torch's own, by the container, "reentrant" or "plain".
-    `gives`: what its forward returns. `keeps`: it leaves a number in an attribute, which is added to the loss.
+    `unit`: what is a unit: the module ("self"), the torch module inside a leaf ("inner"), or "both". `turns`: for a loop the
+    number of calls of its children, for "pick" the index of a child, in each step or micro-batch (as `turn` says) in turn; for
+    "sometimes" and "drop" the ranks that use it; for "again" the index of the module. `checkpoint`: torch's activation
+    checkpointing of this module, "reentrant" or "plain". `gives`: the form of its output, a key of `GIVES`. `keeps`: its
+    forward stores a number in an attribute, which is added to the loss.
     """
 
     kind: str
@@ -74,12 +76,13 @@ class Node(Short):
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Program(Short):
-    """A model and its steps.
+    """A model and its training steps.
 
-    `ties`: each takes one of the pairs of parameters that fit. `frozen`: parameters by number. `toggles`: of each step after the
-    first, those whose `requires_grad` turns. `order`: backward after "each" forward, or after all of them: of their "sum",
-    the "first" forward first, or the "last". `between`: of each step, what is done beside training. `reduce`: algorithm.
-    `packed_bytes`, `padding_bytes`: limits of the layout, small ones let tiny tensors travel and be cut as large ones do.
+    `ties`: each number chooses a pair of parameters of equal shape and dtype to tie. `frozen`: indices of parameters.
+    `toggles`: for each step after the first, indices of parameters whose `requires_grad` is inverted. `order`: backward after
+    "each" forward, or after all of them: of the "sum" of losses, or of each loss, the "first" or the "last" one first.
+    `between`: for each step, what else is done. `reduce`: the strategy's algorithm of reduces. `packed_bytes`, `padding_bytes`:
+    limits of the layout; with small ones, tiny tensors are sent and sharded as large ones are.
     """
 
     tree: Node
@@ -111,7 +114,7 @@ class Program(Short):
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Where in a program a forward is."""
+    """The step, micro-batch and rank of a forward."""
 
     step: int
     micro: int
@@ -122,7 +125,7 @@ class At:
 
 
 def _list_of(width: int) -> nn.ParameterList:
-    """The last one is never used."""
+    """Return a list of four parameters; the last one is never used."""
     return nn.ParameterList([torch.ones(width), torch.full((LENGTH, width), 0.1), torch.tensor(0.5), torch.ones(2)])
 
 
@@ -152,7 +155,8 @@ NOT_CALLED = ("gain", "list", "outside", "only_outside", "sometimes")  # the tor
 
 
 class Base(nn.Module):
-    """What leaves and containers share: recomputation, the form of outputs, what is kept in an attribute."""
+    """Base class of leaves and containers: its forward calls `body`, with activation checkpointing if the node asks for it, and
+    gives the output the form `node.gives`."""
 
     def __init__(self, node: Node) -> None:
         super().__init__()
@@ -232,12 +236,12 @@ def _loop(node: Node, kids: list[Callable[..., Tensor]], now: int, x: Tensor, *r
 
 
 def _pick(node: Node, kids: list[Callable[..., Tensor]], now: int, x: Tensor, *rest: Any) -> Tensor:
-    """One child, or none."""
+    """Call the child with index `now`; return `x` unchanged if there is none."""
     return kids[now](x, *rest) if now < len(kids) else x
 
 
 def _drop(node: Node, kids: list[Callable[..., Tensor]], now: int, x: Tensor, tokens: Tensor, at: At) -> Tensor:
-    """All ranks call the children, some do not use what comes out."""
+    """Call the children on all ranks, and add their output to `x` only on ranks in `node.turns`."""
     y = _seq(node, kids, now, x, tokens, at)
     return x + y if at.rank in node.turns else x
 
@@ -246,7 +250,7 @@ CONTAINERS = {"seq": _seq, "residual": _residual, "sum": _sum, "loop": _loop, "p
 
 
 class Root(nn.Module):
-    """The tree, and a gain that is always trained."""
+    """The model: the modules of a program's tree, and a factor `gain` that is always trained."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -262,7 +266,7 @@ class Root(nn.Module):
 
 
 def build(program: Program) -> Root:
-    """The unsharded model; its number of parameters decides what the program's numbers stand for."""
+    """Return the unsharded model of a program, with seeded weights. Its indices are taken modulo the number of choices."""
     torch.manual_seed(0)
     made: list[Base] = []
 
@@ -297,12 +301,12 @@ def build(program: Program) -> Root:
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a program may freeze; at least one, which a fresh model has beside its gain."""
+    """Return the parameters that a program may freeze: all but the gain, or a new parameter if there are no others."""
     return [p for name, p in model.named_parameters() if name != "gain"] or [nn.Parameter(torch.zeros(()))]
 
 
 def toggle(model: nn.Module, program: Program, step: int, fixed: set[str]) -> None:
-    """Freeze and unfreeze what the program says, but for those in `fixed`."""
+    """Invert `requires_grad` of the parameters in the program's `toggles` for this step, except those named in `fixed`."""
     if 0 < step <= len(program.toggles):
         names = [name for name, _ in model.named_parameters() if name != "gain"]
         params = dict(model.named_parameters())
@@ -316,7 +320,7 @@ def toggle(model: nn.Module, program: Program, step: int, fixed: set[str]) -> No
 
 
 def data(program: Program, at: At) -> tuple[Tensor, Tensor, Tensor]:
-    """Input, tokens and target of one forward."""
+    """Return (input, tokens, target) of one forward: random, but equal in every run."""
     g = torch.Generator().manual_seed(1000 * at.step + 100 * at.micro + at.rank)
     x, target = torch.randn(2, BATCH, LENGTH, program.width, generator=g).to(device())
     return x.requires_grad_(program.input_grad), torch.randint(VOCAB, (BATCH, LENGTH), generator=g).to(device()), target
@@ -328,7 +332,7 @@ def loss_of(model: Root, x: Tensor, tokens: Tensor, target: Tensor, at: At) -> T
 
 
 def walk(model: Root, step: int, program: Program) -> list[Tensor]:
-    """Forwards and backwards of one step: the losses and the gradients of inputs."""
+    """Run forwards and backwards of one step. Return the losses of all micro-batches, then the gradients of inputs, if any."""
     losses, inputs = [], []
     between = program.between[step] if step < len(program.between) else ""
     for micro in range(program.micros):
@@ -370,7 +374,7 @@ def limits(program: Program) -> Iterator[None]:
 
 
 def case_of(program: Program) -> Case:
-    """Return the case whose steps are those of the program, without what it does before it trains."""
+    """Return the `Case` with the model and the training steps of a program, without what `before_training` does."""
     uses_bf16 = any(p.dtype == torch.bfloat16 for p in build(program).parameters())
     tolerance = THROUGH_BF16 if uses_bf16 else TOLERANCE
     return Case(
@@ -394,7 +398,7 @@ def case_of(program: Program) -> Case:
 
 
 def compare(mesh: Any, program: Program) -> None:
-    """Run a program on this rank, sharded and unsharded."""
+    """Run a program on this rank, sharded and unsharded, and compare each step."""
     with limits(program):
         twins = Twins(mesh, case_of(program))
         plain, model = twins.unsharded, twins.sharded.model
@@ -410,7 +414,7 @@ def compare(mesh: Any, program: Program) -> None:
 
 
 def before_training(program: Program, step: int, model: Root, plain: Unsharded) -> None:
-    """Do what the program does in a step before it trains."""
+    """Do "full_params", "inference" or "abandon" (a forward without a backward), if `program.between` has it for this step."""
     what = program.between[step] if step < len(program.between) else ""
     at = At(step, 0, dist.get_rank())
     if what == "full_params":
@@ -427,7 +431,7 @@ def before_training(program: Program, step: int, model: Root, plain: Unsharded) 
 
 
 def run(program: Program, world: pool.Pool | None = None) -> None:
-    """Run a program on its ranks, of `world` or new ones."""
+    """Run a program, with its comparison, on the ranks of `world`, or on new ones if that is None."""
     __tracebackhide__ = True
     ranks = world or pool.Pool()
     names = HYBRID if program.policy().hybrid else FLAT

@@ -1,4 +1,4 @@
-"""Tests written as the program of one rank: `@on_world(2)` has each of two ranks call the function."""
+"""Decorators that make a test of the program of one rank: under `@on_world(2)`, each of two ranks calls the function."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ def on_mesh(
     pool: str = "world",
     takes: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function that takes a mesh first: each rank of a pool calls it with the mesh of this shape.
+    """Return a decorator that makes a test of `program(mesh, ...)`: each rank of a pool calls it with a mesh of `shape` and
+    `names`.
 
-    `pool`: the fixture, `world` or `ranks`. The function's other parameters are fixtures and parametrized arguments, which
-    travel to the ranks. `shape` may be a function of the arguments, from which it may take those named in `takes`.
+    `pool`: the fixture of the ranks, "world" or "ranks". The program's other parameters are fixtures and parametrized arguments,
+    which are pickled for the ranks. `shape` may be a function that gets the dict of arguments and returns (shape, names); it may
+    remove arguments, which `takes` names, that the program does not have.
     """
 
     def decorate(program: Callable[..., None]) -> Callable[..., None]:
@@ -48,39 +50,41 @@ def on_mesh(
 
 
 def _call(mesh: Any, module: str, name: str, given: dict[str, Any]) -> None:
-    """Call the program of a test, which travels by name: the name is that of the test."""
+    """Call, on a rank, the program that the test `name` of `module` wraps. It is found by name, since it cannot be pickled."""
     getattr(importlib.import_module(module), name).__wrapped__(mesh, **given)
 
 
 def on_world(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`on_mesh` for so many ranks of `world`."""
+    """Return a decorator: each of `num_ranks` ranks of the pool `world` calls the program with a 1-D mesh."""
     return on_mesh((num_ranks,))
 
 
 def on_num_ranks(program: Callable[..., None]) -> Callable[..., None]:
-    """`on_mesh` for so many ranks of `world` as the parametrized argument `num_ranks` says."""
+    """Decorator: as many ranks of the pool `world` as the test's argument `num_ranks` says call the program with a 1-D mesh."""
     return on_mesh(lambda given: ((given.pop("num_ranks"),), ("shard",)), takes=("num_ranks",))(program)
 
 
 def on_worlds(program: Callable[..., None]) -> Callable[..., None]:
-    """`on_mesh` for three ranks, which divide no rows; under `make test-all` also for two, compared bit for bit, and four."""
+    """Decorator: three ranks, which divide no rows evenly, call the program with a 1-D mesh. `make test-all` runs the test also
+    on two and on four ranks."""
     return pytest.mark.parametrize("num_ranks", sampled([2, 3, 4], (3).__eq__))(on_num_ranks(program))
 
 
 def on_strategy(program: Callable[..., None]) -> Callable[..., None]:
-    """`on_mesh` for a program that takes the name of a strategy: two ranks, or two by two."""
+    """Decorator for a program with an argument `strategy`, a name: runs it on two ranks, or if it is hybrid on two by two."""
     return on_mesh(lambda given: mesh_of(STRATEGIES[given["strategy"]]))(program)
 
 
 def on_job(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`on_mesh` for a job of so many ranks, which libraries take for all that there are."""
+    """Return a decorator: each rank of a job of exactly `num_ranks` ranks calls the program. For libraries that use all ranks."""
     return on_mesh((num_ranks,), pool="ranks")
 
 
 def under_strategies(
     *usual: str, num_ranks: int = 2, but: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function (mesh, strategy) under the `usual` strategies, and under all `but` some with `make test-all`."""
+    """Return a decorator that makes a test of `program(mesh, strategy)` for each strategy not in `but`. `make test` runs the
+    `usual` ones, `make test-all` all. The mesh has `num_ranks` ranks, or for hybrid strategies two by two."""
 
     def mesh(arguments: dict[str, Any]) -> Mesh:
         arguments["strategy"] = STRATEGIES[arguments["strategy"]]

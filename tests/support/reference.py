@@ -1,4 +1,4 @@
-"""Gradients and parameters of a sharded model with all their rows, and the comparison of tensors by name."""
+"""Full gradients and parameters of a sharded model, and the comparison of tensors by name."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def adamw(params: Any) -> torch.optim.AdamW:
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies with all rows, joined here because `full_tensor` knows no uneven strided shards; a collective.
-
-    Replicated values must be equal on all ranks. The last mesh axis cuts first, so the first one is joined first.
-    """
+    """Return name -> full copy of each tensor; shards of DTensors are joined over all ranks. Collective. Fails if values that are
+    replicated differ between ranks."""
+    # Joined here because `full_tensor` lacks uneven strided shards. The last mesh axis splits first: join the first one first.
     parts = {name: local_of(t).detach().clone() for name, t in tensors.items()}
     cut = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
     if not cut:
@@ -42,19 +41,19 @@ def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
-    """The gradient of every parameter with all its rows; a collective."""
+    """Return name -> full gradient of every parameter, None if it has none. Collective."""
     found = {name: p.grad for name, p in model.named_parameters()}
     full = whole({name: grad for name, grad in found.items() if grad is not None})
     return {name: full.get(name) for name in found}
 
 
 def params_of(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter with all its rows; a collective."""
+    """Return name -> full copy of every parameter. Collective."""
     return whole(dict(model.named_parameters()))
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Return the local tensor of a DTensor, and any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -64,7 +63,8 @@ def assert_close(
     tolerance: float = 1e-6,
     least: Mapping[str, float] | float = 0.0,
 ) -> None:
-    """Each tensor's largest error is at most `tolerance` of the largest value wanted, or of `least` if that is more."""
+    """Fail unless `found` and `wanted` have the same names, shapes and Nones, and the largest error of each tensor is at most
+    `tolerance` times the largest value of its wanted tensor, or times `least` (for all, or by name) if that is more."""
     assert found.keys() == wanted.keys()
     problems = []
     for name, expected in wanted.items():

@@ -1,4 +1,4 @@
-"""Commands that refuse their input."""
+"""An assertion that a command refuses its input."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from accordion import cli
 
 
 def refused(capture: pytest.CaptureFixture[str], words: list[str], said: str, run: Any = None) -> str:
-    """Assert that a command ends with the exit code of bad input and one line on stderr that has `said` in it.
+    """Assert that a command ends with the exit code of bad input, and with one line on stderr that contains `said`.
 
-    `run`: of a script in place of the command that `words` name. Returns what was printed to stdout.
+    Returns what the command printed to stdout. `run`: function of `words` that runs in place of the command.
     """
     capture.readouterr()
     assert cli.main(words, run) == cli.BAD_INPUT

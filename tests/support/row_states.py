@@ -1,4 +1,4 @@
-"""Optimizers whose states are not shaped like what they are of: stand-ins for those of other libraries."""
+"""Optimizers whose states differ in shape from their parameters: stand-ins for low-bit optimizers of other libraries."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def placed(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 class InBlocks(torch.optim.Optimizer):
-    """A moment of 8 bits: `codes` (uint8, of the parameter's shape), `absmax` of each block of it, `table`, and a count.
+    """SGD with a moment in 8 bits. States: `codes` (uint8, shape of the parameter), `absmax` of each block, `table`, and `step`.
 
-    `load_state_dict` keeps dtypes, as that of bitsandbytes does; torch's own casts states to the parameter's.
+    `load_state_dict` keeps dtypes of states, as that of bitsandbytes does; torch's casts them to the dtype of the parameter.
     """
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
@@ -78,7 +78,7 @@ class InBlocks(torch.optim.Optimizer):
 
 
 class Packed(InBlocks):
-    """Two elements in a byte: nothing has the parameter's shape."""
+    """SGD with a moment in 4 bits: two elements in a byte, so that no state has the shape of its parameter."""
 
     def begin(self, p: Tensor, state: dict[str, Any]) -> None:
         state["packed"] = torch.full(((p.numel() + 1) // 2,), 0x88, dtype=torch.uint8, device=p.device)

@@ -1,4 +1,4 @@
-"""Choose the part of a parameter grid that `make test` runs; `make test-all` runs all of it."""
+"""Choose the rows of a parameter grid that `make test` runs; `make test-all` runs all rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 
 def sampled(rows: Iterable[Any], usual: Callable[..., bool]) -> list[Any]:
-    """`rows` for `parametrize`: tuples, or single values; those of which `usual` is false are marked `slow`."""
+    """Return `rows`, tuples or single values, for `pytest.mark.parametrize`. Rows for which `usual(*row)` is false get the mark
+    `slow`, so that only `make test-all` runs them."""
     found = []
     for row in rows:
         values = row if isinstance(row, tuple) else (row,)
@@ -21,7 +22,7 @@ def sampled(rows: Iterable[Any], usual: Callable[..., bool]) -> list[Any]:
 
 
 def drawn(rows: Iterable[tuple[Any, ...]], count: int, group: Callable[..., Any]) -> set[tuple[Any, ...]]:
-    """`count` rows of each group, the same in every run."""
+    """Return up to `count` random rows of each group, equal in every run. `group(*row)`: the key of a row's group."""
     groups: dict[Any, list[tuple[Any, ...]]] = defaultdict(list)
     for row in rows:
         groups[group(*row)].append(row)
@@ -30,6 +31,6 @@ def drawn(rows: Iterable[tuple[Any, ...]], count: int, group: Callable[..., Any]
 
 
 def turns(rows: Iterable[Any], columns: Iterable[Any], count: int = 1) -> set[tuple[Any, Any]]:
-    """Each row with `count` columns in turn, so that every column comes about as often as any other."""
+    """Return (row, column) pairs: each row with the next `count` columns of a cycle, so that columns are equally frequent."""
     cycle = itertools.cycle(columns)
     return {(row, next(cycle)) for row in rows for _ in range(count)}

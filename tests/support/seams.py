@@ -1,4 +1,4 @@
-"""Every name with an underscore that the integrations override or read in a library, where it is and what for."""
+"""The private names of other libraries that the integrations override or read, and a check that these still exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seam:
-    """`module`, `owner`, `name`: where it is. `versions`: of the library in which it was read. `use`: ends "so that ..."."""
+    """A private name of a library: attribute `name` of class `owner` in `module`. `versions`: versions of the library that have
+    the name. `use`: what it is needed for, the end of a sentence "so that ..."."""
 
     module: str
     owner: str
@@ -79,7 +80,7 @@ SEAMS = [
 
 
 def lost() -> Iterator[str]:
-    """A sentence for each seam that the installed libraries lack; one that is not installed lacks none."""
+    """Yield a sentence for each of `SEAMS` that its library lacks. Libraries that are not installed are left out."""
     for seam in SEAMS:
         if find_spec(seam.module.partition(".")[0]) is None:
             continue

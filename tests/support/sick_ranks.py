@@ -1,4 +1,4 @@
-"""Ranks of `accordion doctor` with one fault each: functions of a module, since they are pickled by name."""
+"""Functions that start a rank of `accordion doctor` with one fault each, in place of `accordion.doctor.ranks.start`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accordion.workers.ranks import Seat
 
 
 def slow(seat: Seat) -> RankExam:
-    """Return an exam whose gathers are slow."""
+    """Return an exam (the measurements of one rank) whose gathers take 2 s longer."""
 
     def slow_gather(link, full, shard, plain=ranks._gather):
         time.sleep(2.0)
@@ -22,7 +22,7 @@ def slow(seat: Seat) -> RankExam:
 
 
 def slow_exchange(seat: Seat) -> RankExam:
-    """Return an exam whose all-to-alls are slow."""
+    """Return an exam (the measurements of one rank) whose all-to-alls take 2 s longer."""
 
     def slow_exchange(heads, group, split, join, plain=ranks.exchange):
         time.sleep(2.0)
@@ -33,7 +33,7 @@ def slow_exchange(seat: Seat) -> RankExam:
 
 
 def wrong_messages(seat: Seat) -> RankExam:
-    """Return an exam that gathers zeros from the second rank."""
+    """Return an exam (the measurements of one rank) in which gathers receive zeros from the second rank."""
 
     def broken(link, full, shard, plain=ranks._gather):
         plain(link, full, shard)

@@ -1,7 +1,7 @@
-"""Programs in which one rank diverges from the others, and the sentences that the others print.
+"""Programs (`WAYS`) in which one rank diverges from the others, and the sentences that the others must print.
 
-`python -m tests.support.ways --only a,b` runs the programs whose names contain one of these words (`=name`: the whole name) and
-prints the outcomes as JSON.
+`python -m tests.support.ways --only a,b` runs the programs whose names contain "a" or "b", and prints the outcomes as JSON. With
+`=a` the whole name must be "a"; without `--only` all programs run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def fills_disk(script: Script) -> None:
 
 
 def ends_its_loop(script: Script) -> None:
-    """Take fewer steps than the others, as with early stopping, a shorter loader, or a skipped batch."""
+    """End the loop of training before the other ranks do, as with early stopping or a shorter loader."""
     raise StopIteration
 
 
@@ -127,7 +127,7 @@ def evaluates(script: Script) -> None:
 
 
 def evaluates_more(script: Script) -> None:
-    """Evaluate one batch more than the others."""
+    """Evaluate one batch, and a second one on the rank that diverges."""
     for _ in range(1 + script.here):
         evaluates(script)
 
@@ -184,7 +184,7 @@ def deletes_model(script: Script) -> None:
 
 
 def waits_for_thread(script: Script) -> None:
-    """Wait for a queue whose thread has died."""
+    """Wait for ever for a row in a queue, whose thread has died."""
     rows: queue.Queue[int] = queue.Queue()
     threading.Thread(target=is_bad_hook, daemon=True).start()
     rows.get()
@@ -196,7 +196,7 @@ def loops(script: Script) -> None:
 
 
 def holds_lock(script: Script) -> None:
-    """Call C code that does not release Python's lock, so no thread of this process runs."""
+    """Call C code that sleeps without releasing the GIL, so that no thread of this process runs."""
     import ctypes
 
     ctypes.PyDLL(None).sleep(1000)
@@ -322,20 +322,20 @@ def makes_scheduler(script: Script) -> None:
 
 
 def plateaus(script: Script) -> None:
-    """Step ReduceLROnPlateau with this rank's own loss."""
+    """Step a `ReduceLROnPlateau` with losses of this rank alone, which lower its learning rate."""
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(script.optimizer, patience=0)
     for loss in (1.0, 2.0, 3.0):
         scheduler.step(loss)
 
 
 def accumulates(script: Script) -> None:
-    """Run one micro-batch more than the others, under no_sync."""
+    """Run an additional micro-batch, under `no_sync`."""
     with acc.no_sync(script.model):
         script.loss(*a_batch(script)).backward()
 
 
 def adds_group(script: Script) -> None:
-    """Move the last parameter to a second parameter group; the others have one group."""
+    """Move the last parameter to a second parameter group; other ranks have one group."""
     params = script.optimizer.param_groups[0]["params"]
     script.optimizer.add_param_group({"params": [params.pop()], "lr": 1e-3})
 
@@ -423,7 +423,7 @@ def given() -> Iterator[Way]:
 
 
 class Rows(Dataset[Tensor]):
-    """Four rows; `read` is called with the index of each row that is read."""
+    """A dataset of four rows that calls `read` with the index of each row that it returns."""
 
     def __init__(self, read: Callable[[int], object]) -> None:
         self.read = read
@@ -437,7 +437,7 @@ class Rows(Dataset[Tensor]):
 
 
 def loads_rows(deed: Deed) -> Deed:
-    """Load rows with a worker, which runs `deed` at the third row."""
+    """Return a function that loads rows with a worker process of a `DataLoader`, which runs `deed` at the third row."""
 
     def loads(script: Script) -> None:
         rows = Rows(lambda i: deed(script) if i == 2 else None)
@@ -474,7 +474,7 @@ def calls_in_child(script: Script) -> None:
 
 
 def calls_in_thread(script: Script) -> None:
-    """Call the model from a second thread while this one is inside."""
+    """Call the model from a second thread during a forward on this one, and raise the error of that call."""
     errors: list[BaseException] = []
 
     def call() -> None:
@@ -490,7 +490,7 @@ def calls_in_thread(script: Script) -> None:
 
 
 def retries(in_backward: bool) -> Deed:
-    """Run the batch in two halves after an out-of-memory error."""
+    """Return a function that runs a batch, gets an out-of-memory error in its forward or backward, and then runs two halves."""
 
     def deed(script: Script) -> None:
         tokens, targets = a_batch(script)
@@ -508,7 +508,7 @@ def retries(in_backward: bool) -> Deed:
 
 
 def skips_after_error(script: Script) -> None:
-    """Wrap a step in `except Exception: continue`, which takes the next batch."""
+    """Run a batch whose forward raises, and swallow the error, as a loop with `except: continue` does."""
     handle = script.model.blocks[1].register_forward_pre_hook(is_bad_hook)
     try:
         script.loss(*a_batch(script)).backward()
@@ -517,7 +517,7 @@ def skips_after_error(script: Script) -> None:
 
 
 def handles(then: Callable[[], object], *, catches: bool = False) -> Deed:
-    """Programs in which a rank does something else while it handles an error, in `finally` or in `except` before the end."""
+    """Return a function that calls `then()` while it handles an error, then raises the error, or with `catches` exits with 1."""
 
     def deed(script: Script) -> None:
         try:
@@ -561,7 +561,7 @@ def shards_two(script: Script) -> None:
 
 
 def turns_two_round(script: Script) -> None:
-    """Train a GAN whose parts are called in another order on one rank."""
+    """Train two models, as in a GAN, which the rank that diverges calls in another order."""
     tokens, targets = a_batch(script)
     two = [script.model, script.second]
     for model in reversed(two) if script.here else two:
@@ -576,7 +576,7 @@ def backs_twice(script: Script) -> None:
 
 
 def penalises(script: Script) -> None:
-    """Compute gradients of the input first on one rank."""
+    """Run a forward and a backward, between which the rank that diverges calls `autograd.grad` for one parameter."""
     out = script.model(a_batch(script)[0])
     if script.here:
         torch.autograd.grad(out.sum(), [script.model.blocks[0].norm.weight], retain_graph=True, allow_unused=True)
@@ -607,7 +607,7 @@ def saves_two(script: Script) -> None:
 
 
 def saves_in_background_and(then: Deed) -> dict[str, Deed]:
-    """Start a background save, during which one rank ends."""
+    """Return functions for `Way.all_do`: all ranks save in the background, and one rank runs `then` meanwhile."""
 
     def begins(script: Script) -> None:
         script.saving = acc.save(f"{script.folder}/step", script.model, script.optimizer, background=True)
@@ -677,7 +677,7 @@ def with_errors() -> Iterator[Way]:
 
 
 def streams_and(deed: Deed) -> Deed:
-    """Stream the weights, a tensor at a time; run `deed` on one rank after the second one."""
+    """Return a function that streams the weights, one tensor at a time. The rank that diverges runs `deed` at the second one."""
 
     def streams(script: Script) -> None:
         for i, _ in enumerate(acc.stream_weights(script.model, 1)):
@@ -688,7 +688,7 @@ def streams_and(deed: Deed) -> Deed:
 
 
 def of_all() -> Iterator[Way]:
-    """All ranks call the same function, which does something else on rank `one`."""
+    """Yield ways in which all ranks call one function, which does something else on the rank that diverges."""
     two: dict[str, Deed] = {"before_training": shards_two, "loader": turns_two_round}
     yield Way("calls two models in another order", "absent|other unit|circle", "", "loader", all_do=two)
     other: dict[str, Deed] = {"before_training": saves_two, "loader": loads_elsewhere}
@@ -744,13 +744,14 @@ WAYS: dict[str, Way] = {way.name: way for make in MAKERS for way in make()}
 
 
 def pattern_of(sentence: str, rank: int) -> str:
-    """Return a regular expression of a sentence's text."""
+    """Return a regular expression for the text of `SENTENCES[sentence]`, with `rank` as the rank that it is about."""
     text = re.escape(SENTENCES[sentence].replace("{rank}", str(rank)))
     return re.sub(r"\\{.*?\\}", ".*", text)
 
 
 def is_expected(outcome: Outcome) -> bool:
-    """Return True if each rank that should print did so in time: its sentence, which matches `also` too."""
+    """Return True if each rank that should print a sentence printed, in time, one of those that its `Way` names, which matches
+    `also`. If no rank should print, return True if all ended in time with exit code 0."""
     way = outcome.way
     if way.sentence == "nothing":
         return not outcome.late and not any(outcome.codes.values())

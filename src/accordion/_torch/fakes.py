@@ -31,7 +31,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 ASKS_DEVICE: Any = torch.ops.prim.device.default
-"""The operator that reads the device of a fake tensor: two of three operators that a dispatch mode sees."""
+"""The operator that reads the device of a fake tensor. Two of three operators that a dispatch mode sees are this one."""
 
 
 def fake_device(tensor: Any) -> Any:
@@ -40,7 +40,7 @@ def fake_device(tensor: Any) -> Any:
 
 
 def fake_metadata(tensor: Any) -> Any:
-    """Return (shape, strides, dtype, device) of a fake tensor; None if it is not fake, not strided, complex, or constant."""
+    """Return (shape, strides, dtype, device) of a fake tensor; None if it is not fake, not strided, complex, or a constant."""
     if type(tensor) is not _fake.FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
         return None
     if tensor.dtype.is_complex:  # may be marked as conjugated

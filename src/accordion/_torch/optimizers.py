@@ -46,7 +46,7 @@ def has_counted_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def counts_itself(step: Callable[..., Any]) -> None:
-    """Mark a method `step` that calls `count_step`, so that learning rate schedulers do not wrap it."""
+    """Mark an optimizer's `step`, which must call `count_step` itself, so that learning rate schedulers do not wrap it."""
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 

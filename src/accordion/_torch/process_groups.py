@@ -48,7 +48,8 @@ def collective(group: Any, name: str) -> Callable[..., Any]:
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """Return the timeout of the backend of `group` for `device`; None if it reports none. No public name (2.11 to 2.15)."""
+    """Return the timeout of the backend of `group` for `device`; None if there is no such backend, or it has no timeout. No
+    public name (2.11 to 2.15)."""
     try:
         backend = group._get_backend(device)
         timeout: timedelta = getattr(backend, "wrapped_pg", backend).options._timeout

@@ -60,8 +60,8 @@ def assert_on_device(condition: Tensor, text: str) -> None:
 
 
 def asked_grad_dtype(param: Tensor) -> tuple[bool, torch.dtype | None]:
-    """Return (True if the user has set `param.grad_dtype`, its value); the value None allows gradients of any dtype. Before torch
-    2.15, the value counts as not set by the user if it is the parameter's own dtype."""
+    """Return (True if the user has set `param.grad_dtype`, value of `param.grad_dtype`). The value None allows gradients of any
+    dtype. Before torch 2.15 the parameter's own dtype counts as not set by the user."""
     dtype = param.grad_dtype
     was_set = getattr(param, "_has_grad_dtype_override", dtype != param.dtype)
     return bool(was_set), dtype
@@ -107,7 +107,7 @@ def own_versions_of(tensors: Sequence[Tensor]) -> int:
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
-    """Replace the local tensor of a DTensor, which stays the same object for optimizers. No public name."""
+    """Make `local` the local tensor of the DTensor `tensor`, which stays the same object for optimizers. No public name."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 

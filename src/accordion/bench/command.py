@@ -105,9 +105,9 @@ def run(words: list[str]) -> int:
 
 
 def measure(chosen_options: Any, job: Callable[[Any], Page], command: str = "") -> int:
-    """Run `job(chosen_options)`, print the page that it returns, and write it into `FOLDER`, and also into the file of the option
-    `report` if there is one, with `command`. Returns 0. Raises `UsageError` before the run if an option is out of its limits, or
-    if nothing can be written to a folder."""
+    """Run `job(chosen_options)`, print the page that it returns, and write it into `FOLDER`, and as Markdown with `command`
+    into the file of the option `report`, if it is set. Returns 0. Raises `UsageError` before the run if an option is out of its
+    limits, or if one of these folders cannot be written to."""
     check_limits(chosen_options)
     report = getattr(chosen_options, "report", None)
     for folder in (FOLDER, *([] if report is None else [Path(report).parent])):

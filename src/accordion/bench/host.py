@@ -26,8 +26,8 @@ PEERS = ("fsdp2", "fsdp1")
 
 class HostLoop:
     """Steps (forward and backward) of a model of `blocks` tiny units on one simulated rank, sharded as `contender` does. The
-    constructor runs `WARM` steps, and from then on collectives of the rank's "still" group copy nothing. `rows`: rows of each
-    parameter."""
+    constructor runs `WARM` steps. After these, collectives of the rank's "still" group copy nothing, and garbage collections
+    ignore all objects that exist by then. `rows`: rows of each parameter."""
 
     def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
         torch.manual_seed(0)

@@ -24,7 +24,8 @@ FACTORS = {
 
 
 class Wire(_torch.DispatchMode):
-    """Context manager that counts the bytes that this rank sends and the collectives that it launches, by kind of collective.
+    """Context manager that counts bytes that this rank sends (`num_bytes`) and collectives that it launches (`launches`), both as
+    kind of collective -> count.
 
     Bytes are those of the best algorithm: (n - 1) / n of the full tensors for an all-gather, a reduce-scatter, an all-to-all
     and a broadcast, twice that for an all-reduce, the whole message for a send. Traffic of a store is not counted.

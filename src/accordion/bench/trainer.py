@@ -107,7 +107,7 @@ class Trainer:
         reserved memory during the step ("allocated", "reserved").
 
         On CPU, "rest" and "allocated" count storages that operators made, without temporaries inside operators and the backend,
-        and "reserved" is the highest resident set of the process.
+        and "reserved" is the highest resident set of the process: on Linux in this step, elsewhere since the process started.
         """
         if self._allocations is None:
             self._synchronise()
