@@ -265,8 +265,8 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 # Lines that each folder may have, and the files beside them. Raising one takes a line in CHANGELOG.md that names the user who
 # needs it; whoever makes a folder smaller lowers its budget.
 BUDGETS = {
-    "_torch": 980,
-    "bench": 1160,
+    "_torch": 990,
+    "bench": 1170,
     "checkpoint": 4150,
     "compat": 3450,
     "doctor": 590,
@@ -288,7 +288,7 @@ BUDGETS = {
     "train": 6030,
     "weights": 2150,
     "workers": 310,
-    "files beside them": 2950,
+    "files beside them": 2980,
 }
 
 
