@@ -44,7 +44,7 @@ TENSOR_BYTES = 2**24
 
 
 class CheckpointLoop:
-    """One rank with its shards of a model's state, saved and loaded as `kind` in `KINDS`."""
+    """One rank that saves and loads its shards of a model's state of `num_bytes`, as `kind`, a key of `KINDS`, does."""
 
     def __init__(self, seat: Seat, kind: str, num_bytes: int, folder: str) -> None:
         self._kind, self._folder, self._turn = kind, Path(folder) / kind, 0
@@ -60,7 +60,8 @@ class CheckpointLoop:
         self._copy = torch.empty(0)
 
     def turn(self) -> dict[str, float]:
-        """Return the seconds of a "save", of the part of a background save that a step waits for ("block"), and of a "load"."""
+        """Save and load once, remove the files, and return seconds: of a "save", of the part of a background save for which a
+        step waits ("block"), and of a "load". A kind that cannot do one of these leaves it out. Collective."""
         self._turn += 1
         path = self._folder / f"{self._turn}"
         if self._rank == 0:
@@ -146,7 +147,7 @@ class CheckpointLoop:
 
 @contextmanager
 def _without_sums() -> Iterator[None]:
-    """Context manager in which all checksums are equal and a load verifies none; for this measurement only."""
+    """Context manager in which saves write a constant in place of checksums, and loads verify none; for this measurement only."""
 
     class Same:
         def __init__(self, kind: str) -> None:
@@ -163,7 +164,7 @@ def _without_sums() -> Iterator[None]:
 
 
 def _read_once(path: Path, rank: int) -> None:
-    """Read the files on rank 0, so that the timed load is not the first reading since they were written.
+    """On rank 0 read the files below `path`, so that the timed load is not their first reading; on other ranks do nothing.
 
     On a virtual disk, the first reading of a file took up to 2.2 times as long as a later one, even a minute later. So the
     first reading would compare ways of writing, not of reading.
@@ -178,7 +179,7 @@ def _read_once(path: Path, rank: int) -> None:
 
 
 def _forget(path: Path) -> None:
-    """Drop the files from the system's cache, so that a load reads the disk."""
+    """Drop the files below `path` from the page cache, so that a load reads the disk. Does nothing unless on Linux."""
     with suppress(AttributeError):  # Linux only
         for file in path.rglob("*"):
             if file.is_file():
@@ -188,7 +189,8 @@ def _forget(path: Path) -> None:
 
 
 def page_of(turns: Mapping[str, list[list[dict[str, float]]]], what: str, machine: dict[str, Any]) -> Page:
-    """Return the page. `turns`: by kind and round, the times of each rank; the slowest counts, and the first round does not."""
+    """Return the result page. `turns`: kind -> [round][rank] result of `CheckpointLoop.turn`. The time of a round is that of its
+    slowest rank; the first round is left out. `what`: first note. `machine`: from `describe`."""
     times = {
         kind: {name: [max(rank[name] for rank in ranks) for ranks in rounds[1:]] for name in rounds[0][0]}
         for kind, rounds in turns.items()

@@ -110,10 +110,10 @@ class Llama(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A Llama to train. `masters`: parameters are float32 and computed with in bf16; otherwise they are bf16.
+    """A Llama to train. `masters`: parameters are float32, and the model computes in bf16; otherwise parameters are bf16 too.
 
-    `wide`: the optimizer keeps 8 bytes per parameter whatever its dtype. `meta`: weights are created after sharding.
-    `compiled`: torch.compile's backend for each block; empty: not compiled.
+    `recompute`: recompute activations of blocks. `wide`: the optimizer keeps 8 bytes per parameter whatever its dtype. `meta`:
+    weights are created after sharding. `compiled`: backend of torch.compile for each block; "": not compiled.
     """
 
     preset: LlamaShape
@@ -133,7 +133,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """FLOPs of one rank's step as MFU counts them: 6 per parameter and token (no embedding), causal attention halved."""
+        """FLOPs of one rank's step as MFU counts them: 6 per token and parameter (no embedding), causal attention halved."""
         p, tokens = self.preset, self.batch * self.seq
         return 6 * tokens * (self.num_params - p.vocab * p.hidden) + 6 * p.layers * tokens * self.seq * p.hidden
 
@@ -160,9 +160,10 @@ class WideAdam(torch.optim.Optimizer):
 
 
 class MasterLoop(Loop):
-    """Unsharded training of a bf16 model with float32 masters kept by hand, which is the least that masters can cost.
+    """A `Loop` that trains an unsharded bf16 model, and steps float32 copies (masters) of its parameters: the least that
+    masters cost.
 
-    Autocast is not used, since it keeps some activations in float32, which none of the other contenders does.
+    Autocast is not used, since it keeps some activations in float32, which no other contender does.
     """
 
     def __init__(self, model: nn.Module, device: str) -> None:
@@ -181,7 +182,7 @@ class MasterLoop(Loop):
 
 
 def trainer_of(seat: Seat, contender: str, case: Case) -> Trainer:
-    """Return the trainer of `case` under plain, fsdp2 or accordion."""
+    """Build the model of `case`, shard it as `contender` ("plain", "fsdp2" or "accordion") does, and return its `Trainer`."""
 
     def build() -> Loop:
         torch.manual_seed(0)
@@ -232,7 +233,7 @@ def world_of(device: str, num_ranks: int = 1, **more: Any) -> World:
 
 
 def attempt(name: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result of `call`, or {"failed": reason} if it raises `BenchError`."""
+    """Return the result of `call`. If it raises `BenchError`, print that with `name` and return {"failed": reason}."""
     try:
         return call()
     except BenchError as error:
@@ -247,20 +248,21 @@ Figures = Iterator[tuple[Table, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes of all parts."""
+    """The sizes of all parts. `one_rank`: of (a), and of (e) with fewer layers. `rounds`, `steps`: turns, and measured steps
+    per turn. `unit_bytes`: of (d). `compiler`: of (e). `planned`: cases of (f)."""
 
     one_rank: Case
     rounds: int
     steps: int
     simulated: tuple[tuple[str, Case, int], ...]
-    """(name of the shape, case, number of ranks) of each."""
+    """For (b): (name of the shape, case, number of simulated ranks)."""
     unit_bytes: tuple[int, ...]
     compiler: str
     planned: tuple[Case, ...]
 
 
 def full_sizes(memory_gib: float = ROOM_GIB) -> Sizes:
-    """Return the sizes for a device: with half of `ROOM_GIB`, (a) and (e) have half the layers and batch, and so on."""
+    """Return the sizes for a device of `memory_gib` GiB. Each halving of `ROOM_GIB` halves layers and batch of (a) and (e)."""
     halvings = max(0, math.ceil(math.log2(ROOM_GIB / memory_gib)))
     llama, big = TRAINED["llama-1b"], partial(Case, recompute=True, wide=True, meta=True, batch=1)
     shapes = {
@@ -301,7 +303,11 @@ def tiny_sizes() -> Sizes:
 
 
 def turns_of(cases: Mapping[str, Case], device: str, sizes: Sizes) -> dict[str, Any]:
-    """Measure interleaved turns on one rank. Keys are contenders, or a contender and a suffix: "fsdp2 compiled"."""
+    """Measure `cases` on one rank in interleaved turns. `cases`: contender, perhaps with a suffix ("fsdp2 compiled") -> case.
+
+    Returns key of `cases` -> {"losses": of 3 steps, "started_s": seconds of start and these, "memory": `Trainer.memory`, "steps":
+    [round][step] seconds, "host_ms": median host time of a step}, or {"failed": reason}.
+    """
     results: dict[str, Any] = {}
     teams: dict[str, WorkerTeam] = {}
 
@@ -334,13 +340,13 @@ def turns_of(cases: Mapping[str, Case], device: str, sizes: Sizes) -> dict[str, 
 
 
 def card_of(device: str) -> str:
-    """Return the planner's name of the device; empty for a GPU that it does not know."""
+    """Return the planner's name of this machine's device; "" if the planner does not know it."""
     name = describe(device)["device"].lower().replace(" ", "")
     return next((gpu for gpu in GPUS if gpu.partition("-")[0] in name), "")
 
 
 def over_plain(results: Mapping[str, Any], name: str) -> str:
-    """Return the ratio of a contender's step to plain's with the same suffix; empty if plain failed."""
+    """Return, as text, the step time of `name` divided by that of "plain" with the same suffix; "" if "plain" failed."""
     base = results["plain" + name.removeprefix(name.split()[0])]
     return "" if "failed" in base else spread(ratio(results[name]["steps"], base["steps"]), 1, 4)
 
@@ -350,7 +356,8 @@ def not_run(name: str, result: Mapping[str, Any], columns: Sequence[str]) -> lis
 
 
 def one_rank(sizes: Sizes, device: str) -> Figures:
-    """(a) Measure step time, MFU and memory of one rank. Masters take twice the memory, so their model has half the layers."""
+    """(a) Measure step time, MFU and memory of one rank, in bf16 and with float32 masters. Masters take twice the memory, so that
+    model has half the layers. Yields (table, all results so far)."""
     case, data = sizes.one_rank, {}
     halved = replace(case.preset, layers=max(1, case.preset.layers // 2))
     card = card_of(device)
@@ -385,14 +392,14 @@ def _rows(results: Mapping[str, Any], case: Case, peak: float | None, columns: S
 
 
 def added(results: Mapping[str, Any]) -> list[float]:
-    """Return by round the time that ours adds to plain, over the time that FSDP2 adds."""
+    """Return for each round: (time that accordion adds to a step of "plain") / (time that FSDP2 adds to it)."""
     by_round = {n: [quartiles(turn).median for turn in r["steps"]] for n, r in results.items()}
     plain, ours, theirs = by_round["plain"], by_round[OURS], by_round["fsdp2"]
     return [(a - p) / (b - p) if b != p else 0.0 for p, a, b in zip(plain, ours, theirs, strict=True)]
 
 
 def compiled(sizes: Sizes, device: str) -> Figures:
-    """(e) Measure compiled blocks, and blocks that are not compiled."""
+    """(e) Measure start and step time with compiled blocks, and with blocks that are not. Yields one (table, results)."""
     case = sizes.one_rank
     case = replace(case, preset=replace(case.preset, layers=max(1, case.preset.layers // 4)))
     cases = dict.fromkeys(NAMES, case) | {f"{n} compiled": replace(case, compiled=sizes.compiler) for n in NAMES}
@@ -456,7 +463,8 @@ def alone(name: str, case: Case, num_ranks: int, device: str) -> dict[str, Any]:
 
 
 def planned(sizes: Sizes, device: str) -> Figures:
-    """(f) Compare plans with measurements (bf16, float32 masters, fused AdamW). The first size calibrates the others' times."""
+    """(f) Compare planned memory and time with measurements (bf16, float32 masters, fused AdamW). The ratio of the first size
+    scales the planned times of the others. Yields (table, all results so far)."""
     card = card_of(device)
     rows, data, scale = list[list[str]](), list[dict[str, Any]](), 0.0
     columns = ["", "peak GiB", "planned", "", "reserved GiB", "planned", "", "step ms", "planned", "", "calibrated", ""]
@@ -479,7 +487,7 @@ def planned(sizes: Sizes, device: str) -> Figures:
 
 
 def plan_of(case: Case, card: str) -> dict[str, Any]:
-    """Return the plan of the training of `case`; the model is on the meta device."""
+    """Return, as a dict, the plan of training `case` on one GPU `card`, or an H100 if that is "". Allocates no weights."""
     with torch.device("meta"):
         model = Llama(case.preset, recompute=case.recompute).train()
     batch = batch_of(0, 0, (case.batch, case.seq), case.preset.vocab)
@@ -501,16 +509,17 @@ def _off(planned: float, measured: float) -> str:
 
 
 class Wires:
-    """One rank with its device's backend, to time gathers and reduces."""
+    """One rank that times gathers and reduces with the backend of its device."""
 
     def __init__(self, seat: Seat) -> None:
         self._device = seat.device
         self._link = Communicator(dist.group.WORLD, seat.device)
 
     def unit(self, num_bytes: int, repeats: int) -> dict[str, list[float]]:
-        """Return device seconds of gather and reduce, ours and flat, for a unit of `num_bytes` in bf16.
+        """Time gather and reduce of a unit of `num_bytes` in bf16. Return "gather", "flat gather", "reduce" and "flat reduce"
+        -> device seconds of each of `repeats`.
 
-        The unit has seven matrices in the proportions of a Llama block. "flat" is as FSDP2 does it: shards are copied into
+        The unit has seven matrices in the proportions of a Llama block. "flat" is as in FSDP2: shards are copied into
         one buffer, gathered, and copied out to the parameters; gradients are copied into one float32 buffer and
         reduce-scattered.
         """
@@ -574,7 +583,7 @@ class Wires:
 
 
 def wires(sizes: Sizes, device: str) -> Figures:
-    """(d) Time a unit's gather and reduce on one rank: copies and launches only, since nothing is sent."""
+    """(d) Time gather and reduce of a unit on one rank, which sends nothing. Yields (table, all results so far)."""
     title = "(d) a unit in bf16 on one rank, device time of copies and launches only: one rank sends nothing"
     columns = ["unit", "gather ms", "flat ms", "ratio", "exchange ms", "flat ms", "ratio"]
     rows, data = list[list[str]](), dict[str, Any]()

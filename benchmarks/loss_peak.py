@@ -30,7 +30,7 @@ def loss_of(model: Any, batch: Any, loss: str) -> Tensor:
 
 
 def counted(whole: nn.Sequential, loss: str, tokens: int) -> float:
-    """Return the peak of this rank's second step in MiB, beside shards and optimizer states, of which there are none."""
+    """Shard a copy of `whole`, run two steps with `loss`, and return the peak of the second in MiB, without the shards."""
     model = acc.shard(copy.deepcopy(whole), sharding=SHARDING)
     head: Any = whole[1]
     for num_tokens in (2, tokens):  # the first step learns the order of units
@@ -44,7 +44,8 @@ def counted(whole: nn.Sequential, loss: str, tokens: int) -> float:
 
 
 def planned(loss: str, tokens: int, words: int, width: int) -> float:
-    """Return the planned peak in MiB, beside what is held between steps. A plan needs a process without a process group."""
+    """Return the planned peak of a step in MiB, without the memory that is in use between steps. Call it before
+    `init_process_group`: a plan needs a process without a process group."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, words, bias=False))
         batch = torch.empty(tokens, width), torch.empty(tokens, dtype=torch.int64)

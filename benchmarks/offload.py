@@ -1,4 +1,4 @@
-"""Compare offload with none and with the peers': time, memory, disk traffic, and how much of the optimizer is hidden."""
+"""Compare training with offload to training without it, and to offload of FSDP2 and DeepSpeed: time, memory and disk traffic."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PEERS = {"fsdp2": (PEER, PEER_HOST), "deepspeed": (DEEPSPEED_HOST, DEEPSPEED_DIS
 
 
 class OffloadLoop:
-    """One rank that trains with its states on the device, the host or the disk, as `kind` says."""
+    """One rank that trains with state on the device, the host or the disk. `kind`: engine and place, such as "fsdp2 host"."""
 
     def __init__(self, seat: Seat, kind: str, setting: Setting, folder: str) -> None:
         torch.manual_seed(setting.seed)
@@ -123,7 +123,9 @@ class OffloadLoop:
         return self._loop.forward(tokens.to(self._seat.device), targets.to(self._seat.device))
 
     def _train(self, *, waits: bool) -> dict[str, float]:
-        """Run a step; return its seconds, those of its "optimizer", and those "shown": the call, and waits for the last step."""
+        """Run a step, and return a dict of seconds: the "step", its "optimizer" call, and "shown", that call plus waits in the
+        forward and backward for the optimizer of the step before; and of the "loss". `waits`: let the call wait until the step
+        has ended."""
         dist.barrier()
         start, waited = time.perf_counter(), self._waited_s()
         loss = self._forward()
@@ -136,14 +138,16 @@ class OffloadLoop:
         return {"step": end - start, "optimizer": end - middle, "shown": end - middle + waited, "loss": float(loss)}
 
     def _block(self) -> int:
-        """Return the most bytes that are read or written at a time."""
+        """Return the largest number of bytes that one read or write of optimizer state has; 0 without state on disk."""
         tiers = self._tiers()
         blocks = [] if tiers is None else [block for one in tiers.states.values() for block in one.blocks]
         pairs = [(b, run) for b in blocks for run in b.runs.values() if isinstance(run, FileRange)]
         return max((min(b.max_numel, b.numel) * run.dtype.itemsize for b, run in pairs), default=0)
 
     def bytes(self) -> dict[str, int]:
-        """Return this rank's bytes: resident memory, disk traffic so far, and the estimate made before the run."""
+        """Run one step, and return a dict of this rank's bytes: resident memory between steps ("own") and with gradients
+        ("grads"), "states", on "disk", "moved" to and from the disk in all "steps" so far, "arena", "buffers", "stated" (their
+        estimate before the run), "block"."""
         moved, steps = self._moved() - self._before[1], self._num_steps - self._before[0]
         at_rest = own_bytes()
         self._loop.backward(self._forward())
@@ -238,7 +242,7 @@ class OffloadResult:
 
 
 def measured(turns: list[list[dict[str, Any]]], num_bytes: Mapping[str, int]) -> OffloadResult:
-    """Return the figures of one kind. `turns`, `num_bytes`: results of `OffloadLoop.turns` by round and rank, and `bytes`."""
+    """Return the figures of one kind. `turns`: [round][rank] results of `OffloadLoop.turns`. `num_bytes`: result of `bytes`."""
 
     def slowest(turn: str, key: str) -> list[list[float]]:
         return [
@@ -266,7 +270,8 @@ def measured(turns: list[list[dict[str, Any]]], num_bytes: Mapping[str, int]) ->
 
 
 def kinds_of(against: str) -> tuple[list[str], dict[str, str]]:
-    """Return the kinds to measure, and why others are left out. Raises `UsageError` for unknown names."""
+    """Return (kinds to measure: ours, and those of the engines in `against`, a list with commas; kind that is left out ->
+    reason). Raises `UsageError` for an unknown name."""
     kinds, left_out = [OURS, HOST, DISK], dict[str, str]()
     for name in filter(None, against.split(",")):
         if name not in PEERS:
@@ -279,7 +284,7 @@ def kinds_of(against: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _missing(kind: str) -> str:
-    """Return what a kind lacks on this machine; empty if it can run."""
+    """Return why `kind` cannot run on this machine, or "" if it can."""
     if kind not in PEERS["deepspeed"]:
         return ""
     if find_spec("deepspeed") is None:
@@ -290,7 +295,7 @@ def _missing(kind: str) -> str:
 
 
 def check(results: Mapping[str, OffloadResult]) -> None:
-    """Raise `BenchError` if the losses of a kind differ from those without offload."""
+    """Raise `BenchError` if losses of a kind differ from those of accordion without offload; for peers, by more than 0.1 %."""
     wanted = results[OURS].losses
     for name, m in results.items():
         exact = name in (HOST, DISK)
@@ -306,7 +311,7 @@ def check(results: Mapping[str, OffloadResult]) -> None:
 
 
 def folder_of(asked: str) -> str:
-    """Create the folder for states on disk if it is missing, and return it."""
+    """Create the folder `asked` if it is missing, and return it."""
     os.makedirs(asked, exist_ok=True)
     return asked
 

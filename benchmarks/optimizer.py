@@ -33,7 +33,8 @@ SAME_NORM = 1e-4
 
 
 class OptimizerLoop:
-    """One rank with gradients on its shards. `kind`: step with accordion, on local clones, or with DTensor's dispatch."""
+    """One rank that clips gradients and steps fused AdamW, with constant gradients. `kind`: "accordion": on shards, with this
+    library; "local": on plain copies of the shards; "dtensor": on shards, with torch's operators on DTensors."""
 
     def __init__(self, seat: Seat, kind: str, setting: Setting) -> None:
         torch.manual_seed(setting.seed)
@@ -50,7 +51,7 @@ class OptimizerLoop:
             self._optimizer = wrap_optimizer(self._optimizer)
 
     def turn(self, warm: int, count: int) -> list[tuple[float, float]]:
-        """Run `warm` clips and steps, then return the (wall, CPU) seconds of each of `count` more."""
+        """Clip and step `warm` times, then `count` times more, and return (wall, CPU) seconds of each of these. Collective."""
         times = []
         for _ in range(warm + count):
             dist.barrier()
@@ -62,7 +63,7 @@ class OptimizerLoop:
         return times[warm:]
 
     def norm(self) -> float:
-        """Return the norm that the first clip computed; later ones compute that of clipped gradients."""
+        """Return the gradient norm that the first clip computed; later clips see gradients that are clipped already."""
         return self._norm
 
     def _clip(self) -> Tensor:
@@ -132,7 +133,7 @@ def page(o: Options) -> Page:
 def of_optimizer(
     wall: Mapping[str, list[list[float]]], cpu: Mapping[str, list[list[float]]], what: str, machine: dict[str, Any]
 ) -> Page:
-    """Return the page. `wall`, `cpu`: seconds by kind and round."""
+    """Return the result page. `wall`, `cpu`: kind -> [round][step] seconds. `what`: first note. `machine`: from `describe`."""
     names = {
         "accordion": "wrap_optimizer(AdamW) and accordion.clip_grad_norm_",
         "local": "AdamW and foreach norm on local clones, one scalar all-reduce",

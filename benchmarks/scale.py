@@ -25,7 +25,7 @@ BLOCKS = 16
 
 
 class ScaleLoop(HostLoop):
-    """A `HostLoop` that counts its storages from the first one on."""
+    """A `HostLoop` that also counts the memory of its storages, and messages."""
 
     def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
         self._meter = Allocations()
@@ -33,7 +33,7 @@ class ScaleLoop(HostLoop):
             super().__init__(seat, contender, rows, blocks)
 
     def facts(self) -> dict[str, int]:
-        """Run a step, and return its bytes after the step ("rest"), at the "peak" and "sent", and "launches"."""
+        """Run a step, and return a dict: bytes of storages after it ("rest") and at its "peak", bytes "sent", and "launches"."""
         with self._meter:
             self._meter.mark("start")
             with Wire() as wire:
@@ -49,19 +49,20 @@ class ScaleLoop(HostLoop):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """A simulated network: nothing is sent."""
+    """A model of a network that gives the time of messages. `gbps`: Gbit/s of a rank. `latency_us`: of each collective."""
 
     gbps: float = 400.0
     latency_us: float = 10.0
 
     def seconds(self, num_bytes: int, launches: int) -> float:
-        """Return bytes / bandwidth plus a latency for each launch."""
+        """Return the seconds for `num_bytes` in `launches` collectives: bytes / bandwidth plus a latency for each collective."""
         return num_bytes * 8 / (self.gbps * 1e9) + launches * self.latency_us * 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Figures of one contender at one number of ranks; bytes and launches are of one step of one rank."""
+    """Figures of one contender at one number of ranks. Bytes, `launches` (collectives) and `wire_s` (seconds that the `Network`
+    needs for these) are of one step of one rank."""
 
     num_ranks: int
     host: HostTime
@@ -75,7 +76,8 @@ class Point:
 def grow(
     contenders: Sequence[str], sizes: Sequence[int], rounds: int, count: int, network: Network
 ) -> dict[str, list[Point]]:
-    """Return a point for each number of ranks, by contender. The model has enough rows for the most ranks."""
+    """Measure each contender at each number of ranks in `sizes`. Return contender -> a `Point` for each size. `count`: measured
+    steps per turn. All models have enough rows for the largest number of ranks."""
     rows = max(64, *sizes)
     facts = {}
     for size in sizes:

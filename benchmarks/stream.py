@@ -68,7 +68,7 @@ def main(mib: int, rounds: int) -> None:
 
 
 def peak_bytes(call: Callable[[], None]) -> int:
-    """Return the most bytes, over all ranks, that `call` has allocated at once."""
+    """Run `call`, and return the largest number of bytes that it had allocated at once on any rank. Collective."""
     with Allocations() as memory:
         memory.mark("begin")
         call()

@@ -57,7 +57,8 @@ class Options:
 
 
 def run(words: list[str]) -> int:
-    """Run the script. Returns the exit code: 1 if a strategy failed or a wait is missing."""
+    """Run the script with the arguments `words`: print the page and write it into `FOLDER`. Return the exit code: 1 if a check
+    failed, else 0. Raises `UsageError` for wrong arguments, and without an accelerator unless `--device cpu` is given."""
     options = read(Options, words, "benchmarks/streams.py", __doc__ or "")
     if options is None:
         return 0
@@ -119,7 +120,8 @@ def can_share(device: str) -> bool:
 
 
 def losses_of(num_ranks: int, device: str) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Train under DDP and each strategy. Returns (name -> loss of each step, the mean over ranks; failed name -> error)."""
+    """Train on `num_ranks` ranks under "ddp" and each strategy that runs on so many. Returns (name -> loss of each step, the
+    mean over ranks; name of each that failed -> error)."""
     losses, failed = dict[str, list[float]](), dict[str, str]()
     world = world_of(device, num_ranks, "gloo" if can_share(device) else "")
     todo = ["ddp", *(name for name, s in STRATEGIES.items() if not s.hybrid or num_ranks == 4)]
@@ -135,13 +137,13 @@ def losses_of(num_ranks: int, device: str) -> tuple[dict[str, list[float]], dict
 
 
 class SharedDevice:
-    """Trains as one of several ranks that share a device."""
+    """One of several ranks that share a device; `losses` trains a GPT with `sizes`."""
 
     def __init__(self, seat: Seat, sizes: dict[str, int]) -> None:
         self._seat, self._sizes = seat, sizes
 
     def losses(self, strategy: str) -> list[float]:
-        """Return this rank's losses under a strategy, or under DistributedDataParallel (`ddp`)."""
+        """Train a new model under a strategy, or under DistributedDataParallel ("ddp"), and return this rank's losses."""
         torch.manual_seed(0)
         seat = self._seat
         model: nn.Module = GPT(**self._sizes).to(seat.device)
