@@ -22,7 +22,8 @@ class GenerateOptions:
         max_new_tokens: most tokens to generate per prompt; by default 128, or as many as the model has positions for
         temperature: 0 takes the likeliest token, 1 samples from the model's probabilities; higher values sample more widely
         top_p: sample only from the likeliest tokens that have this probability together
-        seed: random seed; each prompt gets its own, so that results depend neither on other prompts nor on the number of ranks
+        seed: random seed; if `batch` is 1 each prompt gets its own, so that results depend neither on other prompts nor on the
+            number of ranks
         chat: prompts are messages of a user, put into the chat template of the tokenizer
         hold: `full` keeps the whole model on each rank, `units` gathers one unit after the other in each step, `auto` takes
             `full` if the model fits into free memory

@@ -276,8 +276,9 @@ class ShardedTrainer:
 
 
 class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
-    """`transformers.Trainer` that shards its model. `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`. It
-    also takes `loss` and `sequence`, as `ShardedTrainer` describes them."""
+    """`transformers.Trainer` that shards its model. Takes three more keyword arguments, described at `ShardedTrainer`:
+    `sharding`, a `Sharding` or a dict of arguments of `accordion.shard`; `loss`, "library" (default), or for a loss without
+    logits "chunked" or "head_rows"; and `sequence`, the number of ranks that share each sequence (default 1)."""
 
 
 def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: Any) -> Any:

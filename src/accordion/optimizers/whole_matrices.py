@@ -361,7 +361,8 @@ def refuse_vectors(muon: Optimizer) -> None:
 
 
 class MuonStep(WholeStep):
-    """Mixin with the step of torch.optim.Muon: momentum and weights are stepped in rows, updates orthogonalised by owners."""
+    """Mixin that `wrap_optimizer` adds to torch.optim.Muon, with its step: each rank steps its rows of momentum and weights,
+    and one rank for each parameter, the owner, orthogonalises the whole update."""
 
     def check(self) -> None:
         refuse_vectors(self)
@@ -407,7 +408,8 @@ class MuonStep(WholeStep):
 
 
 class OwnerStep(WholeStep):
-    """Mixin for an optimizer of the user's own: each owner steps its parameters whole, and has their states whole."""
+    """Mixin that `wrap_optimizer` with `whole_matrices=True` adds to a user's optimizer: one rank, the owner, steps each
+    parameter whole, by the step of the optimizer's own class, and keeps its states whole."""
 
     _kind: type[Optimizer]  # the optimizer's class before it was wrapped
     _copy: OptimizerCopy  # during a step

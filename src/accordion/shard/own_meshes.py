@@ -105,8 +105,9 @@ def _check_parameter(o: Owned, own_mesh: DeviceMesh | None, mesh: DeviceMesh) ->
 
 
 def _complete(param: DTensor, own_mesh: DeviceMesh, everybody: list[int]) -> bool:
-    """Return True if `param` is sharded on every axis of its mesh, and this mesh and `own_mesh` are two slices, with different
-    named axes, of one mesh of the ranks `everybody`."""
+    """Return True if `param` is sharded on every axis of its mesh, and its mesh and `own_mesh` have named axes, none of them in
+    common, and together span exactly the ranks `everybody`. Raises torch's `RuntimeError` if the meshes are not slices of one
+    mesh, or overlap."""
     inner = param.device_mesh
     names, others = own_mesh.mesh_dim_names, inner.mesh_dim_names
     if (

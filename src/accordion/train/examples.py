@@ -149,8 +149,9 @@ class Encoder:
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
-        """Return (start, end) of each answer in `text`, the rendered conversation. An answer begins where the rendering of the
-        messages before it ends, with the template's prompt for an answer. Raises `UsageError` if an answer cannot be located."""
+        """Return (start, end) of each answer in `text`, the rendered conversation. An answer begins after the rendering of the
+        messages before it and the template's prompt for an answer, and ends with the text that the template puts after it (such
+        as an end token). `where`: the row, for errors. Raises `UsageError` if the template fails or an answer is not found."""
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":

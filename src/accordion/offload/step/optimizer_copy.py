@@ -93,7 +93,7 @@ class OptimizerCopy:
         return {key: state for key, state in clone.state.items() if isinstance(key, Tensor)}
 
     def _stepped(self, todo: Sequence[Part]) -> Any:
-        """Create an optimizer with the parameters of `todo` alone, run its step, and return it."""
+        """Return a new optimizer that has stepped the tensors of `todo` alone, in place; its `state` has their new states."""
         values = self._values
         if todo[0][2].device.type == "cpu":
             values = self._for_host

@@ -50,8 +50,8 @@ class Floor:
     Args:
         num_bytes: the most allocated bytes.
         seconds: time of the step without waits for other streams.
-        gathered, reduced: bytes of each all-gather of one forward, and of each reduction of one backward. Every strategy reduces
-            as much over its own axes of the mesh, and gathers as much if it shards parameters.
+        gathered, reduced: bytes of each all-gather in a forward, and of each reduction in a backward. Other strategies reduce
+            as many bytes, over their own axes of the mesh, and gather as many if they shard parameters.
         far: True if these gathers and reductions are between nodes.
         blocks_s: seconds of the repeated blocks' forwards, over all micro-batches.
         light_s: the part of `blocks_s` that is neither a matrix product nor attention.
