@@ -283,7 +283,7 @@ BUDGETS = {
     "plan": 6100,
     "safety": 3270,
     "sequence": 570,
-    "shard": 1510,
+    "shard": 1520,
     "tasks": 510,
     "train": 6030,
     "weights": 2150,

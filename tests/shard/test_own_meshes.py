@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import accordion as acc
-from tests.devices import here
+from tests.devices import device, here
 from tests.inside import unit_in
 from tests.support import experts
 from tests.support.checks import assert_as_exact, assert_close, assert_equal
@@ -293,6 +294,7 @@ def test_the_example_of_the_guide_runs(world: Any) -> None:
 @on_mesh((2, 2), ("edp", "ep"))
 def test_what_it_cannot_be_is_one_sentence_on_every_rank(mesh: Any) -> None:
     everybody, own = mesh["edp", "ep"]._flatten("dp"), mesh["edp"]
+    other = init_device_mesh(device().type, (2, 2), mesh_dim_names=("a", "b"))
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         ({"*.expert": own}, {}, r"names '\*.expert', but the model has no such parameter"),
         ({experts.Experts: own}, {"sync": True}, "with sync=True"),
@@ -300,6 +302,7 @@ def test_what_it_cannot_be_is_one_sentence_on_every_rank(mesh: Any) -> None:
         ({}, {}, "is a DTensor already; .* in meshes="),
         ({"*.up": own}, {}, r"experts.down' is a DTensor already"),
         ({experts.Experts: mesh["ep"]}, {}, "must name another slice, which completes"),
+        ({experts.Experts: other["a"]}, {}, "must name another slice, which completes"),
         ({experts.Experts: own, "*.router": own}, {}, "router.weight' is a plain tensor on the mesh"),
     ]
     for meshes, options, words in wrong:

@@ -106,8 +106,7 @@ def _check_parameter(o: Owned, own_mesh: DeviceMesh | None, mesh: DeviceMesh) ->
 
 def _complete(param: DTensor, own_mesh: DeviceMesh, everybody: list[int]) -> bool:
     """Return True if `param` is sharded on every axis of its mesh, and its mesh and `own_mesh` have named axes, none of them in
-    common, and together span exactly the ranks `everybody`. Raises torch's `RuntimeError` if the meshes are not slices of one
-    mesh, or overlap."""
+    common, are slices of one mesh, and together span exactly the ranks `everybody`."""
     inner = param.device_mesh
     names, others = own_mesh.mesh_dim_names, inner.mesh_dim_names
     if (
@@ -117,7 +116,11 @@ def _complete(param: DTensor, own_mesh: DeviceMesh, everybody: list[int]) -> boo
         or not all(type(p) is Shard for p in param.placements)
     ):
         return False
-    return sorted(_torch.ranks_of(_torch.joined_mesh(own_mesh, inner))) == everybody
+    try:
+        joined = _torch.joined_mesh(own_mesh, inner)
+    except RuntimeError:  # the meshes overlap, or are slices of different meshes
+        return False
+    return sorted(_torch.ranks_of(joined)) == everybody
 
 
 def mesh_settings(own_meshes: Sequence[DeviceMesh | None], owned: Sequence[Owned]) -> dict[str, str]:
