@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import accordion as acc
@@ -294,7 +294,7 @@ def test_the_example_of_the_guide_runs(world: Any) -> None:
 @on_mesh((2, 2), ("edp", "ep"))
 def test_what_it_cannot_be_is_one_sentence_on_every_rank(mesh: Any) -> None:
     everybody, own = mesh["edp", "ep"]._flatten("dp"), mesh["edp"]
-    other = init_device_mesh(device().type, (2, 2), mesh_dim_names=("a", "b"))
+    other = DeviceMesh(device().type, [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
     wrong: list[tuple[Any, dict[str, Any], str]] = [
         ({"*.expert": own}, {}, r"names '\*.expert', but the model has no such parameter"),
         ({experts.Experts: own}, {"sync": True}, "with sync=True"),
@@ -302,7 +302,7 @@ def test_what_it_cannot_be_is_one_sentence_on_every_rank(mesh: Any) -> None:
         ({}, {}, "is a DTensor already; .* in meshes="),
         ({"*.up": own}, {}, r"experts.down' is a DTensor already"),
         ({experts.Experts: mesh["ep"]}, {}, "must name another slice, which completes"),
-        ({experts.Experts: other["a"]}, {}, "must name another slice, which completes"),
+        ({experts.Experts: other["b"]}, {}, "must name another slice, which completes"),
         ({experts.Experts: own, "*.router": own}, {}, "router.weight' is a plain tensor on the mesh"),
     ]
     for meshes, options, words in wrong:
