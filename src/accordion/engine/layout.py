@@ -69,10 +69,11 @@ class Cut:
 
 
 def cut(shape: Sequence[int], num_ranks: int, itemsize: int, state_block: int = 1, num_replicas: int = 1) -> Cut:
-    """Return how to divide a tensor over `num_ranks` ranks. `num_replicas`: ranks that divide each rank's rows once more.
+    """Return how to divide a tensor over `num_ranks` ranks: on one dim, or not at all. `itemsize`: bytes per gathered element.
 
-    `state_block`: elements that share a scale in low-bit optimizer states. A small tensor that such an optimizer quantises stays
-    whole if a rank's rows would end inside a block, or if it would be divided on another dim than 0.
+    `state_block`: elements that share a scale in low-bit optimizer states; 1 for other optimizers. A tensor that such an
+    optimizer quantises stays whole, up to `PACK_LIMIT_BYTES`, if a rank's rows would end inside a block, or if it would be
+    divided on another dim than 0. `num_replicas`, only for this check: ranks that divide each rank's rows once more.
     """
     c = _least_padded(shape, num_ranks, itemsize)
     is_small = c.numel >= LEAST_QUANTISED and c.numel * itemsize <= PACK_LIMIT_BYTES

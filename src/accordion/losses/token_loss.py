@@ -47,7 +47,8 @@ class TokenLoss:
         return not self.label_smoothing and not self.z_loss and self.soft_cap is None
 
     def targets(self, labels: Tensor) -> Targets:
-        """Return the targets of `labels` (tokens,) among all words of the vocabulary."""
+        """Return the targets of `labels` (tokens,) for logits of all words, in which the column of a label is the label itself.
+        A token with the label `ignore_index` has column 0, no logit and no loss."""
         counts = labels != self.ignore_index
         return Targets(labels.where(counts, 0), counts, counts)
 

@@ -359,8 +359,8 @@ def manifest_at(path: str) -> Manifest:
 
 
 def extra_of(path: str) -> Mapping[str, Any]:
-    """Return `extra`, the argument of `save`, from the manifest of a checkpoint; {} if it is no dict. Raises `UsageError`
-    if the manifest cannot be read."""
+    """Return `extra`, the argument of `save`, from the manifest of the checkpoint `path`; {} if it is no dict. Raises
+    `UsageError` if the manifest cannot be read, and `CheckpointError` if `extra` has an object of a kind unknown here."""
     return as_dict(manifest_at(path).extra)
 
 

@@ -60,9 +60,9 @@ class WeightReads(Observer):
         self._begun.append((engine.depth, hooks, module))
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
-        """End the calls that reads began inside `call`, innermost first. Returns `out`, in which parameters that are freed here
-        are copied. If some calls fail to end, raises the last of their errors after all have ended. Does nothing for a dummy
-        call."""
+        """When the forward of `call` ends, end the calls of layers that began in it because a weight was read, innermost first.
+        Returns `out`, with copies of views of full parameters that are freed here; for a dummy call, `out` itself. `error`: the
+        exception that ended the forward. If some calls fail to end, raises the last of their errors after all have ended."""
         if not self._begun or call.is_dummy:
             return out
         depth = self._engine.depth

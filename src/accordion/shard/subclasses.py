@@ -77,8 +77,9 @@ def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool
 
 
 def extended_rows(tensor: Tensor, c: Cut, rank: int, device: torch.device) -> Tensor:
-    """Return a copy of the rows of `rank` of `tensor`, a tensor subclass, on `device`; if `c` shards no dim, the whole `tensor`.
-    Uses only operators that torch's FSDP2 also requires of a subclass: chunk, new_zeros, narrow, copy_."""
+    """Return the rows of `rank` of `tensor`, a tensor subclass, as a copy on `device`. If `c` shards no dim, return the whole
+    `tensor`, which is copied only if it is on another device. Uses only operators that torch's FSDP2 also requires of a
+    subclass: to, chunk, new_zeros, narrow, copy_."""
     tensor = tensor.to(device)
     if c.dim is None:
         return tensor

@@ -77,7 +77,7 @@ class Encoder:
         return Example(np.array(ids), np.arange(len(ids)) >= len(before))
 
     def _plain(self, text: str) -> list[int]:
-        """Return the tokens of `text`, with a beginning-of-text token if the tokenizer adds it, without an end-of-text token."""
+        """Return the tokens of `text` and those that the tokenizer adds. Drop a last end-of-text token if there is a text."""
         ids = list(self._tokenizer(text)["input_ids"])
         return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id and text else ids
 

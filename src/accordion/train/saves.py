@@ -60,8 +60,8 @@ class RunSaves:
             self.poll()
 
     def poll(self) -> None:
-        """If a save has finished since the last call, record how long it took, and with `train.keep_best`, link its checkpoint as
-        `best` if its validation loss is the lowest. Does nothing while the save is running, or if there is none."""
+        """If a save has finished since the last call, record how long it took, and with `train.keep_best`, copy its checkpoint
+        to `best` if its validation loss is the lowest so far. Does nothing while the save is running, or if there is none."""
         if self._under_way is None or not self._under_way[0].is_done:
             return
         (_, began_s, step), self._under_way = self._under_way, None
@@ -111,11 +111,11 @@ class RunSaves:
         return done
 
     def _find_best(self, path: Path, done: int) -> None:
-        """With `train.keep_best`, read loss and step of the folder's best checkpoint into `run.best`. Before that, link the
-        loaded checkpoint `path` as `best` if the run was killed before it did. `done`: steps of `path`. Collective."""
+        """With `train.keep_best`, read loss and step of the folder's best checkpoint into `run.best`. Before that, copy the
+        loaded checkpoint `path` to `best` if the run was killed before it did. `done`: steps of `path`. Collective."""
         run = self._run
         if path.resolve() == checkpoints.path_of(self.folder, done).resolve():
-            self._link_best(done)  # in case the run was killed between save and link
+            self._link_best(done)  # in case the run was killed between save and copy
         if run.config.train.keep_best:
             # New validations must be below the best in this folder, even if the run resumes from elsewhere.
             best = [checkpoints.best_in(self.folder) if run.place.rank == 0 else None]
@@ -135,6 +135,7 @@ class RunSaves:
         return {**random, **average, **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
 
     def _link_best(self, step: int) -> None:
-        """On rank 0, with `train.keep_best`, link the checkpoint after `step` as `best` if its validation loss is the lowest."""
+        """On rank 0, with `train.keep_best`, copy the checkpoint after `step` to the checkpoint `best`, with hard links if
+        possible, if its validation loss is the lowest so far. Raises `CheckpointError` if copying fails."""
         if self._run.config.train.keep_best and self._run.place.rank == 0:
             checkpoints.keep_as_best(self.folder, step)

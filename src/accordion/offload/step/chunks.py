@@ -80,7 +80,7 @@ class ParamStep:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A range of elements of a shard, gradient, row or state that the step of a chunk uses."""
+    """Elements of a shard, gradient, row or state, in memory or in a file, that the step of a chunk reads, writes, or both."""
 
     values: Values
     reads: bool  # the step needs the values
