@@ -87,6 +87,12 @@ def test_values_that_json_cannot_hold_are_named(value):
         json_values.encode(value, "extra")
 
 
+@pytest.mark.parametrize("extra", [{"$tensor": "a"}, {"$float": "x"}, {"a": {"$dict": [1]}}], ids=str)
+def test_damaged_values_are_named(extra):
+    with pytest.raises(CheckpointError, match="is damaged"):
+        json_values.as_dict(extra)
+
+
 def a_manifest(**changes):
     chunks = [
         {"offset": [0, 0], "shape": [2, 2], "sums": ["1" * 8] * 2},

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from accordion.errors import UsageError
 from accordion.models.stored import end_of_turn
@@ -97,16 +98,22 @@ def test_marked_answers_are_those_of_transformers() -> None:
     assert found.answers.astype(int).tolist() == theirs["assistant_masks"]
 
 
+@pytest.mark.parametrize("around", [False, True], ids=["plain", "tokens around a text"])
 @pytest.mark.parametrize(("prompt", "completion"), [("the quick", " brown fox"), ("the qu", "ick brown"), ("", "fox")])
-def test_a_completion_is_learnt_and_its_end(prompt: str, completion: str) -> None:
+def test_a_completion_is_learnt_and_its_end(prompt: str, completion: str, around: bool) -> None:
     """Also if the prompt ends within a token of the whole text: the prompt is tokenized as it will be at generation."""
     words = tokenizer(None)
-    found = Encoder(words, "prompt").example(row(prompt=prompt, completion=completion))
+    if around:
+        special = [(word, words.convert_tokens_to_ids(word)) for word in ("b", words.eos_token)]
+        template = processors.TemplateProcessing(single=f"b $A {words.eos_token}", special_tokens=special)
+        words.backend_tokenizer.post_processor = template
+    example = Encoder(words, "prompt").example(row(prompt=prompt, completion=completion))
     before = words(prompt)["input_ids"]
-    assert found.ids[: len(before)].tolist() == before
-    assert words.decode(found.ids[len(before) : -1]) == completion
-    assert found.ids[-1] == words.eos_token_id
-    assert found.answers.tolist() == [False] * len(before) + [True] * (len(found.ids) - len(before))
+    before = before[:-1] if around else before
+    assert example.ids[: len(before)].tolist() == before
+    assert words.decode(example.ids[len(before) : -1]) == completion
+    assert example.ids[-1] == words.eos_token_id
+    assert example.answers.tolist() == [False] * len(before) + [True] * (len(example.ids) - len(before))
 
 
 SAY = {"role": "user", "content": "a"}

@@ -72,7 +72,10 @@ def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
     }
     if word not in meaning:
         raise CheckpointError(f"the manifest uses the key {word[:100]!r}, which this version does not know.")
-    return meaning[word](inner)
+    try:
+        return meaning[word](inner)
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"the manifest's value of {word!r} is damaged: {str(inner)[:100]}.") from None
 
 
 def renamed(value: Json, names: Mapping[str, str]) -> Json:

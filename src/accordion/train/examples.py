@@ -77,9 +77,9 @@ class Encoder:
         return Example(np.array(ids), np.arange(len(ids)) >= len(before))
 
     def _plain(self, text: str) -> list[int]:
-        """Return the tokens of `text` and those that the tokenizer adds. Drop a last end-of-text token if there is a text."""
+        """Return the tokens of `text` and those that the tokenizer adds, without an end-of-text token behind others."""
         ids = list(self._tokenizer(text)["input_ids"])
-        return ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id and text else ids
+        return ids[:-1] if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id else ids
 
     def _of_messages(self, messages: list[Message], learnt: list[bool], tools: Tools, where: str) -> Example:
         """Return the tokens of a chat. `learnt`: for each message of the assistant, True if it counts in the loss. `where`: name
