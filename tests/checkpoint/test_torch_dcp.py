@@ -40,7 +40,7 @@ Pair = tuple[nn.Module, torch.optim.Optimizer]
 
 def made(mesh: Any, strategy: str | None, step: int = 0) -> Pair:
     """Return a trained model and its optimizer, sharded with `strategy`, or by torch's FSDP2 if that is None."""
-    model = models.seeded(vocab=19, width=10, hidden=7)
+    model = models.seeded(vocab=19, width=10, hidden=7, num_blocks=1)
     if strategy is None:
         for block in (*model.blocks, model):
             fully_shard(block, mesh=over_all(mesh))

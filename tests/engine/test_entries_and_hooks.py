@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from tests.support.compare import (
     seeded,
 )
 from tests.support.ranked import on_strategy, on_world, on_worlds
+from tests.support.sample import sampled
 
 
 def rounding(mesh) -> float:
@@ -178,8 +180,10 @@ def watch_activations(model: Chain, x: Tensor, seen: dict[int, Seen]) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("change", [False, True], ids=["looking", "changing"])
-@pytest.mark.parametrize("when", ["after", "before"])
+@pytest.mark.parametrize(
+    ("when", "change"),
+    sampled(itertools.product(("after", "before"), (True, False)), lambda when, change: change == (when == "after")),
+)
 @on_worlds
 def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(mesh, when: str, change: bool) -> None:
     seen: dict[int, Seen] = {}

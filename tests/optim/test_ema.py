@@ -73,7 +73,7 @@ def trained_average(
     return model, optimizer, ema, average
 
 
-@under_strategies("full_shard", "shard_grad_op", "shard_optim", "hybrid_shard_optim")
+@under_strategies("shard_optim", "hybrid_shard_optim")
 def test_averages_equal_those_of_averaged_model(mesh, strategy: acc.Strategy, tmp_path: Path) -> None:
     for build, options in {
         "uneven": {"place": "device"},

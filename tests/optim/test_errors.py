@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import accordion as acc
-from tests.devices import device, here
 from tests.support import models
 from tests.support.checks import assert_equal, one_loss
 from tests.support.ranked import on_world
@@ -95,7 +94,7 @@ def test_inner_optimizer_of_another_is_wrapped(mesh, tmp_path):
         assert_equal(acc.full_state_dict(m, rank0_only=False), acc.full_state_dict(other, rank0_only=False))
     with pytest.raises(acc.UsageError, match=r"has already stored the step of the AdamW.*wrap_optimizer.*before"):
         acc.wrap_optimizer(Prepared(torch.optim.AdamW(model.parameters()), scaler=object()))
-    with pytest.raises(acc.UsageError, match="does not know InBlocks"):
+    with pytest.raises(acc.UsageError, match=r"does not know InBlocks; pass elementwise=True.*or whole_matrices=True"):
         acc.wrap_optimizer(Prepared(InBlocks(model.parameters())))
     with pytest.raises(acc.UsageError, match=r"takes a torch.optim.Optimizer, not LambdaLR"):
         acc.wrap_optimizer(torch.optim.lr_scheduler.LambdaLR(plain, lambda step: 1.0))
@@ -143,18 +142,6 @@ def test_nonfinite_norm_raises_if_requested(mesh):
 
 
 @on_world(2)
-def test_optimizer_loaded_on_one_rank_only_is_named(mesh, tmp_path):
-    """Pass an optimizer to `load` on one rank only."""
-    path = tmp_path / "ckpt"
-    model, optimizer = stepped(mesh)
-    acc.save(path, model, optimizer)
-    for which in (0, 1):
-        mine = optimizer if dist.get_rank() == which else None
-        with pytest.raises(acc.CheckpointError, match=r"rank 0 has .* and rank 1 has .*optimizer"):
-            acc.load(path, model, mine)
-
-
-@on_world(2)
 def test_a_list_of_optimizers_that_overlap_or_are_none_is_refused(mesh, tmp_path):
     path = tmp_path / "ckpt"
     model = acc.shard(models.seeded(0), mesh=mesh)
@@ -168,17 +155,3 @@ def test_a_list_of_optimizers_that_overlap_or_are_none_is_refused(mesh, tmp_path
             with pytest.raises(acc.UsageError, match=what):
                 call(path, model, optimizers)
     assert not path.exists()
-
-
-@on_world(2)
-def test_gradients_of_float64_are_clipped(mesh):
-    torch.manual_seed(0)
-    whole = here(torch.nn.Sequential(torch.nn.Linear(16, 12), torch.nn.Linear(12, 5)).double())
-    model = acc.shard(copy.deepcopy(whole), mesh)
-    x = torch.randn(4, 16, dtype=torch.float64).to(device())
-    for one in (whole, model):
-        one(x).pow(2).sum().backward()
-    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-    assert float(acc.clip_grad_norm_(model, 0.5)) == pytest.approx(float(expected), rel=1e-6)
-    for p, q in zip(whole.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q.grad.full_tensor(), p.grad, rtol=1e-6, atol=1e-9)

@@ -124,9 +124,6 @@ def _resume(mesh: Any, path: Path) -> None:
     acc.load(path, model, ours)
     train(model, ours, range(2, 4))
     assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
-    for wrong, sentence in ((ours * 2, "has a parameter twice"), ([], "is empty"), ([model], "has a Matrices")):
-        with pytest.raises(acc.UsageError, match=sentence):
-            acc.save(path / "wrong", model, wrong)
 
 
 class Products(TorchDispatchMode):

@@ -7,11 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 import accordion as acc
 from tests.support import models
@@ -129,15 +124,18 @@ def test_states_of_the_same_rank_are_loaded(mesh):
 
 
 def replicas(mesh):
-    """Load states of other ranks with the same rows: of unsharded models, and of replicas."""
-    _, optimizer = trained(mesh, strategy=acc.NO_SHARD if mesh.ndim == 1 else acc.HYBRID_SHARD)
+    """Load weights and states of other ranks with the same rows: of unsharded models, and of replicas."""
+    strategy = acc.NO_SHARD if mesh.ndim == 1 else acc.HYBRID_SHARD
+    model, optimizer = trained(mesh, strategy=strategy)
     before = values(optimizer)
     found = [None] * 4
-    dist.all_gather_object(found, written(optimizer.state_dict()))
-    rank = dist.get_rank()
-    theirs = found[(rank + 1) % 4] if mesh.ndim == 1 else found[(rank + 2) % 4]
-    optimizer.load_state_dict(read(theirs))
+    dist.all_gather_object(found, written((model.state_dict(), optimizer.state_dict())))
+    weights, states = read(found[(dist.get_rank() + mesh.ndim) % 4])
+    optimizer.load_state_dict(states)
     assert all(torch.equal(a[2], b[2]) for a, b in zip(values(optimizer), before, strict=True))
+    other, _ = built(mesh, seed=3, strategy=strategy)
+    other.load_state_dict(weights)
+    assert_equal(full(other), full(model))
 
 
 def test_replicas_load_states_of_each_other(world):
@@ -146,25 +144,14 @@ def test_replicas_load_states_of_each_other(world):
 
 
 @on_world(2)
-def test_state_dict_helpers_of_torch_work(mesh, tmp_path):
-    """Use torch's DCP and its helpers, which reshard by themselves, with raw, sharded and full state dicts."""
-    path = tmp_path / "dcp"
+def test_state_dicts_without_names_pass_through_dcp(mesh, tmp_path):
+    """Use torch's DCP, which reshards by itself, with an optimizer's own state dict."""
     model, optimizer = trained(mesh)
     group = mesh.get_group()
-    state = {"raw": optimizer.state_dict(), "named": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=path, process_group=group)
-    whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    for way in ("raw", "named", "full"):
-        other, its = trained(mesh, seed=4, steps=3)
-        if way == "raw":
-            state = {"raw": its.state_dict()}
-            dcp.load(state, checkpoint_id=path, process_group=group)
-            its.load_state_dict(state["raw"])
-        elif way == "named":
-            state = {"named": get_optimizer_state_dict(other, its)}
-            dcp.load(state, checkpoint_id=path, process_group=group)
-            set_optimizer_state_dict(other, its, state["named"])
-        else:
-            set_optimizer_state_dict(other, its, whole, options=StateDictOptions(full_state_dict=True))
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(local(optimizer.state[p]["exp_avg"]), local(its.state[q]["exp_avg"])), way
+    dcp.save(optimizer.state_dict(), checkpoint_id=tmp_path / "dcp", process_group=group)
+    other, its = trained(mesh, seed=4, steps=3)
+    state = its.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", process_group=group)
+    its.load_state_dict(state)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(local(optimizer.state[p]["exp_avg"]), local(its.state[q]["exp_avg"]))
