@@ -3,6 +3,7 @@
 import importlib
 import os
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -213,12 +214,8 @@ def fail_on_one(mesh, layout, path, failing, step):
             raise OSError(28, "No space left on device")
         fsync(handle)
 
-    os.fsync = broken
-    try:
-        with pytest.raises(CheckpointError) as caught:
-            save(path, model, optimizer)
-    finally:
-        os.fsync = fsync
+    with mock.patch.object(os, "fsync", broken), pytest.raises(CheckpointError) as caught:
+        save(path, model, optimizer)
     return str(caught.value)
 
 

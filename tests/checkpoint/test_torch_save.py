@@ -84,20 +84,6 @@ def test_rank_resumes_from_its_own_file(mesh):
     assert_equal(full(other), full(model))
 
 
-def writes(mesh, folder):
-    (folder / str(dist.get_rank())).write_bytes(written(built(mesh)[0].state_dict()))
-
-
-def other_number_of_ranks(mesh, folder):
-    with pytest.raises(acc.UsageError, match="of another rank"):
-        built(mesh, seed=3)[0].load_state_dict(read((folder / str(dist.get_rank() % 2)).read_bytes()))
-
-
-def test_rows_of_another_number_of_ranks_are_refused(world, tmp_path):
-    world.run(2, writes, tmp_path)
-    world.run(3, other_number_of_ranks, tmp_path)
-
-
 @on_world(2)
 def test_fsdp2_models_refuse_rows_of_another_rank(mesh):
     model, other = (fully_shard(models.seeded(seed), mesh=mesh) for seed in (0, 3))

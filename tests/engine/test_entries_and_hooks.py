@@ -26,7 +26,7 @@ from tests.support.compare import (
     seed_of,
     seeded,
 )
-from tests.support.ranked import on_strategy, on_world, on_worlds
+from tests.support.ranked import on_strategy, on_worlds
 from tests.support.sample import sampled
 
 
@@ -105,11 +105,6 @@ def test_methods_beside_forward_use_full_parameters(mesh) -> None:
                 found.append(enter(m, "all"))
         assert_alike(found[1], found[0], rounding(mesh))
     steps_again(mesh, model, plain)
-
-
-@on_world(1)
-def test_what_cannot_be_an_entry_point_is_named(mesh) -> None:
-    model = acc.shard(seeded(Entered), mesh=mesh, units={Encodes})
     with pytest.raises(acc.UsageError, match="Linear is no unit"):
         acc.entry_point(model.first, "forward")
     with pytest.raises(acc.UsageError, match="is no unit"):

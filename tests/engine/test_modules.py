@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +18,6 @@ import accordion as acc
 from tests.devices import device
 from tests.support.compare import (
     Case,
-    NamedParams,
     Pair,
     check_step,
     compare_poisoned,
@@ -150,30 +148,6 @@ def thawing(model: nn.Module, step: int) -> Tensor:
     return squared(3, 7)(model, step)
 
 
-def by_groups(params: NamedParams) -> torch.optim.Optimizer:
-    """Own learning rates for norms, biases and the rest."""
-    named = list(params)
-    groups = [
-        {"params": [p for n, p in named if "norm" in n], "lr": 0.5},
-        {"params": [p for n, p in named if "norm" not in n and n.endswith("bias")], "lr": 0.03, "momentum": 0.5},
-        {"params": [p for n, p in named if "norm" not in n and not n.endswith("bias")], "lr": 0.001},
-    ]
-    return torch.optim.SGD(groups, lr=0.1)
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(7)
-        self.pairs = nn.ModuleList(Pair() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        for pair in self.pairs:
-            x = pair(x)
-        return x
-
-
 IN_TWO_BYTES = {"precision": acc.Precision(master=BF16)}
 
 DTYPE_CASES = {
@@ -182,9 +156,6 @@ DTYPE_CASES = {
     ),
     "a frozen tower": Case(build=Towers, run=squared(3, 7), units={Pair}),
     "requires_grad changed between steps": Case(build=Towers, run=thawing, units={Pair}, steps=5),
-    "parameter groups with learning rates of their own": Case(
-        build=Tower, run=squared(3, 7), units={Pair}, optimizer=by_groups, steps=3
-    ),
 }
 
 
@@ -279,21 +250,6 @@ def test_any_shape_stride_and_storage(mesh, name: str) -> None:
     compare_poisoned(mesh, SHAPE_CASES[name])
 
 
-@on_worlds
-def test_fused_experts_fewer_than_ranks_pad_little(mesh) -> None:
-    """Padding costs memory on every rank, of the parameter, its gradient and its moments."""
-    for experts in (1, 2, 3):
-        model = nn.Sequential(nn.ParameterList([torch.randn(experts, 96, 360), torch.randn(experts, 97, 350)]))
-        total = sum(p.nbytes for p in model.parameters())
-        model = acc.shard(model, mesh=mesh)
-        held = {
-            s.data_ptr(): s.nbytes() for s in (p.to_local().untyped_storage() for p in model.parameters()) if s.nbytes()
-        }
-        parts: list[int] = [0] * mesh.size()
-        dist.all_gather_object(parts, sum(held.values()), group=mesh.get_group())
-        assert total <= sum(parts) <= 1.05 * total, (experts, parts, total)
-
-
 @pytest.mark.cpu("the simulator has no sparse tensors")
 @on_worlds
 def test_sparse_gradients_are_refused_by_name(mesh) -> None:
@@ -346,8 +302,8 @@ class Attends(nn.Module):
         return self.second(y, x, x, need_weights=False)[0], weights
 
 
-def encoder(**options: Any) -> nn.Module:
-    layer = nn.TransformerEncoderLayer(6, 2, 7, dropout=0.2, batch_first=True, **options)
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(6, 2, 7, dropout=0.2, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
@@ -402,12 +358,6 @@ MODULE_CASES = {
         build=lambda: Attends(kdim=4, vdim=4, add_bias_kv=True), run=squared(2, 3, 6), units={nn.MultiheadAttention}
     ),
     "TransformerEncoderLayer": Case(build=encoder, run=squared(2, 3, 6), units={nn.TransformerEncoderLayer}),
-    "TransformerEncoderLayer, norm first, recomputed": Case(
-        build=lambda: encoder(norm_first=True),
-        run=squared(2, 3, 6),
-        units={nn.TransformerEncoderLayer},
-        options={"checkpoint_activations": "full"},
-    ),
     "ParameterList and ParameterDict": Case(build=blocks_of(Named), run=squared(3, 4), units={Named}),
     "weights of children used by their parent in one unit": Case(
         build=blocks_of(OtherWeights), run=squared(3, 4), units={OtherWeights}

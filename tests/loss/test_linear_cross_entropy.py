@@ -14,6 +14,7 @@ from accordion.engine.communicator import Communicator, reduced
 from accordion.losses.chunks import _pass
 from accordion.losses.token_loss import TokenLoss
 from tests import devices
+from tests.support.checks import step_all
 from tests.support.ranked import on_world, under_strategies
 from tests.support.sample import sampled
 
@@ -136,9 +137,7 @@ def test_it_trains_as_the_unsharded_model(
         whole.backward()
         mean = reduced(loss.detach().clone(), [Communicator(mesh.get_group(i), loss.device) for i in range(mesh.ndim)])
         torch.testing.assert_close(mean / num_ranks, whole.detach())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     weights = acc.full_state_dict(model, rank0_only=False)
     for name, weight in expected.state_dict().items():
         torch.testing.assert_close(weights[name], weight.cpu(), msg=name)

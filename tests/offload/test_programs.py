@@ -115,9 +115,7 @@ def two_optimizers(mesh, shard: Callable[..., nn.Module], path: Path) -> list[An
     first = acc.wrap_optimizer(torch.optim.AdamW(params[::2], lr=1e-2, fused=True))
     second = acc.wrap_optimizer(torch.optim.SGD(params[1::2], lr=1e-2, momentum=0.9))
     for step in range(5):
-        one_loss(model, step).backward()
-        first.step()
-        first.zero_grad()
+        go_on(model, first, [step])
         if step % 2:
             second.step()
             second.zero_grad()
@@ -131,9 +129,7 @@ def freezes_and_thaws(mesh, shard: Callable[..., nn.Module], path: Path) -> list
     for step in range(6):
         model.blocks[1].requires_grad_(step in (0, 1, 4, 5))
         model.embed.requires_grad_(step != 3)
-        one_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        go_on(model, optimizer, [step])
     return end_of(model, optimizer)
 
 

@@ -1,7 +1,6 @@
 """An optimizer's state dict of one rank's rows is refused on other ranks before anything changes."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -9,9 +8,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import accordion as acc
+from tests.checkpoint.test_torch_save import read, written
 from tests.support import models
 from tests.support.checks import assert_equal, full, go_on, one_loss
 from tests.support.ranked import on_world
+from tests.support.reference import local_of
 from tests.support.row_states import InBlocks
 
 
@@ -26,14 +27,10 @@ def trained(mesh, steps=2, **options):
     return model, optimizer
 
 
-def local(value):
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
 def values(optimizer):
     """Return (key, value, copy of the value) of each state."""
     return [
-        (key, value, local(value).clone() if isinstance(value, torch.Tensor) else value)
+        (key, value, local_of(value).clone() if isinstance(value, torch.Tensor) else value)
         for group in optimizer.param_groups
         for p in group["params"]
         for key, value in optimizer.state[p].items()
@@ -47,16 +44,6 @@ def assert_untouched(optimizer, before):
         assert key == key_then
         assert tensor is tensor_then
         assert torch.equal(value, value_then) if isinstance(value, torch.Tensor) else value == value_then
-
-
-def written(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def read(data):
-    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def of_rank(mesh, data, rank):
@@ -77,7 +64,7 @@ def one_rank_for_all(mesh, path):
             assert_untouched(optimizer, before)
             assert str(caught.value).startswith("rank ")
     assert_equal(full(model), weights)
-    (path / f"{dist.get_rank()}").write_bytes(written(optimizer.state_dict()))
+    (path / f"{dist.get_rank()}").write_bytes(written((model.state_dict(), optimizer.state_dict())))
     return str(caught.value)
 
 
@@ -89,12 +76,16 @@ def test_states_of_another_rank_are_refused_on_all_ranks(world, tmp_path):
 
 
 def of_another_world(mesh, path, options):
-    """Load states of another number of ranks and other shards."""
-    _, optimizer = trained(mesh, **options)
-    before = values(optimizer)
+    """Load weights and states of another number of ranks and other shards."""
+    model, optimizer = trained(mesh, **options)
+    before, weights = values(optimizer), full(model)
+    rows, states = read((path / f"{dist.get_rank() % 2}").read_bytes())
+    with pytest.raises(acc.UsageError, match="of another rank"):
+        model.load_state_dict(rows)
     with pytest.raises(acc.UsageError, match="states of another rank"):
-        optimizer.load_state_dict(read((path / f"{dist.get_rank() % 2}").read_bytes()))
+        optimizer.load_state_dict(states)
     assert_untouched(optimizer, before)
+    assert_equal(full(model), weights)
 
 
 @on_world(2)
@@ -154,4 +145,4 @@ def test_state_dicts_without_names_pass_through_dcp(mesh, tmp_path):
     dcp.load(state, checkpoint_id=tmp_path / "dcp", process_group=group)
     its.load_state_dict(state)
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(local(optimizer.state[p]["exp_avg"]), local(its.state[q]["exp_avg"]))
+        assert torch.equal(local_of(optimizer.state[p]["exp_avg"]), local_of(its.state[q]["exp_avg"]))
