@@ -80,8 +80,9 @@ def of_another_world(mesh, path, options):
     model, optimizer = trained(mesh, **options)
     before, weights = values(optimizer), full(model)
     rows, states = read((path / f"{dist.get_rank() % 2}").read_bytes())
-    with pytest.raises(acc.UsageError, match="of another rank"):
-        model.load_state_dict(rows)
+    if not options:  # an unsharded model takes rows of the same ranks, from which DTensor makes the whole
+        with pytest.raises(acc.UsageError, match="of another rank"):
+            model.load_state_dict(rows)
     with pytest.raises(acc.UsageError, match="states of another rank"):
         optimizer.load_state_dict(states)
     assert_untouched(optimizer, before)
