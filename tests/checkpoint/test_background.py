@@ -2,6 +2,7 @@
 
 import os
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +23,7 @@ def test_background_save_has_the_values_of_its_step(mesh, tmp_path):
     model, optimizer = sharded(mesh)
     equal_step(model, optimizer)
     gate, fsync = threading.Event(), os.fsync
-    os.fsync = lambda handle: gate.wait(60) and fsync(handle)
-    try:
+    with mock.patch.object(os, "fsync", lambda handle: gate.wait(60) and fsync(handle)):
         saving = acc.save(tmp_path / "step-1", model, optimizer, state={"random": RandomState()}, background=True)
         drawn = torch.rand(3, device=device())
         losses = [equal_step(model, optimizer) for _ in range(3)]
@@ -38,8 +38,6 @@ def test_background_save_has_the_values_of_its_step(mesh, tmp_path):
         assert [equal_step(again, other) for _ in range(3)] == pytest.approx(losses)
         fifth = equal_step(model, optimizer)
         acc.save(tmp_path / "step-5", model, optimizer, background=True, keep=2).wait()
-    finally:
-        os.fsync = fsync
     assert sorted(os.listdir(tmp_path)) == ["step-4", "step-5"] or mesh.get_rank()
     acc.load(tmp_path / "step-4", again, other)
     assert equal_step(again, other) == pytest.approx(fifth)
@@ -84,17 +82,14 @@ def fails_on_one(mesh, path):
             raise OSError(28, "No space left on device")
         fsync(handle)
 
-    os.fsync = broken
     before = acc.full_state_dict(model, rank0_only=False)
-    try:
+    with mock.patch.object(os, "fsync", broken):
         acc.save(path / "step-2", model, optimizer, background=True)._thread.join()
         with pytest.raises(CheckpointError) as caught:
             equal_step(model, optimizer)
         acc.save(path / "step-2", model, optimizer, background=True)._thread.join()
         with pytest.raises(CheckpointError, match="No space left"):
             acc.save(path / "step-3", model, optimizer)
-    finally:
-        os.fsync = fsync
     after = acc.full_state_dict(model, rank0_only=False)
     assert not torch.equal(before["embed.weight"], after["embed.weight"])  # the step is done
     optimizer.zero_grad()

@@ -109,26 +109,15 @@ def test_keys_with_equal_names_are_refused(tmp_path):
     assert_refused(tmp_path / "m.pt", tmp_path, "1 and '1'", "both stand for")
 
 
-PREFIX = "module._orig_mod."
-
-
 @pytest.mark.parametrize(
-    ("kind", "prefix"),
-    [
-        *(
-            ("torch", prefix)
-            for prefix in (PREFIX, "_orig_mod.module.", "module.module.", "_checkpoint_wrapped_module.")
-        ),
-        ("safetensors", PREFIX),
-    ],
+    "prefix", ["module._orig_mod.", "_orig_mod.module.", "module.module.", "_checkpoint_wrapped_module."]
 )
-def test_prefixes_of_compiled_and_wrapped_models_are_removed(tmp_path, kind, prefix):
+def test_prefixes_of_compiled_and_wrapped_models_are_removed(tmp_path, prefix):
     saved = {f"{prefix}{name}": torch.ones(2) for name in ("a.weight", "module.b")}
-    if kind == "torch":
-        torch.save({"model": saved}, source := tmp_path / "x.pt")
-    else:
-        save_file(saved, source := tmp_path / "x.safetensors")
-    assert set(convert(source, tmp_path / "out").tensors) == {"model/a.weight", "model/module.b"}
+    torch.save({"model": saved}, tmp_path / "x.pt")
+    save_file(saved, tmp_path / "x.safetensors")
+    for source, target in (("x.pt", "a"), ("x.safetensors", "b")):
+        assert set(convert(tmp_path / source, tmp_path / target).tensors) == {"model/a.weight", "model/module.b"}
 
 
 def test_names_of_the_models_own_modules_stay(tmp_path):

@@ -34,15 +34,11 @@ def assert_refused(mesh, kind, error, act):
     assert len({text.encode() for text in texts}) == 1
 
 
-def save_two(mesh, folder):
-    for step in (1, 2):
-        acc.save(folder / f"step-{step}", built(mesh, step), extra=step)
-
-
 @on_world(3)
 def test_ranks_that_load_different_checkpoints_are_refused(mesh, tmp_path):
     rank, model = mesh.get_rank(), built(mesh, 7)
-    save_two(mesh, tmp_path)
+    for step in (1, 2):
+        acc.save(tmp_path / f"step-{step}", built(mesh, step), extra=step)
     digest = ", whose manifest has the digest "
     differ = (
         f"^ranks were given different checkpoints, rank 0: {tmp_path}/step-1{digest}.*; rank 1, 2: {tmp_path}/step-2"

@@ -3,6 +3,7 @@
 import importlib
 import os
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def place(tensor, mesh, placements):
     whole = tensor.detach()
     if any(not isinstance(p, Replicate) and p.dim >= whole.ndim for p in placements):
         placements = [R] * mesh.ndim
-    placed = DTensor.from_local(
+    return DTensor.from_local(
         part_of(whole, mesh, placements).clone(),
         mesh,
         placements,
@@ -76,16 +77,17 @@ def place(tensor, mesh, placements):
         shape=whole.shape,
         stride=whole.stride(),
     )
-    if not any(isinstance(p, StridedShard) for p in placements):
-        assert torch.equal(placed.to_local(), distribute_tensor(whole, mesh, placements).to_local())
-    return placed
 
 
 def build(mesh, layout, seed, steps=2):
     """Return a model with the placements of `layout` and its AdamW after two steps."""
     model, full = Model(seed), Model(seed)
     for name, param in full.named_parameters():
-        setattr(model, name, nn.Parameter(place(param, mesh, LAYOUTS[layout][1])))
+        placed = place(param, mesh, LAYOUTS[layout][1])
+        if not any(isinstance(p, StridedShard) for p in placed.placements):
+            wanted = distribute_tensor(param.detach(), mesh, placed.placements)
+            assert torch.equal(placed.to_local(), wanted.to_local())
+        setattr(model, name, nn.Parameter(placed))
     model.head = model.embed
     return model, train(model, full, seed, steps)
 
@@ -212,12 +214,8 @@ def fail_on_one(mesh, layout, path, failing, step):
             raise OSError(28, "No space left on device")
         fsync(handle)
 
-    os.fsync = broken
-    try:
-        with pytest.raises(CheckpointError) as caught:
-            save(path, model, optimizer)
-    finally:
-        os.fsync = fsync
+    with mock.patch.object(os, "fsync", broken), pytest.raises(CheckpointError) as caught:
+        save(path, model, optimizer)
     return str(caught.value)
 
 

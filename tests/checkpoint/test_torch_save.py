@@ -13,7 +13,7 @@ from accordion.compat.fsdp2 import fully_shard
 from accordion.row_marks import MADE
 from tests.support import models
 from tests.support.checks import assert_equal, full, go_on
-from tests.support.ranked import on_mesh, on_num_ranks, on_world
+from tests.support.ranked import on_num_ranks, on_world
 from tests.support.sample import sampled
 
 REFUSED = r"rank 1 was given .* of another rank, .*acc\.full_state_dict.*acc\.save"
@@ -82,38 +82,6 @@ def test_rank_resumes_from_its_own_file(mesh):
     go_on(model, optimizer, range(2, 4))
     go_on(other, its, range(2, 4))
     assert_equal(full(other), full(model))
-
-
-@on_world(2)
-def test_rows_of_an_unsharded_model_are_those_of_every_rank(mesh):
-    model, _ = built(mesh, strategy=acc.NO_SHARD)
-    other, _ = built(mesh, seed=3, strategy=acc.NO_SHARD)
-    other.load_state_dict(read(of_first_rank(mesh, model.state_dict())))
-    assert_equal(full(other), full(model))
-
-
-@on_mesh((2, 2), ("replicate", "shard"))
-def test_rows_of_another_replica_are_accepted(mesh):
-    model, _ = built(mesh, strategy=acc.HYBRID_SHARD)
-    states = [None] * mesh.size()
-    dist.all_gather_object(states, written(model.state_dict()))
-    other, _ = built(mesh, seed=3, strategy=acc.HYBRID_SHARD)
-    other.load_state_dict(read(states[mesh.get_local_rank("shard")]))
-    assert_equal(full(other), full(model))
-
-
-def writes(mesh, folder):
-    (folder / str(dist.get_rank())).write_bytes(written(built(mesh)[0].state_dict()))
-
-
-def other_number_of_ranks(mesh, folder):
-    with pytest.raises(acc.UsageError, match="of another rank"):
-        built(mesh, seed=3)[0].load_state_dict(read((folder / str(dist.get_rank() % 2)).read_bytes()))
-
-
-def test_rows_of_another_number_of_ranks_are_refused(world, tmp_path):
-    world.run(2, writes, tmp_path)
-    world.run(3, other_number_of_ranks, tmp_path)
 
 
 @on_world(2)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import accordion as acc
 from tests.devices import device
-from tests.support.chains import FEW, WIDTH, Chain, Plain, around_each, chain, numbers, plain_run, steps_again
+from tests.support.chains import FEW, WIDTH, Chain, around_each, chain, numbers, plain_run, steps_again
 from tests.support.compare import (
     Case,
     Pair,
@@ -69,26 +69,11 @@ def only_inputs(model: nn.Module, step: int) -> Any:
     return x.grad
 
 
-BAG: list[Tensor] = []
-
-
-def popped(module: nn.Module) -> Any:
-    return module.__dict__.pop("aux")
-
-
 LEAVE: dict[str, tuple[Callable[[nn.Module, Tensor, Any], object], Callable[[nn.Module, Any], Tensor]]] = {
     # how a second loss leaves a unit in a way that is not its output, and how the caller takes it
-    "attribute": (lambda unit, aux, bag: setattr(unit, "aux", aux), lambda unit, bag: popped(unit)),
-    "list attribute": (lambda unit, aux, bag: setattr(unit, "aux", [aux, "text"]), lambda unit, bag: popped(unit)[0]),
-    "dict attribute": (
-        lambda unit, aux, bag: setattr(unit, "aux", {"loss": aux}),
-        lambda unit, bag: popped(unit)["loss"],
-    ),
-    "object attribute": (lambda unit, aux, bag: setattr(unit, "aux", Plain(aux)), lambda unit, bag: popped(unit).x),
-    "attribute of a child": (lambda unit, aux, bag: setattr(unit.a, "aux", aux), lambda unit, bag: popped(unit.a)),
+    "attribute": (lambda unit, aux, bag: setattr(unit, "aux", [aux]), lambda unit, bag: unit.__dict__.pop("aux")[0]),
     "list argument": (lambda unit, aux, bag: bag.append(aux), lambda unit, bag: bag[-1]),
     "dict argument": (lambda unit, aux, bag: bag.update({len(bag): aux}), lambda unit, bag: bag[len(bag) - 1]),
-    "global": (lambda unit, aux, bag: BAG.append(aux), lambda unit, bag: BAG.pop()),
 }
 
 

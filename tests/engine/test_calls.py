@@ -257,11 +257,11 @@ class ViewOut(Pair):
         return y.view(-1).view(y.shape), y[:1]
 
 
-def in_place_views(model: Chain, x: Tensor, both: bool = False) -> Tensor:
+def in_place_views(model: Chain, x: Tensor) -> Tensor:
     for unit in model.units:
         y, row = unit(x)
         y.mul_(2.0)
-        x = torch.tanh(y + row if both else y)
+        x = torch.tanh(y + row)
     return x
 
 
@@ -292,11 +292,11 @@ class WrittenSame(Pair):
         return x
 
 
-def written_same(model: Chain, x: Tensor, both: bool) -> Tensor:
+def written_same(model: Chain, x: Tensor) -> Tensor:
     for unit in model.units:
         x = x * 1.0
         y = unit(x)
-        x = torch.tanh(x + y if both else y)
+        x = torch.tanh(x + y)
     return x
 
 
@@ -344,19 +344,11 @@ def positions(model: Chain, x: Tensor) -> Tensor:
 MEMORY_CASES = {
     "in-place operators on outputs": chain(call=in_place_outputs, exact=False),
     "in-place operators on inputs": chain(InPlace, call=in_place_inputs, exact=False),
-    "in-place operators on outputs that are views": chain(ViewOut, call=in_place_views),
-    "in-place operators on one of two outputs over one memory": chain(
-        ViewOut, call=functools.partial(in_place_views, both=True)
-    ),
+    "in-place operators on one of two outputs over one memory": chain(ViewOut, call=in_place_views),
     "a unit that returns its input": chain(Same),
     "a unit that returns its input and more": chain(AlsoSame, call=same_and_more, exact=False, tolerance=2e-6),
     "a unit that returns its input, into which the caller writes": chain(Same, call=same_written),
-    "a unit that writes into its input and returns it": chain(
-        WrittenSame, call=functools.partial(written_same, both=False), exact=False
-    ),
-    "a unit that writes into its input and returns it, both of which are used": chain(
-        WrittenSame, call=functools.partial(written_same, both=True), exact=False
-    ),
+    "a unit that writes into its input and returns it": chain(WrittenSame, call=written_same, exact=False),
     "a unit that returns its parameters and views of them": chain(
         Own, call=own_parameters, exact=False, tolerance=2e-6
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,35 +17,18 @@ from accordion.engine.layout import LARGE_PACK_LIMIT_BYTES, PACK_LIMIT_BYTES
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-class Group:
-    """A process group of two ranks with one backend."""
-
-    def __init__(self, name: str = "nccl") -> None:
-        self._name = name
-
-    def size(self) -> int:
-        return 2
-
-    def rank(self) -> int:
-        return 0
-
-    def name(self) -> str:
-        return self._name
-
-    def _get_backend(self, device: torch.device) -> Group:
-        return self
-
-    def _ignores(self, *_: Any) -> None:
-        pass
-
-    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _allgather_base = alltoall_base = _ignores
+def group_of(backend: str) -> mock.Mock:
+    """Return a process group of two ranks with one backend."""
+    group = mock.Mock(size=lambda: 2, rank=lambda: 0)
+    group.name.return_value, group._get_backend.return_value = backend, group
+    return group
 
 
 @pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy", "rccl", "xccl", "hccl", "simccl"])
 def test_a_backend_of_an_accelerator_is_ordered_by_its_streams(backend, monkeypatch) -> None:
     """torch 2.15 makes an "nccl2" where "nccl" is asked for, and every vendor has a name of its own."""
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    communicator = Communicator(Group(backend), CUDA)
+    communicator = Communicator(group_of(backend), CUDA)
     assert communicator.is_ordered
     assert not communicator.can_poll
 
@@ -58,7 +41,7 @@ def test_some_backends_and_every_one_of_a_cpu_are_waited_for_by_the_host(backend
 @pytest.mark.parametrize(("backend", "limit"), [("nccl", PACK_LIMIT_BYTES), ("nccl2", LARGE_PACK_LIMIT_BYTES)])
 def test_more_is_packed_where_each_tensor_is_a_launch(backend, limit, monkeypatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    assert Communicator(Group(backend), CUDA).pack_limit_bytes == limit
+    assert Communicator(group_of(backend), CUDA).pack_limit_bytes == limit
 
 
 @pytest.mark.parametrize("is_checked", [False, True])

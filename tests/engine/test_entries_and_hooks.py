@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,8 @@ from tests.support.compare import (
     seed_of,
     seeded,
 )
-from tests.support.ranked import on_strategy, on_world, on_worlds
+from tests.support.ranked import on_strategy, on_worlds
+from tests.support.sample import sampled
 
 
 def rounding(mesh) -> float:
@@ -103,11 +105,6 @@ def test_methods_beside_forward_use_full_parameters(mesh) -> None:
                 found.append(enter(m, "all"))
         assert_alike(found[1], found[0], rounding(mesh))
     steps_again(mesh, model, plain)
-
-
-@on_world(1)
-def test_what_cannot_be_an_entry_point_is_named(mesh) -> None:
-    model = acc.shard(seeded(Entered), mesh=mesh, units={Encodes})
     with pytest.raises(acc.UsageError, match="Linear is no unit"):
         acc.entry_point(model.first, "forward")
     with pytest.raises(acc.UsageError, match="is no unit"):
@@ -178,8 +175,10 @@ def watch_activations(model: Chain, x: Tensor, seen: dict[int, Seen]) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("change", [False, True], ids=["looking", "changing"])
-@pytest.mark.parametrize("when", ["after", "before"])
+@pytest.mark.parametrize(
+    ("when", "change"),
+    sampled(itertools.product(("after", "before"), (True, False)), lambda when, change: change == (when == "after")),
+)
 @on_worlds
 def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(mesh, when: str, change: bool) -> None:
     seen: dict[int, Seen] = {}

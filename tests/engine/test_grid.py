@@ -14,8 +14,7 @@ from accordion.config import STRATEGIES
 from tests.support import checks, models
 from tests.support.checks import FLAT, HYBRID, mesh_of
 from tests.support.compare import Scenario, assert_same, compare, train
-from tests.support.ranked import on_mesh, on_world
-from tests.support.reference import assert_close, grads_of
+from tests.support.ranked import on_mesh
 from tests.support.sample import sampled, turns
 
 FORCED = {
@@ -152,16 +151,6 @@ def test_any_shape_of_a_hybrid_mesh(world, shape, strategy):
     for build in ("plain", "uneven"):
         is_wrapped = build == "plain"
         world.run_mesh(shape, HYBRID, match, Scenario(build=build), STRATEGIES[strategy], is_wrapped=is_wrapped)
-
-
-@on_world(2)
-def test_gradients_are_those_of_ddp_bit_for_bit(mesh) -> None:
-    tokens, targets = models.batch(0, 0, mesh.get_local_rank(), vocab=48)
-    plain = nn.parallel.DistributedDataParallel(models.wide(), process_group=mesh.get_group())
-    model = acc.shard(models.wide(), mesh=mesh)
-    for m in (plain, model):
-        models.loss_of(m(tokens), targets).backward()
-    assert_close(grads_of(model), {name: p.grad for name, p in plain.module.named_parameters()}, 0.0)
 
 
 @pytest.mark.parametrize(

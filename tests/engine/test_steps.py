@@ -19,6 +19,7 @@ from tests.support.checks import (
     assert_close,
     assert_equal,
     batch,
+    go_on,
     mean_grads,
     one_loss,
 )
@@ -68,9 +69,7 @@ def test_forwards_that_nothing_walks_back_leave_nothing_behind(mesh, strategy: a
         model(batch(model)[0])
         with acc.no_sync(model):
             model(batch(model)[0])
-        one_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        go_on(model, optimizer, [step])
     one_loss(model).backward()
     if strategy != acc.NO_SHARD:  # whose leases hold nothing: the shard is the full parameter
         assert_at_rest(model)

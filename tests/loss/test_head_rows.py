@@ -20,8 +20,8 @@ from accordion.observe.allocations import Allocations
 from accordion.plan.replay.peak import peak_of
 from tests import devices
 from tests.loss.test_linear_cross_entropy import FORMS, Language, plain, tokens_of
-from tests.support.checks import mesh_of
-from tests.support.ranked import on_mesh, on_num_ranks, on_world, under_strategies
+from tests.support.checks import mesh_of, step_all
+from tests.support.ranked import on_mesh, on_world, under_strategies
 
 UNITS = {nn.Sequential, nn.Linear}
 
@@ -63,9 +63,7 @@ def check_training(mesh: Any, form: str, **sharding: Any) -> None:
             torch.testing.assert_close(reduced(loss.detach().clone(), group) / mesh.size(), whole.detach())
         for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
 
 
 @pytest.mark.parametrize("form", ["plain", "all"])
@@ -74,8 +72,7 @@ def test_it_trains_as_the_unsharded_model(mesh: Any, strategy: acc.Strategy, for
     check_training(mesh, form, strategy=strategy)
 
 
-@pytest.mark.parametrize("num_ranks", [3, 4])
-@on_num_ranks
+@on_world(3)
 def test_it_trains_on_ranks_with_fewer_rows(mesh: Any) -> None:
     check_training(mesh, "all", debug="streams")
 

@@ -145,9 +145,8 @@ def test_estimates_equal_what_is_allocated(mesh, tmp_path: Path) -> None:
 def test_a_run_with_offload_goes_on_without_it_and_the_other_way_round(mesh, tmp_path: Path) -> None:
     """A run with offload continues without it, and the other way round, bit for bit."""
     results = []
-    swapped, off_device = {"offload": disk(tmp_path)}, {"offload": disk_of_all(tmp_path)}
-    pairs = (({}, {}), ({"offload": HOST}, {}), ({}, {"offload": OPTIMIZER}), (swapped, {}), ({}, swapped))
-    for first, then in (*pairs, (off_device, {}), ({}, off_device)):
+    on_disk = {"offload": disk_of_all(tmp_path)}
+    for first, then in (({}, {}), ({"offload": HOST}, {}), ({}, {"offload": OPTIMIZER}), (on_disk, {}), ({}, on_disk)):
         model, optimizer = fresh(mesh, **first)
         go_on(model, optimizer, range(2))
         folder = tmp_path / f"{len(results)}"

@@ -24,7 +24,7 @@ from accordion.offload import arena
 from accordion.offload.swap_file import SwapFile, aligned_buffer
 from tests.devices import device
 from tests.support import models
-from tests.support.checks import assert_equal, one_loss
+from tests.support.checks import assert_equal, go_on, one_loss
 from tests.support.offloads import HOST, disk, disk_of_all, fresh
 from tests.support.processes import run_python
 from tests.support.ranked import on_world
@@ -79,13 +79,14 @@ def test_a_disk_that_is_full_or_unreadable_is_named(mesh, tmp_path: Path) -> Non
         "device": disk_of_all(tmp_path, step="device"),
     }.items():
         for breaks, message in (
-            (partial(failing_calls, "pwritev", errno.ENOSPC), "could not be written: No space left on device"),
+            (
+                partial(failing_calls, "pwritev", errno.ENOSPC),
+                r"bytes at \d+ of .* could not be written: No space left on device. The last check",
+            ),
             (partial(failing_calls, "preadv", errno.EIO), "could not be read: Input/output error"),
         ):
             model, optimizer = fresh(mesh, offload=offload)
-            one_loss(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            go_on(model, optimizer, [0])
             acc.synchronize(model)
             one_loss(model).backward()
             with breaks(), pytest.raises(acc.OffloadError, match=message):

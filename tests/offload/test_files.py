@@ -98,28 +98,6 @@ def test_two_jobs_on_one_path_have_files_of_their_own_and_leave_none(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("call", "number", "message"),
-    [
-        ("preadv", errno.EIO, f"{PAGE} bytes at 0 of the swap file in .* could not be read: Input/output error"),
-        (
-            "pwritev",
-            errno.ENOSPC,
-            f"{PAGE} bytes at 0 of .* could not be written: No space left on device. The last check",
-        ),
-    ],
-)
-def test_a_disk_that_fails_is_named(tmp_path, monkeypatch, call, number, message):
-    file = SwapFile(tmp_path, PAGE)
-
-    def fails(*_: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, call, fails)
-    with pytest.raises(OffloadError, match=message):
-        file.read(0, aligned_buffer(PAGE)) if call == "preadv" else file.write(0, aligned_buffer(PAGE))
-
-
 def test_partial_reads_and_writes_are_completed(tmp_path, monkeypatch):
     real = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda handle, views, at: real(handle, [views[0][:PAGE]], at))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ from tests.support.reference import local_of, params_of
 
 Program = Callable[..., list[Any]]
 PROGRAMS: dict[str, Program] = {}
-USUAL: list[
-    tuple[int, str, str]
-] = []  # (number of ranks, tier, program) that `make test` runs; `make test-all` runs all
+USUAL: dict[str, tuple[int, tuple[str, ...]]] = {}  # number of ranks and tiers with which `make test` runs a program
 
 
 def program(*tiers: str, num_ranks: int = 1) -> Callable[[Program], Program]:
@@ -33,7 +31,7 @@ def program(*tiers: str, num_ranks: int = 1) -> Callable[[Program], Program]:
 
     def register(run: Program) -> Program:
         PROGRAMS[run.__name__] = run
-        USUAL.extend((num_ranks, tier, run.__name__) for tier in tiers)
+        USUAL[run.__name__] = num_ranks, tiers
         return run
 
     return register
@@ -117,9 +115,7 @@ def two_optimizers(mesh, shard: Callable[..., nn.Module], path: Path) -> list[An
     first = acc.wrap_optimizer(torch.optim.AdamW(params[::2], lr=1e-2, fused=True))
     second = acc.wrap_optimizer(torch.optim.SGD(params[1::2], lr=1e-2, momentum=0.9))
     for step in range(5):
-        one_loss(model, step).backward()
-        first.step()
-        first.zero_grad()
+        go_on(model, first, [step])
         if step % 2:
             second.step()
             second.zero_grad()
@@ -133,9 +129,7 @@ def freezes_and_thaws(mesh, shard: Callable[..., nn.Module], path: Path) -> list
     for step in range(6):
         model.blocks[1].requires_grad_(step in (0, 1, 4, 5))
         model.embed.requires_grad_(step != 3)
-        one_loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        go_on(model, optimizer, [step])
     return end_of(model, optimizer)
 
 
@@ -381,8 +375,8 @@ def looks_at_everything(mesh, shard: Callable[..., nn.Module], path: Path) -> li
 TIERS = ("all on disk", "mixed", "disk", "host", "streamed", "budgets")
 
 
-def in_tiers(mesh, path: Path, names: list[str], tiers: list[str]) -> None:
-    """Run each program in each tier; the budgets of ranks differ."""
+def in_tiers(mesh, path: Path, programs: dict[str, Iterable[str]]) -> None:
+    """Run each program in its tiers; the budgets of ranks differ."""
     rank = dist.get_rank()
     offloads = {
         "host": HOST,
@@ -392,7 +386,7 @@ def in_tiers(mesh, path: Path, names: list[str], tiers: list[str]) -> None:
         "streamed": disk_of_all(path, step="device"),
         "budgets": disk_of_all(path, host_bytes=150_000 + 20_000 * rank, device_bytes=30_000 * rank + 3),
     }
-    for name in names:
+    for name, tiers in programs.items():
         wanted = PROGRAMS[name](mesh, partial(acc.shard, mesh=mesh), path / name)
         for tier in tiers:
             shard = partial(acc.shard, mesh=mesh, offload=offloads[tier])
@@ -406,9 +400,9 @@ def in_tiers(mesh, path: Path, names: list[str], tiers: list[str]) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_programs_in_some_tiers(world, num_ranks, tmp_path):
-    for tier in TIERS:
-        names = [name for ranks, usual, name in USUAL if (ranks, usual) == (num_ranks, tier)]
-        world.run(num_ranks, in_tiers, tmp_path, names, [tier])
+    world.run(
+        num_ranks, in_tiers, tmp_path, {name: tiers for name, (ranks, tiers) in USUAL.items() if ranks == num_ranks}
+    )
 
 
 @pytest.mark.slow
@@ -416,4 +410,4 @@ def test_programs_in_some_tiers(world, num_ranks, tmp_path):
 def test_programs_in_every_tier(world, name, tmp_path):
     # "mixed" names units of a model that this program does not have.
     tiers = [tier for tier in TIERS if (name, tier) != ("looks_at_everything", "mixed")]
-    world.run(2, in_tiers, tmp_path, [name], tiers, timeout_s=600)
+    world.run(2, in_tiers, tmp_path, {name: tiers}, timeout_s=600)

@@ -15,7 +15,7 @@ from accordion.offload.step.deferred_step import UnitStep
 from tests.optim.test_kinds_of_optimizers import OPTIMIZERS
 from tests.support import models
 from tests.support.checks import assert_equal, one_loss
-from tests.support.offloads import HOST, MIXED, disk, disk_of_all
+from tests.support.offloads import HOST, MIXED, disk_of_all
 from tests.support.ranked import on_world
 from tests.support.reference import local_of, params_of
 
@@ -26,10 +26,9 @@ def test_a_step_during_the_next_forward_changes_no_bit(mesh, kind: str, tmp_path
     """Training equals, bit for bit, a step before `step` returns: groups, schedulers, hooks, frozen parts, kept gradients."""
     make, options = OPTIMIZERS[kind]
     results = []
-    options_of = {"disk": disk(tmp_path, overrides=MIXED.overrides)}
-    options_of["away"] = disk_of_all(tmp_path, overrides=MIXED.overrides)
+    options_of = {"away": disk_of_all(tmp_path, overrides=MIXED.overrides)}
     options_of["device"] = acc.Offload(params="host", optimizer="host", step="device", overrides=MIXED.overrides)
-    for way in ("plain", "waits", "deferred", "disk", "away", "device", "late", "late disk", "late away"):
+    for way in ("plain", "waits", "deferred", "device", "late", "late away"):
         debug = ("streams",) if "late" in way else ()
         offload = None if way == "plain" else options_of.get(way.split()[-1], MIXED)
         model = acc.shard(models.frozen(), mesh=mesh, offload=offload, debug=debug)

@@ -60,11 +60,11 @@ def test_optimizers_step_equally_with_and_without_wrap_optimizer(mesh, kind: str
         decay = [p for p in model.parameters() if p.dim() > 1]
         rest = [p for p in model.parameters() if p.dim() <= 1]
         optimizer = make([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], **options)
-        if way == "wrapped":
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        if way == "wrapped":  # the schedule goes on counting the steps, else it warns, which fails here
             assert acc.wrap_optimizer(optimizer) is optimizer
             assert acc.wrap_optimizer(optimizer) is optimizer
             assert isinstance(optimizer, make)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
         losses = []
         for step in range(4):
             loss = one_loss(model, step)
@@ -105,38 +105,6 @@ def test_wrapped_optimizer_takes_a_closure(mesh) -> None:
     assert losses[2] < losses[0]
     assert model.blocks[0].never not in optimizer.state
     assert model.blocks[0].up.weight in optimizer.state
-
-
-@on_world(2)
-def test_wrap_optimizer_refuses_optimizers_that_are_not_elementwise(mesh) -> None:
-    """Wrap optimizers that combine several elements, and unknown ones."""
-    model = acc.shard(models.plain(), mesh=mesh)
-    with pytest.raises(acc.UsageError, match="Muon steps whole matrices, and elementwise=True says the contrary"):
-        acc.wrap_optimizer(torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]), elementwise=True)
-
-    class Lion(torch.optim.Optimizer):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    p.sub_(torch.sign(momentum * 0.9 + p.grad * 0.1), alpha=group["lr"])
-                    momentum.mul_(0.99).add_(p.grad, alpha=0.01)
-
-    with pytest.raises(acc.UsageError, match=r"does not know Lion; pass elementwise=True.*or whole_matrices=True"):
-        acc.wrap_optimizer(Lion(model.parameters(), {"lr": 1e-3}))
-    plain = models.plain()
-    mine, theirs = Lion(model.parameters(), {"lr": 1e-3}), Lion(plain.parameters(), {"lr": 1e-3})
-    acc.wrap_optimizer(mine, elementwise=True)
-    for step in range(3):
-        one_loss(plain, step).backward()
-        for p, grad in zip(plain.parameters(), mean_grads(mesh, plain).values(), strict=True):
-            p.grad = grad
-        one_loss(model, step).backward()
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_equal(params_of(model), dict(plain.named_parameters()))
 
 
 @on_world(2)

@@ -73,11 +73,9 @@ def go_on(model, optimizer, steps, shapes=SHAPES):
             acc.synchronize(model)  # with Offload the step runs on a thread
 
 
-def reference(kind, num_steps):
+def reference(kind):
     model = here(Net())
-    optimizer = made(kind, model)
-    go_on(model, optimizer, range(num_steps))
-    return model, optimizer
+    return model, made(kind, model)
 
 
 def sharded(mesh, kind, seed=0, **options):
@@ -86,8 +84,7 @@ def sharded(mesh, kind, seed=0, **options):
     return model, acc.wrap_optimizer(made(kind, model))
 
 
-def assert_as_unsharded(model, optimizer, kind, num_steps):
-    expected, its = reference(kind, num_steps)
+def assert_as_unsharded(model, optimizer, expected, its):
     for name, value in full(model).items():
         assert torch.equal(value.cpu(), expected.state_dict()[name].cpu()), name
     for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
@@ -106,10 +103,13 @@ def continued(mesh, kind, source, target, **options):
         go_on(model, optimizer, [9])  # states that are overwritten; on more ranks `load` creates them
     start = acc.load(source, model, optimizer) if source else 0
     go_on(model, optimizer, range(start, start + 2))
-    assert_as_unsharded(model, optimizer, kind, start + 2)
+    unsharded = reference(kind)
+    go_on(*unsharded, range(start + 2))
+    assert_as_unsharded(model, optimizer, *unsharded)
     acc.save(target, model, optimizer, extra=start + 2)
-    go_on(model, optimizer, [start + 2])
-    assert_as_unsharded(model, optimizer, kind, start + 3)
+    for run in ((model, optimizer), unsharded):
+        go_on(*run, [start + 2])
+    assert_as_unsharded(model, optimizer, *unsharded)
     own_rows = optimizer.state_dict()  # of this rank, as `torch.save` would write them
     go_on(model, optimizer, [9])
     optimizer.load_state_dict(own_rows)
@@ -134,15 +134,18 @@ def test_steps_equal_the_unsharded_optimizer_and_resume_on_any_number_of_ranks(
     export(source, tmp_path / "model.pt", "torch")
     saved = torch.load(tmp_path / "model.pt")
     monkeypatch.undo()
-    expected = reference(kind, 8)[0].cpu().state_dict()
-    assert all(torch.equal(saved[name], expected[name]) for name in SHAPES)
+    expected, its = reference(kind)
+    go_on(expected, its, range(8))
+    assert all(torch.equal(saved[name], value) for name, value in expected.cpu().state_dict().items())
 
 
 def same_under(mesh, kind, strategy, offload):
     options = {"strategy": strategy, **({"offload": acc.Offload(optimizer="host")} if offload else {})}
     model, optimizer = sharded(mesh, kind, **options)
-    go_on(model, optimizer, range(2))
-    assert_as_unsharded(model, optimizer, kind, 2)
+    unsharded = reference(kind)
+    for run in ((model, optimizer), unsharded):
+        go_on(*run, range(2))
+    assert_as_unsharded(model, optimizer, *unsharded)
 
 
 @pytest.mark.parametrize(

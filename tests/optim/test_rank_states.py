@@ -115,6 +115,10 @@ def test_differences_between_optimizers_are_named(mesh, tmp_path):
     some = list(model.parameters())[rank:]
     says("group/0/params rank 0 has 22 .* rank 1 has 21", acc.wrap_optimizer(torch.optim.SGD(some, lr=0.1)))
     assert not path.exists()
+    acc.save(path, model, kinds[0])
+    for which in (0, 1):
+        with pytest.raises(acc.CheckpointError, match=r"rank 0 has .* and rank 1 has .*optimizer"):
+            acc.load(path, model, kinds[0] if rank == which else None)
 
 
 class Halves(torch.Tensor):

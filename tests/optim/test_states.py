@@ -1,22 +1,18 @@
 """An optimizer's state dict of one rank's rows is refused on other ranks before anything changes."""
 
 import copy
-import io
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 import accordion as acc
+from tests.checkpoint.test_torch_save import read, written
 from tests.support import models
 from tests.support.checks import assert_equal, full, go_on, one_loss
 from tests.support.ranked import on_world
+from tests.support.reference import local_of
 from tests.support.row_states import InBlocks
 
 
@@ -31,14 +27,10 @@ def trained(mesh, steps=2, **options):
     return model, optimizer
 
 
-def local(value):
-    return value.to_local() if hasattr(value, "to_local") else value
-
-
 def values(optimizer):
     """Return (key, value, copy of the value) of each state."""
     return [
-        (key, value, local(value).clone() if isinstance(value, torch.Tensor) else value)
+        (key, value, local_of(value).clone() if isinstance(value, torch.Tensor) else value)
         for group in optimizer.param_groups
         for p in group["params"]
         for key, value in optimizer.state[p].items()
@@ -52,16 +44,6 @@ def assert_untouched(optimizer, before):
         assert key == key_then
         assert tensor is tensor_then
         assert torch.equal(value, value_then) if isinstance(value, torch.Tensor) else value == value_then
-
-
-def written(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def read(data):
-    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def of_rank(mesh, data, rank):
@@ -82,7 +64,7 @@ def one_rank_for_all(mesh, path):
             assert_untouched(optimizer, before)
             assert str(caught.value).startswith("rank ")
     assert_equal(full(model), weights)
-    (path / f"{dist.get_rank()}").write_bytes(written(optimizer.state_dict()))
+    (path / f"{dist.get_rank()}").write_bytes(written((model.state_dict(), optimizer.state_dict())))
     return str(caught.value)
 
 
@@ -94,12 +76,17 @@ def test_states_of_another_rank_are_refused_on_all_ranks(world, tmp_path):
 
 
 def of_another_world(mesh, path, options):
-    """Load states of another number of ranks and other shards."""
-    _, optimizer = trained(mesh, **options)
-    before = values(optimizer)
+    """Load weights and states of another number of ranks and other shards."""
+    model, optimizer = trained(mesh, **options)
+    before, weights = values(optimizer), full(model)
+    rows, states = read((path / f"{dist.get_rank() % 2}").read_bytes())
+    if not options:  # an unsharded model takes rows of the same ranks, from which DTensor makes the whole
+        with pytest.raises(acc.UsageError, match="of another rank"):
+            model.load_state_dict(rows)
     with pytest.raises(acc.UsageError, match="states of another rank"):
-        optimizer.load_state_dict(read((path / f"{dist.get_rank() % 2}").read_bytes()))
+        optimizer.load_state_dict(states)
     assert_untouched(optimizer, before)
+    assert_equal(full(model), weights)
 
 
 @on_world(2)
@@ -129,15 +116,18 @@ def test_states_of_the_same_rank_are_loaded(mesh):
 
 
 def replicas(mesh):
-    """Load states of other ranks with the same rows: of unsharded models, and of replicas."""
-    _, optimizer = trained(mesh, strategy=acc.NO_SHARD if mesh.ndim == 1 else acc.HYBRID_SHARD)
+    """Load weights and states of other ranks with the same rows: of unsharded models, and of replicas."""
+    strategy = acc.NO_SHARD if mesh.ndim == 1 else acc.HYBRID_SHARD
+    model, optimizer = trained(mesh, strategy=strategy)
     before = values(optimizer)
     found = [None] * 4
-    dist.all_gather_object(found, written(optimizer.state_dict()))
-    rank = dist.get_rank()
-    theirs = found[(rank + 1) % 4] if mesh.ndim == 1 else found[(rank + 2) % 4]
-    optimizer.load_state_dict(read(theirs))
+    dist.all_gather_object(found, written((model.state_dict(), optimizer.state_dict())))
+    weights, states = read(found[(dist.get_rank() + mesh.ndim) % 4])
+    optimizer.load_state_dict(states)
     assert all(torch.equal(a[2], b[2]) for a, b in zip(values(optimizer), before, strict=True))
+    other, _ = built(mesh, seed=3, strategy=strategy)
+    other.load_state_dict(weights)
+    assert_equal(full(other), full(model))
 
 
 def test_replicas_load_states_of_each_other(world):
@@ -146,25 +136,14 @@ def test_replicas_load_states_of_each_other(world):
 
 
 @on_world(2)
-def test_state_dict_helpers_of_torch_work(mesh, tmp_path):
-    """Use torch's DCP and its helpers, which reshard by themselves, with raw, sharded and full state dicts."""
-    path = tmp_path / "dcp"
+def test_state_dicts_without_names_pass_through_dcp(mesh, tmp_path):
+    """Use torch's DCP, which reshards by itself, with an optimizer's own state dict."""
     model, optimizer = trained(mesh)
     group = mesh.get_group()
-    state = {"raw": optimizer.state_dict(), "named": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=path, process_group=group)
-    whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    for way in ("raw", "named", "full"):
-        other, its = trained(mesh, seed=4, steps=3)
-        if way == "raw":
-            state = {"raw": its.state_dict()}
-            dcp.load(state, checkpoint_id=path, process_group=group)
-            its.load_state_dict(state["raw"])
-        elif way == "named":
-            state = {"named": get_optimizer_state_dict(other, its)}
-            dcp.load(state, checkpoint_id=path, process_group=group)
-            set_optimizer_state_dict(other, its, state["named"])
-        else:
-            set_optimizer_state_dict(other, its, whole, options=StateDictOptions(full_state_dict=True))
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(local(optimizer.state[p]["exp_avg"]), local(its.state[q]["exp_avg"])), way
+    dcp.save(optimizer.state_dict(), checkpoint_id=tmp_path / "dcp", process_group=group)
+    other, its = trained(mesh, seed=4, steps=3)
+    state = its.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", process_group=group)
+    its.load_state_dict(state)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(local_of(optimizer.state[p]["exp_avg"]), local_of(its.state[q]["exp_avg"]))

@@ -26,7 +26,7 @@ from tests.sequence.subjects import (
     plain_batch,
     seeded,
 )
-from tests.support.checks import logged
+from tests.support.checks import logged, step_all
 from tests.support.ranked import on_mesh
 from tests.support.reference import adamw, assert_close, params_of
 from tests.support.sample import sampled
@@ -106,9 +106,7 @@ def test_steps_with_accumulation_and_clipping(mesh: Any, strategy: str) -> None:
                 (model(**parts).loss / 2).backward()
         norms = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5), acc.clip_grad_norm_(model, 0.5)
         torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     acc.synchronize(model)
     assert_close(params_of(model), dict(plain.named_parameters()), 1e-4)
 

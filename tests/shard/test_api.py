@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import re
-import warnings
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import accordion as acc
 from tests.devices import device
 from tests.inside import engine_in
-from tests.support import models, reference
+from tests.support import models
 from tests.support.checks import (
     HYBRID,
     PlantedError,
@@ -25,7 +22,6 @@ from tests.support.checks import (
     assert_close,
     assert_equal,
     batch,
-    go_on,
     mean_grads,
     one_loss,
     unit_names,
@@ -157,15 +153,7 @@ def test_misuse_is_said_by_name(mesh) -> None:
 
 
 @under_strategies("full_shard")
-def test_parameters_that_differ_over_ranks_raise_on_every_rank_or_are_synchronised(
-    mesh, strategy: acc.Strategy
-) -> None:
-    model = models.plain()
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            model.blocks[1].up.weight[3, 4] += 1e-3
-    with pytest.raises(acc.DivergenceError, match=re.escape("blocks.1.up.weight")):
-        acc.shard(model, mesh=mesh, strategy=strategy)
+def test_parameters_and_buffers_that_differ_over_ranks_are_synchronised(mesh, strategy: acc.Strategy) -> None:
     synced = models.seeded(dist.get_rank())
     synced.register_buffer("scale", torch.tensor([float(dist.get_rank())], device=device()))
     for dtype in (torch.uint16, torch.complex64, torch.float8_e4m3fn):  # which gloo does not know
@@ -182,8 +170,8 @@ def test_parameters_that_differ_over_ranks_raise_on_every_rank_or_are_synchronis
 # -- full parameters
 
 
-@under_strategies("hybrid_shard_optim", num_ranks=3)
-def test_full_params_reads_and_forgets_changes(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", "hybrid_shard_optim", num_ranks=3)
+def test_full_params_reads_and_writes_and_forgets_changes_otherwise(mesh, strategy: acc.Strategy) -> None:
     for make in (models.uneven, models.tied):
         plain, model = make(), acc.shard(make(), mesh=mesh, strategy=strategy)
         tokens, _ = batch(plain)
@@ -203,14 +191,8 @@ def test_full_params_reads_and_forgets_changes(mesh, strategy: acc.Strategy) -> 
         assert_equal(params_of(model), dict(plain.named_parameters()))
         one_loss(model).backward()
         assert_at_rest(model)
-
-
-@under_strategies("full_shard", num_ranks=3)
-def test_full_params_writes(mesh, strategy: acc.Strategy) -> None:
-    for make in (models.uneven, models.tied):
-        plain, model = make(), acc.shard(make(), mesh=mesh, strategy=strategy)
         with torch.no_grad():
-            model(batch(plain)[0])  # full copies that outlive this must not be the old ones
+            model(tokens)  # full copies that outlive this must not be the old ones
             with acc.full_params(model, write=True):
                 for p in model.parameters():
                     p.mul_(1.5)
@@ -218,16 +200,6 @@ def test_full_params_writes(mesh, strategy: acc.Strategy) -> None:
                 p.mul_(1.5)
         assert_equal(params_of(model), dict(plain.named_parameters()))
         assert one_loss(model).item() == one_loss(plain).item()
-
-
-@on_world(2)
-def test_full_params_closes_after_an_error(mesh) -> None:
-    model = acc.shard(models.plain(), mesh=mesh)
-    with pytest.raises(KeyError), acc.full_params(model, write=True):
-        raise KeyError
-    assert all(isinstance(p, DTensor) for p in model.parameters())
-    one_loss(model).backward()
-    assert_at_rest(model)
 
 
 # -- the norm of gradients
@@ -296,76 +268,7 @@ def test_load_state_dict_takes_full_tensors(mesh, strategy: acc.Strategy) -> Non
             model.load_state_dict(state)
 
 
-def trained(mesh, strategy: acc.Strategy, seed: int, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = acc.shard(models.seeded(seed, vocab=19, width=10, hidden=7), mesh=mesh, strategy=strategy)
-    optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
-    go_on(model, optimizer, range(steps))
-    return model, optimizer
-
-
-@under_strategies("full_shard", num_ranks=3)
-def test_sharded_state_dicts_continue_the_same_training(mesh, strategy: acc.Strategy) -> None:
-    model, optimizer = trained(mesh, strategy, 0, 2)
-    state, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-    assert all(isinstance(t, DTensor) for t in state.values())
-    assert all(isinstance(entry["exp_avg"], DTensor) for entry in moments["state"].values())
-    other, others_optimizer = trained(mesh, strategy, 1, 1)
-    other.load_state_dict(state)
-    others_optimizer.load_state_dict(moments)
-    for step in range(2, 5):
-        losses = []
-        for m, o in ((model, optimizer), (other, others_optimizer)):
-            loss = one_loss(m, step)
-            loss.backward()
-            o.step()
-            o.zero_grad()
-            losses.append(loss.item())
-        assert losses[0] == losses[1]
-    assert_equal(params_of(other), params_of(model))
-
-
-@under_strategies("shard_grad_op", num_ranks=3)
-def test_a_model_on_the_meta_device_is_filled_by_load_state_dict(mesh, strategy: acc.Strategy) -> None:
-    with torch.device("meta"):
-        empty = models.Tiny(vocab=19, width=10, hidden=7)
-    model = acc.shard(empty, mesh=mesh, strategy=strategy)
-    assert not any(p.is_meta for p in model.parameters())
-    plain = models.seeded(3, vocab=19, width=10, hidden=7)
-    model.load_state_dict(plain.state_dict())
-    assert one_loss(model).item() == one_loss(plain).item()
-
-
 # -- the rest
-
-
-@on_world(1)
-def test_functional_call_is_refused(mesh) -> None:
-    """The weights that it passes would be ignored in silence."""
-    model = acc.shard(models.plain(), mesh=mesh)
-    tokens, _ = batch(model)
-    zeros = {name: torch.zeros(p.shape, device=device()) for name, p in model.named_parameters()}
-    with pytest.raises(acc.UsageError, match="functional_call"):
-        torch.func.functional_call(model, zeros, (tokens,))
-
-
-@on_world(2)
-def test_blocks_compile_into_one_graph(mesh) -> None:
-    import torch._dynamo.testing
-
-    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    for block in model.blocks:
-        block.compile(backend=counter, fullgraph=True)
-    # dynamo looks at `.grad` of what it takes in, and a full parameter is no leaf
-    warnings.filterwarnings("ignore", message=".*grad attribute of a Tensor that is not a leaf.*")
-    for step in range(3):
-        for m in (plain, model):
-            one_loss(m, step).backward()
-        assert_close(grads_of(model), mean_grads(mesh, plain), 3e-6)
-        assert_at_rest(model)
-        plain.zero_grad()
-        model.zero_grad()
-    assert counter.frame_count == 1, "one graph serves all blocks and steps"
 
 
 @under_strategies("full_shard", "no_shard")
@@ -384,10 +287,13 @@ def test_describe_says_what_a_rank_holds(mesh, strategy: acc.Strategy) -> None:
     assert [unit.name for unit in report.units] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
 
 
-@on_world(1)
-def test_no_sync_nests(mesh) -> None:
-    """Contexts restore what they found, also when nested or left by an error."""
+@on_world(2)
+def test_contexts_end_after_an_error_and_no_sync_nests(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
+    with pytest.raises(PlantedError), acc.full_params(model, write=True):
+        raise PlantedError
+    assert_at_rest(model)
+    one_loss(model).backward()
     engine = engine_in(model)
     with contextlib.suppress(PlantedError), acc.no_sync(model):
         with acc.no_sync(model):

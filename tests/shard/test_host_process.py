@@ -18,7 +18,7 @@ from torch.optim import optimizer as optimizers
 import accordion as acc
 from accordion.optimizers.wrap import StepHooks
 from accordion.safety.dtensor_calls import ANY_TRUE, DRAWS_INTO, DRAWS_LIKE, NUMBER, TANGENT, VIEW, WRITES
-from tests.support.processes import run_python
+from tests.support import forked
 
 DOCUMENTED: set[str] = set()
 NUM_HOOKS = 1
@@ -133,9 +133,9 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def main(rank: int, store: str) -> None:
+def main(_: list[str]) -> None:
     warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
     mesh, mesh_of_model = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
     model(torch.ones(2, 4)).sum().backward()  # what torch makes at its first backward
@@ -167,11 +167,8 @@ def main(rank: int, store: str) -> None:
     assert after == registered
     for name, value in outcomes(mesh).items():
         assert equal(value, results[name]), (name, results[name], value)
-    print("alike", flush=True)
     dist.destroy_process_group()
 
 
-def test_shard_changes_nothing_that_other_code_sees_but_what_is_documented(tmp_path):
-    program = "import os, sys; from tests.shard.test_host_process import main; main(int(os.fork() == 0), sys.argv[1])"
-    done = run_python("-c", program, tmp_path / "store", timeout_s=600)
-    assert done.stdout.count("alike") == 2, done.stderr  # two processes write to one pipe
+def test_shard_changes_nothing_that_other_code_sees_but_what_is_documented():
+    assert forked.under_torchrun([], 2, main) == 0

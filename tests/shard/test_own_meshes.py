@@ -18,7 +18,7 @@ import accordion as acc
 from tests.devices import device, here
 from tests.inside import unit_in
 from tests.support import experts
-from tests.support.checks import assert_as_exact, assert_close, assert_equal
+from tests.support.checks import assert_as_exact, assert_close, assert_equal, step_all
 from tests.support.meters import Wire
 from tests.support.ranked import on_mesh
 from tests.support.sample import sampled
@@ -87,13 +87,20 @@ def assert_trains_as_unsharded(
         assert torch.allclose(found.double(), norm, rtol=1e-6)  # a norm is float32, and so is what it scales by
         for p in plain.parameters():
             p.grad.mul_(torch.clamp(0.5 / (found + 1e-6), max=1.0))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     acc.synchronize(model)
     whole = {n: p.detach() for n, p in plain.named_parameters()}
     assert_as_exact(acc.full_state_dict(model, rank0_only=False, cpu=False), whole)
     assert bool(acc.full_state_dict(model)) == (dist.get_rank() == 0)
+
+
+def assert_gradients_of_unsharded(model: Any) -> None:
+    """Compare this rank's loss and all gradients of one step in float32."""
+    losses, wanted = unsharded(0, experts.seeded())
+    loss = model.loss(experts.tokens(0, dist.get_rank()))
+    assert loss.item() == pytest.approx(losses[dist.get_rank()], rel=1e-5)
+    loss.backward()
+    assert_close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, wanted, 1e-6)
 
 
 @pytest.mark.parametrize("case", sampled(CASES, ("optimizer alone", "on the host").__contains__))
@@ -152,10 +159,7 @@ def test_a_mesh_is_named_by_class_or_pattern(mesh: Any) -> None:
     )
     assert model.embed.weight.placements == (Replicate(), Shard(0))
     assert model.blocks[0].router.weight.placements == (Shard(0),)
-    plain = experts.seeded()
-    _, wanted = unsharded(0, plain)
-    model.loss(experts.tokens(0, dist.get_rank())).backward()
-    assert_close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, wanted, 1e-6)
+    assert_gradients_of_unsharded(model)
 
 
 @on_mesh((2, 2), ("replicate", "shard"))
@@ -163,19 +167,14 @@ def test_beside_a_hybrid(mesh: Any) -> None:
     """Two replicas of two shards, experts over the shards and cut over the replicas; and with secondary shards."""
     spread = experts.spread(mesh, axis="shard")
     model = acc.shard(spread, mesh, strategy=acc.HYBRID_SHARD, meshes={experts.Experts: mesh["replicate"]})
-    plain = experts.seeded()
-    _, wanted = unsharded(0, plain)
-    model.loss(experts.tokens(0, dist.get_rank())).backward()
-    assert_close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, wanted, 1e-6)
+    assert_gradients_of_unsharded(model)
 
 
 @on_mesh((2, 2), ("edp", "ep"))
 def test_beside_secondary_shards(mesh: Any) -> None:
     """Two ranks keep one copy of what lies over four; experts lie over two, and are gathered again."""
-    plain, kept = experts.seeded(), sharded(mesh, secondary=2)
-    _, wanted = unsharded(0, plain)
-    kept.loss(experts.tokens(0, dist.get_rank())).backward()
-    assert_close({n: p.grad.full_tensor() for n, p in kept.named_parameters()}, wanted, 1e-6)
+    kept = sharded(mesh, secondary=2)
+    assert_gradients_of_unsharded(kept)
     kinds = {bool(g.context.where): g.secondary_bytes > 0 for g in unit_in(kept.blocks[0]).groups}
     assert kinds == {True: False, False: True}
 
@@ -270,18 +269,14 @@ def test_a_model_on_meta_is_initialised_and_loaded(world: Any, tmp_path: Path) -
 
 
 def as_in_the_guide(mesh: Any, code: str) -> None:
-    plain, model = experts.seeded(), experts.seeded()
+    model = experts.seeded()
     names = {"acc": acc, "nn": nn, "distribute_tensor": distribute_tensor, "Shard": Shard, "Experts": experts.Experts}
     given = {"init_device_mesh": lambda *asked, **named: mesh, "model": model, **names}
     exec(code, given)
     for block in model.blocks:
         block.group = mesh["ep"].get_group()
     assert model.blocks[0].experts.up.device_mesh.mesh_dim_names == ("edp", "ep")
-    losses, wanted = unsharded(0, plain)
-    loss = model.loss(experts.tokens(0, dist.get_rank()))
-    assert loss.item() == pytest.approx(losses[dist.get_rank()], rel=1e-5)
-    loss.backward()
-    assert_close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, wanted, 1e-6)
+    assert_gradients_of_unsharded(model)
 
 
 def test_the_example_of_the_guide_runs(world: Any) -> None:

@@ -46,10 +46,6 @@ def fused(width: int) -> nn.Module:
 
 WRITES: dict[str, Callable[[], nn.Module]] = {
     "gru": lambda: nn.GRU(WIDTH, WIDTH, num_layers=2),
-    "lstm": lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2),
-    "rnn": lambda: nn.RNN(WIDTH, WIDTH),
-    "gru_cell": lambda: nn.GRUCell(WIDTH, WIDTH),
-    "lstm_cell": lambda: nn.LSTMCell(WIDTH, WIDTH),
     "rnn_cell": lambda: nn.RNNCell(WIDTH, WIDTH),
     "relu_in_place": lambda: fused(WIDTH),
     "chunks": Chunks,
@@ -68,41 +64,7 @@ class Writer(nn.Module):
         return self.after(torch.tanh(y if isinstance(y, Tensor) else y[0]))
 
 
-class Drops(nn.Module):
-    """A unit that is called by keyword alone, as transformers call their embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, *, x: Tensor) -> Tensor:
-        return F.dropout(self.lin(x), 0.5)
-
-
-class Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(Drops() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            x = unit(x=x)
-        return x
-
-
-@pytest.mark.parametrize("how", ["full", "selective"])
-@on_world(2)
-def test_dropout_of_units_that_are_called_by_keyword_is_recomputed_as_it_was(mesh, how: str) -> None:
-    x, found = torch.randn(5, WIDTH, device=device()), []
-    for options in ({}, {"checkpoint_activations": how}):
-        torch.manual_seed(1)
-        model = acc.shard(here(Named()), mesh, units={Drops}, **options)
-        model(x).square().sum().backward()
-        found.append(grads_of(model))
-    assert_close(found[1], found[0], 1e-6)
-
-
-@pytest.mark.parametrize("kind", sampled(WRITES, ("gru", "rnn_cell", "relu_in_place", "chunks").__contains__))
+@pytest.mark.parametrize("kind", WRITES)
 @on_world(2)
 def test_products_that_are_written_into_are_computed_again(mesh, kind: str) -> None:
     torch.manual_seed(0)
@@ -163,25 +125,38 @@ def test_every_other_product_is_kept(world):
 
 
 class Dropping(nn.Module):
+    """A unit that is called by keyword alone, as transformers call their embeddings."""
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:  # (batch, seq, WIDTH)
+    def forward(self, *, x: Tensor) -> Tensor:  # (batch, seq, WIDTH)
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5 if self.training else 0.0)
         return x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.5, self.training)
 
 
-@pytest.mark.parametrize("training", [False, True])
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Dropping() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x=x)
+        return x
+
+
+@pytest.mark.parametrize(("how", "training"), [("selective", False), ("selective", True), ("full", True)])
 @on_world(2)
-def test_attention_and_what_drops(mesh, training: bool) -> None:
+def test_attention_and_what_drops(mesh, how: str, training: bool) -> None:
     found = []
     for sharded in (False, True):
         torch.manual_seed(1)
-        model = here(nn.Sequential(Dropping(), Dropping())).train(training)
+        model = here(Named()).train(training)
         if sharded:
-            model = acc.shard(model, mesh, units={Dropping}, checkpoint_activations="selective")
+            model = acc.shard(model, mesh, units={Dropping}, checkpoint_activations=how)
         torch.manual_seed(2)
         model(torch.randn(2, 4, WIDTH, device=device())).square().sum().backward()
         found.append(grads_of(model) if sharded else mean_grads(mesh, model))

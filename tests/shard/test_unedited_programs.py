@@ -19,7 +19,7 @@ from tests.devices import device, here
 from tests.inside import unit_in
 from tests.support.checks import assert_at_rest, assert_close
 from tests.support.meters import Wire
-from tests.support.ranked import on_world, under_strategies
+from tests.support.ranked import on_num_ranks, on_world, under_strategies
 
 
 class Net(nn.Module):
@@ -244,13 +244,23 @@ class Multiplies(Net):
         return super().forward(x @ self.layers[0].shift.weight)
 
 
+class Adds(Net):
+    """The root adds a bias inside of a block, and a sum over its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.layers[0].shift
+        return super().forward(x) + (shift.bias if self.training else shift.weight.square().sum())
+
+
 @on_world(2)
 def test_what_reaches_into_a_unit_is_named(mesh) -> None:
-    for kind, named in (
-        (Reaches, r" \(layers.0.shift.weight, layers.0.shift.bias of unit 'layers.0'\)"),
-        (Multiplies, ""),
+    for kind, training, named in (
+        (Reaches, True, r" \(layers.0.shift.weight, layers.0.shift.bias of unit 'layers.0'\)"),
+        (Multiplies, True, ""),
+        (Adds, True, ""),
+        (Adds, False, ""),
     ):
-        model = acc.shard(kind(Modulated), mesh=mesh, units={Modulated})
+        model = acc.shard(kind(Modulated), mesh=mesh, units={Modulated}).train(training)
         with pytest.raises(
             acc.UsageError, match=f"read a parameter of a unit{named} outside of that unit's own forward"
         ):
@@ -288,17 +298,14 @@ class Stored(nn.Module):
         return x + sum(w.to(torch.float32).sum() for w in weights)
 
 
-def rare(mesh) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@on_num_ranks
+def test_dtypes_that_gloo_does_not_know_travel_as_bytes(mesh) -> None:
     for dtype in RARE:
         plain, model = Stored(dtype), acc.shard(Stored(dtype), mesh=mesh)
         assert torch.equal(model(inputs()), plain(inputs())), dtype
         with acc.full_params(model):
             assert torch.equal(model.large.view(torch.uint8), plain.large.view(torch.uint8)), dtype
-
-
-def test_dtypes_that_gloo_does_not_know_travel_as_bytes(world):
-    world.run(2, rare)
-    world.run(3, rare)
 
 
 # -- tensor subclasses
