@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from unittest import mock
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,105 +9,12 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from accordion.engine.engine import Engine
-from accordion.engine.unit import Unit
 from tests.devices import device, here
 from tests.support import models
-from tests.support.checks import assert_at_rest, assert_close, batch, mesh_of, one_loss, under
+from tests.support.checks import assert_at_rest, assert_close, mesh_of, one_loss, under
 from tests.support.meters import Wire
 from tests.support.ranked import on_world
-from tests.support.reference import grads_of, local_of
-from tests.weights.test_pretrained import Anonymous, write
-
-
-class TiedStack(nn.Module):
-    ROWS, COLUMNS = 2048, 1024  # 8 MiB a tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(self.ROWS, self.COLUMNS)
-        self.layers = nn.ModuleList(nn.Linear(self.COLUMNS, self.ROWS, bias=False) for _ in range(6))
-        self.head = nn.Linear(self.COLUMNS, self.ROWS, bias=False)
-        self.head.weight = self.embed.weight
-
-
-def load_tied(mesh, folder: str) -> tuple[int, int, int]:
-    """Return the peak bytes to shard and load, on the host and on a device, and the bytes of the shard.
-
-    A simulated device's memory is the host's, and counts as the device's.
-    """
-    memory, on_device = torch.accelerator.memory, device().type != "cpu"
-    torch.zeros(1, device=device()).add_(1)  # what the first kernel takes
-    if on_device:
-        memory.reset_peak_memory_stats()
-        before = memory.memory_allocated(), memory.memory_reserved()
-    watch = Anonymous()
-    watch.start()
-    with torch.device("meta"):
-        model = TiedStack()
-    model = acc.shard(model, mesh)
-    acc.load_pretrained(model, folder)
-    taken, device_bytes = watch.finish(), 0
-    if on_device:
-        taken -= memory.memory_reserved() - before[1]
-        device_bytes = memory.max_memory_allocated() - before[0]
-    assert model.head.weight is model.embed.weight
-    rows = TiedStack.ROWS // mesh.size()
-    for value, p in enumerate(model.parameters()):
-        assert (local_of(p)[:, 0] == value).all()
-        assert torch.equal(
-            local_of(p)[:, 1], mesh.get_local_rank() * rows + torch.arange(rows, device=device()).float()
-        )
-    return taken, device_bytes, sum(local_of(p).nbytes for p in model.parameters())
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is counted where Linux tells it")
-def test_03_04_05_loading_takes_the_full_model_on_every_rank(world, tmp_path):
-    """Complaint: tied weights, no efficient loading, twice the memory. A rank needs its shard and less than one more tensor.
-
-    A device also reserves full parameters, of the largest unit at once as in a forward; here that is the whole model. On a
-    host, memory that is never written takes nothing.
-    """
-    tensors = {}
-    for i, name in enumerate(["embed.weight", *(f"layers.{i}.weight" for i in range(6))]):
-        tensors[name] = torch.zeros(TiedStack.ROWS, TiedStack.COLUMNS)
-        tensors[name][:, 0], tensors[name][:, 1] = i, torch.arange(TiedStack.ROWS)
-    folder = write(tmp_path, tensors)
-    whole, one = sum(t.nbytes for t in tensors.values()), tensors["embed.weight"].nbytes
-    for taken, on_device, shard in world.run(4, load_tied, folder):
-        assert shard == whole // 4
-        assert taken <= shard + one
-        assert on_device <= shard + whole + 4096
-
-
-def surprised(mesh) -> list[set[str]]:
-    """Return the units of each forward that were not prefetched."""
-    model = acc.shard(models.seeded(num_blocks=5), mesh=mesh)
-    plain, late = Engine.acquire, set()
-
-    def acquire(engine: Engine, unit: Unit) -> int:
-        if unit.name and not unit.is_unsharded:
-            late.add(unit.name)
-        return plain(engine, unit)
-
-    found = []
-    for skip in ((), (), (1,), (), ()):
-        tokens, targets = batch(model)
-        late.clear()
-        with mock.patch.object(Engine, "acquire", acquire):
-            out = model(tokens, skip=skip)
-        found.append(set(late))
-        models.loss_of(out, targets).backward()
-    return found
-
-
-def test_16_trace_invalidation_turns_prefetch_off(world):
-    """A skipped unit, and one that is called again, is one wrong guess each; the rest of the forward is prefetched."""
-    for first, second, left_out, back, last in world.run(2, surprised):
-        assert first == {f"blocks.{i}" for i in range(5)}, "nothing is known before the first"
-        assert second == last == set()
-        assert left_out == {"blocks.2"}
-        assert back == {"blocks.1"}
+from tests.support.reference import grads_of
 
 
 def clip(mesh, strategy: acc.Strategy) -> tuple[float, int]:
