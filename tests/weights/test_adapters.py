@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 import accordion as acc
 from tests.devices import device, here
-from tests.integrations.jobs import needs
 from tests.support import families
 from tests.weights.test_pretrained import write
 
 WIDTH, RANK = 24, 4
-pytestmark = [needs("peft", "transformers"), pytest.mark.filterwarnings("ignore")]  # PEFT's own
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own
 LAYERS = {"plain": "0", "llama": "model.layers.0.self_attn.q_proj"}  # with an adapter
 SPREAD = 1 / math.sqrt(3 * WIDTH)  # of a uniform draw within 1 / sqrt(width)
 

@@ -24,13 +24,13 @@ from tests.support import models
 from tests.support.meters import Allocations
 from tests.support.ranked import on_world
 from tests.support.sample import sampled
-from tests.weights.test_initialise import FAMILIES, LAYOUTS, Bare, transformers_model, unlike
+from tests.weights.test_initialise import FAMILIES, LAYOUTS, MODELS, Bare, unlike
 
 
 def seeded(name: str) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        return BUILDS[name]() if name in BUILDS else transformers_model(name)
+        return BUILDS[name]()
 
 
 class Counts(nn.Module):
@@ -60,6 +60,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: models.Tiny(vocab=19, width=10, hidden=7),
     "tied": lambda: models.Tiny(vocab=19, tied=True),
     "counts": counts,
+    **{name: family.make for name, family in MODELS.items()},
 }
 
 
@@ -89,7 +90,7 @@ def loaded(
     """Return the sharded model, loaded from a folder. `real`: built on the CPU with other weights before."""
     with torch.device("cpu" if real else "meta"):
         model = acc.shard(
-            BUILDS[name]() if name in BUILDS else transformers_model(name),
+            BUILDS[name](),
             mesh,
             strategy=STRATEGIES[strategy],
             **options,
@@ -113,7 +114,7 @@ def differences(mesh: Any, strategy: str, folders: dict[str, str]) -> dict[str, 
 def plain_folders(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("plain")
     folders = {}
-    for name in BUILDS:
+    for name in BUILDS.keys() - MODELS.keys():
         state = seeded(name).state_dict()
         if name == "tied":
             del state["head.weight"]
