@@ -139,16 +139,6 @@ def assert_trains_as_unsharded(model: nn.Module, num_ranks: int = 2, clip: float
     return expected
 
 
-def trained(mesh: DeviceMesh, policy: str, strategy: str = "FULL_SHARD") -> FSDP:
-    """Return a model that was trained, and compared with the unsharded one."""
-    shared: dict[str, Any] = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
-    model = FSDP(seeded(), auto_wrap_policy=POLICIES[policy], **shared)
-    assert_trains_as_unsharded(model, mesh.size(), clip=0.5)
-    assert [n for n, _ in model.named_buffers()] == ["seen"]
-    assert_at_rest(model)
-    return model
-
-
 @on_world(2)
 def test_offloading_changes_no_bit(mesh: DeviceMesh) -> None:
     """With shards on the host results are equal bit for bit. torch's own needs an accelerator for this."""
@@ -164,26 +154,21 @@ def test_offloading_changes_no_bit(mesh: DeviceMesh) -> None:
     assert_same_state(results[1][1], results[0][1], 0.0)
 
 
-# What each one wraps is compared with torch's in test_fsdp1_beside_torch.py.
-@pytest.mark.parametrize(
-    ("policy", "units"), sampled([("none", 1), ("size", 3), ("custom", 9)], lambda policy, units: units == 3)
-)
-@on_world(2)
-def test_policies_make_units_and_train_as_unsharded(mesh: DeviceMesh, policy: str, units: int) -> None:
-    model = trained(mesh, policy)
-    assert len(FSDP.fsdp_modules(model)) == units
-    assert repr(model).startswith("FullyShardedDataParallel(\n  (_fsdp_wrapped_module): Net(")
-
-
 @pytest.mark.parametrize(
     "strategy",
     sampled(
-        ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"], {"NO_SHARD", "HYBRID_SHARD"}.__contains__
+        ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"],
+        {"NO_SHARD", "HYBRID_SHARD"}.__contains__,
     ),
 )
 @on_mesh(lambda given: ((2, 2), HYBRID) if "HYBRID" in given["strategy"] else ((2,), FLAT))
 def test_strategies(mesh: DeviceMesh, strategy: str) -> None:
-    trained(mesh, "transformer", strategy)
+    shared: dict[str, Any] = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy[strategy]}
+    model = FSDP(seeded(), auto_wrap_policy=POLICIES["transformer"], **shared)
+    assert_trains_as_unsharded(model, mesh.size(), clip=0.5)
+    assert [n for n, _ in model.named_buffers()] == ["seen"]
+    assert len(FSDP.fsdp_modules(model)) == 3
+    assert_at_rest(model)
 
 
 class WithNorm(nn.Module):

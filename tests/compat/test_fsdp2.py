@@ -301,33 +301,6 @@ def test_resharding_is_set_between_steps(mesh) -> None:
         model.set_reshard_after_forward(2)
 
 
-@on_world(2)
-def test_the_end_of_a_backward_hides_parameters_that_unshard_shows(mesh) -> None:
-    model = sharded(ours, mesh)
-    for step in range(2):
-        loss = one_loss(model, step)
-        model.blocks[1].unshard()
-        loss.backward()
-        assert not any(unit.module_params.is_shown for unit in units_of(model))
-
-
-@on_world(2)
-def test_prefetch_follows_the_lists_that_were_set(mesh) -> None:
-    reference, model = both(mesh)
-    for m in (reference, model):
-        m.blocks[0].set_modules_to_forward_prefetch([m.blocks[1], m.blocks[2]])
-        m.blocks[2].set_modules_to_backward_prefetch([m.blocks[1], m.blocks[0]])
-    one_loss(model).backward()
-    units = units_of(model)
-    assert units[1].unit_policy.ahead == {Phase.FORWARD: [2, 3]}
-    assert units[3].unit_policy.ahead == {Phase.BACKWARD: [2, 1]}
-    begun = []
-    model.blocks[0].register_forward_hook(lambda *_: begun.append([u.is_unsharded for u in units[2:]]))
-    model.zero_grad()
-    assert_backwards_agree((reference, model))
-    assert begun == [[True, True]] * 2
-
-
 def full_memory(model: nn.Module) -> list[bool]:
     """Return, for the root and each block, if its full parameters have memory."""
     parts = [model, *model.blocks]
@@ -354,6 +327,7 @@ def test_full_parameters_are_resharded_by_hand(mesh) -> None:
             states.append(next(m.blocks[0].parameters()).detach().clone())
             m.blocks[0].reshard()
             loss.backward()
+            assert m is reference or not any(unit.module_params.is_shown for unit in units_of(m))
             states.append(full_memory(m))
             states.append(loss.detach())
     assert_same_gradients(reference, model)
@@ -361,9 +335,11 @@ def test_full_parameters_are_resharded_by_hand(mesh) -> None:
 
 
 @on_world(2)
-def test_a_prefetched_block_that_is_not_used_is_freed(mesh) -> None:
+def test_prefetch_follows_the_lists_that_were_set_and_blocks_that_are_not_used_are_freed(mesh) -> None:
     """A prefetched block that the forward skips is freed at the end, and the next forward is right."""
     reference, model = both(mesh, reshard_after_forward=True)
+    begun: list[list[bool]] = []
+    model.blocks[0].register_forward_hook(lambda *_: begun.append([u.is_unsharded for u in units_of(model)[2:]]))
     for m in (reference, model):
         m.blocks[0].set_modules_to_forward_prefetch([m.blocks[1], m.blocks[2]])
         m.blocks[2].set_modules_to_backward_prefetch([m.blocks[1], m.blocks[0]])
@@ -374,6 +350,10 @@ def test_a_prefetched_block_that_is_not_used_is_freed(mesh) -> None:
             models.loss_of(m(tokens, skip=skip), targets).backward()
             assert full_memory(m) == [False] * 4, (type(m), step)
             optimizer.step()
+    units = units_of(model)
+    assert units[1].unit_policy.ahead == {Phase.FORWARD: [2, 3]}
+    assert units[3].unit_policy.ahead == {Phase.BACKWARD: [2, 1]}
+    assert begun[1:] == [[True, True]] * 3
     assert_same_gradients(reference, model)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
@@ -18,9 +17,8 @@ import accordion.compat.fsdp2 as ours
 from accordion import _torch
 from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, assert_same_parameters
 from tests.devices import device
-from tests.shard.test_own_meshes import RANKS, assert_own_ranks_communicate, assert_trains_as_unsharded, read
+from tests.shard.test_own_meshes import RANKS, assert_trains_as_unsharded
 from tests.support import experts
-from tests.support.checks import assert_equal, step_all
 from tests.support.ranked import on_mesh
 
 PLACES = hasattr(_fsdp_common, "ShardPlacementResult")
@@ -75,28 +73,6 @@ def test_experts_train_as_unsharded_and_as_torchs(world: Any, way: str) -> None:
 def test_experts_stay_sharded_until_the_backward_if_asked(world: Any) -> None:
     """An int that does not divide the experts' ranks frees their full parameters."""
     world.run_mesh((2, 2), ("edp", "ep"), trains_alike, "a module", reshard_after_forward=2)
-
-
-@on_mesh((2, 2), ("edp", "ep"))
-def test_experts_communicate_with_their_own_ranks_only(mesh: Any) -> None:
-    """Experts are gathered and reduced over their own ranks only, and messages name these."""
-    assert_own_ranks_communicate(mesh, sharded(ours, mesh, "a module"))
-
-
-def written(mesh: Any, folder: str) -> dict[str, Tensor]:
-    model = sharded(ours, mesh, "a module")
-    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    for step in range(2):
-        model.loss(experts.tokens(step, dist.get_rank())).backward()
-        step_all([optimizer])
-    acc.save(folder, model, optimizer)
-    return acc.full_state_dict(model)
-
-
-def test_a_checkpoint_of_experts_has_full_tensors(world: Any, tmp_path: Path) -> None:
-    """A checkpoint of experts loads without expert parallelism, on another number of ranks."""
-    wanted = world.run_mesh((2, 2), ("edp", "ep"), written, str(tmp_path / "c"))[0]
-    assert_equal(world.run(3, read, str(tmp_path / "c"))[0], wanted)
 
 
 @on_mesh((2, 2), ("edp", "ep"))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,20 +52,11 @@ def machine(
 ) -> Callable[..., tuple[int, Findings]]:
     """Return a function that runs the command on this machine with a simulated rank."""
 
-    class NoTeam:
-        def __init__(self, *_: Any) -> None:
-            pass
-
-        def ask(self, _: str) -> list[Any]:
-            return [{"host": "a", "torch": torch.__version__, "right": True}]
-
-        def __enter__(self) -> NoTeam:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            pass
-
-    monkeypatch.setattr(command, "WorkerTeam", NoTeam)
+    team = mock.MagicMock()
+    team.return_value.__enter__.return_value.ask.return_value = [
+        {"host": "a", "torch": torch.__version__, "right": True}
+    ]
+    monkeypatch.setattr(command, "WorkerTeam", team)
     return lambda *words: examined(capfd, *(words if "--dir" in words else ("--dir", str(tmp_path), *words)))
 
 
@@ -103,18 +93,9 @@ def test_the_screen_shows_the_remedy_of_a_warning(
     assert "problem: 0, " in out.splitlines()[-1]
 
 
-def torchrun(words: list[str], nproc: int) -> int:
-    """Run the command under torchrun; its ranks import for seconds, unlike those of the tests' fork server."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "-m"]
-    return subprocess.run([*run, "accordion", *words], check=False, stdin=subprocess.DEVNULL).returncode
-
-
-@pytest.mark.parametrize("run", [forked.under_torchrun, pytest.param(torchrun, marks=pytest.mark.slow)])
-def test_ranks_of_torchrun_run_one_exam(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], run: Callable[[list[str], int], int]
-) -> None:
+def test_ranks_of_torchrun_run_one_exam(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["doctor", "--device", "cpu", "--dir", str(tmp_path), "--json"]
-    code, shown = run(words, 2), capfd.readouterr()
+    code, shown = forked.under_torchrun(words, 2), capfd.readouterr()
     assert code == 0, shown.err
     data = json.loads(shown.out)
     findings = {finding["check"]: finding for finding in data["findings"]}
@@ -171,10 +152,8 @@ def test_machines_with_other_numbers_of_ranks_time_no_all_to_all(mesh: Any) -> N
 
 
 def test_an_error_of_the_process_group_is_a_finding(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise BenchError("contender 'doctor' did not answer within 5 s on rank 1.")
-
-    monkeypatch.setattr(command, "WorkerTeam", fails)
+    error = BenchError("contender 'doctor' did not answer within 5 s on rank 1.")
+    monkeypatch.setattr(command, "WorkerTeam", mock.Mock(side_effect=error))
     code, findings = machine()
     assert code == 1
     assert_found(findings, "ranks.group", "problem", "ranks stopped: did not answer within 5 s on rank 1", "open files")

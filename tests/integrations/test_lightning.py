@@ -103,7 +103,9 @@ def module(on: str = "") -> Any:
 
 def trainer(ours: bool, folder: Path, strategy: Any = None, **changes: Any) -> Any:
     pl, integration = lightning(), importlib.import_module("accordion.integrations.lightning")
-    made = (integration.AccordionStrategy if ours else pl.strategies.DDPStrategy)(**(strategy or {}))
+    made = strategy
+    if strategy is None or isinstance(strategy, dict):
+        made = (integration.AccordionStrategy if ours else pl.strategies.DDPStrategy)(**(strategy or {}))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     usual = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "enable_checkpointing": False}
     here = {"accelerator": "cpu", "devices": dist.get_world_size(), "strategy": made, "default_root_dir": str(folder)}
@@ -513,7 +515,6 @@ def test_modules_that_configure_model_has_sharded_are_not_changed(mesh: Any, tmp
     """With our strategy, and with Lightning's own for meshes."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    pl = lightning()
     kind = type(module())
 
     class Own(kind):  # type: ignore[misc, valid-type]
@@ -525,14 +526,8 @@ def test_modules_that_configure_model_has_sharded_are_not_changed(mesh: Any, tmp
         plain = module()
         trainer(False, tmp_path, gradient_clip_val=None).fit(plain, data())
         for strategy in (None, ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)):
-            one = trainer(True, tmp_path, gradient_clip_val=None)
-            if strategy is not None:
-                one = pl.Trainer(
-                    accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, accumulate_grad_batches=2, logger=False,
-                    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-                )  # fmt: skip
             lit = Own()
-            one.fit(lit, data())
+            trainer(True, tmp_path, strategy, gradient_clip_val=None).fit(lit, data())
             assert lit.losses == pytest.approx(plain.losses, rel=1e-5)
 
 

@@ -30,7 +30,7 @@ from tests.support.sample import sampled
 
 pytestmark = needs("transformers", "accelerate")
 
-STEPS = 12
+STEPS = 6
 
 
 def arguments(folder: Path, **changes: Any) -> Any:
@@ -212,13 +212,13 @@ def test_it_predicts_with_generate_token_for_token(mesh: Any, tmp_path: Path) ->
 
 # -- it saves and resumes
 
-SAVING = {"save_strategy": "steps", "save_steps": 6, "gradient_accumulation_steps": 1}
+SAVING = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 1}
 
 
 def resumable(folder: Path, global_batch: int = 12, extra: Any = None, **changes: Any) -> Any:
     """Return a trainer whose steps see the same sentences with any number of ranks."""
     per_rank = global_batch // torch.distributed.get_world_size()
-    more = {"train_dataset": sentences(96), **(extra or {})}
+    more = {"train_dataset": sentences(48), **(extra or {})}
     return trainer(True, folder, extra=more, per_device_train_batch_size=per_rank, **{**SAVING, **changes})
 
 
@@ -230,19 +230,19 @@ def saves(mesh: Any, folder: Path) -> list[list[float]]:
         done.save_model(str(folder / "final"))
         again = LlamaForCausalLM.from_pretrained(folder / "final").state_dict()
         torch.testing.assert_close(dict(again), full(done.model), rtol=0, atol=0)
-        assert (folder / "checkpoint-6" / "sharded" / "manifest.json").exists()
-        assert (folder / "checkpoint-6" / "config.json").exists()
+        assert (folder / "checkpoint-3" / "sharded" / "manifest.json").exists()
+        assert (folder / "checkpoint-3" / "config.json").exists()
         assert not list(folder.glob(".full-*"))
         return history(done)
 
 
 def resumes(mesh: Any, folder: Path, expected: list[list[float]], rel: float) -> None:
     with library_job():
-        done = train(resumable(folder), str(folder / "checkpoint-6"))
+        done = train(resumable(folder), str(folder / "checkpoint-3"))
         assert done.state.global_step == STEPS
         for found, wanted in zip(history(done), expected, strict=True):
-            assert found[:6] == wanted[:6]
-            assert found[6:] == (pytest.approx(wanted[6:], rel=rel) if rel else wanted[6:])
+            assert found[:3] == wanted[:3]
+            assert found[3:] == (pytest.approx(wanted[3:], rel=rel) if rel else wanted[3:])
 
 
 @pytest.mark.parametrize("count", sampled([1, 3], lambda count: count == 1))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,15 +25,9 @@ IN_STREAMS = pytest.mark.cpu(
 )
 
 
-@contextlib.contextmanager
-def impatient(lost_s: float = divergence.LOST_S) -> Iterator[None]:
+def impatient(lost_s: float = divergence.LOST_S) -> Any:
     """Context manager: ranks report a wait after half a second instead of four."""
-    before = divergence.REPORT_AFTER_S, divergence.POLL_S, divergence.LOST_S
-    divergence.REPORT_AFTER_S, divergence.POLL_S, divergence.LOST_S = 0.5, 0.2, lost_s
-    try:
-        yield
-    finally:
-        divergence.REPORT_AFTER_S, divergence.POLL_S, divergence.LOST_S = before
+    return mock.patch.multiple(divergence, REPORT_AFTER_S=0.5, POLL_S=0.2, LOST_S=lost_s)
 
 
 # What rank 1 does while the others train, and what its message or theirs names.
@@ -122,28 +115,13 @@ def test_a_rank_that_raises_alone_is_named_on_the_others(alone, steps):
         assert rank == 1 or "rank 1 failed" in text
 
 
-def never_comes(mesh) -> None:
-    model = acc.shard(models.plain(), mesh=mesh)
-    if dist.get_rank() == 0:
-        with (
-            impatient(lost_s=2.0),
-            pytest.raises(acc.DivergenceError, match=r"begins a forward .* no progress for 2 s"),
-        ):
-            one_loss(model)
-    leave_together(mesh)  # without a word, as one that waits on its device
-
-
-def test_a_wait_for_a_rank_that_never_joins_ends(alone):
-    alone.run(2, never_comes)
-
-
 @on_world(2)
 def test_a_late_rank_is_no_error(mesh) -> None:
     """A rank that joins late raises no error."""
     model = acc.shard(models.plain(), mesh=mesh)
     with impatient():
         for step in range(2):
-            time.sleep(1.5 if dist.get_rank() == step else 0)
+            time.sleep(0.9 if dist.get_rank() == step else 0)
             one_loss(model, step).backward()
 
 
@@ -189,13 +167,6 @@ def test_nan_and_inf_are_reported_with_the_first_unit_and_phase(world, strategy)
         assert len(set(texts)) == 1
         assert "blocks.1" in texts[0]
         assert phase in texts[0]
-
-
-@on_world(2)
-def test_finite_values_pass(mesh) -> None:
-    model = acc.shard(models.plain(), mesh=mesh, debug=("finite", "order", "streams"))
-    for step in range(2):
-        one_loss(model, step).backward()
 
 
 @on_world(2)

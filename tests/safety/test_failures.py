@@ -29,7 +29,6 @@ from tests.support.checks import PlantedError, batch
 from tests.support.compare import (
     Pair,
     rest,
-    run_on_all,
     seed_of,
     seeded,
 )
@@ -225,16 +224,13 @@ def test_a_deleted_model_frees_its_memory_at_once(world, when, num_ranks):
     world.run(num_ranks, deleted, when)
 
 
-def deleted_between(mesh) -> None:
+@on_world(2)
+def test_a_backward_after_the_model_was_deleted_raises(mesh) -> None:
     model = acc.shard(seeded(chain(Pair).build), mesh=mesh, units={Pair})
     out = model(numbers())
     del model
     with pytest.raises(acc.UsageError, match="deleted between this forward and its backward"):
         out.sum().backward()
-
-
-def test_a_backward_after_the_model_was_deleted_raises(world):
-    run_on_all(world, deleted_between, ranks=FEW)
 
 
 @on_world(2)

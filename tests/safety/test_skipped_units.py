@@ -151,6 +151,8 @@ def test_ranks_may_skip_units_with_every_strategy_from_a_later_step_on(world, st
 # A checkpointed tower is recomputed with the units inside it: which of them is the same on all ranks there.
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "no_sync": ("leaves_a_tower_out", {"no_sync": 2}),
+    "no_sync, no_shard": ("leaves_a_tower_out", {"no_sync": 2, "strategy": acc.NO_SHARD}),
+    "no_sync, shard_optim": ("leaves_a_tower_out", {"no_sync": 2, "strategy": acc.SHARD_OPTIM}),
     "full": ("leaves_one_out", {"checkpoint_activations": "full"}),
     "selective": ("leaves_one_out", {"checkpoint_activations": "selective"}),
     "prefetch": ("leaves_a_tower_out", {"prefetch": acc.Prefetch(budget_bytes=1 << 20)}),
@@ -162,14 +164,16 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", sampled(OPTIONS, {"debug", "selective"}.__contains__))
 def test_ranks_may_skip_units_with_each_option(world, name):
     how, options = OPTIONS[name]
-    world.run(2, run_ways, acc.FULL_SHARD, [BY_RANK["leaves_the_first_out"], BY_RANK[how], (WHOLE,)], **options)
+    ways = [BY_RANK["leaves_the_first_out"], BY_RANK[how], (WHOLE,)]
+    world.run(2, run_ways, ways=ways, **{"strategy": acc.FULL_SHARD, **options})
 
 
 @IN_STREAMS
-@pytest.mark.parametrize("name", sampled(OPTIONS, {"offload", "full"}.__contains__))
+@pytest.mark.parametrize("name", sampled(OPTIONS, {"offload", "full", "no_sync, shard_optim"}.__contains__))
 def test_ranks_may_skip_units_with_each_option_from_a_later_step_on(world, name):
     how, options = OPTIONS[name]
-    world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,), BY_RANK[how]], **options)
+    ways = [(WHOLE,), BY_RANK[how]]
+    world.run(2, run_ways, ways=ways, **{"strategy": acc.FULL_SHARD, **options})
 
 
 def drawn(seed: int, num_ranks: int) -> list[list[Way]]:
@@ -267,19 +271,6 @@ def unequal(mesh, strategy: acc.Strategy) -> None:
 def test_ranks_may_skip_units_in_evaluations(world):
     world.run(2, evaluates, acc.FULL_SHARD)
     world.run(2, unequal, acc.SHARD_OPTIM)
-
-
-@IN_STREAMS
-@pytest.mark.parametrize(
-    "strategy", sampled([acc.NO_SHARD, acc.SHARD_OPTIM, acc.FULL_SHARD], lambda s: s is acc.SHARD_OPTIM)
-)
-@on_world(2)
-def test_ranks_may_skip_units_under_no_sync(mesh, strategy: acc.Strategy) -> None:
-    """Ranks skip a tower in passes without communication."""
-    model, plain = paths(mesh, strategy=strategy)
-    for step in range(4):
-        way = BY_RANK["leaves_a_tower_out"][dist.get_rank()] if step >= 2 else WHOLE
-        check_step(mesh, model, plain, way, step, no_sync=2)
 
 
 @on_world(2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -17,66 +19,32 @@ from accordion.safety.divergence import DivergenceMonitor
 from tests.support.hubs import hub_of
 
 
-class EndsLate:
-    """Work that ends while its wait times out."""
-
-    def __init__(self, failure: str | None = None) -> None:
-        self._failure = failure
-        self.waits = 0
-
-    def is_completed(self) -> bool:
-        return self.waits > 0
-
-    def wait(self, *timeout: object) -> None:
-        self.waits += 1
-        if self.waits == 1:
-            raise RuntimeError("Operation timed out!")
-        if self._failure is not None:
-            raise RuntimeError(self._failure)
-
-
-def waits_for(work: EndsLate) -> None:
-    communicator = GlooCommunicator(None, torch.device("cpu"))
-    DivergenceMonitor([], [0]).wait(Pending(communicator, [work]), "gathers unit 1")
-
-
-def test_a_work_that_ends_during_a_timeout_has_ended() -> None:
-    work = EndsLate()
-    waits_for(work)
-    assert work.waits == 2
-
-
-def test_a_work_that_fails_during_a_timeout_raises() -> None:
-    with pytest.raises(DivergenceError, match="while this rank gathers unit 1: Connection closed by peer"):
-        waits_for(EndsLate("Connection closed by peer"))
-
-
-class EndsItself:
-    """Work of torch's nccl2, NCCL or MPI, which a wait with a timeout aborts."""
-
-    def __init__(self, failure: str | None = None) -> None:
-        self.timeouts: list[object] = []
-        self._failure = failure
-
-    def is_completed(self) -> bool:
-        return False
-
-    def wait(self, *timeout: object) -> None:
-        self.timeouts += timeout
-        if timeout or self._failure is not None:
-            raise RuntimeError(
-                self._failure or "Watchdog caught collective operation timeout: NCCL operation timed out"
-            )
+@pytest.mark.parametrize("failure", [None, "Connection closed by peer"])
+def test_a_work_that_ends_during_a_timeout_has_ended_or_its_failure_is_named(failure: str | None) -> None:
+    then = None if failure is None else RuntimeError(failure)
+    work = mock.Mock(
+        **{"wait.side_effect": [RuntimeError("Operation timed out!"), then], "is_completed.return_value": True}
+    )
+    pending = Pending(GlooCommunicator(None, torch.device("cpu")), [work])
+    error = pytest.raises(DivergenceError, match=f"while this rank gathers unit 1: {failure}")
+    with error if failure else contextlib.nullcontext():
+        DivergenceMonitor([], [0]).wait(pending, "gathers unit 1")
+    assert work.wait.call_count == 2
 
 
 def test_only_works_of_gloo_are_waited_for_with_a_timeout() -> None:
-    work = EndsItself()
+    """A wait with a timeout aborts works of torch's nccl2, NCCL or MPI."""
+    work = mock.Mock()
     DivergenceMonitor([], [0]).wait(Pending(Communicator(None, torch.device("cpu")), [work], [work]), "gathers unit 1")
-    assert work.timeouts == []
+    assert work.wait.called
+    assert not any(call.args for call in work.wait.call_args_list)
 
 
 def test_a_failure_of_a_work_of_another_backend_is_named() -> None:
-    pending = Pending(Communicator(None, torch.device("cpu")), [EndsItself("MPI_ERR_OTHER: known error")])
+    work = mock.Mock(
+        **{"wait.side_effect": RuntimeError("MPI_ERR_OTHER: known error"), "is_completed.return_value": False}
+    )
+    pending = Pending(Communicator(None, torch.device("cpu")), [work])
     with pytest.raises(DivergenceError, match="while this rank gathers unit 1: MPI_ERR_OTHER"):
         DivergenceMonitor([], [0]).wait(pending, "gathers unit 1")
 

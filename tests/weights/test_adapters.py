@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,50 +13,14 @@ from torch import Tensor, nn
 import accordion as acc
 from tests.devices import device, here
 from tests.support import families
-from tests.support.ranked import on_world
-from tests.weights.test_pretrained import of_rank, write
+from tests.weights.test_pretrained import write
 
 WIDTH, RANK = 24, 4
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own
+LAYERS = {"plain": "0", "llama": "model.layers.0.self_attn.q_proj"}  # with an adapter
 SPREAD = 1 / math.sqrt(3 * WIDTH)  # of a uniform draw within 1 / sqrt(width)
-
-
-class Magnitude(nn.Module):
-    """A magnitude vector as DoRA's, whose `weight` is computed from the base layer and the adapter."""
-
-    def __init__(self, num_rows: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_rows))
-
-    def update_layer(self, *, base_layer: nn.Module, lora_A: Tensor, lora_B: Tensor, scaling: float) -> None:
-        self.weight = nn.Parameter(torch.linalg.norm(base_layer.weight + scaling * (lora_B @ lora_A), dim=1))
-
-
-class Adapter(nn.Module):
-    """A module with the structure of a LoRA layer of PEFT."""
-
-    adapter_layer_names: tuple[str, ...] = ("lora_A", "lora_B")
-
-    def __init__(self, base_layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        rows, columns = base_layer.weight.shape
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(columns, RANK, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(RANK, rows, bias=False)})
-        self.lora_magnitude_vector = nn.ModuleDict({"default": Magnitude(rows)})
-        self.scaling = {"default": 2.0}
-
-    def get_base_layer(self) -> nn.Module:
-        return self.base_layer
-
-    def reset_lora_parameters(self, adapter_name: str, init_lora_weights: bool | str) -> None:
-        if init_lora_weights == "gaussian":
-            nn.init.normal_(self.lora_A[adapter_name].weight, std=5.0)
-        elif init_lora_weights:
-            nn.init.kaiming_uniform_(self.lora_A[adapter_name].weight, a=math.sqrt(5))
-        nn.init.zeros_(self.lora_B[adapter_name].weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + 2.0 * self.lora_B["default"](self.lora_A["default"](x))
 
 
 class Gate(nn.Module):
@@ -74,25 +37,6 @@ class Gate(nn.Module):
         return self.inside(x) * self.gate(x)
 
 
-class Tuner(nn.Module):
-    """A wrapper as PEFT's: names of the model's parameters begin with `base_model.model.`."""
-
-    def __init__(self, model: nn.Module, begin: bool | str = True) -> None:
-        super().__init__()
-        self.base_model = nn.Module()
-        self.base_model.model = model
-        self.base_model.peft_config = {"default": SimpleNamespace(init_lora_weights=begin)}
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base_model").model, name)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.base_model.model(x)
-
-
 def plain_model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
@@ -104,16 +48,18 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(type(families.FAMILIES["LlamaForCausalLM"].make().config)(**{**config, "head_dim": 6}))
 
 
-def tuned(kind: str, begin: bool | str = True) -> Tuner:
+def tuned(kind: str, begin: bool | str = True) -> nn.Module:
+    """Return a model on meta with DoRA around one layer. `begin`: `init_lora_weights`."""
+    from peft import LoraConfig, get_peft_model
+
     with torch.device("meta"):
         model = plain_model() if kind == "plain" else llama()
-        if kind == "plain":
-            model[0] = Adapter(model[0])
-        else:
-            attention = model.model.layers[0].self_attn
-            attention.q_proj = Adapter(attention.q_proj)
-            model.model.layers[1].self_attn.q_proj = Gate(model.model.layers[1].self_attn.q_proj)
-        return Tuner(model, begin)
+        if kind == "llama":
+            attention = model.model.layers[1].self_attn
+            attention.q_proj = Gate(attention.q_proj)
+        model = get_peft_model(model, LoraConfig(r=RANK, target_modules=[LAYERS[kind]], use_dora=True))
+    model.peft_config["default"].init_lora_weights = begin
+    return model
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -131,20 +77,18 @@ def begins(found: dict[str, Tensor], layer: str, spread: float) -> None:
 
 
 def initialised(mesh: Any, kind: str) -> dict[str, Tensor]:
-    layer = "0" if kind == "plain" else "model.layers.0.self_attn.q_proj"
-    for begin, spread in ((True, SPREAD), ("gaussian", 5.0)):
+    layer = LAYERS[kind]
+    for begin, spread in (("gaussian", 1 / RANK), (True, SPREAD)):
         model = acc.shard(tuned(kind, begin), mesh)
         torch.manual_seed(3)
         acc.initialise(model)
-        begins(whole(model), layer, spread)
+        found = whole(model)
+        begins(found, layer, spread)
     model = acc.shard(tuned(kind, "pissa"), mesh)
     with pytest.raises(acc.UsageError, match=rf"1 adapters .* base_model.model.{layer}: init_lora_weights='pissa'"):
         acc.initialise(model)
     assert not any(p.to_local().any() for p in model.parameters())
-    model = acc.shard(tuned(kind), mesh)
-    torch.manual_seed(3)
-    acc.initialise(model)
-    return whole(model)
+    return found
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -153,7 +97,6 @@ def test_an_adapter_is_initialised_by_its_own_method(world, num_ranks):
 
 
 def test_modules_of_other_packages_inside_a_family_are_initialised_by_their_own_method(world):
-    pytest.importorskip("transformers")
     for found in world.run(2, initialised, "llama"):
         assert (found["model.layers.1.self_attn.q_proj.gate.weight"] == 3.0).all()
         for name in (
@@ -167,19 +110,8 @@ def test_modules_of_other_packages_inside_a_family_are_initialised_by_their_own_
 # -- around pretrained weights
 
 
-class Bare(nn.Module):
-    """A module without a method that initialises its weight."""
-
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.inside, self.extra = inside, nn.Parameter(torch.ones(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inside(x)
-
-
 def loaded(mesh: Any, path: Path, kind: str) -> None:
-    layer = "0" if kind == "plain" else "model.layers.0.self_attn.q_proj"
+    layer = LAYERS[kind]
     ignore = ["*lora_*", "*.gate.*"]
     firsts = []
     for seed in (3, 3, 4):
@@ -220,39 +152,7 @@ def saved(path: Path, kind: str) -> None:
     write(path, {n: t.clone() for n, t in tensors.items()})
 
 
-@pytest.mark.parametrize("kind", ["plain", "llama"])
+@pytest.mark.parametrize("kind", LAYERS)
 def test_meta_parameters_that_a_load_ignores_are_initialised(world, tmp_path, kind):
-    if kind == "llama":
-        pytest.importorskip("transformers")
     saved(tmp_path, kind)
     world.run(2, loaded, tmp_path, kind)
-
-
-@on_world(2)
-def test_ignored_parameters_that_nothing_initialises_are_named(mesh: Any, tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    tensors = plain_model().state_dict()
-    folder = of_rank(
-        mesh, tmp_path, {n.replace("0.", "0.inside.", 1) if n[0] == "0" else n: t for n, t in tensors.items()}
-    )
-    with torch.device("meta"):
-        model = plain_model()
-        model = Tuner(nn.Sequential(Bare(Adapter(model[0])), model[1], model[2]))
-    names = dict(model.named_parameters())
-    assert "base_model.model.0.extra" in names
-    model = acc.shard(model, mesh)
-    with pytest.raises(acc.AccordionError, match=r"1 buffers and parameters .* base_model.model.0.extra; compute them"):
-        acc.load_pretrained(model, folder, ignore=["*lora_*", "*.extra"])
-    assert not model.base_model.model[2].weight.to_local().any()
-
-
-@on_world(2)
-def test_a_real_parameter_of_zeros_is_kept(mesh: Any, tmp_path: Path) -> None:
-    """A parameter that is real and zero has a value, and is not initialised."""
-    folder = of_rank(mesh, tmp_path, plain_model().state_dict())
-    model = plain_model()
-    with torch.no_grad():
-        model[0].bias.zero_()
-    model = acc.shard(model, mesh)
-    acc.load_pretrained(model, folder, ignore=["0.bias"])
-    assert not whole(model)["0.bias"].any()

@@ -74,25 +74,19 @@ MODELS = {
 }
 
 
-def transformers_model(name: str) -> nn.Module:
-    return MODELS[name].make()
-
-
 BUILDS: dict[str, Callable[[], nn.Module]] = {
     "uneven": lambda: models.Tiny(vocab=19, width=10, hidden=7),
     "other dim cut": lambda: nn.Sequential(nn.Linear(70_001, 1), nn.Linear(3, 2)),
     "layered": Layered,
+    **{name: family.make for name, family in MODELS.items()},
 }
 FAMILIES = tuple(MODELS)
-
-
-def build(name: str) -> nn.Module:
-    return BUILDS[name]() if name in BUILDS else transformers_model(name)
+OWN = tuple(name for name in BUILDS if name not in MODELS)
 
 
 def on_meta(name: str) -> nn.Module:
     with torch.device("meta"):
-        return build(name)
+        return BUILDS[name]()
 
 
 def tied_anew(copy: nn.Module, meta: nn.Module) -> None:
@@ -154,8 +148,8 @@ def differences(mesh: Any, strategy: str, names: tuple[str, ...]) -> dict[str, l
 @pytest.mark.parametrize("layout", sampled(LAYOUTS, ("three", "over both").__contains__))
 def test_equal_to_one_device_for_any_ranks_and_strategy(world, layout):
     shape, axes, strategy = LAYOUTS[layout]
-    for found in world.run_mesh(shape, axes, differences, strategy, tuple(BUILDS)):
-        assert found == {name: [] for name in BUILDS}
+    for found in world.run_mesh(shape, axes, differences, strategy, OWN):
+        assert found == {name: [] for name in OWN}
 
 
 @pytest.mark.parametrize("layout", sampled(["one rank", "three", "over both"], "three".__eq__))

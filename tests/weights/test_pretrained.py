@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,15 +21,16 @@ from accordion.config import STRATEGIES
 from accordion.weights.lazy_tensors import rows_of_folder
 from accordion.weights.pretrained import load_pretrained
 from tests.support import models
+from tests.support.meters import Allocations
 from tests.support.ranked import on_world
 from tests.support.sample import sampled
-from tests.weights.test_initialise import FAMILIES, LAYOUTS, transformers_model, unlike
+from tests.weights.test_initialise import FAMILIES, LAYOUTS, MODELS, Bare, unlike
 
 
 def seeded(name: str) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        return BUILDS[name]() if name in BUILDS else transformers_model(name)
+        return BUILDS[name]()
 
 
 class Counts(nn.Module):
@@ -60,6 +60,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: models.Tiny(vocab=19, width=10, hidden=7),
     "tied": lambda: models.Tiny(vocab=19, tied=True),
     "counts": counts,
+    **{name: family.make for name, family in MODELS.items()},
 }
 
 
@@ -89,7 +90,7 @@ def loaded(
     """Return the sharded model, loaded from a folder. `real`: built on the CPU with other weights before."""
     with torch.device("cpu" if real else "meta"):
         model = acc.shard(
-            BUILDS[name]() if name in BUILDS else transformers_model(name),
+            BUILDS[name](),
             mesh,
             strategy=STRATEGIES[strategy],
             **options,
@@ -113,7 +114,7 @@ def differences(mesh: Any, strategy: str, folders: dict[str, str]) -> dict[str, 
 def plain_folders(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("plain")
     folders = {}
-    for name in BUILDS:
+    for name in BUILDS.keys() - MODELS.keys():
         state = seeded(name).state_dict()
         if name == "tied":
             del state["head.weight"]
@@ -198,14 +199,17 @@ def test_tensors_are_cast_to_the_dtypes_of_the_model(mesh: Any, tmp_path: Path) 
 def test_ignored_names_may_be_missing_on_either_side(mesh: Any, tmp_path: Path) -> None:
     state = {k: t for k, t in models.seeded(5, vocab=19).state_dict().items() if not k.startswith("head.")}
     state |= {"old.bias": torch.ones(3), "norm.weight": torch.full((32,), 2.0), "norm.bias": torch.ones(32)}
-    model = acc.shard(models.seeded(vocab=19), mesh)
-    load_pretrained(model, of_rank(mesh, tmp_path, state), ignore=["head.*", "old.*", "norm.bias"])
+    model = models.seeded(vocab=19)
+    nn.init.zeros_(model.embed.weight)  # real and zero: a value
+    model = acc.shard(model, mesh)
+    load_pretrained(model, of_rank(mesh, tmp_path, state), ignore=["head.*", "old.*", "norm.bias", "embed.*"])
     found = {name: tensor.cpu() for name, tensor in acc.full_state_dict(model, rank0_only=False).items()}
     assert torch.equal(found["head.weight"], models.seeded(vocab=19).head.weight.cpu()), (
         "what is ignored keeps its values"
     )
     assert torch.equal(found["norm.weight"], torch.full((32,), 2.0))
     assert torch.equal(found["norm.bias"], torch.zeros(32))
+    assert not found["embed.weight"].any()
 
 
 # -- what does not fit
@@ -312,7 +316,7 @@ def test_a_folder_that_one_rank_lacks_is_an_error_on_all(mesh: Any, tmp_path: Pa
 
 
 @on_world(2)
-def test_a_buffer_that_nothing_computes_is_named(mesh: Any, tmp_path: Path) -> None:
+def test_buffers_and_ignored_parameters_that_nothing_computes_are_named(mesh: Any, tmp_path: Path) -> None:
     folder = of_rank(mesh, tmp_path, nn.Sequential(nn.Linear(2, 2)).state_dict())
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2))
@@ -321,6 +325,12 @@ def test_a_buffer_that_nothing_computes_is_named(mesh: Any, tmp_path: Path) -> N
     with pytest.raises(acc.UsageError, match=r"1 buffers of the meta device .*: mask"):
         load_pretrained(model, folder)
     assert model.mask.is_meta
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Bare())
+    model = acc.shard(model, mesh)
+    with pytest.raises(acc.AccordionError, match=r"2 buffers and parameters .* 1.weight, 1.extra; compute them"):
+        load_pretrained(model, folder, ignore=["1.*"])
+    assert not model[0].weight.to_local().any()
 
 
 @pytest.mark.skipif(find_spec("huggingface_hub") is None, reason="huggingface_hub is not installed")
@@ -378,29 +388,22 @@ def test_lazy_tensors_compute_what_tensors_do(tmp_path):
 # -- memory
 
 
-class Anonymous(threading.Thread):
-    """Measures the peak of this process's anonymous memory, sampled every millisecond.
-
-    The resident set includes pages of mapped files, which are cache of the system and freed when memory is needed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.start_bytes = self.peak_bytes = self.now()
-        self._ended = threading.Event()
-
-    @staticmethod
-    def now() -> int:
-        status = Path("/proc/self/status").read_text()
-        # Not RssShmem: files on tmpfs that are mapped count there.
-        return sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon")) * 1024
-
-    def run(self) -> None:
-        while not self._ended.wait(0.001):
-            self.peak_bytes = max(self.peak_bytes, self.now())
-
-    def finish(self) -> int:
-        """Return the peak above the start, in bytes."""
-        self._ended.set()
-        self.join()
-        return max(self.peak_bytes, self.now()) - self.start_bytes
+@on_world(4)
+def test_a_rank_needs_its_shard_and_less_than_one_more_tensor(mesh: Any, tmp_path: Path) -> None:
+    """Tied weights are read once."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(6)])
+    plain[5].weight = plain[0].weight
+    folder = of_rank(mesh, tmp_path, dict(plain.named_parameters()))
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(6)])
+        model[5].weight = model[0].weight
+    with Allocations() as memory:
+        model = acc.shard(model, mesh)
+        memory.mark("sharded")
+        load_pretrained(model, folder)
+        memory.mark("loaded")
+    assert model[5].weight is model[0].weight
+    assert memory.live("loaded") <= memory.live("sharded") + 1024
+    assert memory.peak("sharded", "loaded") - memory.live("sharded") < plain[0].weight.nbytes
+    assert unlike(model, plain) == []

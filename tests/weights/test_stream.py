@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -27,39 +28,28 @@ EVERY = ("full_shard", "hybrid_shard", "hybrid_shard_optim", "no_shard")
 Messages = list[tuple[str, int, int]]  # kind, bytes of this rank's part, bytes sent to other ranks
 
 
-class Recorded:
-    """Context manager that records what this rank sends: `messages`."""
+@contextmanager
+def recorded() -> Iterator[Messages]:
+    """Context manager that records what this rank sends."""
+    messages: Messages = []
+    gather, exchange = Communicator.gather, Communicator.exchange
 
-    def __init__(self) -> None:
-        self.messages: Messages = []
-        self._patches = mock.patch.multiple(Communicator, gather=self._of("gather"), exchange=self._of("exchange"))
+    def gathers(self: Communicator, outs: Any, parts: list[Tensor]) -> Any:
+        count = sum(t.nbytes for t in parts)
+        messages.append(("gather", count, count * (self.num_ranks - 1)))
+        return gather(self, outs, parts)
 
-    def _of(self, kind: str) -> Any:
-        plain = getattr(Communicator, kind)
+    def exchanges(self: Communicator, rows: Any) -> Any:
+        to_others = sum(t.itemsize * (sum(to) - to[self.rank]) for _, t, _, to in rows if to)
+        messages.append(("exchange", sum(t.nbytes for _, t, _, _ in rows), to_others))
+        return exchange(self, rows)
 
-        def call(communicator: Communicator, *args: Any) -> Any:
-            if kind == "gather":
-                parts = [t.nbytes for t in args[1]]
-                sent = sum(parts) * (communicator.num_ranks - 1)
-            else:
-                parts = [t.nbytes for _, t, _, _ in args[0]]
-                others = [(t, sum(to) - to[communicator.rank]) for _, t, _, to in args[0] if to]
-                sent = sum(t.itemsize * numel for t, numel in others)
-            self.messages.append((kind, sum(parts), sent))
-            return plain(communicator, *args)
+    with mock.patch.multiple(Communicator, gather=gathers, exchange=exchanges):
+        yield messages
 
-        return call
 
-    def __enter__(self) -> Recorded:
-        self._patches.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patches.stop()
-
-    @property
-    def sent(self) -> int:
-        return sum(sent for _, _, sent in self.messages)
+def num_sent(messages: Messages) -> int:
+    return sum(sent for _, _, sent in messages)
 
 
 class Normed(nn.Module):
@@ -104,7 +94,7 @@ def test_it_delivers_the_full_state_dict_in_the_fewest_bytes_and_two_buckets(mes
     ):
         receives = ranks == "all" or rank == 0 or (ranks != "first" and rank == last)
         count, memory = 0, Allocations()
-        with Recorded() as recorded, memory:
+        with recorded() as messages, memory:
             memory.mark("begin")
             for name, tensor in acc.stream_weights(model, bucket_bytes, ranks, dtype):
                 is_cast = dtype is not None and wanted[name].is_floating_point()
@@ -117,10 +107,10 @@ def test_it_delivers_the_full_state_dict_in_the_fewest_bytes_and_two_buckets(mes
         assert count == (len(wanted) if receives else 0)
         peak = memory.peak("begin", "end") - memory.live("begin")
         if ranks == "all":
-            assert recorded.sent == padded_bytes(model)
+            assert num_sent(messages) == padded_bytes(model)
             assert peak <= 2 * bucket_bytes
         elif not (strategy.hybrid or strategy is acc.NO_SHARD) and ranks == "first":
-            assert recorded.sent == (0 if rank == 0 else padded_bytes(model) // last)
+            assert num_sent(messages) == (0 if rank == 0 else padded_bytes(model) // last)
             assert receives or peak < largest  # it only sends
     assert_at_rest(model)
 
@@ -132,7 +122,7 @@ def test_secondary_shards_and_offloaded_ones_are_streamed_as_others(mesh: Any) -
         one_loss_of(model).backward()
         wanted = acc.full_state_dict(model, rank0_only=False, cpu=False)
         bucket_bytes, memory = 4 * max(t.nbytes for t in wanted.values()), Allocations()
-        with Recorded() as recorded, memory:
+        with recorded() as messages, memory:
             memory.mark("begin")
             for name, tensor in acc.stream_weights(model, bucket_bytes):
                 assert torch.equal(tensor, wanted[name])
@@ -141,7 +131,7 @@ def test_secondary_shards_and_offloaded_ones_are_streamed_as_others(mesh: Any) -
             while memory.live_bytes != memory.live("begin") and time.monotonic() < give_up_s:
                 time.sleep(0.01)  # gloo's threads drop messages when they get to it
             memory.mark("end")
-        assert recorded.sent == padded_bytes(model)
+        assert num_sent(messages) == padded_bytes(model)
         assert bucket_bytes / 2 < memory.peak("begin", "end") - memory.live("begin") <= 2 * bucket_bytes
         assert memory.live("end") == memory.live("begin")
 
@@ -186,12 +176,12 @@ def test_ranks_make_the_same_gathers_whatever_each_consumes(mesh: Any) -> None:
     acts = ["takes all", "is slow", "breaks", "raises", "keeps an iterator", "begins nothing"]
     for turn, (act, end) in enumerate(zip(acts * 2, itertools.cycle(ends.values()))):
         mine = act if rank == turn % mesh.size() else "takes all"
-        with Recorded() as recorded:
+        with recorded() as messages:
             consumed(model, mine)
             end()
         each: list[Messages] = [[] for _ in range(mesh.size())]
-        dist.all_gather_object(each, recorded.messages, mesh.get_group())
-        assert all(messages == each[0] for messages in each), (act, each)
+        dist.all_gather_object(each, messages, mesh.get_group())
+        assert all(of_rank == each[0] for of_rank in each), (act, each)
         one_loss_of(model).backward()
     assert_at_rest(model)
 
@@ -218,10 +208,10 @@ def test_changed_tensors_alone_are_streamed(mesh: Any) -> None:
     model, rank = sharded(mesh), dist.get_rank()
     first = acc.stream_weights(model, dtype=torch.bfloat16, changed_since="start")
     everything = [name for name, _ in first]
-    with Recorded() as recorded:
+    with recorded() as messages:
         again = acc.stream_weights(model, dtype=torch.bfloat16, changed_since=first)
         assert list(again) == []
-    assert recorded.messages == []
+    assert messages == []
     full = dict(model.named_parameters())
     with torch.no_grad():
         full["uneven.norm.weight"].add_(2.0**-20)  # vanishes in bfloat16
