@@ -12,12 +12,19 @@ from typing import Any
 from torch.distributed import PrefixStore, Store
 
 from accordion.train import loop
+from accordion.train.command import read
+from accordion.train.deepspeed import translated
 from accordion.train.launch import RankPlace
+from accordion.train.prepare import prepare
+from accordion.train.screen import Screen
 from tests.support import forked, language_folders, own_tasks
 
 TEXT = str(Path(asyncio.__file__).parent)
 TINY = ["--model.preset", "llama-tiny", "--data.path", TEXT, "--data.seq_len", "64", "--launch.device", "cpu"]
 TINY += forked.UNTRACKED
+CHAT = ["--model.path", "base", "--model.init", "pretrained", "--data.path", "talks.jsonl", "--data.format", "chat"]
+CHAT += ["--data.seq_len", "96", "--launch.device", "cpu", *forked.UNTRACKED]
+"""Flags of a run on the data of `chat_data`, in its folder."""
 
 
 def of_task(task: str, run_dir: Path | str, *flags: str) -> list[str]:
@@ -42,6 +49,13 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     file = run_dir / "metrics.jsonl"
     text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+
+def job_of(words: list[str], world: int) -> tuple[Any, ...]:
+    """Return the job of `several` that `accordion train *words` starts on `world` ranks of one machine, in this folder."""
+    place = RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="a test")
+    config = translated(read(words), (), world)
+    return prepare(config, place, Path("cache"), Screen(speaks=False), began_s=0.0), "cpu"
 
 
 def several(place: RankPlace, store: Store, jobs: list[tuple[Any, ...]]) -> None:

@@ -56,7 +56,7 @@ def run(place: Path) -> str:
     return "run"
 
 
-def test_a_run_is_exported_both_ways_and_peft_loads_it(
+def test_a_run_is_exported_both_ways_peft_loads_it_and_it_writes_what_its_merged_model_writes(
     run: str, place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import peft
@@ -79,11 +79,6 @@ def test_a_run_is_exported_both_ways_and_peft_loads_it(
     stored = [name for name in tensors if name.startswith("model/")]
     assert all("lora_" in name for name in stored)
     assert len(stored) == 2 * 7 * 2
-
-
-def test_a_run_writes_what_its_merged_model_writes(run: str, capfd: pytest.CaptureFixture[str]) -> None:
-    if not Path("merged").exists():
-        assert cli.main(["export", run, "merged"]) == 0
     written = []
     for source in (run, "merged"):
         capfd.readouterr()

@@ -18,11 +18,11 @@ from benchmarks.scale import Network, grow
 
 import accordion
 from accordion import cli
-from accordion.bench import command, compare, host, trainer
+from accordion.bench import command, compare, trainer
 from accordion.bench.contenders import Setting
 from accordion.bench.host import HostLoop
 from accordion.bench.meters import Wire
-from accordion.bench.model import NineBlock, shape_of
+from accordion.bench.model import shape_of
 from accordion.engine import layout
 from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World, interleaved
 
@@ -161,6 +161,8 @@ def test_contenders_train_the_same_and_are_measured(tmp_path, capsys, monkeypatc
         text in report for text in ("- processor: ", "\n| fsdp2 | ", "\n- floor: the step without communication")
     )
     assert set(data["host"]) == {"plain", "accordion", "fsdp2"}
+    assert data["host"]["accordion"]["unit"]["median"] > data["host"]["plain"]["unit"]["median"]
+    assert data["host"]["plain"]["extra"]["median"] == 0
     for m in found["contenders"].values():
         assert [len(turn) for turn in m["steps"]] == [2, 2]
         assert m["times"]["step"]["median"] >= m["times"]["backward"]["median"] > 0
@@ -189,14 +191,6 @@ def assert_bytes(found: dict[str, Any]) -> None:
 
 
 # -- its subcommands
-
-
-def test_host_time_in_a_group_that_sends_nothing():
-    assert len(list(NineBlock(64, 8).parameters())) == 9
-    times = host.measure(["accordion"], 8, rounds=1, blocks=2)
-    assert list(times) == ["plain", "accordion"]
-    assert times["accordion"].unit.median > times["plain"].unit.median
-    assert times["plain"].extra.median == 0
 
 
 @pytest.mark.slow

@@ -10,8 +10,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
 # Imports take longer than all else: the programs have them in common, and each goes on in a process of its own, which ends
 # as the interpreter ends.
 PROGRAM = """
@@ -23,11 +21,12 @@ from tests.support.offloads import disk_of_all, chunks_of_at_most
 
 gc.freeze()  # six ends of the interpreter, each of which would look through all of torch several times
 begun = []
-for number, (path, way) in enumerate(json.loads(sys.argv[1])):
+path, folder, *ways = sys.argv[1:]
+for number, way in enumerate(ways):
     begun.append(os.fork())
     if begun[-1] == 0:
         for stream, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{sys.argv[2]}/{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+            os.dup2(os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
         break
 else:
     print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in begun]))
@@ -57,39 +56,21 @@ if way == "forks":
         before = one_loss(model, 2 + epoch)
         before.backward()
         optimizer.step()
-if way == "says":
+if way.startswith("says"):
     values = acc.full_state_dict(model, rank0_only=False).values()
     print(hashlib.sha256(b"".join(v.numpy().tobytes() for v in values)).hexdigest())
 print("ends")
 """
-ENDS = {  # the exit code, and the last line of what it says
+ENDS = {  # the exit code, and the last line on stderr
+    "says": (0, ""),
+    "is killed": (-9, ""),
+    "interrupts": (-2, "KeyboardInterrupt"),
     "raises": (1, "ValueError: planted"),
     "forks": (0, ""),
+    "says again": (0, ""),
 }
 # Lines that triton's bindings write at the exit of a process, if torch came with triton (2.15).
 NANOBIND = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanobind")
-TOGETHER = ["says", "is killed", "interrupts", "says"]
-Ended = tuple[int, str, str, Path]
-"""Exit code, standard output and errors, and the folder of a program."""
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
-    """Of the programs of `ENDS`, each in a folder of its own, and of those of `TOGETHER` in one; all at the same time."""
-    root, said = Path(__file__).parents[2], tmp_path_factory.mktemp("said")
-    own = [(tmp_path_factory.mktemp("own"), way) for way in ENDS]
-    common = tmp_path_factory.mktemp("common")
-    jobs = [(str(path), way) for path, way in [*own, *((common, way) for way in TOGETHER)]]
-    words = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(jobs), str(said)]
-    environ = {**os.environ, "PYTHONPATH": f"{root}:{root / 'src'}", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ, start_new_session=True) as parent:
-        try:
-            codes = json.loads(parent.communicate(timeout=400)[0])
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(parent.pid, signal.SIGKILL)
-    texts = [[(said / f"{number}.{name}").read_text() for name in ("out", "err")] for number in range(len(jobs))]
-    return [(code, *text, Path(path)) for code, text, (path, _) in zip(codes, texts, jobs, strict=True)]
 
 
 def last_line(err: str) -> str:
@@ -98,21 +79,22 @@ def last_line(err: str) -> str:
     return lines[-1] if lines else ""
 
 
-@pytest.mark.parametrize("way", ENDS)
-def test_a_program_that_ends_with_a_step_under_way(ended: list[Ended], way: str) -> None:
-    code, out, err, path = ended[list(ENDS).index(way)]
-    expected, said = ENDS[way]
-    assert code == expected, err
-    assert last_line(err) == said, err
-    assert ("ends" in out) == (code == 0)
-    assert os.listdir(path) == []
-
-
-def test_jobs_on_one_path_do_not_touch_each_other(ended: list[Ended]) -> None:
-    """Not even if others are killed or interrupted: those that do the same thing train the same, and nothing is left."""
-    one, killed, interrupted, other = ended[len(ENDS) :]
-    assert (one[0], killed[0], interrupted[0], other[0]) == (0, -9, -2, 0), one[2] + other[2]
-    assert last_line(interrupted[2]) == "KeyboardInterrupt"
-    assert last_line(one[2]) == last_line(other[2]) == ""
-    assert one[1] == other[1] != ""
-    assert os.listdir(one[3]) == []
+def test_programs_that_end_with_a_step_under_way_on_one_path_do_not_touch_each_other(tmp_path: Path) -> None:
+    """Those that do the same thing train the same, and no program leaves a file."""
+    root, states, said = Path(__file__).parents[2], tmp_path / "states", tmp_path / "said"
+    states.mkdir()
+    said.mkdir()
+    words = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(states), str(said), *ENDS]
+    environ = {**os.environ, "PYTHONPATH": f"{root}:{root / 'src'}", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ, start_new_session=True) as parent:
+        try:
+            codes = json.loads(parent.communicate(timeout=400)[0])
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(parent.pid, signal.SIGKILL)
+    outs, errs = ([(said / f"{number}.{name}").read_text() for number in range(len(ENDS))] for name in ("out", "err"))
+    ends = [(code, last_line(err)) for code, err in zip(codes, errs, strict=True)]
+    assert dict(zip(ENDS, ends, strict=True)) == ENDS, errs
+    assert ["ends" in out for out in outs] == [code == 0 for code in codes]
+    assert outs[0] == outs[-1] != ""
+    assert os.listdir(states) == []

@@ -18,8 +18,9 @@ from torch.utils.data import default_collate
 
 import accordion as acc
 from accordion import cli
+from accordion.train import launch
 from accordion.train.data import GlobalOrder, Share
-from tests.e2e.jobs import lines_of, losses, of_task
+from tests.e2e.jobs import job_of, lines_of, losses, of_task, several
 from tests.support import forked, own_tasks
 from tests.support.sample import sampled
 
@@ -70,43 +71,49 @@ def test_a_task_trains_as_plain_torch_does(place: Path, kind: str, nproc: int, a
 
 
 KINDS = ("Weighed", "Streamed", "Scheduled", "OnMeta")
-ELASTIC = ["--train.steps", "14", "--train.micro_batch", "2", "--train.global_batch", "12", "--checkpoint.every", "6"]
+ELASTIC = ["--train.micro_batch", "2", "--train.global_batch", "12", "--checkpoint.every", "6"]
+OWN = ["--train.micro_batch", "4", "--checkpoint.every", "5"]
+RUNS = {  # flags, and the step to resume from
+    **dict.fromkeys(KINDS, (ELASTIC, 6)),
+    "Loaded": (OWN, 10),  # the loader is the user's
+    "Task": (
+        [*OWN, "--task.dropout", "0.4", "--train.accumulate", "2"],
+        10,
+    ),  # each rank draws random numbers of its own
+}
+
+
+def trained(flags: dict[str, list[str]], name: str, nproc: int) -> dict[str, Metrics]:
+    """Train 14 steps of each task in `flags` on ranks that start once. Return the metrics of each."""
+    steps = ["--train.clip", "0", "--train.steps", "14"]
+    jobs = [job_of(of_task(kind, f"{name}-{kind}", *steps, *own)[1:], nproc) for kind, own in flags.items()]
+    assert launch.start(several, (jobs,), nproc) == 0
+    return {kind: lines_of(Path(f"{name}-{kind}")) for kind in flags}
 
 
 @pytest.fixture(scope="module")
 def whole(place: Path) -> dict[str, Metrics]:
-    """Runs of 14 steps on two ranks, with checkpoints after 6 and 12, and several epochs."""
-    return {kind: train(kind, place / f"whole-{kind}", *ELASTIC) for kind in KINDS}
+    """Runs on two ranks of several epochs."""
+    return trained({kind: flags for kind, (flags, _) in RUNS.items()}, "whole", 2)
 
 
 @pytest.mark.parametrize(
-    ("nproc", "kind"),
+    ("nproc", "kinds"),
     sampled(
-        [(nproc, kind) for nproc in (2, 1, 3) for kind in KINDS],
-        lambda nproc, kind: nproc == 2 or (nproc, kind) in ((1, "Streamed"), (3, "Weighed")),
+        [(2, tuple(RUNS)), (1, ("Streamed",)), (3, ("Weighed",)), (1, KINDS), (3, KINDS)],
+        lambda nproc, kinds: kinds is not KINDS,
     ),
 )
-def test_resume_goes_on_with_the_same_curve(place: Path, whole: dict[str, Metrics], kind: str, nproc: int) -> None:
+def test_resume_goes_on_with_the_same_curve(whole: dict[str, Metrics], kinds: tuple[str, ...], nproc: int) -> None:
     """Data, its order and random numbers, optimizer and scheduler; bit for bit on as many ranks."""
-    at = str(place / f"whole-{kind}" / "checkpoints" / "step-000006")
-    found = train(
-        kind, place / f"again-{kind}-{nproc}", *ELASTIC, "--checkpoint.resume", at, "--launch.nproc", str(nproc)
-    )
-    for key in ("step", "loss", "grad_norm", "lr"):
-        values, expected = ([line[key] for line in lines] for lines in (found, whole[kind][6:]))
-        assert values == (expected if nproc == 2 else pytest.approx(expected, rel=1e-4)), key
-
-
-@pytest.mark.parametrize(
-    ("kind", "flags"), [("Loaded", []), ("Task", ["--task.dropout", "0.4", "--train.accumulate", "2"])]
-)
-def test_resume_with_a_loader_and_with_dropout(place: Path, kind: str, flags: list[str]) -> None:
-    """On as many ranks: the loader is the user's, and each rank draws random numbers of its own."""
-    own = ["--train.steps", "14", "--train.micro_batch", "4", "--checkpoint.every", "5", *flags]
-    once = train(kind, place / f"once-{kind}", *own)
-    at = str(place / f"once-{kind}" / "checkpoints" / "step-000010")
-    again = train(kind, place / f"twice-{kind}", *own, "--checkpoint.resume", at)
-    assert losses(again) == losses(once)[10:]
+    resumed = {}
+    for kind in kinds:
+        flags, step = RUNS[kind]
+        resumed[kind] = [*flags, "--checkpoint.resume", f"whole-{kind}/checkpoints/step-{step:06d}"]
+    for kind, lines in trained(resumed, f"on-{nproc}-of-{len(kinds)}", nproc).items():
+        for key in ("step", "loss", "grad_norm", "lr"):
+            values, expected = ([line[key] for line in part] for part in (lines, whole[kind][RUNS[kind][1] :]))
+            assert values == (expected if nproc == 2 else pytest.approx(expected, rel=1e-4)), (kind, key)
 
 
 def test_a_scheduler_is_stepped(whole: dict[str, Metrics]) -> None:

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-USUAL = {(2, "units")}
+USUAL = {(2, "units", 1), (2, "full", 3)}
 PROMPTS = ["the quick brown", "def add", "a line", "colourless green ideas sleep", "b"]
 
 
@@ -69,13 +69,14 @@ def generated(capfd: pytest.CaptureFixture[str], source: Path, words: str) -> li
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "hold"),
-    sampled([(num_ranks, hold) for num_ranks in (2, 3) for hold in ("full", "units")], lambda *row: row in USUAL),
+    ("num_ranks", "hold", "batch"),
+    sampled([(2, "full", 3), *((n, hold, 1) for n in (2, 3) for hold in ("full", "units"))], lambda *row: row in USUAL),
 )
-def test_greedy_text_is_that_of_transformers(hold, num_ranks, folder, tmp_path, capfd):
+def test_greedy_text_is_that_of_transformers(hold, num_ranks, batch, folder, tmp_path, capfd):
     """Five prompts over two or three ranks, uneven in number and in length; some end early."""
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    answers = generated(capfd, folder, f"--prompts prompts.txt --nproc {num_ranks} --hold {hold} --max-new-tokens 24")
+    words = f"--prompts prompts.txt --nproc {num_ranks} --hold {hold} --batch {batch} --max-new-tokens 24"
+    answers = generated(capfd, folder, words)
     assert [line["prompt"] for line in answers] == PROMPTS
     wanted = [of_transformers(folder, text, 24) for text in PROMPTS]
     assert texts(answers) == wanted
@@ -98,12 +99,6 @@ def test_sampling_depends_on_the_seed_and_not_on_the_number_of_ranks(folder, tmp
     torch.manual_seed(3)
     drawn = of_transformers(folder, PROMPTS[0], 12, do_sample=True, temperature=0.9, top_p=0.95, top_k=0)
     assert texts(one)[0] == drawn
-
-
-def test_prompts_are_computed_together(folder, tmp_path, capfd):
-    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-    answers = generated(capfd, folder, "--prompts prompts.txt --nproc 2 --max-new-tokens 10 --batch 3")
-    assert texts(answers) == [of_transformers(folder, text, 10) for text in PROMPTS]
 
 
 @pytest.fixture(scope="module")

@@ -234,6 +234,8 @@ def test_torchs_profiler_names_the_units_of_observed_steps(mesh: Any) -> None:
 
 @on_world(2)
 def test_nothing_recorded_and_wrong_use_are_one_sentence(mesh: Any) -> None:
+    with pytest.raises(acc.UsageError, match="not sharded"), acc.observe(nn.Linear(2, 2)):
+        pass
     model = acc.shard(models.seeded(), mesh=mesh)
     with acc.observe(model) as trace, pytest.raises(acc.UsageError, match="observed already"), acc.observe(model):
         pass
@@ -245,11 +247,6 @@ def test_nothing_recorded_and_wrong_use_are_one_sentence(mesh: Any) -> None:
         raise PlantedError
     assert len(trace.ranks) == 1
     assert len(trained(model, 1)) == 1
-
-
-def test_observe_takes_a_sharded_model_and_a_number_of_steps() -> None:
-    with pytest.raises(acc.UsageError, match="not sharded"), acc.observe(nn.Linear(2, 2)):
-        pass
 
 
 # -- what a trace shows, from spans by hand

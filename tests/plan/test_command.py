@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
 from dataclasses import fields, replace
 from importlib import import_module
 
@@ -25,6 +23,7 @@ from accordion.plan.hardware import GIB, GPUS, OUTSIDE_BYTES, gpu_named
 from accordion.plan.result import Plan
 from accordion.tasks.loaded import LoadedTask, example_of
 from tests.plan.builders import ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, planned, total
+from tests.support.processes import run_python
 
 
 @pytest.mark.parametrize(
@@ -144,18 +143,6 @@ def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, seed):
     assert taken
 
 
-@pytest.fixture(scope="module")
-def lines() -> list[str]:
-    """Lines that a process prints: its modules before it draws, the table of GPUs, and if it froze all objects at its end."""
-    asked = (
-        "import atexit, gc; "
-        "atexit.register(lambda: print(gc.get_freeze_count() > 100_000)); "  # runs after those to come
-        "from accordion.cli import main; main(['plan', '--gpu', 'x'])"
-    )
-    result = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
-    return result.stdout.splitlines()
-
-
 @pytest.mark.parametrize(
     ("written", "name"), [("h100-80", "h100"), ("H100-80GB", "h100"), ("a100", "a100-80"), ("RTX-4090", "rtx4090")]
 )
@@ -164,8 +151,11 @@ def test_a_gpu_is_found_by_its_common_names(written, name):
     assert gpu_named(written).source == GPUS[name].source
 
 
-def test_the_process_ends_without_a_garbage_collection(lines):
-    assert lines[-1] == "True"
+def test_the_process_ends_without_a_garbage_collection():
+    # Python calls this function after those that the command registers.
+    program = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 100_000)); "
+    program += "from accordion.cli import main; main(['plan', '--gpu', 'x'])"
+    assert run_python("-c", program).stdout.splitlines()[-1] == "True"
 
 
 def test_a_cached_plan_is_read_and_a_broken_file_is_not(capsys, monkeypatch, tmp_path):
@@ -228,17 +218,8 @@ def test_memory_of_an_inference_engine_is_reserved(capsys, monkeypatch, tmp_path
 def test_the_page_draws_the_planned_step(capsys, monkeypatch, tmp_path):
     """The curve's peak is the plan's, and the streams are as long as its step."""
     page = tmp_path / "plan.html"
-    words = [
-        "--model",
-        str(config_in(tmp_path)),
-        "--seq",
-        "64",
-        "--html",
-        str(page),
-        "--json",
-        *ONE_CHOICE_FLAGS.split(),
-    ]
-    assert cli.main(["plan", *words]) == 0
+    words = ["plan", "--model", str(config_in(tmp_path)), *ONE_CHOICE_FLAGS.split(), "--seq", "64"]
+    assert cli.main([*words, "--html", str(page), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     drawn = json.loads(re.search(r'id="trace">(.*)</script>', page.read_text())[1])["ranks"][0]
     assert sum(drawn["between"]) + max(sum(point[1:]) for point in drawn["memory"]) == data["peak_allocated_bytes"]

@@ -89,30 +89,6 @@ def test_modules_with_a_matrix_for_each_expert_are_found() -> None:
     assert list(experts_in(nn.ModuleDict({"some": Holds(4), "others": Holds(5), "plain": nn.Linear(2, 2)}))) == ["some"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"expert_parallel": 16}, r"does not divide the 8 experts of .model\.layers\.0\.mlp\.experts.; take a divisor"),
-        ({"expert_parallel": 3}, r"expert_parallel is 3, which does not divide 16 GPUs; take a divisor"),
-        ({"expert_parallel": 0}, r"expert_parallel is 0; it takes 1 or more"),
-        (
-            {"expert_parallel": 4, "strategy": "hybrid_shard"},
-            r"without hybrid strategies, replicas and secondary shards",
-        ),
-        ({"expert_parallel": 4, "engine": "fsdp2"}, r"expert_parallel is planned with engine accordion"),
-        ({"expert_parallel": 4, "secondary": 8}, r"without hybrid strategies, replicas and secondary shards"),
-        ({"expert_parallel": 4, "model": "llama3-8b"}, r"and llama3-8b has no experts that can be spread"),
-    ],
-)
-def test_unsupported_combinations_raise_before_a_trace(folder: Path, options: dict[str, Any], message: str) -> None:
-    def traced(text: str) -> None:
-        raise AssertionError(text)
-
-    with pytest.raises(acc.UsageError, match=message) as raised:
-        planned(**{"model": folder, **FIXED, **options}, say=traced)
-    assert "\n" not in str(raised.value)
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", pytest.param("no_shard", marks=pytest.mark.slow)])
 def test_experts_as_separate_units_are_planned_on_multiples_of_their_ranks(folder: Path, strategy: str) -> None:
     options = {**FIXED, "units": acc.min_params(60_000), "strategy": strategy, "gpus": [2, COUNT]}

@@ -65,5 +65,3 @@ def test_both_engines_are_planned_by_name():
     for engine in ("accordion", "fsdp2"):
         plan = planned(gpt(2).make(), gpt(2).loss, gpt(2).batch(), **fixed, engine=engine)
         assert plan.as_dict()["config"]["engine"] == engine
-    with pytest.raises(acc.UsageError, match="fsdp2 takes units, strategy"):
-        planned(gpt(2).make(), gpt(2).loss, gpt(2).batch(), strategy="full_shard", engine="fsdp2", reduce_op="sum")

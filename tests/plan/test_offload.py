@@ -242,20 +242,3 @@ def test_offloaded_inputs_are_tried_if_nothing_fits_and_the_disk_if_the_host_is_
     assert plan.chosen.steps["middle"].seconds > on_host.steps["middle"].seconds
     assert plan.as_dict()["config"]["offload"] == "activations=disk:FOLDER"
     assert "checkpointing full with inputs on the disk" in str(plan.chosen.choice)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"offload": "activations=hots"}, r"Offload\(activations='hots'\) is no place; .*'host'"),
-        ({"offload": "activations=host", "checkpoint_activations": "none"}, r"inputs of recomputed units .* is 'none'"),
-        (
-            {"offload": "activations=disk:/x", "engine": "fsdp2"},
-            r"fsdp2 with offload=activations=disk:/x cannot be planned",
-        ),
-    ],
-)
-def test_unsupported_combinations_raise_one_sentence(folder: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(acc.UsageError, match=message) as raised:
-        planned(folder, **{**FIXED, **options})
-    assert "\n" not in str(raised.value)

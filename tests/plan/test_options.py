@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import accordion as acc
 from accordion import cli
@@ -118,12 +119,6 @@ def test_lora_trains_only_adapters_and_frozen_weights_may_have_four_bits(folder,
         planned(folder, kernels=Kernels(lora_rank=8, lora_targets="q_prj"))
 
 
-@pytest.mark.parametrize("card", ["v100-16", "t4"])
-def test_bf16_is_refused_on_a_gpu_without_it(folder, card):
-    with pytest.raises(acc.UsageError, match="does not compute with bf16; take --precision fp16"):
-        planned(folder, gpu=card)
-
-
 def test_the_parts_of_the_time_sum_up_to_the_step(folder, plain):
     parts = plain.as_dict()["time"]
     step = plain.chosen.steps["middle"]
@@ -162,6 +157,58 @@ def test_the_command_takes_all_options_of_workload_and_cluster(folder, capsys):
     shown = capsys.readouterr().out
     for part in ("where the time goes, by kind", "where the bytes go", "dollars"):
         assert part in shown
+
+
+WITHOUT_HYBRIDS = "without hybrid strategies, replicas and secondary shards"
+REFUSED = [  # a type of model, options and the error
+    ("llama", {"gpu": "v100-16"}, "does not compute with bf16; take --precision fp16"),
+    ("llama", {"gpu": "t4"}, "does not compute with bf16; take --precision fp16"),
+    ("llama", {"engine": "fsdp2", "reduce_op": "sum"}, "fsdp2 takes units, strategy"),
+    ("llama", {"meshes": {"*": None}}, "meshes is set, but a plan creates its own.*expert_parallel"),
+    ("llama", {"sequence": 0}, "sequence is 0; it takes 1 or more"),
+    ("llama", {"sequence": 3}, "sequence is 3, which does not divide 16 GPUs; take a divisor"),
+    ("llama", {"sequence": 4, "seq": 510}, "sequence is 4, which does not divide the 510 tokens of --seq"),
+    ("llama", {"sequence": 16}, "4 attention heads cannot be divided over the 16 ranks of a sequence"),
+    ("llama", {"sequence": 2, "engine": "fsdp2"}, "is planned for a language model .* with engine accordion"),
+    ("linear", {"sequence": 2}, "by name or config"),
+    ("mixtral", {"sequence": 2, "expert_parallel": 2}, "and without expert_parallel"),
+    ("mixtral", {"expert_parallel": 0}, "expert_parallel is 0; it takes 1 or more"),
+    ("mixtral", {"expert_parallel": 3}, "expert_parallel is 3, which does not divide 16 GPUs; take a divisor"),
+    (
+        "mixtral",
+        {"expert_parallel": 16},
+        r"not divide the 8 experts of .model\.layers\.0\.mlp\.experts.; take a divisor",
+    ),
+    ("mixtral", {"expert_parallel": 4, "strategy": "hybrid_shard"}, WITHOUT_HYBRIDS),
+    ("mixtral", {"expert_parallel": 4, "secondary": 8}, WITHOUT_HYBRIDS),
+    ("mixtral", {"expert_parallel": 4, "engine": "fsdp2"}, "expert_parallel is planned with engine accordion"),
+    ("llama3-8b", {"expert_parallel": 4}, "and llama3-8b has no experts that can be spread"),
+    ("llama", {"offload": "activations=hots"}, r"Offload\(activations='hots'\) is no place; .*'host'"),
+    ("llama", {"offload": "activations=host"}, "inputs of recomputed units .* is 'none'"),
+    (
+        "llama",
+        {"offload": "activations=disk:/x", "checkpoint_activations": None, "engine": "fsdp2"},
+        "fsdp2 with offload=activations=disk:/x cannot be planned",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), REFUSED)
+def test_unsupported_combinations_raise_one_sentence_before_a_trace(folder, tmp_path, kind, options, message):
+    def traced(text: str) -> None:
+        raise AssertionError(text)
+
+    models = {
+        "llama": [folder],
+        "linear": [nn.Linear(4, 4), builders.total, torch.ones(2, 4)],
+        "llama3-8b": ["llama3-8b"],
+    }
+    if kind == "mixtral":
+        models[kind] = [config_in(tmp_path, kind, num_local_experts=8, num_experts_per_tok=2)]
+    fixed = {**ONE_CHOICE, "gpus": 16, "seq": SEQ, **options}
+    with pytest.raises(acc.UsageError, match=message) as raised:
+        builders.planned(*models[kind], **fixed, say=traced)
+    assert "\n" not in str(raised.value)
 
 
 def test_quantized_weights_of_a_configuration_are_refused(folder, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import re
 from dataclasses import replace
@@ -32,6 +31,7 @@ from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.sharding import offload_words
 from tests.plan.builders import BF16, OFFLOADS, choice, gpt, planned, run_of, space, traced
+from tests.support.checks import logged
 
 CLUSTER = Cluster(gpu=GPUS["h100"])
 NARROW = acc.Precision(params=torch.bfloat16, reduce=torch.bfloat16)  # else sums take as long as all gathers
@@ -182,13 +182,8 @@ def test_host_and_disk_bytes_equal_those_that_tiers_state():
 
 def take_host_memory(mesh) -> int:
     """Return the bytes of the arena that `shard` reports in its log."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("accordion")
-    logger.setLevel("INFO")
-    logger.addHandler(handler)
-    acc.shard(gpt(4).make(), mesh, precision=BF16, offload=PLACES["all"])
+    with logged() as messages:
+        acc.shard(gpt(4).make(), mesh, precision=BF16, offload=PLACES["all"])
     return next(
         int(match[1]) for text in messages if (match := re.match(r"offload: .* take (\d+) bytes on the host", text))
     )

@@ -231,8 +231,6 @@ def task(content: str, flags: list[str]) -> Make:
 
 
 CASES = {
-    "no such command": (words("--x"), "--x"),
-    "unknown key": (words("--train.setps", "3"), "'--train.steps'"),
     "misspelt help": (words("--hlep"), "did you mean '--help'?"),
     "no flag": (words("train.steps=3"), "'train.steps=3' belongs to no option; did you mean '--train.steps'?"),
     "run file without --config": (
@@ -314,7 +312,6 @@ CASES = {
     "no tokenizer file": (chat("--data.tokenizer", "x"), "data.tokenizer 'x' is neither"),
     "no such field": (chat("--data.format", "prompt"), "rows.jsonl' line 1 has no field 'prompt'"),
     "all answers cut": (chat("--data.seq_len", "3"), "has an answer to learn among its first 3 tokens"),
-    "no JSON": (chat(content=f"{json.dumps(TALK)}\n{{\n"), "rows.jsonl' line 2 is no JSON"),
     "an array": (chat(content="[\n1]"), "this file looks like one array"),
     "one example": (chat(content=json.dumps(TALK)), "has one example; give at least two"),
     "step of examples larger than the data": (
