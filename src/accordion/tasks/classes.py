@@ -20,7 +20,7 @@ from accordion.tasks.errors import of_the_task
 
 CLASS_PATH = "class_path"  # the key that names a part's class, next to its options
 TAKEN = {"task": 0, "optimizer": 1}
-"""What a class path may name -> number of its first arguments that are no options: an optimizer takes the parameters first."""
+"""Kind of class -> number of its first arguments that are no options: an optimizer takes the parameters first."""
 PLAIN = (float, int, str, bool)
 OPTIMIZERS = {kind.__name__.lower(): kind for kind in ELEMENTWISE}
 """Short name, such as "adamw" -> class of the optimizer. Other optimizers are named by class path."""

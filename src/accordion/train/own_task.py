@@ -39,7 +39,7 @@ from accordion.weights.initialise import initialise
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
-    """What the training loop calls of a user's task: the object `task`, or if that is None, an object of the class named in
+    """A user's task, as the training loop calls it: the object `task`, or if that is None, an object of the class named in
     `parts`. `size`: number of training samples; None if unknown. `counted`: unit of the reported speed. `loaded` (the task's
     functions) and `validation` (its data) are computed at first use and not pickled."""
 
