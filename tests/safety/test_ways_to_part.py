@@ -17,6 +17,7 @@ SAMPLE = [
     "raises in its backward",
     "exits with 0 in the loader",
     "rank 0 is killed in its forward",
+    "is killed while all stream",
     "rank 0 saves at the end",
     "saves",
     "takes a batch again where memory is full in its backward",
