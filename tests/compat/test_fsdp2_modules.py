@@ -349,8 +349,11 @@ def test_errors_have_torchs_classes_and_words(mesh) -> None:
 
 @on_world(2)
 def test_averages_of_clones_equal_those_of_averaged_model(mesh) -> None:
+    """So do those of `acc.EMA`, which the refusal of AveragedModel names."""
     model, plain = sharded(ours, mesh), models.plain()
     one_loss(model)
+    ema = acc.EMA(model, 0.9)
+    ema.update()
     update = get_ema_multi_avg_fn(0.9)
     averages = [p.detach().clone() for p in model.parameters()]
     wanted = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -362,5 +365,9 @@ def test_averages_of_clones_equal_those_of_averaged_model(mesh) -> None:
                     p.mul_(1.5)
         update(averages, [p.detach() for p in model.parameters()], 1)
         wanted.update_parameters(plain)
+        ema.update()
+    with ema.applied():
+        weights = acc.full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(weights[name], p.cpu()) for name, p in wanted.module.named_parameters())
     for found, p in zip(averages, wanted.module.parameters(), strict=True):
         assert torch.allclose(found.full_tensor(), p, rtol=1e-6)

@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import accordion.compat.fsdp2 as ours
@@ -28,6 +36,7 @@ from tests.devices import device
 from tests.support import models
 from tests.support.checks import PlantedError, assert_close, assert_equal, batch, mean_grads, one_loss, step_all
 from tests.support.ranked import on_world
+from tests.support.sample import sampled
 
 # -- full parameters on demand
 
@@ -179,6 +188,32 @@ def stepped(m: nn.Module, step: int = 0) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.parametrize(
+    ("full_tensors", "on_cpu"), sampled([(f, c) for f in (False, True) for c in (False, True)], lambda f, c: f == c)
+)
+@on_world(4)  # torch's own functions ask the whole job
+def test_state_dicts_of_every_kind(mesh, full_tensors: bool, on_cpu: bool) -> None:
+    pair = both(mesh)
+    optimizers = [stepped(m) for m in pair]
+    how = StateDictOptions(full_state_dict=full_tensors, cpu_offload=on_cpu)
+    wanted, found = [get_model_state_dict(m, options=how) for m in pair]
+    assert list(wanted) == list(found)
+    assert [type(t) for t in wanted.values()] == [type(t) for t in found.values()]
+    assert_close(full(found.items()), full(wanted.items()), 1e-5)
+    wanted, found = [get_optimizer_state_dict(m, o, options=how) for m, o in zip(pair, optimizers, strict=True)]
+    assert wanted.keys() == found.keys()
+    assert wanted.get("state", {}).keys() == found.get("state", {}).keys()
+    for name, kept in wanted.get("state", {}).items():
+        mine = found["state"][name]
+        assert [type(t) for t in kept.values()] == [type(t) for t in mine.values()]
+        assert_close(full(mine.items()), full(kept.items()), 1e-4)
+    target = sharded(ours, mesh)
+    target.load_state_dict(
+        {n: distribute_tensor(p * 2, mesh, [Shard(0)]) for n, p in models.plain().state_dict().items()}
+    )
+    assert_equal(params_of(target), {n: p * 2 for n, p in models.plain().named_parameters()})
+
+
 @on_world(2)
 def test_models_on_the_meta_device(mesh) -> None:
     with torch.device("meta"):
@@ -258,3 +293,28 @@ def test_the_other_side_reads_on_another_number_of_ranks(world, tmp_path, writer
     wanted = world.run(4, written_and_read, str(tmp_path / "c"), writer, 4)[0]
     found = world.run(3, written_and_read, str(tmp_path / "c"), writer, 4)[0]
     assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("source", "broadcasts"), sampled([(s, b) for s in (0, 1) for b in (True, False)], lambda s, b: bool(s) != b)
+)
+@on_world(4)
+def test_full_state_dicts_go_both_ways(mesh, source: int, broadcasts: bool) -> None:
+    """Full state dicts load into the other side, from the first rank or from all, also of optimizers."""
+    pair, target = both(mesh), 1 - source
+    optimizers = [stepped(m, i) for i, m in enumerate(pair)]
+    how = StateDictOptions(full_state_dict=True, cpu_offload=broadcasts)
+    states = get_state_dict(pair[source], optimizers[source], options=how)
+    if broadcasts:
+        assert bool(states[0]) == (dist.get_rank() == 0), "with cpu_offload the first rank alone has them"
+    model = sharded(SIDES[target], mesh)
+    optimizer = stepped(model, 7)
+    how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcasts)
+    # Not `set_state_dict`: where a rank's are empty, torch's takes it that the model is left out, and waits for good.
+    set_model_state_dict(model, states[0], options=how)
+    set_optimizer_state_dict(model, optimizer, states[1], options=how)
+    assert_equal(params_of(model), params_of(pair[source]))
+    kept = zip(optimizer.state.values(), optimizers[source].state.values(), strict=True)
+    for mine, theirs_ in kept:
+        assert mine.keys() == theirs_.keys()
+        assert torch.equal(mine["exp_avg"].full_tensor(), theirs_["exp_avg"].full_tensor())

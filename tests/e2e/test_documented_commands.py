@@ -57,7 +57,7 @@ def exit_code(words: list[str]) -> int:
 def test_the_commands_are_these() -> None:
     """A command that somebody adds needs a way to be checked below."""
     assert {shlex.split(c)[0] for c in COMMANDS} == {"make", "accordion"}
-    assert len(INLINE) == 7
+    assert len(INLINE) == 6
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
@@ -161,8 +161,7 @@ def words_of_example(command: str, folder: Path) -> list[str]:
     return [str(ROOT / words[first]), *words[first + 1 :]]
 
 
-# tests/e2e/test_examples.py trains the towers of two_towers.py in fewer steps.
-@pytest.mark.parametrize("command", sampled(INLINE, lambda command: "two_towers" not in command))
+@pytest.mark.parametrize("command", INLINE)
 def test_examples_run_in_ranks(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     if "low_bit_adam" in command or "float8" in command:
         pytest.importorskip("torchao")

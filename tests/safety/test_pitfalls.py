@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import accordion as acc
+from accordion.engine.engine import Engine
+from accordion.engine.unit import Unit
 from tests.devices import device, here
 from tests.support import models
-from tests.support.checks import assert_at_rest, assert_close, one_loss
+from tests.support.checks import assert_at_rest, assert_close, batch, one_loss
 from tests.support.meters import Wire
 from tests.support.ranked import on_world, under_strategies
+
+
+def surprised(mesh) -> list[set[str]]:
+    """Return the units of each forward that were not prefetched."""
+    model = acc.shard(models.seeded(num_blocks=5), mesh=mesh)
+    plain, late = Engine.acquire, set()
+
+    def acquire(engine: Engine, unit: Unit) -> int:
+        if unit.name and not unit.is_unsharded:
+            late.add(unit.name)
+        return plain(engine, unit)
+
+    units = []
+    for skip in ((), (), (1,), (), ()):
+        tokens, targets = batch(model)
+        late.clear()
+        with mock.patch.object(Engine, "acquire", acquire):
+            out = model(tokens, skip=skip)
+        units.append(set(late))
+        models.loss_of(out, targets).backward()
+    return units
+
+
+def test_16_trace_invalidation_turns_prefetch_off(world):
+    """A skipped unit, and one that is called again, is one wrong guess each; the rest of the forward is prefetched."""
+    for first, second, left_out, back, last in world.run(2, surprised):
+        assert first == {f"blocks.{i}" for i in range(5)}, "nothing is known before the first"
+        assert second == last == set()
+        assert left_out == {"blocks.2"}
+        assert back == {"blocks.1"}
 
 
 @under_strategies("no_shard", "hybrid_shard", "hybrid_shard_optim", num_ranks=3)
