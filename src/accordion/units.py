@@ -219,9 +219,9 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _by_class(model: nn.Module, choice: Any) -> set[int]:
-    """Return ids of the modules of a class in `choice` or a subclass; raise `UsageError` if it is none or no module has it."""
-    is_one = isinstance(choice, (str, type, nn.Module)) or not isinstance(choice, Iterable)
-    wanted = [choice] if is_one else list(choice)
+    """Return ids of the modules of a class in `choice`, one class or several, by name or as type, or of a subclass. Raises
+    `UsageError` if `choice` has something else, or a class of which the model has no module."""
+    wanted = list(choice) if isinstance(choice, Iterable) and not isinstance(choice, str) else [choice]
     chosen: set[int] = set()
     classes = sorted({type(m).__name__ for m in model.modules()})
     for cls in wanted:

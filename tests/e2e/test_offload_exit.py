@@ -80,7 +80,7 @@ def last_line(err: str) -> str:
 
 
 def test_programs_that_end_with_a_step_under_way_on_one_path_do_not_touch_each_other(tmp_path: Path) -> None:
-    """Those that do the same thing train the same, and no program leaves a file."""
+    """The first and the last program print equal checksums of their weights, and no program leaves a file."""
     root, states, said = Path(__file__).parents[2], tmp_path / "states", tmp_path / "said"
     states.mkdir()
     said.mkdir()

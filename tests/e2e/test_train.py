@@ -70,8 +70,8 @@ def test_a_run_learns_and_a_person_without_a_terminal_sees_plain_lines(whole: tu
     assert "after 7 steps:\nsample:" in shown  # and no step that follows is another for it, as the tests below compare
     assert shown.count("sample:") == 2
     checkpoints = place / "whole" / "checkpoints"
-    kept = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
-    assert kept == ["step-000004", "step-000006", "step-000008"]
+    names = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
+    assert names == ["step-000004", "step-000006", "step-000008"]
     saved = {path.name for path in (checkpoints / "step-000008").iterdir()}
     assert saved == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
 

@@ -103,12 +103,16 @@ def module(on: str = "") -> Any:
 
 def trainer(ours: bool, folder: Path, strategy: Any = None, **changes: Any) -> Any:
     pl, integration = lightning(), importlib.import_module("accordion.integrations.lightning")
-    made = strategy
     if strategy is None or isinstance(strategy, dict):
-        made = (integration.AccordionStrategy if ours else pl.strategies.DDPStrategy)(**(strategy or {}))
+        strategy = (integration.AccordionStrategy if ours else pl.strategies.DDPStrategy)(**(strategy or {}))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     usual = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "enable_checkpointing": False}
-    here = {"accelerator": "cpu", "devices": dist.get_world_size(), "strategy": made, "default_root_dir": str(folder)}
+    here = {
+        "accelerator": "cpu",
+        "devices": dist.get_world_size(),
+        "strategy": strategy,
+        "default_root_dir": str(folder),
+    }
     return pl.Trainer(**{**here, **quiet, **usual, **changes})
 
 

@@ -71,9 +71,9 @@ def same(mesh, path: Path, which: int) -> None:
     for activations in ("device", "host", f"disk:{path}"):
         offload = acc.Offload(activations=activations, **places)
         offload = replace(offload, overrides=overrides if activations != "device" else {})
-        found = used(mesh, offload, checkpoint_activations=checkpointing, debug=debug)
-        wanted = found if wanted is None else wanted
-        pairs = enumerate(zip(found, wanted, strict=True))
+        states = used(mesh, offload, checkpoint_activations=checkpointing, debug=debug)
+        wanted = states if wanted is None else wanted
+        pairs = enumerate(zip(states, wanted, strict=True))
         wrong = [i for i, (a, b) in pairs if not torch.equal(a, b)]
         assert not wrong, (checkpointing, activations, places, wrong)
     assert os.listdir(path) == ["other"]
@@ -211,9 +211,9 @@ def test_a_disk_of_activations_that_fails_is_named(mesh, tmp_path: Path) -> None
         model.zero_grad()
         gc.collect()
         loss_of(model, 2).backward()
-        found = [local_of(p.grad).clone() for p in model.parameters()]
-        wanted = found if wanted is None else wanted
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), message
+        grads = [local_of(p.grad).clone() for p in model.parameters()]
+        wanted = grads if wanted is None else wanted
+        assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True)), message
     assert os.listdir(tmp_path) == []
 
 

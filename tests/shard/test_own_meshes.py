@@ -173,9 +173,9 @@ def test_beside_a_hybrid(mesh: Any) -> None:
 @on_mesh((2, 2), ("edp", "ep"))
 def test_beside_secondary_shards(mesh: Any) -> None:
     """Two ranks keep one copy of what lies over four; experts lie over two, and are gathered again."""
-    kept = sharded(mesh, secondary=2)
-    assert_gradients_of_unsharded(kept)
-    kinds = {bool(g.context.where): g.secondary_bytes > 0 for g in unit_in(kept.blocks[0]).groups}
+    model = sharded(mesh, secondary=2)
+    assert_gradients_of_unsharded(model)
+    kinds = {bool(g.context.where): g.secondary_bytes > 0 for g in unit_in(model.blocks[0]).groups}
     assert kinds == {True: False, False: True}
 
 

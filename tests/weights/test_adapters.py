@@ -63,16 +63,16 @@ def tuned(kind: str, begin: bool | str = True) -> nn.Module:
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    found = acc.full_state_dict(model, rank0_only=False)
-    return {name.removeprefix("base_model.model."): tensor for name, tensor in found.items()}
+    weights = acc.full_state_dict(model, rank0_only=False)
+    return {name.removeprefix("base_model.model."): tensor for name, tensor in weights.items()}
 
 
-def begins(found: dict[str, Tensor], layer: str, spread: float) -> None:
-    a, b = (found[f"{layer}.lora_{x}.default.weight"] for x in "AB")
+def begins(weights: dict[str, Tensor], layer: str, spread: float) -> None:
+    a, b = (weights[f"{layer}.lora_{x}.default.weight"] for x in "AB")
     assert not b.any()
     assert a.std().item() == pytest.approx(spread, rel=0.25)
-    base = found[f"{layer}.base_layer.weight"]
-    torch.testing.assert_close(found[f"{layer}.lora_magnitude_vector.default.weight"], base.norm(dim=1))
+    base = weights[f"{layer}.base_layer.weight"]
+    torch.testing.assert_close(weights[f"{layer}.lora_magnitude_vector.default.weight"], base.norm(dim=1))
     assert base.any()
 
 
@@ -82,13 +82,13 @@ def initialised(mesh: Any, kind: str) -> dict[str, Tensor]:
         model = acc.shard(tuned(kind, begin), mesh)
         torch.manual_seed(3)
         acc.initialise(model)
-        found = whole(model)
-        begins(found, layer, spread)
+        weights = whole(model)
+        begins(weights, layer, spread)
     model = acc.shard(tuned(kind, "pissa"), mesh)
     with pytest.raises(acc.UsageError, match=rf"1 adapters .* base_model.model.{layer}: init_lora_weights='pissa'"):
         acc.initialise(model)
     assert not any(p.to_local().any() for p in model.parameters())
-    return found
+    return weights
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -97,14 +97,14 @@ def test_an_adapter_is_initialised_by_its_own_method(world, num_ranks):
 
 
 def test_modules_of_other_packages_inside_a_family_are_initialised_by_their_own_method(world):
-    for found in world.run(2, initialised, "llama"):
-        assert (found["model.layers.1.self_attn.q_proj.gate.weight"] == 3.0).all()
+    for weights in world.run(2, initialised, "llama"):
+        assert (weights["model.layers.1.self_attn.q_proj.gate.weight"] == 3.0).all()
         for name in (
             "layers.0.self_attn.q_proj.base_layer",
             "layers.1.self_attn.q_proj.inside",
             "layers.0.self_attn.k_proj",
         ):
-            assert found[f"model.{name}.weight"].std().item() == pytest.approx(0.02, rel=0.2), name
+            assert weights[f"model.{name}.weight"].std().item() == pytest.approx(0.02, rel=0.2), name
 
 
 # -- around pretrained weights
@@ -120,19 +120,19 @@ def loaded(mesh: Any, path: Path, kind: str) -> None:
         before = torch.get_rng_state()
         acc.load_pretrained(model, path, ignore=ignore)
         assert torch.equal(before, torch.get_rng_state())
-        found = whole(model)
-        begins(found, layer, SPREAD)
-        firsts.append(found[f"{layer}.lora_A.default.weight"])
+        weights = whole(model)
+        begins(weights, layer, SPREAD)
+        firsts.append(weights[f"{layer}.lora_A.default.weight"])
     assert torch.equal(firsts[0], firsts[1])
     assert not torch.equal(firsts[0], firsts[2])
     if kind == "plain":
         torch.manual_seed(8)
         x = torch.randn(3, WIDTH).to(device())
         plain = here(plain_model())
-        plain.load_state_dict({n.replace("base_layer.", ""): t for n, t in found.items() if "lora" not in n})
+        plain.load_state_dict({n.replace("base_layer.", ""): t for n, t in weights.items() if "lora" not in n})
         torch.testing.assert_close(model(x), plain(x))
     else:
-        assert (found["model.layers.1.self_attn.q_proj.gate.weight"] == 3.0).all()
+        assert (weights["model.layers.1.self_attn.q_proj.gate.weight"] == 3.0).all()
     # Parameters with a value keep it.
     with torch.no_grad():
         for name, param in model.named_parameters():

@@ -49,8 +49,11 @@ def as_bytes(value: Json) -> Tensor:
 
 def as_dict(extra: Json) -> dict[str, Any]:
     """Return the `extra` of a manifest as the dict that the user saved; {} if it was no dict. Raises `CheckpointError` if
-    `extra` has an object of a kind that this version does not know."""
-    value = decode(extra, dict[str, Tensor]().__getitem__)  # `extra` cannot hold tensors
+    `extra` is damaged, or has an object of a kind that this version does not know."""
+    try:
+        value = decode(extra, dict[str, Tensor]().__getitem__)  # `extra` cannot hold tensors
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"extra in the manifest is damaged: {type(error).__name__}: {error}.") from None
     return value if isinstance(value, dict) else {}
 
 
@@ -72,10 +75,7 @@ def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
     }
     if word not in meaning:
         raise CheckpointError(f"the manifest uses the key {word[:100]!r}, which this version does not know.")
-    try:
-        return meaning[word](inner)
-    except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"the manifest's value of {word!r} is damaged: {str(inner)[:100]}.") from None
+    return meaning[word](inner)
 
 
 def renamed(value: Json, names: Mapping[str, str]) -> Json:

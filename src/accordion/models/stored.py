@@ -256,7 +256,8 @@ def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Mo
             adapted: nn.Module = get_peft_model(model, adapter_config(stored.adapter, stored.lora, stored.path))
         return adapted.eval()
     except Exception as error:  # a wrong adapter_config.json can raise any error anywhere in PEFT
-        raise UsageError(f"PEFT cannot add {stored.adapter!r}: {type(error).__name__}: {brief(error)}") from error
+        what = f"PEFT cannot add adapter {stored.adapter!r} to {stored.path!r}"
+        raise UsageError(f"{what}: {type(error).__name__}: {brief(error)}") from error
 
 
 # -- adapters of PEFT

@@ -113,7 +113,7 @@ class StepWatch(Observer):
         if first is None:
             return
         record = {STEPS: str(self._num_steps), **self._record}
-        # Sums of no_sync set `.grad` on the ranks that had a gradient alone.
+        # Under no_sync, `.grad` is set only on ranks whose backward reached the parameter.
         is_summed = first.trained.indices[0] in first.local_sums.pending
         if not self._is_offloaded and not is_summed and first.trained.params[0].grad is not None:
             record["gradients"] = "not cleared before it (zero_grad)"

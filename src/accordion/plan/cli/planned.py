@@ -95,10 +95,10 @@ def sharding_of(o: Options) -> dict[str, Any]:
     an int if it is a number, and otherwise stays text. Raises `UsageError` for a wrong precision or a value of 0."""
     fixed = {name: getattr(o, name) for name in FIXED if getattr(o, name) is not None}
     for word in [] if o.sharding is None else o.sharding.split(","):
-        name, _, value = word.partition("=")
-        fixed[name.strip()] = int(value) if value.isdecimal() and len(value) < 10 else value
-        if fixed[name.strip()] == 0:
-            raise UsageError(f"--sharding {word!r}: no field takes 0; leave {name.strip()} out for its default.")
+        name, _, value = (part.strip() for part in word.partition("="))
+        fixed[name] = int(value) if value.isdecimal() and len(value) < 10 else value
+        if fixed[name] == 0:
+            raise UsageError(f"--sharding {word!r}: no field takes 0; leave {name} out for its default.")
     return {"precision": precision_of(o.precision), **fixed}
 
 
