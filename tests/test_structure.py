@@ -285,7 +285,7 @@ BUDGETS = {
     "sequence": 570,
     "shard": 1520,
     "tasks": 510,
-    "train": 6040,
+    "train": 6030,
     "weights": 2150,
     "workers": 310,
     "files beside them": 2980,
