@@ -1,14 +1,15 @@
-"""Output does not raise if its reader is gone, the disk is full, or the encoding lacks a character."""
+"""Output does not raise if its reader is gone, the disk is full, or the encoding lacks a character; imports do not warn."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 from pathlib import Path
 
 import pytest
 
-from accordion.output import lasting_stream
+from accordion.output import lasting_stream, quiet_imports
 
 
 def test_output_without_a_reader_is_dropped() -> None:
@@ -34,3 +35,12 @@ def test_stream_without_a_file_is_returned_as_it_is() -> None:
     """For example in a notebook, whose output may have the descriptor of an unused terminal."""
     stream = io.StringIO()
     assert lasting_stream(stream) is stream
+
+
+def test_torchao_logs_errors_alone(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("torchao")
+    with caplog.at_level(logging.WARNING, logger.name):
+        quiet_imports()
+        logger.warning("Failed to load a library")
+        logger.error("broken")
+    assert caplog.messages == ["broken"]

@@ -13,7 +13,7 @@ from importlib import import_module
 from accordion import __version__
 from accordion.errors import AccordionError, UsageError, check_installed, nearest
 from accordion.garbage import end_with_one_collection
-from accordion.output import lasting_output
+from accordion.output import lasting_output, quiet_imports
 from accordion.train.fit import PACKAGES as TRAINING
 
 
@@ -75,6 +75,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | No
         sys.stdout.reconfigure(errors="backslashreplace")
     with lasting_output() if words[:1] == ["train"] else nullcontext():
         end_with_one_collection()
+        quiet_imports()
         try:
             return (run or _run)(words)
         except UsageError as error:

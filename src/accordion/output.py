@@ -1,8 +1,9 @@
-"""Standard output that does not raise if its reader is gone, the disk is full, or the encoding lacks a character."""
+"""Output of the commands: streams that do not raise if their reader is gone, and no warnings of imports that nobody uses."""
 
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -37,3 +38,10 @@ def lasting_output() -> Iterator[None]:
     """Context manager that replaces `sys.stdout` and `sys.stderr` by streams to the same files, whose writes never raise."""
     with redirect_stdout(lasting_stream(sys.stdout)), redirect_stderr(lasting_stream(sys.stderr)):
         yield
+
+
+def quiet_imports() -> None:
+    """Log only errors of torchao, which transformers imports for every model, and of its registration with torch. In each process
+    it would warn of kernels for devices that are not here."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -38,7 +38,7 @@ from accordion import _torch
 from accordion.devices import Devices, backend_of, devices_named, num_cores
 from accordion.errors import AccordionError, DivergenceError, UsageError, advise
 from accordion.garbage import end_with_one_collection
-from accordion.output import lasting_output
+from accordion.output import lasting_output, quiet_imports
 from accordion.safety.liveness import wording
 from accordion.safety.liveness.hub import hubs_of_job
 from accordion.safety.liveness.links import give_up
@@ -295,7 +295,7 @@ def guarded(entry: Entry, *args: Any) -> None:
     """Run `entry(place, store, *args)` as one rank of a launcher. Returns if `entry` returns 0 or None; otherwise ends the
     process at once, with the code that `entry` returned, or that of its error. The rank that fails first prints its error. Ranks
     that fail because of it print nothing and have its exit code. Also sets up the process: faulthandler, garbage collection,
-    number of torch's threads, and its end if the launcher's agent is killed."""
+    levels of loggers, number of torch's threads, and its end if the launcher's agent is killed."""
     with lasting_output():
         if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
             # Kill a rank if its agent is killed. Otherwise ranks of `start` get SIGINT, as for Ctrl-C, and ranks of torchrun
@@ -304,6 +304,7 @@ def guarded(entry: Entry, *args: Any) -> None:
         faulthandler.enable()
         keep_freed_memory()
         end_with_one_collection()
+        quiet_imports()
         place = place_of(os.environ)
         assert place is not None, "ranks are started by a launcher"
         if "OMP_NUM_THREADS" not in os.environ:  # each rank would use all cores
