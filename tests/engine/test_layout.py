@@ -56,6 +56,9 @@ def test_padding_is_bounded_or_small() -> None:
             Cut(shape, d, num_ranks).padded_numel - c.numel for d in range(len(shape))
         )
         assert c.dim is None or small or padding <= PADDING_SHARE * c.numel or least
+    for experts, num_ranks in itertools.product((1, 2, 3), (2, 3, 4)):
+        c = cut((experts, 97, 350), num_ranks, 4)
+        assert c.padded_numel <= 1.05 * c.numel, "fused experts, fewer than ranks"
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

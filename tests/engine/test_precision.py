@@ -20,8 +20,8 @@ from tests.devices import device, here
 from tests.support import models, reference
 from tests.support.checks import assert_close, assert_equal, one_loss
 from tests.support.models import Block
-from tests.support.ranked import on_strategy, on_world
-from tests.support.reference import grads_of, params_of
+from tests.support.ranked import on_strategy, on_world, under_strategies
+from tests.support.reference import grads_of, local_of, params_of
 from tests.support.sample import sampled
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -280,3 +280,15 @@ def test_inputs_are_cast_and_their_gradients_come_back(mesh) -> None:
     assert xs[1].grad.dtype == FP32
     assert torch.equal(xs[0].grad, xs[1].grad)
     assert_close(grads_of(model), {n: w.grad.float() for n, w in weights.items()})
+
+
+@under_strategies("full_shard", "no_shard", "hybrid_shard_optim")
+def test_masters_are_what_leaves_the_engine(mesh, strategy: acc.Strategy) -> None:
+    """What leaves the engine is the master: full parameters and state dicts."""
+    plain = models.plain()
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=BF16))
+    one_loss(model).backward()
+    with acc.full_params(model):
+        assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
+    assert_equal(acc.full_state_dict(model, rank0_only=False), plain.state_dict())
+    assert all(isinstance(p, DTensor) and local_of(p).dtype == FP32 for p in model.parameters())

@@ -130,9 +130,9 @@ def test_the_host_does_not_wait_in_an_update(mesh) -> None:
 
 def saved(mesh, folder: Path) -> dict[float, dict[str, Tensor]]:
     model, optimizer, ema, average = trained_average(mesh, "tied", {"place": "host"})
-    acc.save(
-        folder, model, optimizer, state={"ema": ema, "plain": acc.checkpoint.RandomState()}, background=True
-    ).wait()
+    plain = nn.BatchNorm1d(2)
+    plain.running_mean.fill_(5.0)
+    acc.save(folder, model, optimizer, state={"ema": ema, "plain": plain}, background=True).wait()
     average.check(ema)
     return {decay: {n: t.cpu() for n, t in one.module.state_dict().items()} for decay, one in average.of.items()}
 
@@ -140,9 +140,9 @@ def saved(mesh, folder: Path) -> dict[float, dict[str, Tensor]]:
 def resumed(mesh, folder: Path, strategy: acc.Strategy, wanted: dict[float, dict[str, Tensor]]) -> None:
     model = acc.shard(models.tied(), mesh, strategy=strategy)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    ema = acc.EMA(model, DECAYS)
-    acc.load(folder, model, optimizer, state={"ema": ema, "plain": acc.checkpoint.RandomState()})
-    assert ema.updates == 3
+    ema, plain = acc.EMA(model, DECAYS), nn.BatchNorm1d(2)
+    acc.load(folder, model, optimizer, state={"ema": ema, "plain": plain})
+    assert (ema.updates, plain.running_mean.tolist()) == (3, [5.0, 5.0])
     average = Average(model, models.tied())
     for decay, one in average.of.items():
         one.module.load_state_dict(wanted[decay])
