@@ -219,7 +219,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _by_class(model: nn.Module, choice: Any) -> set[int]:
-    """Return ids of the modules of a class in `choice` or a subclass; raise `UsageError` if it is none or no module has it."""
+    """Return ids of the modules of a class in `choice` or a subclass. Raises `UsageError` for no class or one without modules."""
     is_one = isinstance(choice, (str, type, nn.Module)) or not isinstance(choice, Iterable)
     wanted = [choice] if is_one else list(choice)
     chosen: set[int] = set()

@@ -48,8 +48,8 @@ def as_bytes(value: Json) -> Tensor:
 
 
 def as_dict(extra: Json) -> dict[str, Any]:
-    """Return the `extra` of a manifest as the dict that the user saved; {} if it was no dict. Raises `CheckpointError` if
-    `extra` has an object of a kind that this version does not know."""
+    """Return the `extra` of a manifest as the dict that the user saved; {} if it was no dict. Raises `CheckpointError` for an
+    object of an unknown kind, or a damaged one."""
     value = decode(extra, dict[str, Tensor]().__getitem__)  # `extra` cannot hold tensors
     return value if isinstance(value, dict) else {}
 
