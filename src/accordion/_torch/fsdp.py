@@ -24,8 +24,7 @@ def run_wrap_policy(policy: Any, root: Any, arguments: dict[str, Any]) -> dict[A
 
 
 def classes_without_mixed_precision(mixed: Any) -> Sequence[type]:
-    """Return the classes of modules that FSDP1's MixedPrecision `mixed` leaves in float32, by default batch norms. No public
-    name."""
+    """Return the module classes that FSDP1's MixedPrecision leaves in float32, by default batch norms. No public name."""
     return tuple(getattr(mixed, "_module_classes_to_ignore", ()))
 
 
@@ -45,8 +44,7 @@ def gradient_reduction_handle() -> type:
 
 
 def reduces_in_own_dtype() -> bool:
-    """Return True if FSDP2 without `reduce_dtype` reduces gradients in the parameter's own dtype (torch 2.15 on); False if in the
-    dtype of the computation (before 2.15)."""
+    """Return True if FSDP2 without `reduce_dtype` reduces in the parameter's dtype (2.15 on), False for the compute dtype."""
     import torch.distributed.fsdp as fsdp
 
     return "param_dtype_override_fn" in getattr(fsdp.MixedPrecisionPolicy, "__dataclass_fields__", ())

@@ -27,8 +27,7 @@ def mutates(func: Any) -> bool:
 
 
 def argument_of(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the value of argument `name` in a call of the operator `func`, or its default. Return None if `func` has no such
-    argument."""
+    """Return the value (or default) of argument `name` in a call of the operator `func`; None if there is no such argument."""
     names = [argument.name for argument in func._schema.arguments]
     if name in kwargs or name not in names:
         return kwargs.get(name)

@@ -105,8 +105,7 @@ def compare(
 
 def same_losses(teams: Sequence[WorkerTeam], setting: Setting) -> Verdict:
     """Train each contender for `LOSS_STEPS` steps, and return the `Verdict` on their losses, which are means over ranks. Of
-    contenders without communication only the first loss is compared. Raises `BenchError` if losses differ by more than
-    `TOLERANCE`."""
+    contenders without communication only the first loss is compared. Raises `BenchError` if losses differ too much."""
     losses = {}
     for team in teams:
         by_rank = team.ask("losses", LOSS_STEPS)

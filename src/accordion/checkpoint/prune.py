@@ -106,8 +106,7 @@ def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -
 
 
 def _fault(folder: Folder) -> str | None:
-    """Return the fault of the checkpoint at `folder`, as `fault_of` does, but look again if a save replaced the checkpoint
-    meanwhile."""
+    """Return `fault_of(folder)`, called again if it finds a fault and a save replaced the checkpoint meanwhile."""
     return steady(partial(readable, folder), fault_of, lambda why: why is not None)
 
 

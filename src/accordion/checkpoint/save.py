@@ -49,8 +49,7 @@ def save(
 
     Collective. The checkpoint appears complete or not at all. Raises `CheckpointError` on every rank if one of them failed, and,
     before anything is written, if models, optimizers, options or states that must be equal differ between ranks;
-    `DivergenceError` if replicas of a shard differ. A save in the background that still runs is waited for, and its error is
-    raised.
+    `DivergenceError` if replicas of a shard differ. A background save is waited for first, and its error raised.
 
     Args:
         path: folder to create, on storage that all ranks share; replaces an older checkpoint of that name. Or a URL for fsspec,

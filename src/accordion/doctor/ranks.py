@@ -39,8 +39,7 @@ Answer = Mapping[str, Any]
 
 
 def start(seat: Seat) -> RankExam:
-    """Return the `RankExam` of the rank `seat`. A `WorkerTeam` calls this function in each rank's process, after it has created
-    the process group."""
+    """Return the `RankExam` of the rank `seat`. A `WorkerTeam` calls this in each rank's process once the group exists."""
     return RankExam(seat.rank, seat.num_ranks, seat.device, seat.num_ranks)
 
 
@@ -168,8 +167,7 @@ def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
 
 def _rates(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Iterator[Finding]:
     """Yield a finding on the rate of the all-gather, and one on the all-to-all if it was timed. Each has the rate of the slowest
-    rank, and is a warning if that is below `SLOW`. If `num_hosts` is above 1, the remedy for a slow all-gather is about the
-    network."""
+    rank, and is a warning if that is below `SLOW`. If `num_hosts` is above 1, the all-gather's remedy is about the network."""
     kind = "cpu" if device_type == "cpu" else "device"
     near = f"all-to-all over {answers[0].get('num_near')} ranks of a machine"
     usual = f"; usual: {USUAL[kind]}"

@@ -182,7 +182,7 @@ def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device
 
 
 def carried(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or a view of `tensor` as bytes if not all backends support its dtype. The last dim must be contiguous."""
+    """Return `tensor`. If not all backends support its dtype, return a view as bytes; the last dim must then be contiguous."""
     return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 

@@ -38,8 +38,7 @@ class KeptLease:
 
 
 class Engine:
-    """The begin and end of forwards and backwards, gathers ahead of use, and gradients of one sharded model, for all its units.
-    `shard` creates one engine for each model."""
+    """The gathers, reduces and bookkeeping of one sharded model, for all its units. `shard` creates one for each model."""
 
     def __init__(self, context: ShardingContext, strategy: Strategy, precision: Precision, prefetch: Prefetch) -> None:
         self.context, self.strategy, self.precision = context, strategy, precision
@@ -66,7 +65,7 @@ class Engine:
         self._walked: set[int] = set()  # root calls that the backward under way has reached
 
     def add_unit(self, unit: Unit, hooks: Any) -> None:
-        """Append `unit`, whose index must be the number of units so far, and `hooks`. Let it notify this engine's observers."""
+        """Append `unit`, whose index must be the number of units so far, and its `hooks`; the unit notifies `observers`."""
         assert unit.index == len(self.units), "units come in the order of their indices"
         unit.observers = self.observers
         self.units.append(unit)

@@ -52,9 +52,9 @@ class CallInForward(Protocol):
 class Observer:
     """Callbacks at the moments of a step, in the order of a step; each does nothing by default.
 
-    Observers are called in the order in which they were attached. An exception ends the forward or backward. Callbacks when a
-    forward or backward begins or ends, `unit_enters` and `unit_returns` may wait for other ranks. "Outermost": the call of a unit
-    that is inside of no other unit's call.
+    Observers are called in the order in which they were attached. An exception ends the forward or backward. Only `unit_enters`,
+    `unit_leaves`, `unit_returns` and the callbacks at the start and end of forwards and backwards may wait for other ranks.
+    "Outermost": the call of a unit that is inside of no other unit's call.
     """
 
     def unit_is_called(self) -> None:

@@ -227,7 +227,7 @@ def sum_rows(rows: Tensor, out: Tensor) -> None:
 
 
 def dense(grad: Tensor, dtype: torch.dtype, *, copy: bool) -> Tensor:
-    """Return `grad` in `dtype` and row-major order: a copy, or without `copy` `grad` itself if it has both already."""
+    """Return `grad` in `dtype` and row-major order; without `copy`, `grad` itself if it has both already."""
     grad = grad.to(dtype)
     return grad.clone(memory_format=torch.contiguous_format) if copy else grad.contiguous()
 

@@ -214,7 +214,7 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Return True if the full parameters are gathered, or if a gather is under way, when `is_full` is False."""
+        """Return True if the full parameters are gathered, or a gather is under way (`is_full`: False)."""
         return self.full_params is not RESHARDED
 
     def acquire(self) -> int:
@@ -281,7 +281,7 @@ class Unit:
         self.mark_stale()
 
     def note_memory(self) -> None:
-        """Record the memory of full parameters, so that `lost_write` detects `weight.data = ...`; not for tensor subclasses."""
+        """Record the memory of full plain parameters, so that `lost_write` detects `weight.data = ...`."""
         # None for fake tensors, which have no addresses.
         is_real = not self.module_params.has_around and all(_torch.fake_device(v) is None for v in self.views)
         self._memory = [v.data for v in self.views] if is_real else None

@@ -30,8 +30,7 @@ def merged(
     `sources`: tensors of the base, not read yet. `ties`: other name of a tied tensor -> its name in `sources`; the result has the
     same form. If the base was quantised in training, its weights are quantised and dequantised again before the adapter is added.
     Tied tensors of which the adapter changes one become separate tensors, as in the adapted model. Needs host memory for the
-    adapter and three tensors of one layer. Raises `UsageError` if the adapter cannot be merged, and `CheckpointError` if it is
-    damaged.
+    adapter and three tensors of one layer. Raises `UsageError` if it cannot be merged, `CheckpointError` if it is damaged.
     """
     whole: Any = meta_model(stored)
     config = next(iter(whole.peft_config.values()))

@@ -34,12 +34,10 @@ class LogitsAlone(nn.Module):
 
 
 def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]:
-    """Write the graph of `model` to `path`, and its weights `tensors` next to it, to a file with `.data` after the name. Return
-    both names.
+    """Write the graph of `model` to `path`, and its weights `tensors` to a file next to it, named PATH.data. Return both names.
 
     The graph takes `input_ids` and `attention_mask`, and returns `logits`. `model`: on meta, in the dtype of `tensors`; fake
-    tensors replace its weights. Raises `UsageError` if torch cannot trace the model, or if nothing provides a tensor of the
-    graph.
+    tensors replace its weights. Raises `UsageError` if torch cannot trace it, or if a tensor of the graph is missing.
     """
     import onnx_ir
 
@@ -112,8 +110,8 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Compute the buffers of `model` that no state dict has, by transformers' own code; return {name: buffer on the host}. Equal
-    ones replace the buffers in `model`. Raises `UsageError` if that code leaves an element of a buffer as it was."""
+    """Compute the buffers of `model` that no state dict has, by transformers' own code; return {name: buffer on the host}. Copies
+    replace those in `model`. Raises `UsageError` if that code leaves an element of a buffer as it was."""
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     owners = {
         f"{prefix}.{key}".lstrip("."): module

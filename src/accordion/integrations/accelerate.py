@@ -45,8 +45,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     `prepare` and `prepare_model` return the model, and shard it in place unless it is sharded already. An optimizer that was
     created from its old parameters steps on the shards once it has passed through `prepare`, in the same call or a later one.
     These methods are collective: `prepare`, `clip_grad_norm_`, `get_state_dict` (full on the first rank, empty on the others),
-    `save_model`, `save_state`, and `load_state`, which may run on another number of ranks than the save.
-    Raises `UsageError` if accelerate's own FSDP, DeepSpeed, Megatron-LM, parallelism, fp8 or a dynamo backend is configured.
+    `save_model`, `save_state`, and `load_state`, which may run on another number of ranks than the save. Raises `UsageError` if
+    accelerate's own FSDP, DeepSpeed, Megatron-LM, parallelism, fp8 or a dynamo backend is configured.
     """
 
     sequences: DeviceMesh | None = None
@@ -227,8 +227,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _complete(self, input_dir: str | None, names: list[str]) -> Path:
         """Return the folder to load: `input_dir`; if that is None, the newest of accelerate's folders `checkpoint_N` that has a
         complete checkpoint of `accordion.save` for each of `names`. Raises `CheckpointError` if no such folder exists, or if
-        `input_dir` lacks one of the checkpoints. Raises `UsageError` if `input_dir` is None and automatic_checkpoint_naming is
-        off."""
+        `input_dir` lacks one of the checkpoints. Raises `UsageError` for None if automatic_checkpoint_naming is off."""
         if input_dir is not None:
             folder = Path(input_dir).expanduser()
             lost = [name for name in names if why_incomplete(folder / name)]

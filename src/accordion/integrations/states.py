@@ -165,8 +165,7 @@ def _numbered(optimizer: Optimizer, state: Mapping[str, Any]) -> list[tuple[Any,
 
 
 def _cut_like(one: Tensor, param: DTensor) -> DTensor:
-    """Return the full tensor `one` as a DTensor on the mesh of `param`: sharded like `param` if shapes are equal, else
-    replicated."""
+    """Return the full tensor `one` as a DTensor on the mesh of `param`: sharded like it if shapes are equal, else replicated."""
     same_shape = one.shape == param.shape
     placements = param.placements if same_shape else [Replicate()] * param.device_mesh.ndim
     cut = distribute_tensor(one.to(param.device), param.device_mesh, placements, src_data_rank=None)

@@ -123,8 +123,7 @@ class ShardedTrainer:
 
     def _share_sequences(self) -> None:
         """Let groups of `self.sequence` neighbouring ranks share each sequence: prepare the model, the accelerator and the
-        gathering of metrics for that. Collective. Raises `UsageError` if the number of ranks or another option does not allow
-        it."""
+        gathering of metrics for that. Collective. Raises `UsageError` if the number of ranks or an option forbids it."""
         size, world = self.sequence, self.args.world_size
         if not isinstance(size, int) or size < 1 or world % size:
             raise UsageError(f"sequence={size!r} does not divide the {world} ranks; pass a divisor of {world}.")

@@ -38,8 +38,8 @@ def linear_cross_entropy(
     """Return the cross entropy of `head(hidden)` and `labels` without a tensor of all logits.
 
     Logits are computed for one chunk of tokens at a time. For "mean" and "sum" the same pass computes the gradients of `hidden`
-    and of the head; for "none", or with `head_rows`, the backward computes the logits again. If the head is sharded, it
-    is gathered once, and all ranks must call this function together, inside the model's forward or with its output.
+    and of the head; for "none", or with `head_rows`, the backward computes the logits again. If the head is sharded, it is
+    gathered once, and all ranks must call this function together, inside the model's forward or with its output.
 
     Args:
         hidden: (..., in_features), the input of the head.
@@ -58,8 +58,8 @@ def linear_cross_entropy(
 
     Raises:
         UsageError: if `head` is no linear layer, or with `head_rows` no unit of its own, if `reduction` is unknown, if shapes do
-            not match, or if labels on the host are outside of the vocabulary. A second backward of
-            "mean" or "sum" raises it too, or `RuntimeError` from torch's function, which computes plain losses in float32.
+            not match, or if labels on the host are outside of the vocabulary. A second backward of "mean" or "sum" raises it too,
+            or `RuntimeError` from torch's function, which computes plain losses in float32.
     """
     loss = TokenLoss(ignore_index, label_smoothing, z_loss, soft_cap, chunk_tokens)
     if shift:

@@ -33,8 +33,7 @@ def language_model(
     config: Any, where: str, attention: str | None = None, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
     """Return the causal language model of `config` on meta, in `dtype` and train mode. `where`: name of `config` in errors.
-    `attention`: `attn_implementation` of transformers; None: its default. Raises `UsageError` if transformers has no such model
-    or cannot build it."""
+    `attention`: `attn_implementation` of transformers; None: its default. Raises `UsageError` if transformers cannot build it."""
     with without_collections():
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

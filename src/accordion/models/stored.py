@@ -65,8 +65,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def find_model(source: str, *, like: str | None = None) -> StoredModel:
-    """Return a description of the model that `source` names; reads no weights. Raises `UsageError` if there is none or it is
-    unusable.
+    """Return a description of the model that `source` names; reads no weights. Raises `UsageError` if none is usable.
 
     `source`: a checkpoint, a run's folder, or a folder of transformers or PEFT. `like`: a folder of transformers. It is the base
     model if `source` is an adapter; its config.json replaces the configuration in a checkpoint of a whole model; for a folder of

@@ -157,8 +157,8 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
 
 
 def _to_host(kind: str, offload: Offload) -> Offload:
-    """Return `offload` with its field `kind` ("params", "grads" or "optimizer") changed from disk to host. If that kind
-    is not on disk, return `offload` itself."""
+    """Return `offload` with its field `kind` ("params", "grads" or "optimizer") changed from disk to host. If that kind is not on
+    disk, return `offload` itself."""
     is_on_disk = folder_of(getattr(offload, kind) or HOST) is not None
     return _without_budgets(offload, **{kind: HOST}) if is_on_disk else offload
 

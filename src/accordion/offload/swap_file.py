@@ -246,7 +246,7 @@ class CopyToDisk:
             self._calls.wait()
 
     def cancel(self) -> list[DiskCalls]:
-        """Cancel the writes if they have not begun. Return the writes that have, for which the caller must wait."""
+        """Cancel the writes if they have not begun. Return the writes under way, for which the caller must wait."""
         self._writes = ()
         return [] if self._calls is None else [self._calls]
 

@@ -15,7 +15,7 @@ from accordion.version import VERSION
 
 
 def describe(device_type: str) -> dict[str, Any]:
-    """Return JSON data on this machine: hardware, versions, and the current device; unless that is the CPU, also their number."""
+    """Return JSON data on this machine: hardware, versions, the current device; on accelerators, also their number."""
     driver = _torch.runtime_version(device_type)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -117,8 +117,7 @@ class Plan:
         return Trace([drawn(self.log, costs, choice.strategy.name)])
 
     def mfu(self, c: Candidate, rate: str = "middle") -> float:
-        """Return the model FLOPs per second of candidate `c` (not recomputed ones) as a share of the GPU's bf16 peak. `rate`: a
-        key of `c.steps`."""
+        """Return model FLOPs (not recomputed ones) per second as a share of the GPU's bf16 peak. `rate`: a key of `c.steps`."""
         assert c.steps is not None
         return c.steps[rate].flops / c.steps[rate].seconds / (self.cluster.gpu.tflops * 1e12)
 

@@ -29,8 +29,8 @@ LARGEST_TOKENS = 1 << 24  # of a micro-batch: torch counts the elements of a ten
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The model that is trained, its loss and its batches. Raises `UsageError` for an unknown name, a number out of range,
-    or a module without `loss`.
+    """The model that is trained, its loss and its batches. Raises `UsageError` for an unknown name, a number out of range, or a
+    module without `loss`.
 
     Args:
         model: any module; or a language model: the name of a preset, a folder with a config.json, or that file.

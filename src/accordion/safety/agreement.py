@@ -63,8 +63,7 @@ def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
 
     Steps inside a call come before steps after it; ties are broken by the unit's position in the model. `reports`: one per rank,
     with `step` (fields of its next `UnitCall`, or None), `root` (number of its forward), `num_done` (number of steps taken in
-    that forward, None after its end), and `must` (only if the rank is about to do something that has no dummy call, such as a
-    backward).
+    that forward, None after its end), and `must` (only if the rank next does something without a dummy call, such as a backward).
     """
     reports = list(reports)
     at = [report for report in reports if report["step"] is not None]

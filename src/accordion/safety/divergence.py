@@ -102,8 +102,7 @@ class DivergenceMonitor(Observer):
 
     def listen(self, join: Callable[[str], dict[int, dict[str, Any]]]) -> None:
         """Register the bound method `join`, to which only a weak reference is kept. If another rank opens a meeting while this
-        rank waits in a collective, `join` is called with text on what this rank does. It joins the meeting, and returns the
-        reports by rank."""
+        rank waits in a collective, `join` is called with text on what this rank does. It joins and returns reports by rank."""
         self._join = weakref.WeakMethod(join)
 
     def check(self) -> None:

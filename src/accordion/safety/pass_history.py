@@ -52,8 +52,7 @@ class PassHistory:
         return known
 
     def matches(self, phase: Phase, event: Hashable) -> bool:
-        """If `event` is expected next in the pass of this `phase`, record it and return True. Otherwise record nothing and return
-        False."""
+        """If `event` is expected next in the pass of this `phase`, record it and return True. Otherwise only return False."""
         run = self._open.get(phase)
         if run is None or run.at >= len(run.last) or run.last[run.at] != event:
             return False

@@ -95,7 +95,7 @@ def same_structure(
 
 
 def form_of(tensor: object, sync: bool = False) -> str:
-    """Return text with dtype, shape and placements of a tensor, and "on meta" if it is there, unless `sync`; else with the
+    """Return a tensor's dtype, shape and placements as text, with "on meta" for a meta tensor unless `sync`; else the object's
     type."""
     if not isinstance(tensor, Tensor):
         return f"of type {type(tensor).__name__}"

@@ -57,7 +57,8 @@ def split_sequence(
 
 
 def own_part(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """Return `batch` with this rank's part of the tensors that `split_sequence` splits, and nothing added to it."""
+    """Return `batch` with this rank's part of each tensor that `split_sequence` splits, and nothing added. The first call on
+    `mesh` is collective. Raises `UsageError` if the ranks do not divide the tokens, or if their first batches differ."""
     _compare_once(batch, group_of(mesh))
     num_ranks, rank, num_tokens = mesh.size(), mesh.get_local_rank(), _tokens(batch).shape[1]
     if num_tokens % num_ranks:

@@ -17,9 +17,9 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Call it before `shard`, which shards over all ranks as without it, and pass the model parts of `split_sequence`. The model's
     attention implementation (sdpa, eager, flash or flex attention) then runs on whole sequences of some of the heads. The call
-    does not communicate. Each forward gathers the padding mask, or without one the position ids.
-    The model gets a copy of its `config` that names an attention implementation of Accordion. In its forward
-    `use_cache` is False by default. `use_cache=True`, `generate`, and labels without `num_items_in_batch` raise `UsageError`.
+    does not communicate. Each forward gathers the padding mask, or without one the position ids. The model gets a copy of its
+    `config` that names an attention implementation of Accordion. In its forward `use_cache` is False by default.
+    `use_cache=True`, `generate`, and labels without `num_items_in_batch` raise `UsageError`.
 
     Args:
         model: a model of transformers that reads text, or one of PEFT around it.

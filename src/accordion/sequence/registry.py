@@ -71,8 +71,7 @@ def _without_cache(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def checked(module: nn.Module, num_ranks: int) -> PreTrainedModel | None:
-    """Return the outermost model of transformers in `module`, None without one. Raises `UsageError` if its attention cannot run
-    over `num_ranks` ranks of a sequence."""
+    """Return the outermost transformers model in `module`, or None. Raises `UsageError` if it cannot run on `num_ranks` ranks."""
     model = next((inner for inner in module.modules() if isinstance(inner, PreTrainedModel)), None)
     if model is None:
         return None

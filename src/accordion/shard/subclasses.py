@@ -108,8 +108,7 @@ def extended_groups(
 ) -> list[Group]:
     """Return the groups, one per compute dtype, of a unit's parameters that are tensor subclasses, already sharded over `mesh`.
 
-    `place`: index and name of the unit. `policy`: passed to the subclasses' all-gather methods as `mp_policy`; None to make one
-    from `precision`.
+    `place`: index and name of the unit. `policy`: `mp_policy` of the subclasses' all-gather methods; None: from `precision`.
     """
     if policy is None and params_of_unit:
         policy = MixedPrecisionPolicy(precision.params, precision.reduce, precision.output, precision.cast_inputs)

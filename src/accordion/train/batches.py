@@ -145,7 +145,7 @@ class Draws:
     @contextmanager
     def of(self, epoch: int) -> Iterator[None]:
         """Context manager in which Python, numpy and torch draw the random numbers for reading the data of `epoch`, going on
-        after those drawn for this epoch before. At its end, restores the generators' states of the training."""
+        after those drawn for this epoch before. At its end, restores their earlier states."""
         outside = RandomState().state_dict()
         if epoch == self._epoch:
             RandomState().load_state_dict(self._state)

@@ -156,8 +156,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
-    """Raise `UsageError` if the checkpoint `path` is beyond step `steps`, if it was trained with another tokenizer, or if either
-    it or this run is on a task, and the other is not. `tokenizer_digest`: hash of this run's tokenizer; None for a task."""
+    """Raise `UsageError` if the checkpoint `path` is beyond step `steps`, if it was trained with another tokenizer, or if only
+    one of its run and this run is on a task. `tokenizer_digest`: hash of this run's tokenizer; None for a task."""
     extra = _extra(path)
     if extra["step"] > steps:
         raise UsageError(

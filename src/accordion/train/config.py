@@ -98,8 +98,7 @@ class ShardConfig(Sharding):
     then count groups of so many ranks, and not ranks"""
 
     def num_groups(self, num_ranks: int) -> int:
-        """Return `num_ranks` divided by `sequence`, the number of groups of ranks that share each sequence. Raises `UsageError`
-        if there is a remainder."""
+        """Return the number of groups of `sequence` ranks. Raises `UsageError` if `sequence` does not divide `num_ranks`."""
         if num_ranks % self.sequence:
             raise UsageError(
                 f"shard.sequence is {self.sequence}, which does not divide the {num_ranks} ranks; take a divisor of {num_ranks}."

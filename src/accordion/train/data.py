@@ -96,8 +96,7 @@ class GlobalOrder(Sampler[list[int]]):
 
 
 def validation_order(count: int, most: int) -> Sequence[int]:
-    """Return the sorted indices of the rows that a validation reads: a random choice of `most` of `count`, equal each time; all
-    if `most` is 0."""
+    """Return the sorted indices of the rows that a validation reads: `most` random ones of `count`, equal each time; 0: all."""
     return sorted(permutation(count, 0)[:most].tolist()) if 0 < most < count else range(count)
 
 

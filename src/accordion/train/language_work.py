@@ -126,8 +126,7 @@ class LanguageWork:
     @torch.no_grad()
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
         """Generate and show up to `SAMPLE_TOKENS` tokens, equal on every rank: a continuation of the validation text, or an
-        answer to the first validation example; nothing if its prompt is empty. `device`: of the computation; parameters may be
-        elsewhere. Collective."""
+        answer to the first validation example; nothing if its prompt is empty. `device`: of the computation. Collective."""
         if self.is_text:
             prompt = self.files.text("validation")[:PROMPT_TOKENS].to_pylist()
         else:

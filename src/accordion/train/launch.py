@@ -75,8 +75,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The rank of this process in the job (`rank` of `world`) and on its host (`local_rank` of `local_world`), by its
-    launcher."""
+    """The rank of this process in the job (`rank` of `world`) and on its host (`local_rank` of `local_world`)."""
 
     rank: int
     world: int

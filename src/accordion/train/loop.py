@@ -141,8 +141,7 @@ def _observed(run: Run) -> Iterator[None]:
 
 
 def _after_step(run: Run, saves: RunSaves, steps: Steps, step: int, log: MetricsLog | None) -> Outcome | None:
-    """Validate, save and show a sample, each if due after `step`. Return the outcome if the run ends here, else None.
-    Collective."""
+    """Validate, save and show a sample, each if due after `step`. Return the outcome if the run ends, or None. Collective."""
     options, due = run.config.train, _due(run.config.train.eval_every, step)
     if run.ending.decided or step == options.steps or due:
         steps.settle()

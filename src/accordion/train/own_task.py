@@ -216,9 +216,8 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
-    """Try a task: read a training batch, and if `model` is small and on the CPU, compute its loss. Restores the random
-    generators. Puts `model` into train mode. Raises `TaskError` if the user's code fails, `UsageError` if the loss depends on no
-    parameter."""
+    """Try a task: read a training batch, and if `model` is small and on the CPU, compute its loss in train mode. Restores the
+    random generators. Raises `TaskError` if the user's code fails, `UsageError` if the loss depends on no parameter."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))

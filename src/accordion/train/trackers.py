@@ -28,8 +28,7 @@ def check_trackers(log: LogConfig) -> None:
 
 def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
     """Open the trackers that `config.log` names, store the ids of their runs in `run_dir`, and return name -> tracker. If one
-    cannot be opened, reports that to `say` and leaves it out. `first_step`: number of steps done before; if it is 0, starts new
-    runs."""
+    cannot be opened, reports that to `say` and leaves it out. `first_step`: number of steps done before; 0 starts new runs."""
     named: dict[str, tuple[bool, RunTracker]] = {
         "tensorboard": (config.log.tensorboard, _TensorBoard()),
         "wandb": (config.log.wandb is not None, _Wandb()),

@@ -33,9 +33,9 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
     other module by `reset_parameters`; modules of other packages inside a model of transformers are reset after it. Adapters of
     PEFT are reset by their own methods, such as `reset_lora_parameters`, and DoRA's magnitudes are then computed. A tied
     parameter is drawn once for each of its names and keeps the last draw; in models of transformers, which tie after their
-    initialisation, it keeps the draw of its source. Parameters are drawn contiguous, in the dtype of their shards.
-    Memory beyond the shards is one full parameter and what `init` needs. Buffers on the meta device are computed by `init` or by
-    their modules. Collective.
+    initialisation, it keeps the draw of its source. Parameters are drawn contiguous, in the dtype of their shards. Memory beyond
+    the shards is one full parameter and what `init` needs. Buffers on the meta device are computed by `init` or by their modules.
+    Collective.
 
     Raises `UsageError` if, at the end, a buffer or, without `init`, a parameter has no value; the error names them. Raises
     `DivergenceError` on every rank if the ranks' random generators differ before or after the initialisation.

@@ -148,8 +148,7 @@ class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
 
 
 def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: Any) -> dict[str, list[list[Any]]]:
-    """Call `ask(method, *args)` of one team after the other, `rounds` times (A B C A B C). Return name of the team ->
-    result[round][rank]."""
+    """Call `ask(method, *args)` of each team in turn, `rounds` times (A B C A B C). Return team name -> result[round][rank]."""
     answers: dict[str, list[list[Any]]] = {team.name: [] for team in teams}
     for _ in range(rounds):
         for team in teams:

@@ -45,8 +45,7 @@ class OptimizerChoice:
 def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
     """Return the optimizer class and its arguments for the section `optimizer` of a configuration. `name`, `params`: the values
     of the section's keys `type` and `params`; the dict `params` is changed. Raises `UsageError` if `name` is no text, if
-    torch.optim lacks the optimizer or steps it otherwise than DeepSpeed, or if the class does not take an argument in
-    `params`."""
+    torch.optim lacks the optimizer or steps it otherwise than DeepSpeed, or if it lacks an argument in `params`."""
     if not isinstance(name, str):
         raise UsageError(f"optimizer.type is {name!r}; it takes a name, AdamW for example.")
     ours = {key: params.pop(key) for key in OURS if key in params}

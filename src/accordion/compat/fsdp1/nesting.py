@@ -80,8 +80,7 @@ class Wrapper(nn.Module):
         return state.sharded_engine(self, what)
 
     def _require_root(self, what: str) -> None:
-        """Raise `UsageError` if this wrapper is inside another wrapper; `what` begins the message. Otherwise build the engine if
-        there is none."""
+        """Raise `UsageError`, which begins with `what`, if this wrapper is inside another. Otherwise build a missing engine."""
         if not self.check_is_root():
             raise UsageError(
                 f"{what} was called on a FullyShardedDataParallel inside another; call it on the outermost."
@@ -118,7 +117,6 @@ def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
 
 
 def _put_prefix(module: nn.Module, loaded: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Pre-hook of `load_state_dict`: insert `INNER` after `prefix` in the keys of `loaded`, because `module` is a wrapper.
-    Changes `loaded`."""
+    """Pre-hook of `load_state_dict`: insert `INNER` after `prefix` in the keys of `loaded`, because `module` is a wrapper."""
     for name in [name for name in loaded if name.startswith(prefix)]:
         loaded[f"{prefix}{INNER}{name.removeprefix(prefix)}"] = loaded.pop(name)

@@ -14,8 +14,7 @@ from accordion.errors import UsageError
 def auto_wrap(root: nn.Module, policy: Any, arguments: dict[str, Any], wrap: Callable[..., nn.Module]) -> None:
     """Replace the submodules of `root` that `policy` chooses by `wrap(submodule, **arguments)`, children before parents.
     `policy`: a function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. If `arguments` ask for mixed
-    precision, batch norms are wrapped too, without mixed precision, as in torch. Raises `UsageError` for a `policy` of another
-    type."""
+    precision, batch norms are wrapped too, without mixed precision, as in torch. Raises `UsageError` for another `policy`."""
     mixed = arguments.get("mixed_precision")
     exempt = () if mixed is None else tuple(_torch.classes_without_mixed_precision(mixed))
     if _torch.is_wrap_policy(policy):

@@ -63,9 +63,8 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
 
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
-    """Yield the parameters in `root` that `part`, a `fully_shard` call, is to shard: all except ignored ones, and except those of
-    modules whose ids are in `below`, the modules of inner calls. Raises `UsageError` if one is tied to a parameter of another
-    call."""
+    """Yield the parameters in `root` that `part`, a `fully_shard` call, is to shard: all except ignored ones and those of modules
+    with ids in `below`, the modules of inner calls. Raises `UsageError` if one is tied to a parameter of another call."""
     for o in owned_parameters(root, {}):
         places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
         if not places or o.original in part.asked.ignored:

@@ -77,8 +77,7 @@ class Lease:
         self._hooks: list[Any] = []
 
     def begin(self) -> Unit:
-        """Start the all-gather of the part's unit, and return the unit without waiting for it. Collective. Builds the engine if
-        there is none."""
+        """Start the all-gather of the part's unit, and return the unit without waiting. Collective. Builds a missing engine."""
         part = self._part()
         assert part is not None, "a part owns its lease"
         unit = part.ensure()
@@ -377,8 +376,7 @@ def _checked_parameters(root: nn.Module, parts: list[Part]) -> list[tuple[Owned,
 
 
 def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[Owned, Layout]]) -> Engine:
-    """Build the engine of `parts`, with one unit for each part, and return it. The shards in `owned` move into its memory.
-    Collective."""
+    """Build the engine of `parts`, one unit for each, and return it. The shards in `owned` move into its memory. Collective."""
     names = {id(m): name for name, m in root.named_modules()}
     chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
     context, strategy = top.wired(), top.asked.sharding.strategy

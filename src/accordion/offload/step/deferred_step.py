@@ -60,8 +60,7 @@ def own_parameters(engine: Engine, unit: Unit) -> None:
 
 
 def refuse_unwrapped(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if `optimizer`, which is not wrapped, has parameters that must be stepped chunk by chunk: only a wrapped
-    optimizer does that."""
+    """Raise `UsageError` if `optimizer`, which is not wrapped, has parameters that are stepped chunk by chunk."""
     for _, _, engine, unit in owned_by(optimizer):
         if tiers_of(engine).offloads[unit.index].streams:
             raise UsageError(
@@ -212,8 +211,8 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
     """Step every parameter of `optimizer` that has a gradient now, and run the optimizer's step hooks. First wait for earlier
     steps.
 
-    Steps on the device run in this call. Steps on the host run on a thread during the next forward, with the present
-    gradients and hyperparameters; the gather of a unit waits for the step of that unit. `kind`: the class before wrapping.
+    Steps on the device run in this call. Steps on the host run on a thread during the next forward, with the present gradients
+    and hyperparameters; the gather of a unit waits for the step of that unit. `kind`: the class before wrapping.
     """
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, (), {})

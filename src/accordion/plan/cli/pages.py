@@ -19,8 +19,7 @@ NOTHING_FITS = (
 
 
 def of_plan(plan: Plan, shows_free: bool = False) -> Page:
-    """Return a plan as a page of notes and tables. `shows_free`: add a table of free GPU memory, if `Plan.free_bytes` is
-    known."""
+    """Return a plan as a page of notes and tables. `shows_free`: add a table of free GPU memory, if that is known."""
     tables, memory = [_verdict(plan)], plan.chosen.memory
     if shows_free and plan.free_bytes:
         rows = [[phase, gib(num_bytes)] for phase, num_bytes in plan.free_bytes.items()]

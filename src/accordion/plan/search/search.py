@@ -33,8 +33,8 @@ class SearchResult:
 
 def search_in(space: Space, say: Say = lambda text: None) -> SearchResult:
     """Evaluate every choice of `space`; return all candidates and the best. If none fits on all GPUs, choices with shared
-    sequences and offloaded activations are evaluated too. If the search has `copies`, the fastest that fit are
-    tried with those too. `say`: called with a line of text before each trace. Raises `UsageError` if the space is empty."""
+    sequences and offloaded activations are evaluated too. If the search has `copies`, the fastest that fit are tried with those
+    too. `say`: called with a line of text before each trace. Raises `UsageError` if the space is empty."""
     every = space.choices()
     evaluator = Evaluator(space, say)
     candidates = _evaluated(every, evaluator)

@@ -85,8 +85,7 @@ class Space:
         )
 
     def choices_over(self, sequence: int) -> Iterator[Choice]:
-        """Yield every choice of the space in which `sequence` ranks share each sequence, with parameters and states on the
-        device."""
+        """Yield every choice in which `sequence` ranks share each sequence, with parameters and states on the device."""
         search = self.search
         first, inputs = search.strategies[0], Offload(activations=search.activations[0])
         for gpus in [n for n in self.cluster.gpus if n % search.expert_parallel == n % sequence == 0]:
@@ -108,8 +107,8 @@ class Space:
                     yield choice.keeping(self.sharding.kept_over)
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
-        """Return the numbers of replicas to try: [1] unless `hybrid`; else the number in the search, or those that shard over
-        1, 2 and 4 nodes. Numbers of a hybrid strategy are above 1, below `gpus` and divide it, so the result may be empty."""
+        """Return the numbers of replicas to try: [1] unless `hybrid`; else the number in the search, or those that shard over 1,
+        2 and 4 nodes. Those of a hybrid strategy are above 1 and divide `gpus`, so there may be none."""
         asked, node = self.search.replicas, self.cluster.node
         if not hybrid:
             return [1]

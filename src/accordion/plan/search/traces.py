@@ -50,8 +50,7 @@ class Traces:
 
     def _family(self, choice: Choice) -> Family | None:
         """Return the `Family` from which the log of `choice` can be extrapolated. Traces the two smallest micro-batches of the
-        search, unless that was done before. Returns None if the search has one micro-batch, or if the events of the two differ
-        in more than sizes."""
+        search, unless that was done before. Returns None if it has only one, or if the two differ in more than sizes."""
         key, batches = replace(choice, micro_batch=0), sorted(self._space.search.micro_batches)
         if len(batches) < 2:
             return None

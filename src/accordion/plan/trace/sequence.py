@@ -28,8 +28,8 @@ def check_sequence(model: nn.Module, tokens: int, num_ranks: int) -> None:
 
 
 def sequences_for(model: nn.Module, tokens: int) -> list[int]:
-    """Return the powers of two, ascending, that are numbers of ranks which can share each sequence of `tokens` tokens in
-    `model` and leave each rank `LEAST_TOKENS` or more."""
+    """Return the numbers of ranks, ascending powers of two, that can share each sequence of `tokens` tokens in `model` and leave
+    each rank `LEAST_TOKENS` or more."""
     sequences = list[int]()
     for num_ranks in (2**i for i in range(1, tokens.bit_length()) if tokens >> i >= LEAST_TOKENS):
         with suppress(UsageError):

@@ -17,8 +17,7 @@ class HubMessage:
 @dataclass(frozen=True, kw_only=True)
 class HasEnded(HubMessage):
     """The program of `rank` ends. `text`: how, as the end of a sentence that begins with "rank R". `echo`: another rank is the
-    cause. `closed`: the receiver made this message when the connection closed; then `text` counts only if `rank` has sent
-    none."""
+    cause. `closed`: the receiver made this message when the connection closed; `text` counts only if `rank` has sent none."""
 
     text: str
     echo: bool = False
@@ -52,9 +51,8 @@ class PositionAnswer(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival(HubMessage):
-    """`rank` joins the meeting `name` of `num` ranks. The texts of all ranks are compared; if they differ, all ranks get them
-    with the `facts`. `wakes`: ranks that wait in a collective join the meeting too. `quiet`: no `MeetingOver` follows if all
-    texts are equal."""
+    """`rank` joins the meeting `name` of `num` ranks. Texts are compared; if they differ, all ranks get them with the `facts`.
+    `wakes`: ranks that wait in a collective join the meeting too. `quiet`: no `MeetingOver` follows if all texts are equal."""
 
     name: str
     num: int
