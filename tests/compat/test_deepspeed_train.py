@@ -32,7 +32,7 @@ from tests.support.ranked import on_world
 @on_world(4)
 def test_initialize_takes_the_callers_objects(mesh: DeviceMesh) -> None:
     """`initialize` takes the caller's optimizer, scheduler and parameter groups, and refuses unsupported arguments."""
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
     deepspeed.init_distributed("gloo")  # there is a process group
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     own = torch.optim.SGD([{"params": net[0].parameters(), "lr": 0.5}, {"params": net[1].parameters()}], 0.1, 0.9)
@@ -50,6 +50,7 @@ def test_initialize_takes_the_callers_objects(mesh: DeviceMesh) -> None:
         engine.backward(engine(x).square().mean())
         engine.step()
     assert engine.global_steps == 2
+    assert engine(x).dtype == torch.bfloat16
     assert engine.get_lr() == pytest.approx([0.5 * 0.01, 0.1 * 0.01])
     assert not any(torch.equal(a, p.full_tensor()) for a, p in zip(before, net.parameters(), strict=True))
     for match, options in (

@@ -159,7 +159,7 @@ def test_every_switch_trains_the_same_model(place: Path, names: tuple[str, ...])
 
 @pytest.mark.parametrize("how", ["as under it", pytest.param("by it", marks=pytest.mark.slow)])
 def test_under_torchrun(whole: tuple[Metrics, str], place: Path, capfd: pytest.CaptureFixture[str], how: str) -> None:
-    """`accordion doctor` is started by torchrun itself in every run of the tests."""
+    """Start ranks in torchrun's environment, or by torchrun itself."""
     words = ["train", *TINY, "--train.steps", "2", "--run.dir", how, "--train.warmup", "0"]
     if how == "by it":
         starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

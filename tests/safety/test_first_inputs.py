@@ -107,7 +107,7 @@ def test_a_recomputed_forward_counts_once(world):
     assert world.run(2, trains, acc.FULL_SHARD, "batches of each rank", True) == [False, False]
 
 
-@under("hybrid_shard")
+@under("no_shard", "hybrid_shard")
 def test_equal_inputs_are_found_with_every_strategy(world, strategy):
     strategy = STRATEGIES[strategy]
     for name in ("the same batches", "batches of each rank"):

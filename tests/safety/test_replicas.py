@@ -17,9 +17,11 @@ REPLICATED = [name for name in STRATEGIES if name in ("no_shard", "hybrid_shard"
 
 
 def drifts(mesh, strategy: acc.Strategy, folder: str) -> str:
-    """Train, change an element of a weight on rank 0 without a counted write, and save to `folder`; return the error."""
+    """Train, save equal replicas, change an element of a weight on rank 0 without a counted write, and save to `folder`; return
+    the error."""
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block})
     one_loss(model).backward()
+    acc.save(f"{folder}-equal", model)
     if dist.get_rank() == 0:
         model.head.weight.to_local().data.view(-1)[-1:].add_(1.0)  # type: ignore[operator, union-attr]
     with pytest.raises(acc.DivergenceError) as caught:

@@ -23,6 +23,7 @@ from accordion.weights.pretrained import load_pretrained
 from tests.support import models
 from tests.support.meters import Allocations
 from tests.support.ranked import on_world
+from tests.support.reference import local_of
 from tests.support.sample import sampled
 from tests.weights.test_initialise import FAMILIES, LAYOUTS, MODELS, Bare, unlike
 
@@ -399,11 +400,15 @@ def test_a_rank_needs_its_shard_and_less_than_one_more_tensor(mesh: Any, tmp_pat
         model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(6)])
         model[5].weight = model[0].weight
     with Allocations() as memory:
-        model = acc.shard(model, mesh)
+        memory.mark("begun")
+        model = acc.shard(model, mesh, units={nn.Linear})
         memory.mark("sharded")
         load_pretrained(model, folder)
         memory.mark("loaded")
     assert model[5].weight is model[0].weight
+    shard, one = sum(local_of(p).nbytes for p in model.parameters()), plain[0].weight.nbytes
+    assert shard == 5 * one // 4
+    assert memory.peak("begun", "loaded") <= shard + one + 1024  # a unit in full, while it is sharded
     assert memory.live("loaded") <= memory.live("sharded") + 1024
-    assert memory.peak("sharded", "loaded") - memory.live("sharded") < plain[0].weight.nbytes
+    assert memory.peak("sharded", "loaded") - memory.live("sharded") < one
     assert unlike(model, plain) == []
