@@ -21,9 +21,7 @@ import accordion as acc
 from accordion.engine.hooks import engine_of
 from accordion.engine.streams import Steps, Transfer
 from accordion.observe.findings import findings, unit_times
-from accordion.observe.page import page_data
-from accordion.observe.perfetto import as_perfetto
-from accordion.observe.trace import Trace
+from accordion.observe.trace import Trace, as_perfetto, page_data
 from accordion.observe.values import COMPUTE, UNITS, WAIT, MemoryPoint, RankTrace, TraceSpan, UnitFacts
 from tests.devices import device
 from tests.support import models

@@ -9,6 +9,8 @@ from typing import Any
 
 COMPUTE, WAIT, UNITS = "compute", "wait", "units"
 """Lanes of a trace that are no side streams: the compute stream, its waits for side streams, and times when units are full."""
+LANES = (COMPUTE, WAIT, "gather", "reduce", "all-reduce", "fetch", "store", "host", "host step", "disk", "copy in")
+"""All lanes but `UNITS`, in the order in which a trace is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from accordion.shard.subclasses import check_tensor, is_extended, rows_mesh
 from accordion.shard.topology import beside, wire
 from accordion.units import Owned, owned_parameters
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class PartSettings:
@@ -56,6 +58,10 @@ class PartSettings:
     after_reduce: Callable[[Tensor], None] | None = None
 
 
+def living(references: Iterable[weakref.ref[T]]) -> list[T]:
+    return [each for each in (reference() for reference in references) if each is not None]
+
+
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a bound method through a weak reference, and does nothing after its object is deleted."""
     reference = weakref.WeakMethod(method)
@@ -65,77 +71,6 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if bound is None else bound(*args, **kwargs)
 
     return call
-
-
-class Lease:
-    """Keeps the full parameters of a `Part`, one `fully_shard` call, in its modules: from an explicit `unshard` until `reshard`,
-    or the end of a forward or backward that frees them."""
-
-    def __init__(self, part: Part) -> None:
-        self._part = weakref.ref(part)
-        self._shown: list[nn.Parameter] | None = None  # the full parameters in the modules
-        self._hooks: list[Any] = []
-
-    def begin(self) -> Unit:
-        """Start the all-gather of the part's unit, and return the unit without waiting. Collective. Builds a missing engine."""
-        part = self._part()
-        assert part is not None, "a part owns its lease"
-        unit = part.ensure()
-        engine = part.engine()
-        if self._shown is None and engine.depth == 0 and not _torch.is_in_backward():
-            engine.context.waiter.check()
-            engine.recover()
-            unit.drop_stale()
-        with torch.inference_mode(False):
-            engine.allocate(GATHERED, unit.unshard)
-        return unit
-
-    def take(self) -> None:
-        """Gather parameters, wait for them, and register them in the modules as plain leaf tensors. Collective. Does nothing if
-        they are registered already. Builds the engine if there is none."""
-        part, unit = self._part(), self.begin()
-        if part is None or self._shown is not None:
-            return
-        engine = part.engine()
-        with torch.inference_mode(False), torch.no_grad():
-            engine.acquire(unit)
-            fulls = unit.module_params.around([view.data for view in unit.views])
-            self._shown = [
-                nn.Parameter(full, requires_grad=param.sharded.requires_grad)
-                for full, param in zip(fulls, unit.params, strict=True)
-            ]
-        for i, (leaf, param) in enumerate(zip(self._shown, unit.params, strict=True)):
-            vars(leaf).update(_torch.marks_of(param.sharded))
-            if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(engine), weakref.ref(unit), i))
-        unit.module_params.show(self._shown)
-        ended = torch.compiler.disable(weakly(self.forward_ended))
-        self._hooks = [m.register_forward_hook(ended, always_call=True) for m in part.alive()]
-
-    def end(self) -> None:
-        """Register the shards in the modules again, and free the full parameters. Does nothing if `take` has not run before."""
-        part, shown = self._part(), self._shown
-        if shown is None or part is None or part.unit is None:
-            return
-        self._shown = None
-        for handle in self._hooks:
-            handle.remove()
-        # Their memory is freed below. A graph that saved one must fail by its version counter, and not read freed memory.
-        for leaf in shown:
-            torch.autograd.graph.increment_version(leaf)
-        part.unit.module_params.hide(shown)
-        part.unit.release()
-
-    def forward_ended(self, *_: Any) -> None:
-        part = self._part()
-        keep = part is None or part.unit_policy.keep
-        if part is not None and not (part.is_outermost() if keep is None else keep):
-            self.end()
-
-    def backward_ended(self) -> None:
-        part = self._part()
-        if part is not None and not part.unit_policy.keep_on:
-            self.end()
 
 
 def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
@@ -148,16 +83,17 @@ def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tenso
         engine.add_outside(unit, i, _torch.local_of(grad) if isinstance(grad, DTensor) else grad)
 
 
-class UnshardLeases(Observer):
-    """Observer of one engine that ends leases of `unshard` when a backward ends, unless `set_reshard_after_backward` keeps
-    parameters."""
+class UnshardEnds(Observer):
+    """Observer of one engine that ends explicit unshards of `parts` when a backward ends, unless `set_reshard_after_backward`
+    keeps parameters."""
 
-    def __init__(self, leases: Iterable[Lease]) -> None:
-        self._ends = [weakly(lease.backward_ended) for lease in leases]
+    def __init__(self, parts: Sequence[weakref.ref[Part]]) -> None:
+        self._parts = parts
 
     def backward_ended(self, reduced: bool) -> None:
-        for end in self._ends:
-            end()
+        for part in living(self._parts):
+            if not part.unit_policy.keep_on:
+                part.end_unshard()
 
 
 class Part:
@@ -175,9 +111,12 @@ class Part:
         self.shares: weakref.ref[Part] | None = None  # the part whose streams and communicators are used
         self.tree: Tree | None = None
         self.unit: Unit | None = None
-        self.lease = Lease(self)
         self.outer: weakref.ref[Part] | None = None
         self._triggers: list[Any] = []
+        self._shown: list[nn.Parameter] | None = (
+            None  # the full parameters that `unshard` has registered in the modules
+        )
+        self._unshard_hooks: list[Any] = []
         for module in modules:
             module.__dict__[PART] = self
         for below in parts_below(modules):
@@ -193,7 +132,7 @@ class Part:
             del module.__dict__[PART]
 
     def alive(self) -> list[nn.Module]:
-        return [m for m in (ref() for ref in self.modules) if m is not None]
+        return living(self.modules)
 
     def outermost(self) -> Part:
         outer = None if self.outer is None else self.outer()
@@ -258,15 +197,8 @@ class Part:
             keep_parts(group, settings.keeps_parts)
             group.rescale(group.context.scale if settings.scale is None else settings.scale)
         for phase, parts in self.ahead.items():
-            others = [part for part in (ref() for ref in parts) if part is not None]
-            units = [(part.ensure(), part.tree) for part in others]
+            units = [(part.ensure(), part.tree) for part in living(parts)]
             self.unit_policy.ahead[phase] = [unit.index for unit, tree in units if tree is self.tree]
-
-    def settle(self) -> None:
-        """End an explicit unshard, and wait for an optimizer step in progress, which only offload has."""
-        self.lease.end()
-        if self.unit is not None:
-            self.engine().synchronize()
 
     def hooks(self) -> Hooks:
         self.ensure()
@@ -274,9 +206,70 @@ class Part:
         assert hooks is not None, "the modules of a unit name its hooks"
         return hooks
 
+    # -- explicit unshards
+
+    def begin_unshard(self) -> Unit:
+        """Start the all-gather of the unit, and return the unit without waiting. Collective. Builds a missing engine."""
+        unit = self.ensure()
+        engine = self.engine()
+        if self._shown is None and engine.depth == 0 and not _torch.is_in_backward():
+            engine.context.waiter.check()
+            engine.recover()
+            unit.drop_stale()
+        with torch.inference_mode(False):
+            engine.allocate(GATHERED, unit.unshard)
+        return unit
+
+    def unshard(self) -> None:
+        """Gather parameters, wait for them, and register them in the modules as plain leaf tensors, until `reshard`, or the end
+        of a forward or backward that frees them. Collective. Does nothing more if they are registered already. Builds a missing
+        engine."""
+        unit, engine = self.begin_unshard(), self.engine()
+        if self._shown is not None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            engine.acquire(unit)
+            fulls = unit.module_params.around([view.data for view in unit.views])
+            self._shown = [
+                nn.Parameter(full, requires_grad=param.sharded.requires_grad)
+                for full, param in zip(fulls, unit.params, strict=True)
+            ]
+        for i, (leaf, param) in enumerate(zip(self._shown, unit.params, strict=True)):
+            vars(leaf).update(_torch.marks_of(param.sharded))
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(partial(_collect, weakref.ref(engine), weakref.ref(unit), i))
+        unit.module_params.show(self._shown)
+        ended = torch.compiler.disable(weakly(self._forward_ended))
+        self._unshard_hooks = [m.register_forward_hook(ended, always_call=True) for m in self.alive()]
+
+    def _forward_ended(self, *_: Any) -> None:
+        keep = self.unit_policy.keep
+        if not (self.is_outermost() if keep is None else keep):
+            self.end_unshard()
+
+    def end_unshard(self) -> None:
+        """Register the shards in the modules again, and free the full parameters. Does nothing if `unshard` has not run before."""
+        shown = self._shown
+        if shown is None or self.unit is None:
+            return
+        self._shown = None
+        for handle in self._unshard_hooks:
+            handle.remove()
+        # Their memory is freed below. A graph that saved one must fail by its version counter, and not read freed memory.
+        for leaf in shown:
+            torch.autograd.graph.increment_version(leaf)
+        self.unit.module_params.hide(shown)
+        self.unit.release()
+
+    def settle(self) -> None:
+        """End an explicit unshard, and wait for an optimizer step in progress, which only offload has."""
+        self.end_unshard()
+        if self.unit is not None:
+            self.engine().synchronize()
+
     def reshard(self) -> None:
         """Free the full parameters, unless a call in progress needs them. A backward that needs them gathers them again."""
-        self.lease.end()
+        self.end_unshard()
         if self.unit is not None and self.tree is not None:
             unit = self.unit
             self.tree.engine.drop_kept(lambda lease: lease.unit is unit)
@@ -293,7 +286,7 @@ class Tree:
             raise transform_error()
         modules = top.alive()
         root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-        parts = list(parts_below([root]))
+        parts = parts_below([root])
         self._parts = [weakref.ref(part) for part in parts]  # weak, so that a deleted model is freed at once
         with torch.no_grad(), torch.inference_mode(False):
             owned = _checked_parameters(root, parts)
@@ -306,7 +299,7 @@ class Tree:
                 part.disarm()
         for part in parts:
             part.push()
-        self.engine.observers.attach(UnshardLeases([part.lease for part in parts]))
+        self.engine.observers.attach(UnshardEnds(self._parts))
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def dissolve(self) -> None:
@@ -322,10 +315,10 @@ class Tree:
                 "this would lose gradients that were accumulated and not reduced. Run a backward that synchronises, or "
                 "zero_grad(), before the parameters change their dtype, device or memory."
             )
-        parts = [part for part in (ref() for ref in self._parts) if part is not None]
+        parts = living(self._parts)
         engine.synchronize()
         for part in parts:
-            part.lease.end()
+            part.end_unshard()
         engine.reset()
         for part in parts:
             hooks = part.hooks()
@@ -337,15 +330,10 @@ class Tree:
         engine.dismantle()
 
 
-def parts_below(modules: Iterable[nn.Module]) -> Iterator[Part]:
-    """Yield the parts (`fully_shard` calls) of `modules` and of their submodules, each once, outer parts first."""
-    seen: set[int] = set()
-    for root in modules:
-        for module in root.modules():
-            part = part_of(module)
-            if part is not None and id(part) not in seen:
-                seen.add(id(part))
-                yield part
+def parts_below(modules: Iterable[nn.Module]) -> list[Part]:
+    """Return the parts (`fully_shard` calls) of `modules` and of their submodules, each once, outer parts first."""
+    parts = (part_of(module) for root in modules for module in root.modules())
+    return list(dict.fromkeys(part for part in parts if part is not None))
 
 
 def part_of(module: nn.Module) -> Part | None:

@@ -45,7 +45,7 @@ class UnshardHandle:
         """Wait for the all-gather, then register the full parameters in the module. A second call does nothing."""
         part, self._part = self._part, None
         if part is not None:
-            part.lease.take()
+            part.unshard()
 
 
 def no_effect(why: str) -> Callable[..., None]:
@@ -89,9 +89,9 @@ class FSDPModule(_Base):  # type: ignore[misc]
         return a handle at once; its `wait` waits for the parameters and registers them. The first call builds the engine."""
         part = fsdp_part(self)
         if async_op:
-            part.lease.begin()
+            part.begin_unshard()
             return UnshardHandle(part)
-        part.lease.take()
+        part.unshard()
         return None
 
     def reshard(self) -> None:
@@ -262,7 +262,7 @@ def _root_part(module: object, method: str) -> Part:
 
 def _parts(module: Any, recurse: bool) -> Sequence[Part]:
     part = fsdp_part(module)
-    return list(parts_below([module])) if recurse else [part]
+    return parts_below([module]) if recurse else [part]
 
 
 def _settle_sync(part: Part) -> None:
