@@ -1,6 +1,6 @@
 """Print the page of DeepSpeed's keys: `python -m tests.compat.deepspeed_page > docs/compat_deepspeed.md`."""
 
-from accordion.compat.deepspeed.keys import KEYS, PARTS
+from accordion.compat.deepspeed.reading import KEYS, PARTS
 
 
 def render() -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accordion.compat.deepspeed import read
-from accordion.compat.deepspeed.keys import KEYS, SECTIONS, Use
+from accordion.compat.deepspeed.reading import KEYS, SECTIONS, Use
 from accordion.config import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_OPTIM, NO_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, Offload
 from accordion.errors import AccordionError, UsageError
 from tests.compat.deepspeed_page import render

@@ -16,7 +16,8 @@ from torch.torch_version import TorchVersion
 
 from accordion import cli
 from accordion.devices import Devices
-from accordion.doctor import command, devices, disk, ranks
+from accordion.doctor import command, ranks
+from accordion.doctor import machine as machine_exam
 from accordion.workers.ranks import BenchError
 from tests.devices import device
 from tests.support import disks, forked, sick_ranks
@@ -28,7 +29,7 @@ Findings = dict[str, dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "NUM_BLOCKS", 2)
+    monkeypatch.setattr(machine_exam, "NUM_BLOCKS", 2)
 
 
 def examined(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, Findings]:
@@ -83,7 +84,7 @@ def test_two_healthy_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
 def test_the_screen_shows_the_remedy_of_a_warning(
     machine: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "SLOW", 1e15)
+    monkeypatch.setattr(machine_exam, "SLOW", 1e15)
     assert cli.main(["doctor", "--device", "cpu", "--dir", str(tmp_path)]) == 0
     out = capfd.readouterr().out
     assert "warning   " in out
@@ -167,7 +168,7 @@ def test_devices_that_torch_does_not_find_are_a_problem(tmp_path: Path) -> None:
     cpu = Devices("cpu", 0)
     if torch.accelerator.is_available():
         pytest.skip("this machine has an accelerator")
-    findings = {f.check: f for f in devices.devices(cpu, 10**4, tmp_path)}
+    findings = {f.check: f for f in machine_exam.devices_findings(cpu, 10**4, tmp_path)}
     assert findings["devices.accelerators"].severity == "problem"
     assert "nvidia0" in findings["devices.accelerators"].found
     assert findings["devices.cores"].severity == "warning"
@@ -178,14 +179,14 @@ def test_a_torch_that_is_not_supported_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, version: str, severity: str
 ) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    finding = devices.torch_version()
+    finding = machine_exam.torch_version()
     assert finding.severity == severity
     assert version in finding.found
 
 
 def test_the_supported_versions_of_torch_are_those_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert "torch>={},<{}".format(*devices.TORCH) in project["dependencies"]
+    assert "torch>={},<{}".format(*machine_exam.TORCH) in project["dependencies"]
 
 
 def test_a_full_disk_is_a_problem(machine: Any, tmp_path: Path) -> None:

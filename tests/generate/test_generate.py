@@ -19,7 +19,7 @@ from accordion.checkpoint import save
 from accordion.checkpoint.convert import export
 from accordion.generate import ranks as ranks_of_generate
 from accordion.generate.options import GenerateOptions
-from accordion.generate.writer import TextWriter
+from accordion.generate.ranks import TextWriter
 from accordion.models.stored import computing, find_model, meta_model, tokenizer_of
 from accordion.train import launch
 from tests.support import forked, language_folders

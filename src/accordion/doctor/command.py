@@ -1,10 +1,11 @@
-"""`accordion doctor`: examine this machine, then new ranks on it, or the ranks that torchrun or srun started."""
+"""`accordion doctor`: examine a failed run, or this machine and ranks on it: new ones, or those of torchrun or srun."""
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,19 +16,22 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from accordion import options as flags
 from accordion.devices import Devices, backend_of, devices_here, devices_named, num_cores
-from accordion.doctor.devices import devices as devices_findings
-from accordion.doctor.devices import torch_version
-from accordion.doctor.disk import disk
-from accordion.doctor.failed_run import examined
 from accordion.doctor.findings import Finding, report
+from accordion.doctor.machine import devices_findings, disk, torch_version
 from accordion.doctor.ranks import RankExam, judged, no_group, start
 from accordion.errors import UsageError
+from accordion.safety.liveness import wording
 from accordion.train import launch
+from accordion.train.failures import FILES, Failure, failure_in
 from accordion.train.launch import RankPlace
+from accordion.train.run_files import config_of_run
 from accordion.workers.ranks import BenchError, WorkerTeam, World
 
 RANKS = 2  # number of ranks on a CPU: the fewest that communicate
 TIMEOUT_S = 120  # for ranks that do not answer
+SHOWN = 8  # ranks, or places of ranks
+NO_ANSWER = "gave no answer: its process was stopped, hung or killed, or its machine is gone"
+ENDED_OTHERWISE = "the run goes on or ended well; or it was ended from outside: by a signal, Ctrl-C or NCCL's watchdog"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +120,46 @@ def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptio
     dist.destroy_process_group()
     if code:
         raise SystemExit(code)
+
+
+# -- a failed run
+
+
+def examined(run_dir: Path) -> list[Finding]:
+    """Return a list of one finding about the run in `run_dir`: "ok" if no rank has written a failure. Otherwise it is a problem,
+    which names the ranks for which the others waited, or, if no such rank is known, what each rank did. Raises `UsageError` if
+    `run_dir` is no run folder, or if a rank's file cannot be read."""
+    config_of_run(run_dir)
+    failures = sorted(map(failure_in, run_dir.glob(FILES)), key=lambda failure: failure.rank)
+    if not failures:
+        return [Finding(check="run.ranks", severity="ok", found="no rank has written a failure", means=ENDED_OTHERWISE)]
+    places = {rank: text for failure in failures for rank, text in failure.others.items()}
+    places |= {failure.rank: failure.doing for failure in failures}
+    absent = _absent(failures, places)
+    others = [failure for failure in failures if failure.rank not in absent]
+    waiting = wording.each_of({failure.rank: failure.doing for failure in others[:SHOWN]})
+    texts = [f"rank {rank} {places.get(rank, NO_ANSWER)}" for rank in absent[:SHOWN]]
+    return [
+        Finding(
+            check="run.ranks",
+            severity="problem",
+            found="; ".join(texts) + f"; the others waited for it: {waiting}" * bool(waiting) if texts else waiting,
+            means="a collective ends when all of its ranks have joined it"
+            + "; these wait in different ones" * (not texts),
+            do="look at that place for an error, code that only some ranks run, a loop without end or a slow disk; raise "
+            "launch.timeout_s if it was only slow. The same command resumes from the newest checkpoint.",
+            data={"waited_for": absent, "errors": {failure.rank: failure.error for failure in failures}},
+        )
+    ]
+
+
+def _absent(failures: Sequence[Failure], places: Mapping[int, str]) -> list[int]:
+    """Return the ranks for which the others waited: the one rank that most `failures` name as their cause. If they name none,
+    return the ranks without a failure, except those in the same place as a rank with one: they waited too, and were ended before
+    they could write a failure. `places`: rank -> text on what the rank did."""
+    causes = Counter(failure.caused_by for failure in failures if failure.caused_by is not None)
+    if causes:
+        return [causes.most_common(1)[0][0]]
+    silent = set(range(failures[0].num_ranks)) - {failure.rank for failure in failures}
+    waits = tuple(failure.doing for failure in failures)
+    return [rank for rank in sorted(silent) if not places.get(rank, "").startswith(waits)]

@@ -24,7 +24,7 @@ class Finding:
 
     `check`: its name, such as `disk.space`. `severity`: `problem` if a training fails or is wrong, `warning` if it is slow or
     may fail later, `note` if it concerns only some users. `found`: text on the result. `data`: the figures of that text.
-    `means`: the effect on a training. `do`: the remedy; empty if all is well. `where`: name of the host; empty for this one.
+    `means`: the effect on a training. `do`: the remedy, not shown if all is well. `where`: name of the host; empty for this one.
     """
 
     check: str
@@ -42,7 +42,7 @@ def report(findings: Sequence[Finding], *, about: str, as_json: bool) -> int:
     software = {"accordion": VERSION, "torch": torch.__version__, "python": platform.python_version()}
     counts = {severity: sum(f.severity == severity for f in findings) for severity in SEVERITIES}
     if as_json:
-        entries = [asdict(finding) for finding in findings]
+        entries = [asdict(f) | ({"do": ""} if f.severity == "ok" else {}) for f in findings]
         print(json.dumps({**software, "about": about, "counts": counts, "findings": entries}, indent=2))
     else:
         print(f"{', '.join(f'{name} {version}' for name, version in software.items())}: {about}")

@@ -147,7 +147,7 @@ def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
         means="versions differ in what they send and how they round: ranks hang or diverge"
         if differ
         else "ranks can form a process group",
-        do="install the same version of torch everywhere." if differ else "",
+        do="install the same version of torch everywhere.",
         data={"hosts": sorted(hosts)},
     )
     messages = Finding(
@@ -158,9 +158,7 @@ def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
         else "an all-gather gives the right numbers",
         means="training computes with wrong weights, without an error" if wrong else "ranks can exchange tensors",
         do="run it with NCCL_P2P_DISABLE=1, then with NCCL_IB_DISABLE=1, to find the faulty link; update the driver; PCIe "
-        "access control (ACS) in the machine's setup breaks links between devices."
-        if wrong
-        else "",
+        "access control (ACS) in the machine's setup breaks links between devices.",
     )
     return [group, messages, *(_rates(answers, device_type, len(hosts)) if len(answers) > 1 else ())]
 
@@ -185,7 +183,7 @@ def _rates(answers: Sequence[Answer], device_type: str, num_hosts: int) -> Itera
             severity="warning" if slow else "ok",
             found=f"{name}: {rate / GB:.2f} GB/s received by each rank{usual if check == 'gather' else ''}",
             means=means + (": steps wait for it" if slow else ""),
-            do=REMEDIES[place] if slow else "",
+            do=REMEDIES[place],
             data={"bytes_per_s": rate},
         )
 

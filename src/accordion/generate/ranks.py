@@ -6,9 +6,9 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,15 @@ from torch.distributed.distributed_c10d import Store
 import accordion as acc
 from accordion.generate.options import GenerateOptions
 from accordion.generate.prompts import Prompt, num_new
-from accordion.generate.writer import TextWriter, WrittenText
-from accordion.models.stored import StoredModel, computing, dtype_of, meta_model, tokenizer_of
+from accordion.models.stored import (
+    StoredModel,
+    computing,
+    dtype_of,
+    end_of_turn,
+    ends_of,
+    meta_model,
+    tokenizer_of,
+)
 from accordion.train.launch import RankPlace, join_group
 from accordion.weights.export import load_exported
 from accordion.weights.pretrained import load_saved
@@ -34,6 +41,7 @@ SHARE = 0.9  # fraction of the free memory for the model: allocators round up, a
 CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 POLL_S = 0.02  # interval between two polls of the store for answers
 TIMEOUT_S = 600  # how long a rank waits for another one before it exits
+FIRST = 0  # padding token if neither tokenizer nor model names one: every model has it
 
 
 def generate(
@@ -125,6 +133,75 @@ def _fill(whole: nn.Module, model: nn.Module, stored: StoredModel) -> None:
         load_exported(whole, stored.adapter)
     elif stored.adapter is not None:
         acc.load(stored.adapter, whole, only="trained")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenText:
+    """A frozen record of the text generated for one prompt, which a rank sends as JSON to the rank that prints."""
+
+    index: int  # of the prompt
+    text: str
+    num_tokens: int
+    ended: bool  # by an end token, and not by the limit of tokens
+
+
+class TextWriter:
+    """Generates text with a model of transformers. The constructor replaces the model's `generation_config`. If each call of the
+    model gathers its units, create `CommonSteps` before the first `write`, so that all ranks call the model equally often."""
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions, device: torch.device
+    ) -> None:
+        self._model: Any = model
+        self._tokenizer, self._options, self._device = tokenizer, options, device
+        self._settings = settings_of(model, tokenizer, stored, options)
+        self._model.generation_config = self._settings  # `generate` would merge the model's own settings into ours
+
+    def write(self, prompts: Mapping[int, tuple[int, ...]], streamer: Any = None) -> list[WrittenText]:
+        """Generate text for `prompts` (index -> token ids) in one batch, and return the texts in the order of `prompts`. Seeds
+        torch's generators with the option `seed` plus the lowest index. `streamer`: a streamer of transformers, which prints the
+        text of a single prompt while it is generated."""
+        longest = max(len(ids) for ids in prompts.values())
+        rows = [[self._settings.pad_token_id] * (longest - len(ids)) + list(ids) for ids in prompts.values()]
+        real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts.values()]
+        torch.manual_seed(self._options.seed + min(prompts))
+        written = self._model.generate(
+            input_ids=torch.tensor(rows, device=self._device),  # (b, tokens), padded on the left
+            attention_mask=torch.tensor(real, device=self._device),
+            generation_config=self._settings,
+            streamer=streamer,
+        )
+        answers, ends = [], self._settings.eos_token_id or ()
+        for index, row in zip(prompts, written, strict=True):
+            ids = row[longest:].tolist()
+            end = next((i for i, token in enumerate(ids) if token in ends), None)
+            text = self._tokenizer.decode(ids[:end], skip_special_tokens=True)
+            num_tokens = len(ids) if end is None else end + 1
+            answers.append(WrittenText(index=index, text=text, num_tokens=num_tokens, ended=end is not None))
+        return answers
+
+
+def settings_of(model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions) -> Any:
+    """Return the `GenerationConfig`. Token ids come from the stored or the model's generation settings and from the tokenizer,
+    and the sampling from `options`."""
+    from transformers import GenerationConfig
+
+    base: Any = getattr(model, "generation_config", None)
+    if stored.generation is not None:
+        base = GenerationConfig(**stored.generation)
+    of_chat = end_of_turn(tokenizer) if options.chat else None
+    ends = sorted(ends_of(getattr(base, "eos_token_id", None), of_chat) or ends_of(tokenizer.eos_token_id))
+    pads = (tokenizer.pad_token_id, getattr(base, "pad_token_id", None), *ends)
+    draws = options.temperature > 0
+    how = {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0} if draws else {}  # 0: no limit
+    return GenerationConfig(
+        max_new_tokens=options.max_new_tokens,
+        do_sample=draws,
+        eos_token_id=ends or None,
+        pad_token_id=next((pad for pad in pads if pad is not None), FIRST),
+        bos_token_id=getattr(base, "bos_token_id", None),
+        **how,
+    )
 
 
 class Printer:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from accordion import _torch
-from accordion.compat.fsdp2.asked import PlacementRule, asked_of, modules_of, placed_by
+from accordion.compat.fsdp2.asked import PlacementRule, asked_of, modules_of
 from accordion.compat.fsdp2.cutting import cut_parameters
 from accordion.compat.fsdp2.lazy import Part, part_of
 from accordion.compat.fsdp2.module import (
@@ -86,7 +86,7 @@ def fully_shard(
     modules = modules_of(module)
     asked = asked_of(mesh, dp_mesh_dims, reshard_after_forward, mp_policy, offload_policy, ignored_params)
     part = Part(modules, asked)
-    cut_parameters(part, partial(placed_by, shard_placement_fn, asked.mesh))
+    cut_parameters(part, shard_placement_fn)
     for m in modules:
         kind: Any = type(m)
         m.__class__ = sharded_class(kind)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
+from accordion.compat.fsdp2.asked import PlacementRule, placed_by
 from accordion.compat.fsdp2.lazy import Part, parts_below
 from accordion.engine.layout import Cut
 from accordion.errors import UsageError
@@ -21,14 +21,11 @@ from accordion.shard.subclasses import check_tensor, extended_rows
 from accordion.shard.topology import device_of
 from accordion.units import Owned, owned_parameters
 
-CutRule = Callable[[nn.Parameter], tuple[int | None, DeviceMesh]]
-"""parameter -> (dim to shard, or None to replicate; data-parallel mesh)."""
 
-
-def cut_parameters(part: Part, cut_dim: CutRule) -> None:
+def cut_parameters(part: Part, rule: PlacementRule | None) -> None:
     """Shard the parameters of `part`, one `fully_shard` call, in place, and move its buffers to the device. Parameters and
-    buffers of inner calls are left out, and parameters on the meta device stay there. `cut_dim` chooses the dim and mesh of a
-    parameter. Raises `UsageError` if a parameter cannot be sharded; then none is, and `part` is removed from its modules."""
+    buffers of inner calls are left out, and parameters on the meta device stay there. `rule`: the argument `shard_placement_fn`.
+    Raises `UsageError` if a parameter cannot be sharded; then none is, and `part` is removed from its modules."""
     modules = part.alive()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     others = [top for p in parts_below(modules) if p is not part for top in p.alive()]
@@ -39,7 +36,7 @@ def cut_parameters(part: Part, cut_dim: CutRule) -> None:
     with torch.no_grad(), torch.inference_mode(False):
         try:
             owned = list(_uncut(part, root, below))
-            layouts = [_layout(part, o, cut_dim) for o in owned]
+            layouts = [_layout(part, o, rule) for o in owned]
         except BaseException:
             part.withdraw()
             raise
@@ -77,13 +74,13 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
         yield o
 
 
-def _layout(part: Part, o: Owned, cut_dim: CutRule) -> Layout:
-    """Return the placements and rows (`Layout`) of the parameter `o`, on the dim and mesh that `cut_dim` chooses. Raises
+def _layout(part: Part, o: Owned, rule: PlacementRule | None) -> Layout:
+    """Return the placements and rows (`Layout`) of the parameter `o`, on the dim and mesh that `rule` chooses. Raises
     `UsageError` for a kind of tensor that cannot be sharded. Raises it also for a DTensor, unless its mesh and the chosen one
     have named axes, and no name in common."""
     name = o.names[0]
     param: Any = o.original
-    tensor, (dim, mesh) = local_part(param), cut_dim(param)
+    tensor, (dim, mesh) = local_part(param), placed_by(rule, part.asked.mesh, param)
     check_tensor(name, tensor, offloads=part.asked.sharding.offload.offloads)
     if isinstance(param, DTensor):
         inner, names, outer = param.device_mesh, param.device_mesh.mesh_dim_names, mesh.mesh_dim_names

@@ -248,7 +248,7 @@ class Part:
             self.end_unshard()
 
     def end_unshard(self) -> None:
-        """Register the shards in the modules again, and free the full parameters. Does nothing if `unshard` has not run before."""
+        """Register the shards in the modules again, and free the full parameters. Does nothing without an `unshard`."""
         shown = self._shown
         if shown is None or self.unit is None:
             return

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.observe.storage_watch import StorageWatch
+from accordion.observe.allocations import StorageWatch
 from accordion.plan.events import (
     ALL_TO_ALL,
     COMPUTE,

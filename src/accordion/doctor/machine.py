@@ -1,7 +1,10 @@
-"""Examine the accelerators and cores of this machine, and the version of torch."""
+"""Examine this machine: its accelerators, cores and disk, and the version of torch."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -14,9 +17,14 @@ CARDS = ("nvidia[0-9]*", "kfd", "accel/accel[0-9]*")  # below /dev, where a driv
 HELD = 0.1  # fraction of a device's memory that other processes may use without a warning
 GIB = 2**30
 TORCH = ("2.11", "2.16")  # the first supported version, and the first that is not, as in pyproject.toml
+BLOCK_BYTES, NUM_BLOCKS = 4 * 2**20, 16
+SLOW = 100e6  # bytes a second; one spinning disk or a gigabit network is faster
+USUAL = "a network disk gives 200 to 1,000 MB/s, one NVMe 1,000 and more"
+OF_A_BILLION = 12e9  # bytes in a checkpoint of 10^9 parameters with AdamW's states, in float32
+LITTLE_BYTES, LEAST_BYTES = 20 * GIB, GIB
 
 
-def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[Finding]:
+def devices_findings(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[Finding]:
     """Return one finding about the accelerators of this machine, one about the free memory of each device in `chosen`, those of
     the ranks, and one about cores. `num_ranks`: ranks on this machine. `dev`: the folder with device files."""
     findings = [_accelerators(devices_here(), dev)]
@@ -30,7 +38,7 @@ def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[F
             means="other processes use the rest; a model that is planned to fit may not fit"
             if is_used
             else "free for a rank",
-            do="end those processes, or use other devices." if is_used else "",
+            do="end those processes, or use other devices.",
             data={"free_bytes": free, "total_bytes": total},
         )
         findings.append(memory)
@@ -41,7 +49,7 @@ def devices(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[F
         severity="warning" if crowded else "ok",
         found=f"{cores} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''}",
         means="ranks share cores and wait for each other; times mean little" if crowded else "enough for the ranks",
-        do="start fewer ranks, or let this process use more cores (taskset, --cpus of containers)." if crowded else "",
+        do="start fewer ranks, or let this process use more cores (taskset, --cpus of containers).",
         data={"cores": cores},
     )
     return [*findings, cores_finding]
@@ -57,7 +65,7 @@ def torch_version() -> Finding:
         means="a version that is tested"
         if is_supported
         else "this package uses features that other versions lack or change: it may fail, or train wrongly",
-        do="" if is_supported else f"pip install 'torch>={TORCH[0]},<{TORCH[1]}'.",
+        do=f"pip install 'torch>={TORCH[0]},<{TORCH[1]}'.",
         data={"version": torch.__version__},
     )
 
@@ -90,3 +98,51 @@ def _accelerators(present: Devices, dev: Path) -> Finding:
         means="ranks compute on the CPU: good for tests and small models",
         do="nothing, if that is intended.",
     )
+
+
+def disk(folder: Path) -> list[Finding]:
+    """Return two findings about the existing `folder`: the free space on its disk, and the speed of a write. To measure the
+    speed, writes a temporary file; if that fails, the second finding is a problem."""
+    stats = os.statvfs(folder)
+    free, total = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
+    little = free < LITTLE_BYTES
+    space = Finding(
+        check="disk.space",
+        severity="problem" if free < LEAST_BYTES else "warning" if little else "ok",
+        found=f"{folder.resolve()} has {free / GIB:,.1f} of {total / GIB:,.1f} GiB free",
+        means="a checkpoint with AdamW takes 12 bytes a parameter; one that does not fit ends the run",
+        do="free space, or use another folder; checkpoint.keep removes old checkpoints after a save.",
+        data={"free_bytes": free, "total_bytes": total},
+    )
+    try:
+        rate = write_rate(folder)
+    except OSError as error:
+        failed = Finding(
+            check="disk.write",
+            severity="problem",
+            found=f"nothing can be written to {folder}: {error.strerror}",
+            means="a run cannot begin: it writes its metrics and checkpoints there",
+            do="free space, use another folder, or give this user write permission.",
+        )
+        return [space, failed]
+    slow = rate < SLOW
+    speed = Finding(
+        check="disk.write",
+        severity="warning" if slow else "ok",
+        found=f"write: {rate / 1e6:,.0f} MB/s" + (f"; {USUAL}" if slow else ""),
+        means=f"a checkpoint of a billion parameters with AdamW takes {OF_A_BILLION / rate / 60:,.1f} minutes",
+        do="use a faster disk for --run.dir, save less often (--checkpoint.every), and check if others use the disk now.",
+        data={"bytes_per_s": rate},
+    )
+    return [space, speed]
+
+
+def write_rate(folder: Path) -> float:
+    """Write a file of 64 MiB in `folder`, flush it, remove it, and return the rate in bytes/s. Raises `OSError` if that fails."""
+    block = os.urandom(BLOCK_BYTES)  # random, since some disks compress zeros
+    began = time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        for _ in range(NUM_BLOCKS):
+            file.write(block)
+        os.fsync(file.fileno())
+        return NUM_BLOCKS * BLOCK_BYTES / (time.perf_counter() - began)
