@@ -147,12 +147,8 @@ def ddp(model: nn.Module, seat: Seat, bf16: bool) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
 
-def plain(model: nn.Module, seat: Seat, bf16: bool) -> nn.Module:
-    return model
-
-
 WRAPPERS: Mapping[str, Callable[..., nn.Module]] = {
-    "plain": plain,
+    "plain": lambda model, seat, bf16: model,
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp1": fsdp1,

@@ -9,7 +9,6 @@ from accordion.bench.compare import PARTS, Comparison
 from accordion.bench.contenders import FLOOR, is_ours
 from accordion.bench.host import HostTime, ratio_of
 from accordion.pages.page import Page, Table, mebi, spread
-from accordion.pages.stats import Spread
 
 ROUNDS = "ratios: median (lowest-highest) over rounds"
 ON_CPU = "memory on CPU: storages that operators make, not their temporaries nor gloo's; reserved: the resident set"
@@ -34,7 +33,11 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
     rows = [name for name in c.contenders if any(a == name for a, _ in c.ratios)]
     kinds = {"step time, row / column": c.ratios, "CPU time of a step, row / column": c.cpu_ratios}
     ratios = [
-        Table(title=title, columns=["", *theirs], rows=[[a, *(_ratio(of, a, b) for b in theirs)] for a in rows])
+        Table(
+            title=title,
+            columns=["", *theirs],
+            rows=[[a, *(spread(of[a, b], 1, 3) if (a, b) in of else "" for b in theirs)] for a in rows],
+        )
         for title, of in (kinds.items() if theirs else ())
     ]
     return Page(
@@ -43,10 +46,6 @@ def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping
         tables=[_times(c, host), _sizes(c), *ratios],
         data={"comparison": c, "host": host, "left_out": left_out},
     )
-
-
-def _ratio(of: Mapping[tuple[str, str], Spread], a: str, b: str) -> str:
-    return spread(of[a, b], 1, 3) if (a, b) in of else ""
 
 
 def _times(c: Comparison, host: Mapping[str, HostTime]) -> Table:

@@ -97,8 +97,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         for model in (one for one in args if isinstance(one, nn.Module)):
             self.shard(model)
-        for optimizer in (one for one in args if isinstance(one, Optimizer)):
-            step_on_shards(optimizer)
         return super().prepare(*args, device_placement=device_placement)
 
     def shard(self, model: nn.Module) -> nn.Module:

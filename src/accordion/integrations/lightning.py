@@ -94,12 +94,10 @@ class ShardedStrategy:
         hybrid strategy, each node has one replica. `precision`: Lightning's name, such as "bf16-mixed"."""
         on_meta = any(param.is_meta for param in module.parameters()) and source_of(module) is None
         if self.shard_arguments.mesh is None:
-            ranks, device = dist.get_world_size(), self.root_device.type
-            if self.shard_arguments.sharding.strategy.hybrid:
-                shape = (self.num_nodes, ranks // self.num_nodes)
-                mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
-            else:
-                mesh = init_device_mesh(device, (ranks,))
+            ranks, hybrid = dist.get_world_size(), self.shard_arguments.sharding.strategy.hybrid
+            shape = (self.num_nodes, ranks // self.num_nodes) if hybrid else (ranks,)
+            names = ("replicate", "shard") if hybrid else None
+            mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
             self.shard_arguments = replace(self.shard_arguments, mesh=mesh)
         self.shard_arguments.apply(module, MIXED.get(str(precision), "no"))
         if on_meta:

@@ -37,6 +37,7 @@ TAKES = "a checkpoint, the folder of a run of `accordion train`, or a folder of 
 SHOWN = 3  # number of tensors that an error names
 AUTO = "auto"  # LoRA targets: all linear layers but the head
 NAME = "default"  # PEFT's name of the only adapter
+PEFT = ("an adapter", ["peft"], "integrations")  # arguments of `check_installed`
 ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -244,7 +245,7 @@ def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Mo
     model = language_model(configuration_of(stored), repr(stored.path), dtype=dtype).eval()
     if stored.adapter is None:
         return model
-    check_peft()
+    check_installed(*PEFT)
     kind = (stored.lora or {}).get("quantize", "none")
     if kind != "none":
         quantize(model, kind)
@@ -262,15 +263,10 @@ def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Mo
 # -- adapters of PEFT
 
 
-def check_peft() -> None:
-    """Raise `UsageError` if PEFT is not installed."""
-    check_installed("an adapter", ["peft"], "integrations")
-
-
 def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
     """Return PEFT's `LoraConfig` with the values of `lora`: `r`, `alpha`, `dropout` and `targets` (`AUTO`, or names of layers
     joined by commas). `base`: path of the base model. Raises `UsageError` if PEFT is not installed."""
-    check_peft()
+    check_installed(*PEFT)
     from peft import LoraConfig
 
     targets = lora["targets"]
@@ -310,7 +306,7 @@ def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None) -> nn
 def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
     """Return PEFT's configuration of an adapter: if `lora` is None the one in the folder `path`, else `lora_config(lora, base)`.
     `base`: path of the base model. Raises `UsageError` if PEFT is not installed."""
-    check_peft()
+    check_installed(*PEFT)
     from peft import PeftConfig
 
     return PeftConfig.from_pretrained(path) if lora is None else lora_config(lora, base)

@@ -24,7 +24,7 @@ from accordion import _torch
 from accordion.checkpoint.collective import Team
 from accordion.engine.engine import Engine
 from accordion.engine.observer import CallInForward, Observer
-from accordion.engine.streams import SideStream, Steps, Transfer
+from accordion.engine.streams import Transfer
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.observe.allocations import Allocations
@@ -360,22 +360,13 @@ def _spans_of(log: StepLog, clock: HostClock, start_us: float) -> Iterator[Trace
 
 class _Recorded(Transfer):
     """A transfer that records two spans: in `log`, its time on the side stream `lane`; through `recorder`, the compute stream's
-    wait for it. The unit of both spans is the number after "unit" in `what`, the name of the transfer in messages."""
+    wait for it. `args`: those of `Transfer`. The unit of both spans is the number after "unit" in its name in messages."""
 
     __slots__ = ("_ends", "_lane", "_log", "_num_works", "_recorder", "_start", "_unit")
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        log: StepLog,
-        lane: str,
-        stream: SideStream,
-        steps: Steps,
-        tensors: list[Any],
-        what: str,
-    ) -> None:
-        super().__init__(stream, steps, tensors, what)
-        number = re.search(r"\bunit (\d+) ", what)
+    def __init__(self, recorder: Recorder, log: StepLog, lane: str, *args: Any) -> None:
+        super().__init__(*args)
+        number = re.search(r"\bunit (\d+) ", self._what)
         self._recorder, self._log, self._lane = recorder, log, lane
         self._unit = NO_UNIT if number is None else int(number[1])
         self._start: Mark = None

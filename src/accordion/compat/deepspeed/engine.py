@@ -30,8 +30,7 @@ LATEST = "latest"  # the file with the tag of the newest checkpoint in a folder
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
-    """Create the process group; do nothing if there is one. Of `options`, `timeout`, `rank` and `world_size` are used, and all
-    others are ignored."""
+    """Create the process group unless there is one. `options` other than `timeout`, `rank` and `world_size` are ignored."""
     if not dist.is_initialized():
         used = {key: options[key] for key in ("timeout", "rank", "world_size") if options.get(key) not in (None, -1)}
         dist.init_process_group(dist_backend, **used)
@@ -64,19 +63,17 @@ def initialize(
     """Shard `model` in place, create optimizer, scheduler and data loader, and return (engine, optimizer, loader, scheduler).
 
     Collective. Creates the process group if there is none. All ranks get the first rank's weights. `distributed_port` and
-    `dist_init_required` have no effect.
+    `dist_init_required` have no effect. Raises `UsageError` without a configuration, a model or an optimizer, for a wrong key or
+    value in the configuration, and for an optimizer with state.
 
     Args:
         config: the path of a ds_config.json, or its content; by default `config_params`, then `args.deepspeed_config`.
         model_parameters: parameters of `model` before it is sharded, or groups of them; by default all that require gradients.
-        optimizer: an optimizer without state, which uses its own parameters and not `model_parameters`, or a function of
-            parameters; by default the one in the configuration.
+        optimizer: an optimizer without state, which uses its own parameters, or a function of parameters; by default that of the
+            file.
         lr_scheduler: a scheduler, or a function of the optimizer; by default the one in the configuration, if any.
         training_data: dataset of which the loader gives each rank its micro-batches; without one, the loader is None.
         mpu, mesh_param: refused, because there is no model parallelism.
-
-    Raises `UsageError` without a configuration, a model or an optimizer, for a wrong key or value in the configuration, and for
-    an optimizer with state.
     """
     source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
     if source is None:
@@ -124,8 +121,7 @@ def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings
 
 
 def _sharded(param: Any) -> nn.Parameter:
-    """Return the sharded parameter that has replaced `param`, or `param` if it was not sharded. `param` may be a (name,
-    parameter) pair of `named_parameters()`."""
+    """Return the shard that has replaced `param`, a parameter or pair of `named_parameters()`; without one, the parameter."""
     before = param[1] if isinstance(param, tuple) else param
     sharded: nn.Parameter = vars(before).get("moved_to", before)
     return sharded
@@ -158,8 +154,7 @@ class DeepSpeedEngine(nn.Module):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Run the backward of one micro-batch, with `loss` divided by the number of accumulation steps and scaled under fp16.
-        Returns `loss` unchanged."""
+        """Run the backward of `loss` divided by the accumulation steps, and scaled under fp16. Returns `loss` unchanged."""
         self.scaler.scale(loss / self.sizes.accumulation).backward()
         return loss
 

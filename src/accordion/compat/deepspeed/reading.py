@@ -56,8 +56,7 @@ class Key:
         why: how the key is used, or why it is not.
         takes: values of a used key: a tuple of words, `bool`, `float` (at least 0), or an int, the least whole number.
         off: values of a refused key that are accepted, because they ask for nothing.
-        asked: the key of `accordion train` whose value replaces an `"auto"`. Other callers of `read` have to pass a value,
-            unless `auto` is set.
+        asked: the key of `accordion train` that replaces an "auto". Other callers must pass a value, unless `auto` is set.
         auto: the value of an `"auto"` if the caller passes none: the default of transformers' TrainingArguments.
         follows: the other keys that decide an `"auto"`, in words.
     """
@@ -129,8 +128,7 @@ class Settings:
         return init_device_mesh(device_type, (replicas, self.group_ranks), mesh_dim_names=("replicate", "shard"))
 
     def replicas(self, num_ranks: int) -> int:
-        """Return the number of sharded copies of the model on `num_ranks` ranks, 1 unless the strategy is hybrid. Raises
-        `UsageError` if `group_ranks` does not divide `num_ranks`."""
+        """Return the number of sharded copies of the model. Raises `UsageError` if `group_ranks` does not divide `num_ranks`."""
         if self.group_ranks is None:
             return 1
         if num_ranks % self.group_ranks:
@@ -276,8 +274,7 @@ def _resolved(name: str, value: Any, key: Key, auto: Mapping[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, key: Key) -> Any:
-    """Return the `value` of the DeepSpeed key `name`, as an int if `key` takes whole numbers. The value "auto" is returned
-    unchecked. Raises `UsageError` if `key` does not take `value`."""
+    """Return `value` of key `name`, as an int if `key` takes one; "auto" unchecked. Raises `UsageError` for a wrong value."""
     takes = None if value == "auto" else key.takes  # some are resolved later, from other keys
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if takes is bool and not isinstance(value, bool):

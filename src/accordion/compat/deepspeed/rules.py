@@ -152,8 +152,7 @@ class Scheduled(LRScheduler):
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch's GradScaler with DeepSpeed's fixed scale and least scale. Does nothing unless fp16 is enabled. `fp16`: the section
-    `fp16` of a `ds_config.json`."""
+    """torch's GradScaler with DeepSpeed's fixed and least scale; off unless `fp16`, that section of the file, enables it."""
 
     def __init__(self, fp16: Mapping[str, Any], device_type: str) -> None:
         self._fixed = float(fp16.get("loss_scale", 0)) or None
@@ -166,8 +165,7 @@ class LossScaler(torch.amp.GradScaler):
         )
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update the scale; call this after each step. Raises `AccordionError` on all ranks if gradients overflow although the
-        scale is the least one."""
+        """Update the scale after a step. Raises `AccordionError` on all ranks if gradients overflow at the least scale."""
         before = self.get_scale()
         super().update(self._fixed if new_scale is None else new_scale)
         if not self.is_enabled() or new_scale is not None or self.get_scale() >= min(before, self._least):

@@ -40,9 +40,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The checked constructor arguments of one `FullyShardedDataParallel`, without `module` and `auto_wrap_policy`. `ignored`:
-    parameters that are not sharded. The constructor raises `UsageError` if an argument has a wrong type or is not supported, or
-    if both `process_group` and `device_mesh` are passed."""
+    """The checked arguments of one `FullyShardedDataParallel`, without `module` and `auto_wrap_policy`. `ignored`: parameters
+    that are not sharded. Raises `UsageError` for a wrong type or value, and for `process_group` together with `device_mesh`."""
 
     process_group: Any = None
     sharding_strategy: ShardingStrategy | None = None
@@ -149,9 +148,8 @@ class Arguments:
 
 
 def ignored_parameters(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> list[nn.Parameter]:
-    """Return the parameters that are not to be sharded, each once. `modules`: the argument `ignored_modules`. `states`: the
-    argument `ignored_states`, a list of parameters and modules. Raises `UsageError` if both are passed, or for an object of
-    another type in them."""
+    """Return the parameters that are not to be sharded, each once, for the arguments `ignored_modules` and `ignored_states`
+    (parameters and modules). Raises `UsageError` if both are passed, or for an object of another type in them."""
     if modules is not None and states is not None:
         raise UsageError("ignored_modules and ignored_states are both passed; pass everything in ignored_states.")
     params: list[nn.Parameter] = []

@@ -251,8 +251,7 @@ def _by_function(
     targets: dict[nn.Module, dict[str, Any]] = {}
 
     def visit(module: nn.Module) -> int:
-        """Add the modules in `module` that `policy` chooses to `targets`, children first. Return the number of parameter elements
-        in the chosen ones."""
+        """Add the modules in `module` that `policy` chooses to `targets`, children first. Return the number of their elements."""
         num_elements = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
         if not policy(module=module, recurse=True, nonwrapped_numel=num_elements):
             return 0

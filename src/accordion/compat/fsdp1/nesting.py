@@ -57,8 +57,7 @@ class Wrapper(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo cannot trace collectives
     def _ready(self) -> None:
-        """Build one engine for the outermost wrapper and all wrappers inside it. Collective. Does nothing if the engine
-        exists."""
+        """Build one engine for the outermost wrapper and all inside it, unless the engine exists. Collective."""
         if self._built:
             return
         top = self._outermost()
@@ -132,8 +131,7 @@ def _build(wrappers: Sequence[tuple[str, Wrapper]]) -> None:
 
     `wrappers`: (name in the outermost wrapper, wrapper), the outermost first. Initialises modules on the meta device. If ranks
     built different values, the first rank's are used, and a warning is logged unless a wrapper asks for `sync_module_states`.
-    Raises `UsageError` if one engine cannot serve all arguments, and `DivergenceError` if the models of
-    the ranks differ in more than values.
+    Raises `UsageError` if one engine cannot serve all arguments, and `DivergenceError` if models differ in more than values.
     """
     (_, root), inner = wrappers[0], wrappers[1:]
     arguments = root._arguments
@@ -188,9 +186,8 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
 
 
 def _master(root: nn.Module) -> torch.dtype:
-    """Return the narrowest dtype of the parameters that require gradients, float32 if there are none. As `Precision.master` this
-    dtype changes no parameter, because parameters with a wider dtype keep theirs. Raises `UsageError` if two dtypes are equally
-    narrow, such as bfloat16 and float16."""
+    """Return the narrowest dtype of the parameters that require gradients, or float32. As `Precision.master` it changes none,
+    because wider parameters keep theirs. Raises `UsageError` if two dtypes are equally narrow, such as bfloat16 and float16."""
     dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
     if not dtypes:
         return torch.float32
@@ -203,8 +200,7 @@ def _master(root: nn.Module) -> torch.dtype:
 
 @contextmanager
 def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
-    """Context manager that removes the parameters whose ids are in `ignored` from the modules of `root`. The exit registers them
-    again, in the former order."""
+    """Context manager in which modules of `root` lack the parameters with ids in `ignored`. The exit restores their order."""
     before = [(m, dict(m._parameters)) for m in root.modules() if any(id(p) in ignored for p in m._parameters.values())]
     for module, params in before:
         for name in [name for name, p in params.items() if id(p) in ignored]:

@@ -273,8 +273,7 @@ def cut_like(value: Tensor, param: Param) -> Tensor:
 
 
 def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
-    """Return for each parameter group of `optim` the qualified names of its parameters in `model`. Raises `UsageError` if a
-    parameter is not in `model`."""
+    """Return the names of the parameters in each group of `optim`. Raises `UsageError` if one of them is not in `model`."""
     names = {id(p): name for name, p in model.named_parameters()}
     for p in (p for group in optim.param_groups for p in group["params"]):
         if id(p) not in names:
@@ -379,8 +378,7 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:
-    """Return the `value` that the first rank passed; a collective of the ranks of the engine `from_first`. If `from_first` is
-    None, return this rank's `value`."""
+    """Return the first rank's `value`, a collective of the ranks of `from_first`; this rank's if `from_first` is None."""
     if from_first is None:
         return value
     values = [value]

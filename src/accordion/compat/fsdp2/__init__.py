@@ -121,9 +121,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Make root modules, such as pipeline stages, share the streams and communicators of the first one. A module on another mesh
-    than the first one's keeps its own. Call this before the first forward: it removes the engine that a later module has already,
-    and the next use of that module builds a new one."""
+    """Make root modules, such as pipeline stages, share streams and communicators of the first one, except on other meshes. Call
+    it before the first forward: it removes the engine of a later module, whose next use builds a new one."""
     parts = [fsdp_part(m) for m in modules]
     for part in parts[1:]:
         part.dissolve()

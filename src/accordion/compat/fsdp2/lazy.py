@@ -74,9 +74,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
-    """Hook of `leaf`, the full parameter number `i` of the unit `of`, which runs after `leaf.grad` was accumulated. Moves
-    `leaf.grad` to the engine `by`, which reduces it as a gradient from outside of the unit's forward. Drops the gradient if the
-    engine or the unit is deleted."""
+    """Hook of `leaf`, full parameter `i` of the unit `of`, after `leaf.grad` was accumulated. Moves the gradient to the engine
+    `by`, which reduces it as one from outside of the forward; drops it if engine or unit is deleted."""
     engine, unit, grad = by(), of(), leaf.grad
     leaf.grad = None
     if engine is not None and unit is not None and grad is not None:
@@ -84,8 +83,7 @@ def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tenso
 
 
 class UnshardEnds(Observer):
-    """Observer of one engine that ends explicit unshards of `parts` when a backward ends, unless `set_reshard_after_backward`
-    keeps parameters."""
+    """Observer that ends explicit unshards of `parts` with a backward, unless `set_reshard_after_backward` keeps parameters."""
 
     def __init__(self, parts: Sequence[weakref.ref[Part]]) -> None:
         self._parts = parts
@@ -98,8 +96,7 @@ class UnshardEnds(Observer):
 
 class Part:
     """One call of `fully_shard`: the modules that it gathers together, its arguments, and once an engine exists, its unit. The
-    constructor stores the part in the modules, removes the engines of parts inside them, and registers hooks with which the next
-    forward builds an engine."""
+    constructor stores it in the modules, removes engines inside them, and registers hooks by which a forward builds an engine."""
 
     def __init__(self, modules: Sequence[nn.Module], asked: Asked) -> None:
         self.modules = [weakref.ref(m) for m in modules]
@@ -221,9 +218,8 @@ class Part:
         return unit
 
     def unshard(self) -> None:
-        """Gather parameters, wait for them, and register them in the modules as plain leaf tensors, until `reshard`, or the end
-        of a forward or backward that frees them. Collective. Does nothing more if they are registered already. Builds a missing
-        engine."""
+        """Gather parameters, wait, and register them in the modules as plain leaf tensors until `reshard`, or the end of a
+        forward or backward that frees them. Collective. Builds a missing engine."""
         unit, engine = self.begin_unshard(), self.engine()
         if self._shown is not None:
             return

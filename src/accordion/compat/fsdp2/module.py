@@ -108,9 +108,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
                 unit.local_sums.drop()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose if full parameters are freed after the forward (True) or kept for the backward (False). An earlier int for
-        `reshard_after_forward` no longer applies: parameters are resharded over all ranks. Raises `UsageError` unless a bool is
-        passed."""
+        """Choose if full parameters are freed after the forward (True) or kept for the backward (False), instead of an earlier
+        int: parameters are resharded over all ranks. Raises `UsageError` unless a bool is passed."""
         if not isinstance(reshard_after_forward, bool):
             raise UsageError(f"reshard_after_forward is {reshard_after_forward!r}; pass True or False.")
         for part in _parts(self, recurse):
@@ -167,8 +166,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce gradients that were only summed on each rank, and wait. Then free full parameters, unless
         `set_reshard_after_backward` keeps them. Does nothing before the first forward. Collective. With `async_op`, return a
-        handle whose `wait` has nothing to wait for. Raises `RuntimeError` in a forward or backward, and on a module that is not
-        the root."""
+        handle with nothing to wait for. Raises `RuntimeError` in a forward or backward, and on a module inside another."""
         part = _root_part(self, "finalize_backward")
         if part.unit is not None:
             engine = part.engine()
@@ -275,8 +273,7 @@ def _settle_sync(part: Part) -> None:
 
 
 def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Forward pre-hook of `module`. On the outermost module, return (args, kwargs) with their tensors on the device of its mesh.
-    On inner modules, return None, which leaves the inputs as they are."""
+    """Forward pre-hook: return (args, kwargs) on the device of the mesh of an outermost `module`; else None: no change."""
     part = fsdp_part(module)
     if not part.is_outermost():
         return None
