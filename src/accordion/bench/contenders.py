@@ -28,8 +28,7 @@ OURS = "accordion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The training of all contenders. `batch`: sequences per rank and step. `seq`: tokens per sequence. `bf16`: compute in bf16
-    over float32 parameters."""
+    """The training of all contenders. `batch`: sequences per rank and step. `bf16`: compute in bf16 over float32 parameters."""
 
     model: str = "gpt-30m"
     batch: int = 2
@@ -61,8 +60,7 @@ class Loop:
 
 
 class FloorLoop(Loop):
-    """A `Loop` without communication, whose optimizer steps one rank's share of every parameter: the least that a step of sharded
-    training takes on this machine."""
+    """A `Loop` without communication that steps one rank's share of each parameter: the least that a sharded step takes here."""
 
     def __init__(self, model: nn.Module, seat: Seat, setting: Setting) -> None:
         params = list(model.parameters())
@@ -170,9 +168,8 @@ def is_ours(name: str) -> bool:
 
 
 def chosen(against: str) -> tuple[list[str], dict[str, str]]:
-    """Return (names of contenders to measure, {name that is left out: reason}). Names are "accordion" and those in `against`, a
-    list with commas, each once. A contender is left out if its package is not installed. Raises `UsageError` for an unknown
-    name."""
+    """Return (contenders to measure, {one that is left out: reason}): "accordion" and those in `against`, a list with commas,
+    each once. One whose package is not installed is left out. Raises `UsageError` for an unknown name."""
     names = list(dict.fromkeys([OURS, *(name.strip() for name in against.split(",") if name.strip())]))
     for name in names:
         if name not in NAMES:
@@ -183,8 +180,7 @@ def chosen(against: str) -> tuple[list[str], dict[str, str]]:
 
 
 def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
-    """Shard or replicate `model`, which is on the device of `seat`, as contender `name` does, and return the `Loop` that trains
-    it with fused AdamW. Collective."""
+    """Shard or replicate `model`, on the device of `seat`, as `name` does; return its `Loop` with fused AdamW. Collective."""
     if name == "deepspeed":
         return deepspeed(model, setting, {})
     if name == FLOOR:
@@ -197,9 +193,8 @@ def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
 
 
 def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, offloads: bool = False) -> Loop:
-    """Shard `model` with DeepSpeed's ZeRO-3 and return its `Loop`, with torch's fused AdamW. `zero`: more entries of DeepSpeed's
-    "zero_optimization". `offloads`: True if `zero` keeps the optimizer on the host. Disables all log messages of this process
-    up to warnings."""
+    """Shard `model` with DeepSpeed's ZeRO-3 and torch's fused AdamW. `zero`: more of its "zero_optimization". `offloads`: True if
+    `zero` keeps the optimizer on the host. Disables all log messages of this process up to warnings."""
     logging.disable(logging.WARNING)
     import deepspeed as package  # type: ignore[import-not-found]
 

@@ -25,9 +25,8 @@ PEERS = ("fsdp2", "fsdp1")
 
 
 class HostLoop:
-    """Steps (forward and backward) of a model of `blocks` tiny units on one simulated rank, sharded as `contender` does. The
-    constructor runs `WARM` steps. After these, collectives of the rank's "still" group copy nothing, and garbage collections
-    ignore all objects that exist by then. `rows`: rows of each parameter."""
+    """Steps (forward and backward) of `blocks` tiny units on one simulated rank, sharded as `contender` does. The constructor
+    runs `WARM` steps, after which the rank's "still" group copies nothing, and garbage collections ignore present objects."""
 
     def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
         torch.manual_seed(0)
@@ -60,9 +59,8 @@ class HostLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTime:
-    """Host time of one contender. `unit`: CPU seconds per unit and step. `extra`: what the contender adds to the time of the
-    unsharded model ("plain"). Both are spreads over rounds; a round's value is the median of its steps. `by_round`: the value
-    of `extra` in each round."""
+    """Host time of one contender, as spreads over rounds of the medians of steps. `unit`: CPU seconds per unit and step. `extra`:
+    what the contender adds to the unsharded model ("plain"); `by_round`: that in each round."""
 
     unit: Spread
     extra: Spread

@@ -89,9 +89,8 @@ class Trainer:
         return losses
 
     def turn(self, warm: int, count: int) -> list[Times]:
-        """Run `warm` steps, then `count` measured ones, and return the `Clock.times` of each of these. As in a real job, the host
-        does not wait for an accelerator between steps. On an accelerator, one more step follows when the device is idle, and all
-        results have the "host" and "cpu" of that step."""
+        """Run `warm` steps, then `count` measured ones, and return the `Clock.times` of these. The host waits for no accelerator
+        between steps, but for one step more, whose "host" and "cpu" all results have."""
         batches = [self._batch() for _ in range(warm + count)]
         clocks = [self._step(batch)[1] for batch in batches][warm:]
         if self._device.type == "cpu":

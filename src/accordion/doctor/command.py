@@ -126,9 +126,8 @@ def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptio
 
 
 def examined(run_dir: Path) -> list[Finding]:
-    """Return a list of one finding about the run in `run_dir`: "ok" if no rank has written a failure. Otherwise it is a problem,
-    which names the ranks for which the others waited, or, if no such rank is known, what each rank did. Raises `UsageError` if
-    `run_dir` is no run folder, or if a rank's file cannot be read."""
+    """Return one finding about the run in `run_dir`, in a list: "ok" if no rank has written a failure; else a problem, with the
+    ranks for which others waited, or what each did. Raises `UsageError` if it is no run folder, or a file cannot be read."""
     config_of_run(run_dir)
     failures = sorted(map(failure_in, run_dir.glob(FILES)), key=lambda failure: failure.rank)
     if not failures:

@@ -44,9 +44,8 @@ def start(seat: Seat) -> RankExam:
 
 
 class RankExam:
-    """One rank's side of the test of messages, which `gathers` runs on all ranks together. Needs the default process group.
-    `num_local`: number of ranks on this machine. If that number is above 1 and equal on all machines, an all-to-all between the
-    ranks of each machine is timed too."""
+    """One rank's side of the test of messages, `gathers`, in the default process group. `num_local`: number of ranks on this
+    machine; if above 1 and equal on all machines, an all-to-all between these ranks is timed too."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device, num_local: int) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
@@ -131,9 +130,8 @@ def no_group(error: str) -> Finding:
 
 
 def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
-    """Return the findings on the process group, on the values of the all-gather, on its rate if there are several ranks, and on
-    the rate of the all-to-all if there was one. `answers`: results of `RankExam.gathers`, in rank order. If a rank failed, return
-    only the finding `no_group` with its error."""
+    """Return the findings on the process group, on the values of the all-gather, and with several ranks on rates. `answers`:
+    results of `RankExam.gathers`, in rank order. If a rank failed, return only `no_group` with its error."""
     errors = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         return [no_group(f"{_ranks(errors)} failed: {answers[errors[0]]['error']}")]

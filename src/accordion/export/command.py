@@ -80,9 +80,8 @@ def run(words: list[str]) -> int:
 
 
 def export(options: ExportOptions) -> tuple[list[str], list[str]]:
-    """Write the model as `options` say; return (paths of the written files, descriptions of what was left out). Raises
-    `UsageError` for wrong options or input, `CheckpointError` for a damaged source, and `OSError` if a file cannot be read or
-    written. An error leaves no files."""
+    """Write the model as `options` say, or nothing; return (paths of files, what was left out). Raises `UsageError` for wrong
+    options or input, `CheckpointError` for a damaged source, and `OSError` if a file cannot be read or written."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")

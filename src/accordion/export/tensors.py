@@ -40,10 +40,9 @@ class NamedTensors:
 
 @contextmanager
 def tensors_of(stored: StoredModel, dtype: torch.dtype | None) -> Iterator[NamedTensors]:
-    """Context manager that yields the tensors of a stored model, which can be read until its body ends. An adapter is merged into
-    them as they are read. `dtype`: cast floating-point tensors to this dtype; None keeps theirs. Raises `CheckpointError` if the
-    source is damaged or of another model, and `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be
-    merged."""
+    """Context manager that yields the tensors of a stored model, to be read in its body; an adapter is merged into them then.
+    `dtype`: that of floating-point tensors; None keeps theirs. Raises `CheckpointError` if the source is damaged or of another
+    model, `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be merged."""
     with _as_stored(stored) as tensors:
         if stored.adapter is not None:
             tensors = merged(stored, tensors)

@@ -82,9 +82,8 @@ def generate(
 
 
 def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) -> int:
-    """Estimate the bytes that one rank needs to keep all unsharded parameters, and with them its shards and the cache of keys and
-    values of `batch` sequences. `model`: on any device, in the dtype of the computation. `num_tokens`: length of the longest
-    prompt with its answer."""
+    """Estimate the bytes of all unsharded parameters on one rank, with its shards and the cache of keys and values of `batch`
+    sequences of `num_tokens`. `model`: on any device, in the dtype of the computation."""
     config: Any = model.config
     weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
     words = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -158,9 +157,8 @@ class TextWriter:
         self._model.generation_config = self._settings  # `generate` would merge the model's own settings into ours
 
     def write(self, prompts: Mapping[int, tuple[int, ...]], streamer: Any = None) -> list[WrittenText]:
-        """Generate text for `prompts` (index -> token ids) in one batch, and return the texts in the order of `prompts`. Seeds
-        torch's generators with the option `seed` plus the lowest index. `streamer`: a streamer of transformers, which prints the
-        text of a single prompt while it is generated."""
+        """Generate text for `prompts` (index -> token ids) in one batch, and return the texts in order. Seeds torch's generators
+        with the option `seed` plus the lowest index. `streamer` of transformers: prints the text of a single prompt meanwhile."""
         longest = max(len(ids) for ids in prompts.values())
         rows = [[self._settings.pad_token_id] * (longest - len(ids)) + list(ids) for ids in prompts.values()]
         real = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts.values()]
@@ -182,8 +180,7 @@ class TextWriter:
 
 
 def settings_of(model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions) -> Any:
-    """Return the `GenerationConfig`. Token ids come from the stored or the model's generation settings and from the tokenizer,
-    and the sampling from `options`."""
+    """Return the `GenerationConfig`: tokens of the stored or the model's settings and the tokenizer, sampling of `options`."""
     from transformers import GenerationConfig
 
     base: Any = getattr(model, "generation_config", None)
@@ -243,8 +240,7 @@ class Printer:
             self._num_tokens += answer.num_tokens
 
     def end(self, how: str) -> None:
-        """Wait for the remaining answers of all ranks and print them, then print the speed and the text `how` to stderr. Does
-        nothing if this rank does not print."""
+        """Wait for the answers of all ranks and print them, then speed and `how` to stderr. Does nothing on a silent rank."""
         if not self._speaks:
             return
         while self._num_shown < len(self._prompts):

@@ -100,8 +100,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare(*args, device_placement=device_placement)
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """Shard `model` in place with this accelerator's arguments, and return it. Does nothing if it is sharded already, or has
-        no parameters. Collective."""
+        """Shard `model` in place and return it. Does nothing if it is sharded already, or has no parameters. Collective."""
         if engine_of(model) is None and next(model.parameters(), None) is not None:
             self.shard_arguments.apply(model, self.mixed_precision if self.native_amp else "no")
         return model
@@ -148,8 +147,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return tree_map(lambda t: t.unflatten(0, (self.num_processes, -1))[::size].flatten(0, 1), whole)
 
     def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather as accelerate does. If ranks share each sequence (`sequences`), gather from one rank of each group that does, so
-        that each sample counts once."""
+        """Gather as accelerate does. If ranks share each sequence, gather from one of them, so that each sample counts once."""
         self._by_group = True
         try:
             return super().gather_for_metrics(*args, **kwargs)
@@ -198,11 +196,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Save as accelerate does, and return the folder. In it, `accordion.save` writes each sharded model with its optimizer.
-        Collective.
 
-        `load_state` refuses a folder whose save was interrupted. Hooks of `register_save_state_pre_hook` get all models, and on
-        the first rank their full weights. If a hook removes a model's weights, only the optimizer of that model is saved. Sharded
-        tensors in registered objects are saved as full tensors.
+        Collective. `load_state` refuses a folder whose save was interrupted. Hooks of `register_save_state_pre_hook` get all
+        models, and on the first rank their full weights. If a hook removes a model's weights, only the optimizer of that model is
+        saved. Sharded tensors in registered objects are saved as full tensors.
         """
         pairs = self._pairs()
         with self._without(pairs, self._save_model_state_pre_hook) as taken:
@@ -248,10 +245,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without(self, pairs: list[Pair], hooks: dict[int, Any]) -> Iterator[list[nn.Module]]:
-        """Context manager in which accelerate's own save or load skips `pairs`, has full tensors in registered objects, and calls
-        `hooks` with all models nevertheless. Yields a list, empty at first. When the hooks run, it is filled on all ranks with
-        the models of `pairs` that a hook on the first rank removes from its list: the caller must not save or load them, because
-        the hook does."""
+        """Context manager in which accelerate's save or load skips `pairs`, has full tensors in registered objects, and calls
+        `hooks` with all models nevertheless. Yields a list that the hooks fill, on all ranks, with the models of `pairs` that a
+        hook on the first rank removes from its list: the caller must not save or load them, because the hook does."""
         models, optimizers, objects, hidden = self._models, self._optimizers, self._custom_objects, dict(hooks)
         sharded, taken = [model for model, _ in pairs], list[nn.Module]()
 

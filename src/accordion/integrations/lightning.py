@@ -184,9 +184,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
             vars(plugin)["clip_grad_by_norm"] = self._clip_grad_by_norm
 
     def _shard_all(self, trainer: Any) -> None:
-        """Shard the LightningModule, and the copies of it that callbacks average, unless they are sharded already. Stores the
-        sharded modules of the LightningModule in `roots`. Collective. Raises `UsageError` if a callback averages weights and
-        `state_dict_type` is "sharded"."""
+        """Shard the LightningModule and its copies that callbacks average, if they are not, and store the module's sharded parts
+        in `roots`. Collective. Raises `UsageError` if a callback averages weights and `state_dict_type` is "sharded"."""
         fitting, layer_sync = trainer.state.fn == "fit", getattr(self, "_layer_sync", None)
         model = self.lightning_module
         self.roots = _roots(model)
@@ -254,8 +253,7 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
     # -- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Wait for optimizer steps in progress, and return the state dict of the LightningModule. Its tensors are still sharded;
-        `save_checkpoint` gathers them. Collective."""
+        """Wait for optimizer steps, and return the state dict, still sharded: `save_checkpoint` gathers it. Collective."""
         for engine in engines_of(self.roots):
             settle(engine, "takes the state dict")
         state = self.lightning_module.state_dict()

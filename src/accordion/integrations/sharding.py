@@ -89,9 +89,8 @@ class ShardArguments:
 
 
 def step_on_shards(optimizer: Optimizer) -> None:
-    """Change `optimizer` in place so that it steps on shards, even if it was created before its model was sharded. If its step is
-    elementwise, also apply `wrap_optimizer`, which makes steps faster. Does nothing if the parameters are not sharded. Raises
-    `UsageError` for Adafactor on shards, because it needs whole matrices."""
+    """Change `optimizer` in place so that it steps on shards, even if it was created before; if its step is elementwise, also
+    apply `wrap_optimizer`, which is faster. Raises `UsageError` for Adafactor on shards, because it needs whole matrices."""
     inner = inner_of(optimizer)
     follow_moved(inner)
     on_shards = any(isinstance(p, DTensor) for g in inner.param_groups for p in g["params"])
@@ -101,11 +100,8 @@ def step_on_shards(optimizer: Optimizer) -> None:
 
 
 class FirstRanksBuffers(Observer):
-    """Observer that broadcasts the first rank's buffers before each forward, for example the statistics of batch norms. Buffers
-    that are not in the state dict are left out.
-
-    A checkpoint has the first rank's buffers, so every rank evaluates the model that is saved. There is one broadcast per dtype.
-    """
+    """Observer that broadcasts the first rank's buffers before each forward, one broadcast per dtype, except those that are not
+    in the state dict. A checkpoint has the first rank's buffers, so every rank evaluates the model that is saved."""
 
     def __init__(self, engine: Engine, places: list[tuple[nn.Module, str]]) -> None:
         self._engine, self._places = engine, places

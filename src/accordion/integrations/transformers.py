@@ -50,21 +50,20 @@ REFUSED = {
 class ShardedTrainer:
     """Mixin for a Trainer that shards its model instead of wrapping it: `class SFT(ShardedTrainer, trl.SFTTrainer)`.
 
-    `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`; a class attribute of this name is the default.
     The model is sharded when training or evaluation begins; TrainingArguments keep their meaning. A checkpoint folder has the
     files that `from_pretrained` loads, and next to them the folder `sharded` with parameters, optimizer and scheduler, which
     loads on any number of ranks. Only complete folders are resumed. Raises `UsageError` for --fsdp, --deepspeed,
     parallelism_config, bf16_full_eval, fp16_full_eval, torch_compile and `hyperparameter_search`.
 
-    `loss`: "library" for the loss of the model or of the trainer. "chunked" and "head_rows" compute the loss of a causal language
-    model with `accordion.linear_cross_entropy`, which needs no logits; "head_rows" does not gather the whole head either.
-    Evaluation with `compute_metrics` needs logits, and always uses the library's loss. A class attribute of this name is the
-    default.
+    `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`. `loss`: "library" for the loss of the model or of the
+    trainer. "chunked" and "head_rows" compute the loss of a causal language model with `accordion.linear_cross_entropy`, which
+    needs no logits; "head_rows" does not gather the whole head either. Evaluation with `compute_metrics` needs logits, and always
+    uses the library's loss.
 
     `sequence`: number of ranks, neighbours, that share each sequence (docs/long-context.md). They get the same batches, and a
     step has `per_device_train_batch_size` sequences for each group of them. If above 1, the constructor is collective. Raises
     `UsageError` for what needs whole sequences on each rank: `compute_metrics`, `predict`, label smoothing, a loss of one's own.
-    A class attribute of this name is the default.
+    Class attributes of these three names are the defaults.
     """
 
     sharding: Sharding | Mapping[str, Any] | None = None
@@ -165,10 +164,9 @@ class ShardedTrainer:
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss, or (loss, outputs) if `return_outputs`. Calls the library's method if `self.loss` is "library", if
-        there are no labels, or with `return_outputs`, unless the loss alone is evaluated. Otherwise computes the loss without
-        logits; `outputs` is then the dict {"loss": loss}. Raises `UsageError` if the model's logits are not the output of its
-        head alone, or if the model has a loss of routers."""
+        """Return the loss, or (loss, outputs) if `return_outputs`. Calls the library's method for the loss "library", without
+        labels, or with `return_outputs`, unless the loss alone is evaluated. Otherwise needs no logits, and `outputs` is {"loss":
+        loss}. Raises `UsageError` if the model's logits are not the output of its head alone, or if it has a loss of routers."""
         labels, divisor, shift = inputs.get("labels"), num_items_in_batch, True
         if self.sequence > 1:
             inputs = split_sequence(inputs, self.accelerator.sequences["cp"])
@@ -309,8 +307,7 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
 
 
 def _saved_only(model: nn.Module) -> Only:
-    """Return the argument `only` of `save` and `load`: "trained" for a PEFT model, whose base is stored elsewhere; None (all
-    tensors) for any other."""
+    """Return `only` of `save` and `load`: "trained" for a PEFT model, whose base is stored elsewhere, else None (all)."""
     return "trained" if is_peft(model) else None
 
 

@@ -12,8 +12,7 @@ from accordion.garbage import without_collections
 
 
 def is_encoder(config: Any) -> bool:
-    """Return True if transformers has a masked language model for `config`, and neither `architectures` nor `is_decoder` in
-    `config` name a causal one."""
+    """Return True if transformers has a masked language model for `config`, and `config` does not name a causal one."""
     with without_collections():
         from transformers import MODEL_FOR_MASKED_LM_MAPPING
     named = getattr(config, "architectures", None) or ()

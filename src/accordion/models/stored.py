@@ -173,8 +173,7 @@ def _described(folder: Path, option: str, name: str = CONFIG) -> dict[str, Any]:
 
 
 def generation_config(folder: Path) -> dict[str, Any] | None:
-    """Return the contents of generation_config.json in `folder`; None if there is no such file. Raises `UsageError` if the file
-    cannot be read or is no JSON object."""
+    """Return the content of generation_config.json, None without the file. Raises `UsageError` if it is no JSON object."""
     return _described(folder, "folder", GENERATION) if (folder / GENERATION).is_file() else None
 
 
@@ -221,8 +220,7 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the id of the first special token that the chat template puts after an answer; None if there is no such token, or
-    if the template is missing or fails."""
+    """Return the id of the first special token after an answer in the chat template; None without one, or if it fails."""
     talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
         closing = tokenizer.apply_chat_template(talk, tokenize=False).rpartition("answer")[2]
@@ -330,8 +328,7 @@ def adapter_weights(stored: StoredModel) -> dict[str, Tensor]:
 
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
-    """Return the floating-point dtype that most bytes of the stored weights have; float32 if none is of floating point. Raises
-    `UsageError` if the files cannot be read."""
+    """Return the floating-point dtype of most stored bytes, or float32. Raises `UsageError` if files cannot be read."""
     sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
         for name, entry in manifest_at(stored.path).tensors.items():

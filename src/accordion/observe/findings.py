@@ -18,9 +18,8 @@ REGATHERS = ("full_shard", "hybrid_shard", "hybrid_shard_optim")  # strategies t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitTimes:
-    """Microseconds per step of one unit on one rank: its forward and backward without waits, its transfers, and the waits of the
-    compute stream for them. `unit`: its index. `gathers`: gathers per step. `hits`: gathers per step for which the compute stream
-    waited less than 10 % of their time."""
+    """Microseconds per step of one unit, with index `unit`, on one rank: forward and backward without waits, transfers, and waits
+    for them. `gathers`, `hits`: gathers per step, and those for which the compute stream waited less than 10 % of their time."""
 
     unit: int
     forward_us: float

@@ -113,8 +113,7 @@ class Recorder(Observer):
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
-        """Attach this observer to the engine and to all optimizers, and make the side streams create recorded transfers, until
-        `detach`."""
+        """Observe the engine and all optimizers, and make side streams create recorded transfers, until `detach`."""
         engine, context = self._engine, self._engine.context
         streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, "fetch": context.fetch_stream}
         if context.replicate_stream is not context.reduce_stream:

@@ -31,10 +31,9 @@ SIGNATURE = inspect.signature(theirs.FullyShardedDataParallel.__init__)
 class FullyShardedDataParallel(StateDicts):
     """Wrapper that shards a module's parameters, and gathers and frees them together. Takes the arguments of torch's class.
 
-    One engine serves the outermost wrapper and all wrappers inside it. With an `auto_wrap_policy`, the constructor builds the
-    engine. Without a policy, an outer wrapper may follow. So the first use of parameters, state or forward builds the engine, and
-    until then parameters are full. Afterwards each parameter is a DTensor under its own name. Building the engine is collective.
-    The constructor raises `UsageError` for options that are not supported.
+    One engine serves the outermost wrapper and all inside it. The constructor builds it if it gets an `auto_wrap_policy`; else
+    the first use of parameters, state or forward does, because an outer wrapper may follow; until then parameters are full. Then
+    each is a DTensor under its own name. Building is collective. Raises `UsageError` for options that are not supported.
     """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -188,8 +188,7 @@ class StateDicts(Wrapper):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
-        """Convert a sharded state dict by qualified names to one for `optim.load_state_dict`. Collective if its tensors are
-        sharded in another way than the parameters."""
+        """Convert a sharded state dict for `optim.load_state_dict`. Collective if it is sharded unlike the parameters."""
         return state_by_id(model, optim, sharded_optim_state_dict, full=False)
 
     @staticmethod
