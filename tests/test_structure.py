@@ -90,7 +90,7 @@ SAYS_CUDA = {
     "plan/trace/trace.py": "as above",
     "plan/trace/operators.py": "a note to the user on what runs there in the place of the CPU's own operator",
     "plan/search/search.py": "a name of torch's in a message on GPU memory",
-    "workers/null_group.py": "the types of device on which a backend of the benchmark runs",
+    "workers/ranks.py": "the types of device on which a backend of the benchmark runs",
 }
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from accordion import _torch
-from accordion.workers import null_group
+from accordion.workers.ranks import STILL, register_still
 
 CPU = torch.device("cpu")
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -85,8 +85,8 @@ def checks(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 @contextmanager
 def one_rank() -> Iterator[DeviceMesh]:
     """A job of the first of two ranks, whose collectives do nothing."""
-    null_group.register()
-    dist.init_process_group(null_group.NAME, store=_torch.fake_store(), rank=0, world_size=2)
+    register_still()
+    dist.init_process_group(STILL, store=_torch.fake_store(), rank=0, world_size=2)
     try:
         yield init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     finally:

@@ -25,8 +25,7 @@ from accordion.models.llama import TRAINED
 from accordion.pages import show
 from accordion.pages.page import Page, Table, as_text, write
 from accordion.pages.stats import Spread, compare_losses, extremes, quartiles, ratio
-from accordion.workers.null_group import StillGroup
-from accordion.workers.ranks import BenchError
+from accordion.workers.ranks import BenchError, StillGroup
 from tests.support.refused import refused
 
 

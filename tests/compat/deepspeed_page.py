@@ -20,7 +20,9 @@ def render() -> str:
         lines += ["", f"## {title}", "", "| key | | how it is used, or why not |", "|---|---|---|"]
         for names, key in part.items():
             off = f" ({', '.join(str(value).lower() for value in key.off)})" if key.off else ""
-            lines.append(f"| {', '.join(f'`{n}`' for n in names.split())} | {key.use.value}{off} | {key.why} |")
+            use = "used" if key.used else "not needed" if key.not_needed else "not supported"
+            why = key.used or key.not_needed or key.refused
+            lines.append(f"| {', '.join(f'`{n}`' for n in names.split())} | {use}{off} | {why} |")
     lines += ["", '## `"auto"`', "", "| key | becomes |", "|---|---|"]
     for name, key in KEYS.items():
         becomes = [f"`{key.asked}` in `accordion train`, else the value in `read(auto=)`"] if key.asked else []

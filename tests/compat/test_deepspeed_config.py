@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accordion.compat.deepspeed import read
-from accordion.compat.deepspeed.reading import KEYS, SECTIONS, Use
+from accordion.compat.deepspeed.reading import KEYS, SECTIONS
 from accordion.config import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_OPTIM, NO_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, Offload
 from accordion.errors import AccordionError, UsageError
 from tests.compat.deepspeed_page import render
@@ -331,7 +331,7 @@ def nested(name: str, value: Any) -> dict[str, Any]:
 
 def test_unsupported_keys_are_refused_by_name_unless_off() -> None:
     for name, row in KEYS.items():
-        if row.use is Use.REFUSED:
+        if row.refused:
             with pytest.raises(UsageError, match=rf"'{name}'.* is not supported: ") as error:
                 read(nested(name, {"enabled": True} if name in SECTIONS else "wanted"))
             assert row.why in str(error.value)
@@ -341,7 +341,7 @@ def test_unsupported_keys_are_refused_by_name_unless_off() -> None:
 
 def test_unneeded_keys_are_accepted_and_listed() -> None:
     for name, row in KEYS.items():
-        if row.use is Use.NOT_NEEDED:
+        if row.not_needed:
             ignored = read(nested(name, {"anything": 1} if name in SECTIONS else "auto")).ignored
             assert [key for key in ignored if key == name or key.startswith(f"{name}.")], name
 

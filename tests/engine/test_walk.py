@@ -16,7 +16,7 @@ from torch import nn
 
 import accordion as acc
 from accordion import _torch
-from accordion.workers import null_group
+from accordion.workers.ranks import STILL, register_still
 from tests.inside import hooks_in, unit_in
 
 ENGINE = Path(acc.__file__).parent / "engine"
@@ -27,8 +27,8 @@ STEP = ("hooks", "calls", "unit", "group", "full_buffer", "gather", "autograd", 
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
     """The first of two ranks, whose collectives do nothing."""
-    null_group.register()
-    dist.init_process_group(null_group.NAME, store=_torch.fake_store(), rank=0, world_size=2)
+    register_still()
+    dist.init_process_group(STILL, store=_torch.fake_store(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
 

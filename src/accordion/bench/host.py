@@ -16,8 +16,7 @@ from accordion.bench.contenders import WRAPPERS
 from accordion.bench.model import NineNet
 from accordion.errors import UsageError
 from accordion.pages.stats import Spread, extremes, quartiles
-from accordion.workers.null_group import StillGroup
-from accordion.workers.ranks import Seat, WorkerTeam, World, interleaved
+from accordion.workers.ranks import Seat, StillGroup, WorkerTeam, World, interleaved
 
 WARM = 5
 STEPS = 5  # measured steps per turn

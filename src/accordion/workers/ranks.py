@@ -16,12 +16,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accordion import _torch
 from accordion.devices import Devices, backend_of
 from accordion.errors import AccordionError
-from accordion.workers import null_group
+
+STILL = "still"  # name of the backend of a `StillGroup`
 
 
 class BenchError(AccordionError):
@@ -34,7 +36,7 @@ class World:
 
     Args:
         group: "real": `num_ranks` processes that communicate. Otherwise one process, rank 0 of `num_ranks`, which sends nothing:
-            "fake" is torch's fake process group, "still" is `null_group.StillGroup`.
+            "fake" is torch's fake process group, "still" is `StillGroup`.
         backend: torch.distributed's backend of a real group; "" is the default of the device type.
         threads: number of torch's threads in each process.
         timeout_s: if a rank does not answer a call within this time, all ranks are killed; the default is the timeout of gloo.
@@ -201,6 +203,91 @@ def join(seat: Seat) -> None:
         backend = seat.world.backend or backend_of(kind)
     else:
         store = _torch.fake_store()
-        null_group.register()
+        register_still()
         backend = group if kind == "cpu" else f"cpu:{group},{kind}:{group}"  # also for devices unknown to it
     dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.num_ranks)
+
+
+# -- a group for host time
+
+
+class Done(dist.Work):
+    """A `Work` that is complete, returned by all collectives of `StillGroup`."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_Group: Any = dist.ProcessGroup  # its signatures differ between versions
+
+
+class StillGroup(_Group):  # type: ignore[misc]
+    """A process group that reports `num_ranks` ranks, of which only this one exists. Collectives return finished work and leave
+    outputs as they are. While `moves` is True, as at first, all-gathers copy the input into each chunk of the output, because
+    the setup of a model needs values.
+
+    torch's fake group copies each message into every chunk of its output, so host time measured with it grows with the number of
+    ranks and bytes, and differs between collectives. With this group only the time of the host remains.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(rank, num_ranks)
+        self._rank, self._num_ranks = rank, num_ranks
+        self._done = Done()
+        self.moves = True
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._num_ranks
+
+    @property
+    def group_name(self) -> str:
+        return _torch.name_of_group(self)
+
+    def name(self) -> str:
+        return "fake"  # callers must not expect other ranks, as in torch's fake group
+
+    getBackendName = name  # noqa: N815
+
+    def _get_backend(self, device: Any) -> StillGroup:
+        return self
+
+    def all_gather_single(self, out: Tensor, shard: Tensor, *_: Any) -> Any:
+        if self.moves:
+            out.view(self._num_ranks, -1).copy_(shard.reshape(1, -1).clone())
+        return self._done
+
+    def allgather(self, outs: Sequence[Sequence[Tensor]], shards: Sequence[Tensor], *_: Any) -> Any:
+        if self.moves:
+            for out, shard in zip(outs, shards, strict=True):
+                for chunk in out:
+                    chunk.copy_(shard)
+        return self._done
+
+    def all_gather_single_coalesced(self, outs: Sequence[Tensor], shards: Sequence[Tensor], *_: Any) -> Any:
+        for out, shard in zip(outs, shards, strict=True):
+            self.all_gather_single(out, shard)
+        return self._done
+
+    def _nothing(self, *_: Any) -> Any:
+        return self._done
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    allreduce = allreduce_coalesced = broadcast = _nothing
+    reduce_scatter = reduce_scatter_single = _reduce_scatter_base = _nothing
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _nothing
+    alltoall = all_to_all_single = alltoall_base = send = recv = barrier = _nothing
+
+
+def register_still() -> None:
+    """Register the backend `STILL`, which makes a `StillGroup`, with torch in this process, unless it is registered."""
+    if STILL not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            STILL, lambda store, rank, num_ranks, timeout: StillGroup(rank, num_ranks), devices=["cpu", "cuda"]
+        )

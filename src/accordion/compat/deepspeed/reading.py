@@ -9,7 +9,6 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +41,12 @@ STAGES = (NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD)
 PLACES = {"none": DEVICE, "cpu": HOST}  # "nvme" becomes a folder
 
 
-class Use(Enum):
-    USED = "used"
-    NOT_NEEDED = "not needed"
-    REFUSED = "not supported"
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
     """One row of keys.toml: how a key of DeepSpeed's configuration is treated.
 
     Args:
-        why: how the key is used, or why it is not.
+        used, not_needed, refused: one of them says how the key is used, or why it is not; the others are empty.
         takes: values of a used key: a tuple of words, `bool`, `float` (at least 0), or an int, the least whole number.
         off: values of a refused key that are accepted, because they ask for nothing.
         asked: the key of `accordion train` that replaces an "auto". Other callers must pass a value, unless `auto` is set.
@@ -61,8 +54,9 @@ class Key:
         follows: the other keys that decide an `"auto"`, in words.
     """
 
-    use: Use
-    why: str
+    used: str = ""
+    not_needed: str = ""
+    refused: str = ""
     takes: Any = None
     off: tuple[Any, ...] = ()
     asked: str = ""
@@ -71,11 +65,9 @@ class Key:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Key:
-        (use,) = (use for use in Use if use.name.lower() in row)
-        others: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in row.items()}
-        why, takes = others.pop(use.name.lower()), others.pop("takes", None)
-        takes = bool if takes == "bool" else float if takes == "number" else takes
-        return cls(use, why, takes, **others)
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        takes = values.pop("takes", None)
+        return cls(takes={"bool": bool, "number": float}.get(takes, takes), **values)
 
 
 # Title of a table in keys.toml -> dotted keys -> `Key`. Dotted keys that are treated alike are one entry, joined by spaces.
@@ -176,8 +168,8 @@ def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | No
     keys = {name: _key(name, value) for name, value in {**dict.fromkeys(auto), **values}.items()}
     autos = tuple(name for name, value in values.items() if value == "auto")
     values = {name: _resolved(name, value, keys[name], auto) for name, value in values.items()}
-    ignored = tuple(name for name in values if keys[name].use is Use.NOT_NEEDED)
-    values = {n: _checked(n, v, keys[n]) for n, v in values.items() if v is not None and keys[n].use is Use.USED}
+    ignored = tuple(name for name in values if keys[name].not_needed)
+    values = {n: _checked(n, v, keys[n]) for n, v in values.items() if v is not None and keys[n].used}
     strategy, group_ranks = _strategy(values)
     if ignored:
         log.info("DeepSpeed keys that are not needed here: %s", ", ".join(ignored))
@@ -248,12 +240,12 @@ def _key(name: str, value: Any) -> Key:
         hint = f"did you mean {by_leaf[close[0]]!r}?" if close else "docs/compat_deepspeed.md lists all."
         raise UsageError(f"DeepSpeed key {name!r} does not exist; {hint}")
     key = KEYS[row]
-    if key.use is not Use.REFUSED or value in (False, None, "none", {}, *key.off):
+    if not key.refused or value in (False, None, "none", {}, *key.off):
         return key
     if isinstance(value, Mapping) and (value.get("enabled") is False or value.get("autotp_size") in (0, 1)):
         return key
     shown = "" if isinstance(value, (Mapping, list)) else f" ({json.dumps(value)})"
-    raise UsageError(f"DeepSpeed key {row!r}{shown} is not supported: {key.why}. Leave it out.")
+    raise UsageError(f"DeepSpeed key {row!r}{shown} is not supported: {key.refused}. Leave it out.")
 
 
 def _resolved(name: str, value: Any, key: Key, auto: Mapping[str, Any]) -> Any:
@@ -263,7 +255,7 @@ def _resolved(name: str, value: Any, key: Key, auto: Mapping[str, Any]) -> Any:
         return auto.get(name, key.auto)
     if name == "train_batch_size":
         return None
-    if key.follows or key.use is Use.NOT_NEEDED:
+    if key.follows or key.not_needed:
         return value
     if key.asked:
         raise UsageError(

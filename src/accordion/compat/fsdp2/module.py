@@ -229,13 +229,12 @@ class FSDPModule(_Base):  # type: ignore[misc]
         part = fsdp_part(self)
         if part.asked.mesh.device_type == "cpu":
             return
-        handles: list[Any] = []
 
         def wait(*_: Any) -> None:
-            handles.pop().remove()
+            handle.remove()
             torch.accelerator.current_stream().wait_event(event)
 
-        handles.append(part.alive()[0].register_forward_pre_hook(torch.compiler.disable(wait), prepend=True))
+        handle = part.alive()[0].register_forward_pre_hook(torch.compiler.disable(wait), prepend=True)
 
 
 @cache
