@@ -91,9 +91,8 @@ def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[F
 
 
 def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions) -> None:
-    """Examine the ranks of a job of torchrun or srun, as its rank `place`. `store`: the job's store. Collective: creates a
-    process group and destroys it. The first rank of each machine also examines the machine. Rank 0 prints the findings of all
-    ranks, and raises `SystemExit(1)` if one is a problem."""
+    """Examine the ranks of a job of torchrun or srun, as its rank `place`, and the machine if it is the first one there. Creates
+    and destroys a process group. Collective. Rank 0 prints all findings, and raises `SystemExit(1)` if one is a problem."""
     answers = PrefixStore("accordion/doctor", store)
     findings = _machine(devices, place.local_world, options) if place.local_rank == 0 else []
     entries = [asdict(replace(finding, where=socket.gethostname())) for finding in findings]

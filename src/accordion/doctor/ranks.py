@@ -52,11 +52,10 @@ class RankExam:
         self._num_local = num_local
 
     def gathers(self) -> Answer:
-        """Run an all-gather several times, test its values and time it. Collective. Returns a dict with the keys "host": name of
-        this machine, "torch": version of torch, "right": True if the first and last values of all shards are right,
-        "gather_bytes": bytes that this rank receives, and "gather_s": seconds of the fastest run. With an all-to-all, also
-        "num_near": the number of its ranks, "exchange_bytes" and "exchange_s". If a test raises an exception, returns {"error":
-        its text} instead."""
+        """Run an all-gather several times, test its values and time it. Collective. Returns a dict: "host": name of this machine,
+        "torch": its version, "right": True if first and last values of all shards are, "gather_bytes": received by this rank, and
+        "gather_s": of the fastest run; with an all-to-all, also "num_near": number of its ranks, "exchange_bytes" and
+        "exchange_s". If a test raises an exception, returns {"error": its text} instead."""
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks

@@ -35,10 +35,8 @@ class LogitsAlone(nn.Module):
 
 def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]:
     """Write the graph of `model` to `path`, and its weights `tensors` to a file next to it, named PATH.data. Return both names.
-
     The graph takes `input_ids` and `attention_mask`, and returns `logits`. `model`: on meta, in the dtype of `tensors`; fake
-    tensors replace its weights. Raises `UsageError` if torch cannot trace it, or if a tensor of the graph is missing.
-    """
+    tensors replace its weights. Raises `UsageError` if torch cannot trace it, or if a tensor of the graph is missing."""
     import onnx_ir
 
     buffers = computed_buffers(model)

@@ -88,8 +88,7 @@ def folder_sources(folder: Path, dtype: torch.dtype | None) -> list[TensorSource
 
 
 def merged(stored: StoredModel, base: NamedTensors) -> NamedTensors:
-    """Return the tensors of `stored` with its adapter merged into those of its `base`. Reads the adapter now; each weight is
-    merged when it is read.
+    """Return the tensors of `stored` with its adapter, read now, merged into those of its `base` as each is read.
 
     If the base was quantised in training, its weights are quantised and dequantised again before the adapter is added. Tied
     tensors of which the adapter changes one become separate tensors, as in the adapted model. Needs host memory for the adapter

@@ -312,11 +312,9 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
 
 
 class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy):  # type: ignore[misc]
-    """Strategy for Lightning's `Fabric` that shards modules instead of wrapping them in DDP.
-
-    `sharding`: a `Sharding`, or a dict of arguments of `accordion.shard`. `state_dict_type`: "full" saves one file with full
-    tensors, "sharded" a folder. Optimizers in `fabric.setup(model, optimizer)` may be created before the model is sharded.
-    """
+    """Strategy for Lightning's `Fabric` that shards modules instead of wrapping them in DDP. `sharding`: a `Sharding`, or a dict
+    of arguments of `accordion.shard`. `state_dict_type`: "full" saves one file with full tensors, "sharded" a folder. Optimizers
+    in `fabric.setup(model, optimizer)` may be created before the model is sharded."""
 
     precision: Any
 

@@ -98,11 +98,9 @@ def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
 
 
 def placed(value: dict[str, Any], models: Iterable[nn.Module]) -> dict[str, Any]:
-    """Return `value`, a nested dict, with each full tensor that `whole(mark=True)` returned replaced by a DTensor.
-
-    The DTensor is sharded like a parameter of `models` that has its shape, if possible one with its former placements. If no
-    parameter has its shape, it is replicated. If `models` have no sharded parameter, nothing is replaced.
-    """
+    """Return `value`, a nested dict, with each full tensor of `whole(mark=True)` replaced by a DTensor: sharded like a parameter
+    of `models` that has its shape, if possible one with its former placements; else replicated. If `models` have no sharded
+    parameter, nothing is replaced."""
     params = [param for model in models for param in model.parameters() if isinstance(param, DTensor)]
 
     def sharded(tensor: Tensor) -> Any:
@@ -117,9 +115,7 @@ def placed(value: dict[str, Any], models: Iterable[nn.Module]) -> dict[str, Any]
 
 class SavedFull:
     """Wrapper of an object that a library saves: `state_dict` (a collective) returns full tensors; `load_state_dict` shards them.
-
-    `keep`: True on ranks that save. On all others, `state_dict` has None in place of sharded tensors.
-    """
+    `keep`: True on ranks that save; on all others, `state_dict` has None in place of sharded tensors."""
 
     def __init__(self, inner: Any, models: Iterable[nn.Module], keep: bool) -> None:
         self._inner, self._models, self._keep = inner, models, keep

@@ -66,12 +66,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def find_model(source: str, *, like: str | None = None) -> StoredModel:
-    """Return a description of the model that `source` names; reads no weights. Raises `UsageError` if none is usable.
-
-    `source`: a checkpoint, a run's folder, or a folder of transformers or PEFT. `like`: a folder of transformers. It is the base
-    model if `source` is an adapter; its config.json replaces the configuration in a checkpoint of a whole model; for a folder of
-    transformers it does nothing.
-    """
+    """Return a description of the model that `source` names (a checkpoint, a run's folder, or a folder of transformers or PEFT);
+    reads no weights. `like`: a folder of transformers, the base of an adapter, or of the configuration in place of that of a
+    checkpoint; for a folder of transformers it does nothing. Raises `UsageError` if no model is usable."""
     kind, path = located(source)
     if kind == "checkpoint":
         return _of_checkpoint(path, like)

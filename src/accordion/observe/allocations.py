@@ -78,11 +78,9 @@ class StorageWatch(_Mode):  # type: ignore[misc]
 
 
 class Allocations(StorageWatch):
-    """Context manager that counts live bytes: the sizes of storages that operators make inside it, until they are freed. It may
-    be entered again. Attribute `live_bytes`: the bytes live at present.
-
-    Memory that a backend allocates for itself is not counted, such as the copy that gloo makes of each message.
-    """
+    """Context manager, also to be entered again, that counts live bytes: the sizes of storages that operators make inside it,
+    until they are freed, but not memory that a backend allocates for itself, such as gloo's copies. `live_bytes`: those live at
+    present."""
 
     # The profiler's memory events are no alternative, since they miss what gloo's threads free.
 

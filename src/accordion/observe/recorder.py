@@ -46,12 +46,10 @@ def observe(model: nn.Module, *, steps: int = 3) -> Iterator[Trace]:
 
     A step is everything from the first forward with gradients to the end of the last `optimizer.step()` before the next forward,
     so all micro-batches belong to it. The trace is empty until the block ends. The end of the block is collective: on every rank,
-    the trace gets the steps of all ranks. If the block ends with an error, the end is not collective, and the trace has this rank
-    alone. On CPU one more step is recorded before the others, to count allocations, which takes time; on an accelerator the
-    allocator's figures are read. Begin the block after a few steps of training, because in the first ones the host waits for
-    other ranks.
-
-    Raises `UsageError` if the model is not sharded or is observed already, or if `steps` is less than 1.
+    the trace gets the steps of all ranks; but after an error it is not, and the trace has this rank alone. On CPU one more step
+    is recorded before the others, to count allocations, which takes time. Begin the block after a few steps of training, because
+    in the first ones the host waits for other ranks. Raises `UsageError` if the model is not sharded or is observed already, or
+    if `steps` is less than 1.
     """
     engine = sharded_engine(model, "observe")
     if steps < 1:

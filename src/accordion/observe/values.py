@@ -24,12 +24,9 @@ class UnitFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpan:
-    """Work from `start_us` to `end_us`, in microseconds after the first recorded step began.
-
-    `lane`: `COMPUTE`, `WAIT`, `UNITS`, or the name of a side stream or of host work. `kind`: on `COMPUTE` "forward", "backward",
-    "optimizer" or "other"; on `WAIT` the lane that is waited for; on `UNITS` "full"; else the lane. `unit`: index of the unit
-    that the work is for, or -1.
-    """
+    """Work from `start_us` to `end_us`, in microseconds after the first recorded step began. `lane`: `COMPUTE`, `WAIT`, `UNITS`,
+    or the name of a side stream or of host work. `kind`: on `COMPUTE` "forward", "backward", "optimizer" or "other"; on `WAIT`
+    the lane that is waited for; on `UNITS` "full"; else the lane. `unit`: index of the unit that the work is for, or -1."""
 
     lane: str
     kind: str

@@ -69,9 +69,8 @@ def initialize(
     Args:
         config: the path of a ds_config.json, or its content; by default `config_params`, then `args.deepspeed_config`.
         model_parameters: parameters of `model` before it is sharded, or groups of them; by default all that require gradients.
-        optimizer: an optimizer without state, which uses its own parameters, or a function of parameters; by default that of the
-            file.
-        lr_scheduler: a scheduler, or a function of the optimizer; by default the one in the configuration, if any.
+        optimizer: one without state, which uses its own parameters, or a function of parameters; by default the configuration's.
+        lr_scheduler: a scheduler, or a function of the optimizer; by default the configuration's, if any.
         training_data: dataset of which the loader gives each rank its micro-batches; without one, the loader is None.
         mpu, mesh_param: refused, because there is no model parallelism.
     """
@@ -199,8 +198,7 @@ class DeepSpeedEngine(nn.Module):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of all gradients of the last step, before clipping. Returns None before the first step, and if neither
-        clipping nor fp16 is enabled. Waits for the device."""
+        """Return the last step's norm before clipping; None before, or without clipping and fp16. Waits for the device."""
         return None if self._norm is None else float(self._norm)
 
     @property

@@ -158,11 +158,8 @@ class Settings:
 
 def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -> Settings:
     """Read the `ds_config.json` at the path `source`, or a dict of its content, and return its `Settings`. Needs no DeepSpeed.
-
-    `auto`: dotted key -> value for keys that are `"auto"`, which the Hugging Face Trainer would fill from its arguments.
-    docs/compat_deepspeed.md lists what each key becomes without an entry. Logs the keys that are not needed here. Raises
-    `UsageError` if the file cannot be read, or if a key or value is wrong or not supported.
-    """
+    `auto`: dotted key -> value for keys that are `"auto"`; docs/compat_deepspeed.md lists what the others become. Logs the keys
+    that are not needed here. Raises `UsageError` if the file cannot be read, or if a key or value is wrong or not supported."""
     auto = auto or {}
     values = dict(_flat(_content(source)))
     keys = {name: _key(name, value) for name, value in {**dict.fromkeys(auto), **values}.items()}

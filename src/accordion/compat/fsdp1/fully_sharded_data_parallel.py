@@ -149,11 +149,9 @@ class FullyShardedDataParallel(StateDicts):
         with_grads: bool = False,
     ) -> Generator[None]:
         """Context manager in which all parameters of each outermost wrapper around or in `module` are full on every rank.
-
-        Collective. `recurse` and `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: changes of
-        parameters and gradients are written into the shards at the end; otherwise they are lost. Raises `UsageError` for
-        `rank0_only` with `writeback`, and for `offload_to_cpu` on an accelerator.
-        """
+        Collective. `recurse` and `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: changes of both
+        are written into the shards at the end, not lost. Raises `UsageError` for `rank0_only` with `writeback`, and for
+        `offload_to_cpu` on an accelerator."""
         if rank0_only and writeback:
             raise UsageError("summon_full_params(rank0_only=True) cannot write back: pass writeback=False.")
         with contextlib.ExitStack() as stack:

@@ -127,9 +127,8 @@ class StateDicts(Wrapper):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the state dict of `optim` by qualified names. It is full (a collective) or sharded, as `state_dict_type` chose;
-        with `rank0_only`, ranks other than the first get {}. `optim_state_dict`: the result of `optim.state_dict()`, if it was
-        called already. `group` is ignored."""
+        """Return the state dict of `optim` by qualified names, full (a collective) or sharded, as `state_dict_type` chose; with
+        `rank0_only`, {} on other ranks than the first. `optim_state_dict`: `optim.state_dict()`, if known. `group` is ignored."""
         numbered = optim.state_dict() if optim_state_dict is None else optim_state_dict
         settings = StateDicts.get_state_dict_type(model)
         return named_state(model, optim, numbered, settings)
@@ -318,12 +317,10 @@ def named_state(
 def state_by_id(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, full: bool, from_first_rank: bool = False
 ) -> dict[str, Any]:
-    """Convert a state dict by qualified names to one for `optim.load_state_dict`.
-
-    `full`: `state` has full tensors, equal on all ranks; if they differ, every rank raises `DivergenceError`. `from_first_rank`:
-    send the first rank's `state` to all ranks, without a comparison. Either of them makes this call collective. Raises
-    `UsageError` if `state` is empty, or if its parameter groups are not those of `optim`.
-    """
+    """Convert a state dict by qualified names to one for `optim.load_state_dict`. `full`: `state` has full tensors, equal on all
+    ranks; if they differ, every rank raises `DivergenceError`. `from_first_rank`: send the first rank's `state` to all ranks,
+    without a comparison. Both are collective. Raises `UsageError` if `state` is empty, or has other parameter groups than
+    `optim`."""
     engines = _engines_of(model)
     from_first = engines[0] if from_first_rank else None
     if full and from_first is None:

@@ -128,10 +128,9 @@ def _mesh_of(mesh: Any) -> DeviceMesh:
 
 
 def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
-    """Return (keep, number of ranks) for `reshard`, the argument `reshard_after_forward`. keep: True to keep full parameters
-    until the backward, False to free them after the forward, None if the engine decides. number of ranks: over how many ranks
-    parameters are resharded after the forward; None: over all. Raises `UsageError` unless `reshard` is None, a bool, or an int of
-    at least 1 that divides the ranks over which `mesh` shards."""
+    """Return (keep, number of ranks) for the argument `reshard_after_forward`. keep: True keeps full parameters until the
+    backward, False frees them, None leaves it to the engine. The ranks are those to reshard over, None for all. Raises
+    `UsageError` unless `reshard` is None, a bool, or an int of at least 1 that divides the ranks over which `mesh` shards."""
     if reshard is None or isinstance(reshard, bool):
         return None if reshard is None else not reshard, None
     ranks = mesh.size(mesh.ndim - 1)

@@ -75,9 +75,8 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
 
 
 def _layout(part: Part, o: Owned, rule: PlacementRule | None) -> Layout:
-    """Return the placements and rows (`Layout`) of the parameter `o`, on the dim and mesh that `rule` chooses. Raises
-    `UsageError` for a kind of tensor that cannot be sharded. Raises it also for a DTensor, unless its mesh and the chosen one
-    have named axes, and no name in common."""
+    """Return the `Layout` of the parameter `o`, on the dim and mesh that `rule` chooses. Raises `UsageError` for a tensor that
+    cannot be sharded, and for a DTensor, unless its mesh and the chosen one have named axes, and no name in common."""
     name = o.names[0]
     param: Any = o.original
     tensor, (dim, mesh) = local_part(param), placed_by(rule, part.asked.mesh, param)
