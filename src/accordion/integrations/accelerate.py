@@ -156,21 +156,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     # -- steps
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        with no_sync(model) if engine_of(model) is not None else super().no_sync(model):
-            yield
+    def no_sync(self, model: nn.Module) -> Any:
+        return no_sync(model) if engine_of(model) is not None else super().no_sync(model)
 
     @staticmethod
-    @contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(model: nn.Module) -> Any:
         if engine_of(model) is not None:
             raise UsageError(
                 "trigger_sync_in_backward is not supported with sharding: gradients of a forward inside no_sync are not reduced "
                 "by its backward. Leave no_sync before the last forward."
             )
-        with accelerate.Accelerator.trigger_sync_in_backward(model):
-            yield
+        return accelerate.Accelerator.trigger_sync_in_backward(model)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Unscale and clip the gradients of `parameters`, as accelerate does, and return their norm before clipping. For sharded

@@ -16,29 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from accordion import config
 from accordion.compat.deepspeed.rules import LossScaler, OptimizerChoice, Schedule, optimizer_of
-from accordion.config import (
-    COMPUTE_DTYPES,
-    DEVICE,
-    DISK,
-    FULL_SHARD,
-    HOST,
-    HYBRID_SHARD,
-    HYBRID_SHARD_OPTIM,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    SHARD_OPTIM,
-    Offload,
-    Precision,
-    Strategy,
-)
 from accordion.errors import UsageError
 from accordion.files import read_text
 from accordion.sharding import Sharding
 
 log = logging.getLogger("accordion")
-STAGES = (NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD)
-PLACES = {"none": DEVICE, "cpu": HOST}  # "nvme" becomes a folder
+STAGES = (config.NO_SHARD, config.SHARD_OPTIM, config.SHARD_GRAD_OP, config.FULL_SHARD)
+PLACES = {"none": config.DEVICE, "cpu": config.HOST}  # "nvme" becomes a folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +270,7 @@ def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
-def _strategy(values: Mapping[str, Any]) -> tuple[Strategy, int | None]:
+def _strategy(values: Mapping[str, Any]) -> tuple[config.Strategy, int | None]:
     """Return (strategy, number of ranks that share one sharded copy). The number is None unless the strategy is hybrid. Raises
     `UsageError` if there is no such stage, if hpZ or MiCS is asked for in another stage than 3, or if both are asked for."""
     stage = values.get("zero_optimization.stage", 0)
@@ -299,10 +285,10 @@ def _strategy(values: Mapping[str, Any]) -> tuple[Strategy, int | None]:
     if stage != 3:
         name, size = ("zero_hpz_partition_size", hpz) if hpz > 1 else ("mics_shard_size", mics)
         raise UsageError(f"zero_optimization.{name} is {size}, which needs stage 3, but the stage is {stage}.")
-    return (HYBRID_SHARD_OPTIM, hpz) if hpz > 1 else (HYBRID_SHARD, mics)
+    return (config.HYBRID_SHARD_OPTIM, hpz) if hpz > 1 else (config.HYBRID_SHARD, mics)
 
 
-def _offload(values: Mapping[str, Any]) -> Offload:
+def _offload(values: Mapping[str, Any]) -> config.Offload:
     z = "zero_optimization."
     params = values.get(f"{z}offload_param.device", "none")
     optimizer = values.get(f"{z}offload_optimizer.device", "none")
@@ -312,7 +298,7 @@ def _offload(values: Mapping[str, Any]) -> Offload:
             f"zero_optimization offloads parameters to {params!r} and the optimizer to {optimizer!r} in stage {stage}. "
             "Offloading parameters needs stage 3, offloading the optimizer stage 1 or higher."
         )
-    return Offload(
+    return config.Offload(
         params=_place(values, "offload_param", params), optimizer=_place(values, "offload_optimizer", optimizer)
     )
 
@@ -323,10 +309,10 @@ def _place(values: Mapping[str, Any], section: str, device: str) -> str:
     folder = values.get(f"zero_optimization.{section}.nvme_path")
     if not isinstance(folder, str) or not folder:
         raise UsageError(f"zero_optimization.{section}.nvme_path is {folder!r}; device 'nvme' needs a folder.")
-    return f"{DISK}{folder}"
+    return f"{config.DISK}{folder}"
 
 
-def _precision(values: Mapping[str, Any]) -> Precision:
+def _precision(values: Mapping[str, Any]) -> config.Precision:
     bf16, fp16 = values.get("bf16.enabled", False), values.get("fp16.enabled", False)
     if bf16 and fp16:
         raise UsageError("bf16.enabled and fp16.enabled are both true; keep one.")
@@ -337,11 +323,11 @@ def _precision(values: Mapping[str, Any]) -> Precision:
             f"bf16_master_weights_and_grads is {masters} and bf16_optimizer_states is {states}. Optimizer states have the dtype "
             "of the masters, so give both the same value."
         )
-    return Precision(
+    return config.Precision(
         params=torch.bfloat16 if bf16 else torch.float16 if fp16 else None,
-        reduce=COMPUTE_DTYPES[values.get("communication_data_type", "fp32")] or torch.float32,
+        reduce=config.COMPUTE_DTYPES[values.get("communication_data_type", "fp32")] or torch.float32,
         master=torch.bfloat16 if masters else torch.float32,
-        buffers=(COMPUTE_DTYPES[values["data_types.buffer_dtype"]] or torch.float32)
+        buffers=(config.COMPUTE_DTYPES[values["data_types.buffer_dtype"]] or torch.float32)
         if "data_types.buffer_dtype" in values
         else None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,28 +12,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from accordion.config import (
-    FULL_SHARD,
-    HOST,
-    HYBRID_SHARD,
-    NO_SHARD,
-    SHARD,
-    SHARD_GRAD_OP,
-    Offload,
-    Precision,
-    Strategy,
-)
+from accordion import config
 from accordion.engine.communicator import device_type_of_job
 from accordion.errors import UsageError
 
-HYBRID_SHARD_GRAD_OP = Strategy(
-    name="hybrid_shard_grad_op", params=SHARD, grads=SHARD, optim=SHARD, keep_until_backward=True, hybrid=True
-)
-STRATEGIES: dict[str, Strategy] = {
-    "FULL_SHARD": FULL_SHARD,
-    "SHARD_GRAD_OP": SHARD_GRAD_OP,
-    "NO_SHARD": NO_SHARD,
-    "HYBRID_SHARD": HYBRID_SHARD,
+HYBRID_SHARD_GRAD_OP = replace(config.SHARD_GRAD_OP, name="hybrid_shard_grad_op", hybrid=True)
+STRATEGIES: dict[str, config.Strategy] = {
+    "FULL_SHARD": config.FULL_SHARD,
+    "SHARD_GRAD_OP": config.SHARD_GRAD_OP,
+    "NO_SHARD": config.NO_SHARD,
+    "HYBRID_SHARD": config.HYBRID_SHARD,
     "_HYBRID_SHARD_ZERO2": HYBRID_SHARD_GRAD_OP,
 }
 
@@ -82,8 +70,8 @@ class Arguments:
             raise UsageError("process_group and device_mesh are both passed; pass one of them.")
 
     @property
-    def strategy(self) -> Strategy:
-        return FULL_SHARD if self.sharding_strategy is None else STRATEGIES[self.sharding_strategy.name]
+    def strategy(self) -> config.Strategy:
+        return config.FULL_SHARD if self.sharding_strategy is None else STRATEGIES[self.sharding_strategy.name]
 
     def mesh(self) -> DeviceMesh | None:
         """Return the mesh for `shard`: `device_mesh`, or a mesh of `process_group`. If neither was passed, return None, which
@@ -126,14 +114,14 @@ class Arguments:
         if index is not None and self.device_type() != "cpu":
             torch.accelerator.set_device_index(index)
 
-    def precision(self, master: torch.dtype, *, root: bool) -> Precision:
+    def precision(self, master: torch.dtype, *, root: bool) -> config.Precision:
         """Return the `Precision` of this wrapper for `shard`. `master`: dtype of the parameters that the optimizer steps.
         `root`: True for the outermost wrapper, to which `cast_root_forward_inputs` applies."""
         mixed = self.mixed_precision
         if mixed is None:
-            return Precision(master=master, cast_inputs=False)
+            return config.Precision(master=master, cast_inputs=False)
         casts = mixed.cast_forward_inputs or (root and mixed.cast_root_forward_inputs)
-        return Precision(
+        return config.Precision(
             params=mixed.param_dtype,
             reduce=mixed.reduce_dtype or mixed.param_dtype or torch.float32,
             master=master,
@@ -142,9 +130,9 @@ class Arguments:
         )
 
     @property
-    def offload(self) -> Offload:
+    def offload(self) -> config.Offload:
         offloads = self.cpu_offload is not None and self.cpu_offload.offload_params
-        return Offload(params=HOST, optimizer=HOST) if offloads else Offload()
+        return config.Offload(params=config.HOST, optimizer=config.HOST) if offloads else config.Offload()
 
 
 def ignored_parameters(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> list[nn.Parameter]:

@@ -123,13 +123,11 @@ class FullyShardedDataParallel(StateDicts):
 
     # -- training
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Generator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Context manager in which backwards do not reduce gradients: each rank sums its full gradients, and the next backward
         outside reduces the sums. Raises `UsageError` on a wrapper inside another wrapper."""
         self._require_root("no_sync()")
-        with state.no_sync(self):
-            yield
+        return state.no_sync(self)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
