@@ -334,7 +334,7 @@ def test_unsupported_keys_are_refused_by_name_unless_off() -> None:
         if row.refused:
             with pytest.raises(UsageError, match=rf"'{name}'.* is not supported: ") as error:
                 read(nested(name, {"enabled": True} if name in SECTIONS else "wanted"))
-            assert row.why in str(error.value)
+            assert row.refused in str(error.value)
             for off in (None, False, *row.off, *([{"enabled": False}] if name in SECTIONS else [])):
                 read(nested(name, off))
 

@@ -51,7 +51,7 @@ class Key:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Key:
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in row.items()}
         takes = values.pop("takes", None)
         return cls(takes={"bool": bool, "number": float}.get(takes, takes), **values)
 
