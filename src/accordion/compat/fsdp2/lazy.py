@@ -110,9 +110,7 @@ class Part:
         self.unit: Unit | None = None
         self.outer: weakref.ref[Part] | None = None
         self._triggers: list[Any] = []
-        self._shown: list[nn.Parameter] | None = (
-            None  # the full parameters that `unshard` has registered in the modules
-        )
+        self._shown: list[nn.Parameter] | None = None  # full parameters that `unshard` has put into the modules
         self._unshard_hooks: list[Any] = []
         for module in modules:
             module.__dict__[PART] = self
