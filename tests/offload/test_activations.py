@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.offload import swap_file
-from accordion.offload.activations import stores
-from accordion.offload.activations.offload import ActivationOffload
-from accordion.offload.activations.stores import HostActivationStore, joined
+from accordion.offload.activations import NUM_STAGES, ActivationOffload, HostActivationStore, joined
 from tests.devices import device
 from tests.inside import engine_in
 from tests.offload.test_faults import failing_calls
@@ -143,7 +141,7 @@ def test_inputs_on_disk_past_the_page_cache_and_through_it(mesh, direct: int, tm
         model = recomputed(mesh, on_disk(tmp_path), num_blocks)
         loss_of(model, 0, (8, 64)).backward()
     activation_offload = activation_offload_of(model)
-    taken = stores.NUM_STAGES * inputs, num_blocks * inputs
+    taken = NUM_STAGES * inputs, num_blocks * inputs
     assert (activation_offload.host_bytes, activation_offload.disk_bytes) == taken
     for seed in range(3):
         loss_of(model, seed, (8, 64))  # its graph goes, with what is on its way
@@ -155,7 +153,7 @@ def test_inputs_on_disk_past_the_page_cache_and_through_it(mesh, direct: int, tm
     loss_of(model, 9, (8, 64)).backward()
     store._collect()  # waits for what is under way
     assert store.file.traffic["written"] - before["written"] == num_blocks * inputs
-    assert store.file.traffic["read"] - before["read"] == (num_blocks - stores.NUM_STAGES) * inputs, (
+    assert store.file.traffic["read"] - before["read"] == (num_blocks - NUM_STAGES) * inputs, (
         "the last ones are there"
     )
     loss_of(model, 9, (8, 65)).backward()

@@ -12,7 +12,7 @@ import pytest
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
-from accordion.offload.activations.stores import NUM_STAGES
+from accordion.offload.activations import NUM_STAGES
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.plan.choice import Choice
 from accordion.plan.events import Alloc, Category, Enter, Event, Land, Launch, Log, Op, StepPart, StepPhase

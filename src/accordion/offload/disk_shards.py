@@ -93,7 +93,6 @@ class DiskShards(OffDeviceShards):
         self.tag = memory.allocate(msg.num_flags, gathered)
         self._staged: tuple[int, int] | None = None  # (`times` of the buffer, version of the shards) of the last read
         self._set_up(msg, rank, dtypes, memory)
-        self._pool = memory.resources.pool
 
     def write_rows(self) -> None:
         for shard, row, local, mapped in zip(self._shards, self._rows, self.locals, self._mapped_rows, strict=True):

@@ -23,7 +23,7 @@ from accordion.engine.order import BACKWARD, FORWARD, UnitOrder
 from accordion.engine.shards import ShardBuffer, on_device
 from accordion.engine.streams import SideStream
 from accordion.engine.unit import Unit
-from accordion.offload.activations.offload import ActivationOffload, OffloadedInput
+from accordion.offload.activations import ActivationOffload, OffloadedInput
 from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import NUM_STAGING_BUFFERS, Shape, host_needs, on_disk
 from accordion.offload.disk_shards import DiskPlace, DiskShards, StagingBuffer

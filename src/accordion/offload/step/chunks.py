@@ -73,7 +73,7 @@ class ParamStep:
         if self.place.shard_buffer is not None:
             shard_buffer, i = self.place.shard_buffer
             shard, row = shard_buffer.shard(i), shard_buffer.row(i)
-            grad = shard_buffer.grads.slots[i].file_range_of(entry.grad) or grad
+            grad = shard_buffer.slots[i].file_range_of(entry.grad) or grad
         spans = [Span(shard[low:high], reads=True, writes=True), Span(grad[low:high], reads=True, writes=False)]
         return spans if row is None else [*spans, Span(row[low:high], reads=False, writes=True)]
 

@@ -158,7 +158,7 @@ class States:
             if place is not None:
                 if place.shard_buffer is not None:
                     shard_buffer, i = place.shard_buffer
-                    shard_buffer.grads.slots[i].settle()
+                    shard_buffer.slots[i].settle()
                 steps.append(ParamStep(entry, place, frozenset(place.shown).intersection(entry.state)))
         return steps
 
