@@ -153,9 +153,7 @@ def test_inputs_on_disk_past_the_page_cache_and_through_it(mesh, direct: int, tm
     loss_of(model, 9, (8, 64)).backward()
     store._collect()  # waits for what is under way
     assert store.file.traffic["written"] - before["written"] == num_blocks * inputs
-    assert store.file.traffic["read"] - before["read"] == (num_blocks - NUM_STAGES) * inputs, (
-        "the last ones are there"
-    )
+    assert store.file.traffic["read"] - before["read"] == (num_blocks - NUM_STAGES) * inputs, "the last ones are there"
     loss_of(model, 9, (8, 65)).backward()
     assert activation_offload.disk_bytes <= 2 * num_blocks * (inputs + inputs // 64)
     store._collect()

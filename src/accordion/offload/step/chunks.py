@@ -62,7 +62,6 @@ class ParamStep:
 
     entry: Entry
     place: StatePlace
-    present: frozenset[str]  # names of the states that exist already; others begin as zeros
     states: dict[str, Any] = field(default_factory=dict)  # all states, as the step of the last chunk returned them
 
     def spans(self, low: int, high: int) -> list[Span]:
@@ -145,7 +144,8 @@ def _chunk(block: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]
             cut.append((todo, low - first, high - first))
     spans, parts = list[Span](), list[ChunkPart]()
     for key, run in block.runs.items():
-        spans.append(Span(run[start:stop], reads=any(key in todo.present for todo, _, _ in cut), writes=True))
+        exists = any(key in todo.entry.state for todo, _, _ in cut)  # else the state begins as zeros
+        spans.append(Span(run[start:stop], reads=exists, writes=True))
     for todo, low, high in cut:
         own = todo.spans(low, high)
         parts.append(ChunkPart(todo, low, high, slice(len(spans), len(spans) + len(own))))

@@ -39,9 +39,6 @@ class Owner:
         self.engine: Callable[[], Engine | None] = (lambda: None) if engine is None else weakref.ref(engine)
         self.unit: Callable[[], Unit | None] = (lambda: None) if unit is None else weakref.ref(unit)
 
-    def __deepcopy__(self, memo: object) -> Owner:
-        return Owner()
-
     def __reduce__(self) -> Any:
         return Owner, ()
 

@@ -159,7 +159,7 @@ class States:
                 if place.shard_buffer is not None:
                     shard_buffer, i = place.shard_buffer
                     shard_buffer.slots[i].settle()
-                steps.append(ParamStep(entry, place, frozenset(place.shown).intersection(entry.state)))
+                steps.append(ParamStep(entry, place))
         return steps
 
     def step_on_device(self, todos: Sequence[ParamStep], step: Callable[[Chunk, list[Tensor]], None]) -> None:
