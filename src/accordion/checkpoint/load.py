@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -270,7 +271,7 @@ def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
     `CheckpointError` if a key of `state` is missing."""
     if plan.state is None:
         return {}
-    words = files.words(plan.state)
+    words = json.loads(bytes(files.whole(plan.state).tolist()))
     saved: dict[str, Any] = decode(
         words, lambda name: plan.sharded[name] if name in plan.sharded else files.whole(name)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -19,7 +18,6 @@ from accordion.checkpoint.checksums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.claims import RANK_FILE
 from accordion.checkpoint.contents import OF_STATE
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorChunk, TensorEntry, parse
-from accordion.checkpoint.json_values import Json
 from accordion.checkpoint.storage.folders import Folder, Reader, checkpoint_at
 from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import bytes_of
@@ -33,11 +31,6 @@ SHOWN = 3  # tensors of a file that a message names
 _CONVERT = "`accordion checkpoint convert` makes a checkpoint"
 FROM_DCP = "read it into the sharded model with torch's `dcp.load` and `set_state_dict`, and save that"
 STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
-
-
-def read_manifest(folder: Folder) -> Manifest:
-    """Return the manifest of the checkpoint in `folder`. Raises `CheckpointError` if it is missing, damaged or unreadable."""
-    return opened(folder).manifest
 
 
 def opened(folder: Folder, ema: str | None = None) -> Files:
@@ -234,10 +227,6 @@ class Files:
         all_of_it = Box((0,) * len(entry.shape), entry.shape)
         self.fill_all(Read(name, entry, c, c.box, into[c.box.within(all_of_it)]) for c in entry.chunks)
         return into
-
-    def words(self, name: str) -> Json:
-        """Return the JSON value whose text is stored as the tensor `name`, without comparing checksums."""
-        return json.loads(bytes(self.whole(name).tolist()))
 
     def faults(self, reads: Iterable[Read]) -> list[str]:
         """Compare the checksums of all bytes that `reads` need; return the faults as texts that name file and tensor. Fills the

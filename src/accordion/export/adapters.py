@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accordion.checkpoint.streamed import TensorSource
+from accordion.checkpoint.convert import TensorSource
 from accordion.errors import CheckpointError, UsageError
 from accordion.models.language import brief
 from accordion.models.stored import StoredModel, adapter_weights, computing, meta_model

@@ -74,9 +74,6 @@ class Rows:
         self.fill(into, (0,) * into.dim())
         return into
 
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
     def contiguous(self) -> Rows:
         return self
 
