@@ -18,12 +18,12 @@ from torch import Tensor
 from accordion.engine.streams import SideStream
 from accordion.errors import OffloadError, UsageError
 from accordion.offload import swap_file
-from accordion.offload.arena import Arena
+from accordion.offload.arena import Arena, aligned_buffer
 from accordion.offload.host_shards import Resources
 from accordion.offload.step import chunks
 from accordion.offload.step.optimizer_copy import Entry
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline
-from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, aligned_buffer, check_folder
+from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, check_folder
 from tests.support.disks import fill, mounted
 
 PAGE = swap_file.ALIGN_BYTES

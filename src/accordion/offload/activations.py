@@ -126,7 +126,7 @@ class OffloadedInput:
         return tensor.requires_grad_()
 
     def __del__(self) -> None:
-        self._slot.free(is_fetched=self._fetched is not None)
+        self._slot.free(None if self._fetched is None else self._fetched[0])
 
 
 class HostActivationStore:
@@ -164,7 +164,6 @@ class HostSlot:
 
     def __init__(self, store: HostActivationStore, buffer: Arena) -> None:
         self._store, self._buffer = store, buffer
-        self._fetch: Transfer | None = None
 
     def store(self, tensor: Tensor, like: Tensor) -> Transfer:
         """Start copying `tensor`, the input, to the host. `like`: a tensor of its shape and dtype, with the strides to store."""
@@ -175,15 +174,14 @@ class HostSlot:
     def fetch(self, into: Tensor) -> Transfer:
         """Start copying the input into `into`, on the device, of the shape, dtype and strides with which it was stored."""
         copy = partial(_copy, into, shaped(self._buffer.memory, into))
-        self._fetch = self._store.resources.fetch_stream.copy(copy, [into], FETCHES)
-        return self._fetch
+        return self._store.resources.fetch_stream.copy(copy, [into], FETCHES)
 
-    def free(self, is_fetched: bool) -> None:
-        """Free the buffer; callable on any thread. `is_fetched`: a copy to the device was started and may not have ended."""
+    def free(self, fetch: Transfer | None) -> None:
+        """Free the buffer; callable on any thread. `fetch`: a copy to the device that may not have ended."""
         # The host must not wait for the copy: the device may be waiting for ranks that never arrive. Later stores wait for it.
-        if is_fetched and self._fetch is not None:
-            self._fetch.join(self._store.resources.store_stream)
-            self._fetch.land()
+        if fetch is not None:
+            fetch.join(self._store.resources.store_stream)
+            fetch.land()
         self._store.free.append(self._buffer)
 
 
@@ -266,7 +264,6 @@ class DiskSlot:
         self.activation_store, self.start, self.num_bytes = store, start, num_bytes
         self._stage: Stage | None = None
         self._stored: CopyToDisk | None = None
-        self._fetch: Transfer | None = None
         self._reads: DiskCalls | None = None
         self._is_wanted = True
 
@@ -299,9 +296,9 @@ class DiskSlot:
                 yield Pending(Communicator(None, torch.device("cpu")), [reads])
             into.copy_(memory, non_blocking=True)
 
-        self._fetch = store.resources.fetch_stream.start(steps(), [into], FETCHES)
-        stage.uses.append(partial(self._end, self._fetch.synchronize))
-        return self._fetch
+        transfer = store.resources.fetch_stream.start(steps(), [into], FETCHES)
+        stage.uses.append(partial(self._end, transfer.synchronize))
+        return transfer
 
     def _end(self, wait: Callable[[], None]) -> None:
         """Call `wait`. An `OffloadError` that it raises is ignored if `free` was called."""
@@ -311,13 +308,13 @@ class DiskSlot:
             if self._is_wanted:
                 raise
 
-    def free(self, is_fetched: bool) -> None:
-        """Free the range, and cancel writes that have not begun; callable on any thread. `is_fetched`: a copy to the device was
-        started and may not have ended."""
+    def free(self, fetch: Transfer | None) -> None:
+        """Free the range, and cancel writes that have not begun; callable on any thread. `fetch`: a copy to the device that may
+        not have ended."""
         self._is_wanted = False
         moves = [] if self._stored is None else self._stored.cancel()
-        if is_fetched and self._fetch is not None:
-            self._end(self._fetch.land)  # the next use of the stage waits for the copy
+        if fetch is not None:
+            self._end(fetch.land)  # the next use of the stage waits for the copy
         if self._reads is not None:
             moves.append(self._reads)
         self.activation_store.released.append((self.start, self.start + self.num_bytes, moves))

@@ -13,12 +13,12 @@ from torch import Tensor
 from accordion._torch import local_or_same
 from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.shards import own_storage, zeros_on
-from accordion.offload.arena import ALIGN_BYTES, Arena, page_aligned
+from accordion.offload.arena import ALIGN_BYTES, Arena, aligned_buffer, page_aligned
 from accordion.offload.host_shards import OffDeviceShards, Resources
 from accordion.offload.step.chunks import Chunk, ParamStep, StateBlock, StatePlace, chunk_numel, chunks_of, finish
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, write_back
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline
-from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, Values, aligned_buffer
+from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, Values
 
 log = logging.getLogger("accordion")
 
