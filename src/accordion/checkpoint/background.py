@@ -154,8 +154,7 @@ class ThreadAgreement:
         self.program_ends = threading.Event()  # set by `Saver.end`
 
     def meet(self) -> None:
-        """Choose or create the `Hub`, which connects all ranks of the team and detects ranks that exit. Collective. Does nothing
-        for a team of one rank."""
+        """Choose or create the `Hub` that connects the team's ranks, if there are several, and detects exits. Collective."""
         if len(self._team.ranks) < 2:
             return
         # A hub that contains all of these ranks exists on each of them, so the smallest one is the same on all.

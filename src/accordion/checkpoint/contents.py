@@ -152,8 +152,7 @@ def optimizer_name(words: Json) -> str:
 
 
 def param_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the names of the optimizer's parameters in order. Raises `CheckpointError` for a parameter that is not in `names`
-    (id -> name)."""
+    """Return the names of the optimizer's parameters in order. Raises `CheckpointError` for one not in `names` (id -> name)."""
     ordered = []
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -242,9 +241,8 @@ def state_name(rank: int) -> str:
 
 
 def object_states(state: Mapping[str, Stateful], team: Team) -> tuple[dict[str, DTensor], dict[str, Tensor]]:
-    """Return two dicts, name in the checkpoint -> tensor, of the objects in `state=`: (their sharded tensors, tensors that are
-    saved for this rank). The second has their plain tensors, and one of JSON that refers to all tensors. Both are {} without
-    objects. Calls the `state_dict` of each object.
+    """Call the `state_dict` of the objects in `state=`. Return two dicts, name in the checkpoint -> tensor: (sharded tensors,
+    tensors that are saved for this rank: the plain ones, and one of JSON that refers to all). Both are {} without objects.
 
     Raises `CheckpointError` for values that a checkpoint cannot hold, and for tensors sharded over ranks other than `team`.
     """

@@ -230,8 +230,7 @@ def write_config(
 
 
 def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Read and return the model's state dict; tied tensors are one tensor under each of their names. `dtype`: dtype of
-    floating-point tensors; None keeps theirs."""
+    """Read and return the model's state dict, tied tensors under each name, with floats in `dtype` (None keeps theirs)."""
     tensors = {source.name: source.read().to(source.dtype) for source in sources_of(files, dtype)}
     return tensors | {a: tensors[b] for a, b in ties_of(files).items() if b in tensors}
 

@@ -54,8 +54,7 @@ CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items(
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: one checksum for every
-    `Manifest.piece_bytes` bytes."""
+    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: one for every `piece_bytes` bytes."""
 
     file: str
     box: Box

@@ -134,23 +134,19 @@ class _Plan:
     left: list[str]  # differences that a load with strict=False leaves as they are, for the warning
 
     def fill(self, files: Files, request: _Request) -> None:
-        """Load the objects in `state=`, then the optimizer, then the model. Collective: a step begins when all ranks have ended
-        the one before it."""
+        """Load the objects in `state=`, then the optimizer, then the model. Collective: all ranks end a step before the next."""
         team, optimizer = request.team, request.optimizer
         saved = team.agree(lambda: _saved_states(files, self, request.state))
         # The optimizer and the objects may refuse their state, so they get it before any tensor changes.
         if optimizer is not None:
             team.agree(lambda: _load_optimizer(optimizer, self.optimizer, only_try=True))
-        with torch.no_grad():
-            team.agree(lambda: files.fill_all(self.of_state))
+        team.agree(lambda: files.fill_all(self.of_state))
         for key, thing in request.state.items():
             team.agree(partial(_load_state, key, thing, saved))
-        with torch.no_grad():
-            team.agree(lambda: files.fill_all(self.of_optimizer))
+        team.agree(lambda: files.fill_all(self.of_optimizer))
         if optimizer is not None:
             team.agree(lambda: _load_optimizer(optimizer, self.optimizer, only_try=False))
-        with torch.no_grad():
-            team.agree(lambda: files.fill_all(self.of_model))
+        team.agree(lambda: files.fill_all(self.of_model))
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, only_try: bool) -> None:

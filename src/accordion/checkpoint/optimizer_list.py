@@ -13,8 +13,7 @@ from accordion.optimizers.wrap import inner_of
 
 
 class OptimizerList(torch.optim.Optimizer):
-    """Several optimizers as one, for `state_dict` alone; `step` does not work. In state dicts, parameters are numbered through
-    all optimizers."""
+    """Several optimizers as one, for `state_dict` alone, in which parameters are numbered through all; it cannot `step`."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         # Without torch's constructor, which would copy the param groups.
@@ -36,8 +35,7 @@ class OptimizerList(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def divided(self, state_dict: dict[str, Any]) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """Divide `state_dict`, a state dict of all parts as `OptimizerList.state_dict` returns it; iterate over (optimizer, its
-        state dict)."""
+        """Iterate over (optimizer, its state dict), divided from one of all parts as `OptimizerList.state_dict` returns it."""
         groups = iter(state_dict["param_groups"])
         for i, (part, span) in enumerate(zip(self.parts, self._spans, strict=True)):
             prefix, first, indices = f"{i}/", span[0], range(*span)

@@ -88,8 +88,7 @@ def _unequal_states(team: Team, facts: Mapping[str, str], call: str) -> list[Pla
 
 
 def _facts(contents: Contents) -> dict[str, str]:
-    """Return {name: short description} of everything in `contents` that is saved once. Descriptions of DTensors ignore their
-    elements."""
+    """Return {name: short description} of everything in `contents` that is saved once; of DTensors without their elements."""
     facts = {name: _placement(t) for name, t in contents.tensors.items() if name.startswith((MODEL, OF_STATE))}
     facts[KIND] = optimizer_name(contents.optimizer)
     if contents.optimizer is None:

@@ -162,8 +162,7 @@ def prune_before(saved: Folder, keep: int) -> None:
 
 
 def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:
-    """Return (folder, its `mark()`) of each complete checkpoint among `candidates`, without links and without folders that hold
-    files of other programs."""
+    """Return (folder, its `mark()`) of the complete checkpoints in `candidates`, without links and folders with others' files."""
     good = []
     for one in candidates:
         with suppress(OSError, CheckpointError):  # a checkpoint that cannot be read does not count

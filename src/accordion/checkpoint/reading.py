@@ -106,8 +106,7 @@ def steady(
 
 
 def place_of(find: Callable[[], Folder]) -> object:
-    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None if there is no
-    checkpoint."""
+    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None without one."""
     try:
         folder = find()
         mark = folder.mark()
@@ -173,8 +172,7 @@ def fill_part(
 
 
 class Files:
-    """Reads the files of one checkpoint: compares checksums and fills tensors. Opens each file when it is first read. The owner
-    calls `close`."""
+    """Reads the files of one checkpoint, each opened at its first read, until `close`: compares checksums and fills tensors."""
 
     def __init__(self, folder: Folder, manifest: Manifest, *, mark: object, digest: int) -> None:
         """`mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256, as an int64. Raises
@@ -202,8 +200,7 @@ class Files:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 
     def opened(self, file: str) -> Reader:
-        """Return the reader of `file`, which the first call opens. Raises `CheckpointError` if `file` cannot be read or its
-        header is damaged."""
+        """Return the reader of `file`, opened once. Raises `CheckpointError` if it cannot be read or its header is damaged."""
         if file not in self._open:
             about = self.manifest.files[file]
             try:
@@ -264,6 +261,7 @@ class Files:
             total.update(step)
         return str(total.hexdigest())
 
+    @torch.no_grad()
     def fill_all(self, reads: Iterable[Read]) -> None:
         """Fill the tensors of `reads`, without comparing checksums. Those for which `Read.at_once` returns memory are skipped,
         because `faults`, which is called first, has filled them."""

@@ -86,8 +86,7 @@ def check_quantised(config: Mapping[str, Any], source: str, names: Iterable[str]
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Return {name: name without the prefixes of torch.compile and activation checkpointing}. DDP's "module." is removed too, if
-    all names begin with that."""
+    """Return {name: name without prefixes of torch.compile, activation checkpointing and, if all have it, DDP's "module."}."""
     plain_of = {name: without_wrappers(name) for name in names}
     while plain_of and all(plain.startswith("module.") for plain in plain_of.values()):
         plain_of = {name: plain.removeprefix("module.") for name, plain in plain_of.items()}

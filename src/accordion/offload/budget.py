@@ -161,8 +161,7 @@ def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list
 
 
 def _to_host(kind: str, offload: Offload) -> Offload:
-    """Return `offload` with its field `kind` ("params", "grads" or "optimizer") changed from disk to host. If that kind is not on
-    disk, return `offload` itself."""
+    """Return `offload` with its field `kind` changed from disk to host; `offload` itself if that kind is not on disk."""
     is_on_disk = folder_of(getattr(offload, kind) or HOST) is not None
     return _without_budgets(offload, **{kind: HOST}) if is_on_disk else offload
 
@@ -259,8 +258,7 @@ def shapes_of(owned: Sequence[Owned], precision: Precision, num_ranks: int) -> l
 
 
 def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: int = NUM_STATES) -> MemoryEstimate:
-    """Return the `MemoryEstimate` for units with these `shapes` (by unit and group) and tiers `offloads`. Pages and chunks are
-    rounded up: no rank takes more."""
+    """Return the `MemoryEstimate` of units with `shapes` and tiers `offloads`. Pages are rounded up: no rank takes more."""
     pairs = list(zip(offloads, shapes, strict=True))
     states = {DEVICE: 0, HOST: 0}
     files: dict[Path, int] = dict(on_disk(offloads, shapes))

@@ -146,8 +146,7 @@ class OffDeviceShards(ShardBuffer):
         return result, transfer
 
     def defer(self, wait: Callable[[], None]) -> None:
-        """Register a step that runs on these shards and writes their rows. `wait`: blocks until the step has ended; the next
-        `ready` calls it once."""
+        """Register a step that writes these shards and their rows. The next `ready` calls `wait`, which blocks until its end."""
         self.steps.append(wait)
 
     def ready(self) -> None:

@@ -137,9 +137,8 @@ class Tiers:
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
     ) -> ShardBuffer:
-        """Create and return the shard buffer of one group of the unit with index `unit`, on the device if that unit is not
-        offloaded. `msg`: layout of its shards; `dtypes`: in which each shard is stepped; `gathered`: in which all are
-        gathered."""
+        """Create and return the shard buffer of one group of the unit with index `unit`, on the device unless it is offloaded.
+        `msg`: layout of its shards; `dtypes`: in which each shard is stepped; `gathered`: in which all are gathered."""
         offload = self.offloads[unit]
         if not offload.offloads:
             return on_device(self._context.device)(unit, msg, rank, dtypes, gathered)

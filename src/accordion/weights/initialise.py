@@ -124,8 +124,7 @@ class Buffers:
         """Run the modules' own code for buffers without a value and parameters with the ids `params`. Return the names of the
         buffers that still have no value, and of those parameters that nothing was written into. Collective.
 
-        Changes no other parameter and no random generator. `ignore`: ids of buffers on the meta device to leave out. `seed`:
-        equal on all ranks, for equal values.
+        Changes no other parameter and no random generator. `ignore`: ids of meta buffers to skip. `seed`: equal on all ranks.
         """
         owners = list(dict.fromkeys(self.left(ignore).values()))
         if not owners and not params:
@@ -227,8 +226,7 @@ def _reset(
     """Reset a module and its submodules, children first, in the order of `nn.Module.apply`.
 
     `configs`: of adapters, by name. `only`: modules to reset, None for all; any other is skipped with its submodules.
-    `families`: initialise models of transformers too. `known`: packages whose modules are skipped, because an enclosing model of
-    transformers has initialised them.
+    `families`: initialise models of transformers too. `known`: packages whose modules an enclosing one of these has initialised.
     """
     if only is not None and module not in only:
         return
@@ -248,8 +246,7 @@ def _reset(
 
 
 def follow_loaded(model: nn.Module, params: Collection[int]) -> None:
-    """Compute those parameters with the ids `params` that adapters derive from other weights (DoRA's magnitudes). Call after the
-    other weights were loaded. Collective."""
+    """Compute the parameters among the ids `params` that adapters derive from other, loaded weights (DoRA). Collective."""
     holders = _holders(model, params)
     with init_mode(model, only=params):
         for module in model.modules():

@@ -27,8 +27,7 @@ class Rows:
     """A lazy tensor: a tensor in a file, or the result of torch functions on lazy tensors. `fill` or `whole` read its values.
 
     Torch functions accept lazy tensors and return lazy ones without reading, so the conversions of transformers run unchanged.
-    A read of a result of stack, cat, split, chunk or transpose reads only the parts that it needs. Any other function computes
-    its whole result in each read.
+    Results of stack, cat, split, chunk and transpose read only what is needed. Others are computed whole in each read.
     """
 
     shape: torch.Size
@@ -104,8 +103,7 @@ class Rows:
 
 
 def rows_of_folder(folder: Path) -> dict[str, Rows]:
-    """Return name -> lazy tensor of a folder of safetensors. Reads only headers and the index. Raises `CheckpointError` if they
-    are missing or damaged."""
+    """Return name -> lazy tensor of a folder of safetensors, by headers and index alone. Raises `CheckpointError` for faults."""
     tensors = read_folder(folder)
     return {
         key: Rows(torch.Size(stored.shape), DTYPES[stored.dtype], partial(_read, path, stored))

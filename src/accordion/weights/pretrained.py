@@ -111,8 +111,7 @@ def load_saved(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _refuse_left(left: list[str], kinds: str, source: str) -> None:
-    """Raise `UsageError` unless `left` is empty. `left`: names of tensors that neither `source` nor a module's code gives a
-    value; `kinds`: what they are, in plural."""
+    """Raise `UsageError` unless `left`, names of tensors of `kinds` without a value from `source` or a module, is empty."""
     if left:
         raise UsageError(
             f"{len(left)} {kinds} of the meta device are not in {source}, and no module computes them: {', '.join(left)}; "
@@ -131,8 +130,7 @@ def source_of(model: nn.Module) -> str | None:
 
 
 def fill_from_source(model: nn.Module) -> None:
-    """Load the weights of a sharded model from the folder that `source_of` returns, then forget the folder. Do nothing if there
-    is none. Collective."""
+    """Load the weights of a sharded model from the folder that `source_of` returns, if any, then forget it. Collective."""
     folder = source_of(model)
     if folder is not None:
         load_pretrained(model, folder)
@@ -171,8 +169,7 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """The values in a folder for one tensor of a model. `stored_as`: the names of these values in the folder, several if tensors
-    of the folder are combined."""
+    """The values in a folder for one tensor of a model. `stored_as`: their names in the folder, several if they are combined."""
 
     rows: Rows
     stored_as: tuple[str, ...]
@@ -220,8 +217,7 @@ def _fitting(
 def match(model: nn.Module, folder: Path, stored: Mapping[str, Rows], ignore: list[str]) -> Matched:
     """Match the tensors `stored`, by their names in `folder`, with those of `model`. Reads no values.
 
-    Raises `CheckpointError` if a tensor is missing, does not fit, or is not in the model. `ignore`: shell patterns of names
-    that may be missing on either side.
+    Raises `CheckpointError` if a tensor is missing on one side, unless its name matches a pattern in `ignore`, or does not fit.
     """
     wanted = names_of(model)
     for name, layer in four_bit_layers(model).items():  # folders have one plain tensor for the weight and its scales
@@ -265,8 +261,7 @@ def _searched(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _class_patterns(model: nn.Module, kind: str) -> list[str]:
-    """Return regular expressions, defined by transformers' models in `model`, for names that their files may lack (`kind`
-    "missing") or have in addition ("unexpected")."""
+    """Return the expressions of transformers' models for names that files may lack ("missing") or add ("unexpected")."""
     attribute = f"_keys_to_ignore_on_load_{kind}"
     return [p for m in model.modules() if is_of_transformers(m) for p in getattr(m, attribute, None) or ()]
 
@@ -283,8 +278,7 @@ def four_bit_layers(model: nn.Module) -> dict[str, FourBitLinear]:
 
 
 def copies_of_layers(model: nn.Module) -> dict[str, str]:
-    """Return name of the copy -> name of the original, for each tensor of a layer in PEFT's `modules_to_save`. Both names are
-    without wrappers, as in `names_of`."""
+    """Return name of the copy -> name of the original, as in `names_of`, for the tensors of PEFT's `modules_to_save`."""
     originals = {}
     for prefix, module in model.named_modules():
         for adapter, copy in copied_inside(module):
@@ -307,8 +301,7 @@ def _misfits(tensors: Mapping[str, StoredRows], wanted: Mapping[str, Tensor]) ->
 
 
 def equal_rows(a: Rows, b: Rows) -> bool:
-    """Return True if two lazy tensors of one shape have equal values, with `b` cast to the dtype of `a`. Reads at most 16 MiB
-    of each at a time, or one row."""
+    """Return True if `a` equals `b`, of its shape, in the dtype of `a`. Reads at most 16 MiB of each at a time, or one row."""
     if not a.shape:
         return torch.equal(a.whole(), b.whole())
     step = max(1, COMPARE_BYTES // max(1, a.shape[1:].numel() * a.dtype.itemsize))

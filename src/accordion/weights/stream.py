@@ -299,8 +299,7 @@ class Bucket:
 
 
 def _steps(gathers: list[RowGather]) -> Steps:
-    """Yield the collectives of `gathers`, level by level, the inner ones first, with one call for each communicator and kind of
-    message. Empties `gathers` at the end."""
+    """Yield the collectives of `gathers`, inner levels first, one for each communicator and kind of message; then empty it."""
     for depth in range(max((len(gather.levels) for gather in gathers), default=0)):
         by_communicator: dict[int, tuple[Communicator, list[RowGather]]] = {}
         for gather in [gather for gather in gathers if depth < len(gather.levels)]:

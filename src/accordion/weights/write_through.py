@@ -98,8 +98,7 @@ class Fulls(_torch.DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def close(self, but: Iterable[Full] = ()) -> None:
-        """Write all full tensors with memory, except those in `but`, to the shards. Then free their memory, unless numpy shares
-        it."""
+        """Write all full tensors with memory, except `but`, to the shards, and free their memory unless numpy shares it."""
         for full in [full for full in self._open if full not in but]:
             if full.filled:
                 full.take(full.data)

@@ -72,8 +72,7 @@ class Local:
         return stat.st_dev, stat.st_ino, stat.st_mtime_ns
 
     def replaced(self) -> Local | None:
-        """Return the hidden folder with the older checkpoint of this name, which a save, running or killed, replaces; None if
-        there is no such checkpoint."""
+        """Return the hidden folder with the older checkpoint that a save, running or killed, replaces; None if there is none."""
         old = Local(claims.hidden(self.path, "old"))
         return old if old.mark() else None
 

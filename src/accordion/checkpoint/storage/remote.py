@@ -27,8 +27,7 @@ class Remote:
 
     @classmethod
     def at(cls, url: str) -> Remote:
-        """Return the folder of `url`. Raises `UsageError` if fsspec or its package for this storage is not installed, or does not
-        know such a URL."""
+        """Return the folder of `url`. Raises `UsageError` if fsspec or a package is missing, or it knows no such URL."""
         try:
             from fsspec.core import url_to_fs
         except ImportError:

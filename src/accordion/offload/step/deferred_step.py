@@ -110,8 +110,7 @@ class UnitStep:
         self._chunk_steps: list[Future[None]] = []
 
     def begin(self, tiers: Tiers) -> None:
-        """Start the step on a thread of `tiers`. With `shard(debug="streams")` start nothing: `wait` then runs the step, and
-        parameters are NaN until then."""
+        """Start the step on a thread; with `shard(debug="streams")` set parameters to NaN and leave the step to `wait`."""
         if not tiers.late:
             self._running = tiers.stepper.submit(self.run)
             return
@@ -122,8 +121,7 @@ class UnitStep:
 
     def wait(self, engine: Engine) -> None:
         """Wait until all parameters are stepped and written, then write their new states into `optimizer.state`. Runs the step
-        itself if `begin` has not started it. An error is reported to the other ranks and raised. Adds the time to
-        `Tiers.waited_s`."""
+        itself if `begin` has not. An error is reported to the other ranks and raised. Adds the time to `Tiers.waited_s`."""
         start = time.perf_counter()
         with reported(engine):
             if self._running is not None:

@@ -194,8 +194,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def has_elements(tree: Any, local: Tensor) -> bool:
-    """Return True if the state `tree` is a tensor of the shape of `local`, or has one in nested lists and dicts. Scalars do not
-    count."""
+    """Return True if the state `tree` is or contains a tensor, but no scalar, of the shape of `local`."""
     return any(isinstance(v, Tensor) and v.dim() > 0 and v.shape == local.shape for v in leaves(tree))
 
 
@@ -235,8 +234,7 @@ def local_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor) -> None:
-    """Write the states `inner` of a step into `outer`, the states of `p`. If `p` is a DTensor, tensors of the shape of its shard
-    become DTensors."""
+    """Write the states `inner` of a step into `outer`, those of `p`, as DTensors if `p` is one and has a shard of their shape."""
     for key, value in inner.items():
         current = outer.get(key)
         if current is value or (isinstance(current, DTensor) and _torch.local_of(current) is value):
@@ -248,8 +246,7 @@ def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor) -> None:
 
 
 def flat_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of `tensor`, (numel,), in the memory order of `like`, which is dense: a view if both have the same
-    strides, else a copy."""
+    """Return the elements of `tensor`, (numel,), in the order of the dense `like`: a view if strides are equal, else a copy."""
     if tensor.stride() != like.stride():
         tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
