@@ -92,8 +92,7 @@ class Saver:
     ) -> Saving:
         """Copy the parts of `plan` to host memory `host`, then call `run(agree, host)` in a thread; return the save's handle.
 
-        Collective. If the save fails, the next step of any of `optimizers` raises its error: a step hook is registered on each.
-        At the program's end Python waits for the thread.
+        Collective. If the save fails, the next step of any of `optimizers` raises its error. Python's end waits for the thread.
         """
         host = team.agree(lambda: self._buffer.copy(plan))
         agree.meet()

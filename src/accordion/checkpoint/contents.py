@@ -53,8 +53,7 @@ def contents(model: nn.Module, optimizer: Optimizer | None, only: Only = None) -
     """Return the tensors and values that a save writes or a load fills, without copies.
 
     `only` selects tensors of the model; the states of all parameters of the optimizer are included in any case. Raises
-    `CheckpointError` for values that a checkpoint cannot hold, `UsageError` if `only` selects nothing and is not (), which
-    selects nothing on purpose.
+    `CheckpointError` for values that a checkpoint cannot hold, `UsageError` if `only` selects nothing and is not ().
     """
     tensors, aliases = model_tensors(model)
     params = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
@@ -170,7 +169,7 @@ def own_box(name: str, tensor: Tensor) -> Box:
     tensor of a DTensor has another shape than its placements give."""
     if not isinstance(tensor, DTensor):
         return box_of(tensor.shape, ())
-    box = box_of(tensor.shape, cuts(name, tensor, own_coordinate(tensor)))
+    box = box_of(tensor.shape, cuts(name, tensor))
     local_shape = tuple(local_of(tensor).shape)
     if local_shape != box.shape:
         raise CheckpointError(
@@ -180,29 +179,28 @@ def own_box(name: str, tensor: Tensor) -> Box:
     return box
 
 
-def own_coordinate(tensor: DTensor) -> tuple[int, ...]:
+def _own_coordinate(tensor: DTensor) -> tuple[int, ...]:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "only ranks of the mesh save and load"
     return tuple(coordinate)
 
 
-def writes(tensor: DTensor, coordinate: tuple[int, ...]) -> bool:
-    """Return True if the rank at `coordinate` of the mesh writes its shard of `tensor`: it is the first rank with that shard."""
-    placed = zip(tensor.placements, coordinate, strict=True)
+def writes(tensor: DTensor) -> bool:
+    """Return True if this rank writes its shard of `tensor`: it is the first rank with that shard."""
+    placed = zip(tensor.placements, _own_coordinate(tensor), strict=True)
     return not any(isinstance(placement, Replicate) and index for placement, index in placed)
 
 
-def cuts(name: str, tensor: DTensor, coordinate: tuple[int, ...]) -> list[DimCut]:
-    """Return the splits, in order, that turn the whole `tensor` into the shard of the rank at `coordinate` of its mesh.
+def cuts(name: str, tensor: DTensor) -> list[DimCut]:
+    """Return the splits, in order, that turn the whole `tensor` into the shard of this rank.
 
     The mesh axes split a dim from left to right, but an axis with a strided shard splits after all axes to its right. Raises
-    `CheckpointError`, with `name`, for placements that neither replicate nor shard, and for a strided shard whose split factor
-    is not the number of chunks of those axes.
+    `CheckpointError`, with `name`, for other placements, and for a split factor that is not the number of chunks of those axes.
     """
     # `shard` splits in the same way, and so does torch if rows divide evenly. If they do not, a strided shard of torch may
     # consist of several boxes, and `own_box` refuses it by its size.
     splits: list[DimCut] = []
-    axes = zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True)
+    axes = zip(tensor.placements, tensor.device_mesh.shape, _own_coordinate(tensor), strict=True)
     for placement, num_chunks, index in reversed(list(axes)):
         if isinstance(placement, StridedShard):  # before Shard, of which it is a subclass in some versions of torch
             dim, factor = placement.dim, int(placement.split_factor)

@@ -57,8 +57,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
 
     `source`: a folder or file of safetensors as transformers writes it, or a file of `torch.save` since torch 1.6. Files are
     memory-mapped, and code that a pickle names is not run. Raises `CheckpointError` for a source that is damaged, lacks tensors
-    that it lists or has them twice, or is not safe to read; `UsageError` for an unknown format, quantised weights, and a source
-    on remote storage.
+    that it lists or has them twice, or is not safe to read; `UsageError` for another format, quantised weights, remote storage.
     """
     folder = folder_at(source)
     if not isinstance(folder, Local):
@@ -116,8 +115,8 @@ def export(
     """Write the model in the checkpoint `source` to `target` in another format; return the paths of the files.
 
     All checksums of the model are compared first. Host memory: one tensor for `hf` and `safetensors`, the model for the others.
-    `source` may be a URL. Raises `CheckpointError` if `source` is damaged, `UsageError` if `target` exists or an argument is
-    wrong; `target` is then not created.
+    `source` may be a URL. Before `target` is created, raises `CheckpointError` if `source` is damaged, `UsageError` if `target`
+    exists or an argument is wrong.
 
     `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file; `dcp`, a folder of
     torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: for `hf`, folder whose configuration and tokenizer

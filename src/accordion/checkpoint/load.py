@@ -54,8 +54,7 @@ def load(
 ) -> Json:
     """Fill `model` and `optimizer` from the checkpoint at `path`, saved by any number of ranks; return the saved `extra`.
 
-    Collective. Each rank reads its shards into the tensors that exist. First waits for a background save of this model, and
-    raises its error.
+    Collective. Each rank reads its shards into existing tensors. First waits for the model's background save; raises its error.
 
     Args:
         optimizer: one, or a list as it was saved. Missing states are created. A parameter group takes the saved options of the

@@ -55,9 +55,8 @@ def parts_of(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimi
 
 
 def as_one(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> torch.optim.Optimizer | None:
-    """Return the optimizer that steps: the inner one of `optimizer` if it wraps another, an `OptimizerList` if it is a list of
-    several, None for None. Raises `UsageError` if anything in it is no optimizer, the list is empty, or two have a parameter in
-    common."""
+    """Return the optimizer that steps: the inner one of `optimizer` if it wraps another, an `OptimizerList` for several, None for
+    None. Raises `UsageError` if anything in it is no optimizer, the list is empty, or two have a parameter in common."""
     if optimizer is None:
         return None
     listed: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]

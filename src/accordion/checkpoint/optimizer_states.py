@@ -118,8 +118,7 @@ def _placement(tensor: Tensor) -> str:
 
 
 def _brief(value: Json, tensors: Mapping[str, Tensor]) -> str:
-    """Return a short text that is equal on two ranks if the JSON `value` and the `tensors` that it names are equal. Of DTensors
-    it covers dtype, shape and placements alone."""
+    """Return a short text that is equal on two ranks if `value` and its `tensors` are; of DTensors without their elements."""
     text = "" if isinstance(value, dict) and "$tensor" in value else json.dumps(value)
     for name in _refers_to(value):
         tensor = tensors[name]

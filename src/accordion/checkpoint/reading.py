@@ -88,8 +88,7 @@ def steady(
     find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda result: False
 ) -> T:
     """Return `act(find())`; `find` returns a checkpoint's folder. If `act` raises `CheckpointError` or `OSError`, or if `is_bad`
-    returns True for its result, and a save replaced the checkpoint meanwhile, call both again. Without a replacement, raise that
-    error or return that result.
+    returns True for its result, call both again if a save replaced the checkpoint meanwhile; else raise or return that.
 
     Raises `CheckpointError` if the checkpoint is replaced during each of `TURNS` calls.
     """
@@ -119,8 +118,7 @@ def place_of(find: Callable[[], Folder]) -> object:
 class Read:
     """A planned read of the part `box` of the tensor `name` from `chunk`, which contains the box.
 
-    `into`: view of a local tensor to fill; None only compares checksums. `fresh`: the local tensor is new, so it may be filled
-    before all checksums are compared.
+    `into`: view of a local tensor to fill; None only compares checksums. `fresh`: it is new, so it may be filled before.
     """
 
     name: str

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import DIGITS, PIECE_BYTES, SUMMED_BYTES, Buffer, kind_here, pieces, running
 from accordion.checkpoint.collective import Team
-from accordion.checkpoint.contents import OF_RANKS, Contents, local_data, own_box, own_coordinate, rank_prefix, writes
+from accordion.checkpoint.contents import OF_RANKS, Contents, local_data, own_box, rank_prefix, writes
 from accordion.checkpoint.format import (
     File,
     Manifest,
@@ -44,8 +44,7 @@ class WritePart:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The layout of one rank's file: first the header `head`, then the `parts`, last JSON with their checksums, which are of
-    `kind`. `sums_bytes`: length of the JSON."""
+    """The layout of one rank's file: the header `head`, the `parts`, and JSON of `sums_bytes` with their checksums of `kind`."""
 
     head: bytes
     parts: tuple[WritePart, ...]
@@ -67,7 +66,7 @@ def layout_of(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Te
     parts = []
     for name, tensor in saved_once.tensors.items():
         box = own_box(name, tensor)
-        is_writer = writes(tensor, own_coordinate(tensor)) if isinstance(tensor, DTensor) else team.leads
+        is_writer = writes(tensor) if isinstance(tensor, DTensor) else team.leads
         if is_writer and box.numel:
             parts.append(WritePart(name, entry_name(name, box.offset), local_data(tensor)))
     whole = [(name, tensor.detach()) for name, tensor in rank_tensors.items() if tensor.numel()]

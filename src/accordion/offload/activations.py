@@ -46,8 +46,7 @@ class ActivationOffload:
     def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
         """Start copying `tensor`, the input of a unit, to `place`, "host" or "disk:FOLDER". Return an object that copies it back.
 
-        First calls `finish_store` for the previous input, so that the device memory of that one can be freed. Raises `UsageError`
-        or `OffloadError` if there is no room.
+        First calls `finish_store`, which frees the previous input. Raises `UsageError` or `OffloadError` if there is no room.
         """
         self.finish_store()
         if place not in self._stores:
@@ -309,8 +308,7 @@ class DiskSlot:
                 raise
 
     def free(self, fetch: Transfer | None) -> None:
-        """Free the range, and cancel writes that have not begun; callable on any thread. `fetch`: a copy to the device that may
-        not have ended."""
+        """Free the range, and cancel writes not yet begun; callable on any thread. `fetch`: a copy that may not have ended."""
         self._is_wanted = False
         moves = [] if self._stored is None else self._stored.cancel()
         if fetch is not None:

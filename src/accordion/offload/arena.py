@@ -34,8 +34,7 @@ class Arena:
     """One allocation of host memory that `take` divides into tensors, freed with the last of them. Raises `UsageError` if memory
     cannot be allocated or pinned.
 
-    For an accelerator the memory is pinned by the driver, since torch's pinned allocator rounds up to powers of two. It stays
-    pinned until the arena itself is freed.
+    For an accelerator the driver pins it until the arena is freed, since torch's pinned allocator rounds up to powers of two.
     """
 
     def __init__(

@@ -117,8 +117,7 @@ class DiskShards(OffDeviceShards):
 
     def begin_read(self, version: int) -> None:
         """Bring the rows in the file up to date with `version` of the shards, and start reading them into the staging buffer on
-        threads. First waits for other uses of the buffer. Starts no reads if they were started for that version already and no
-        other unit had the buffer since."""
+        threads, unless that was done and no other unit had the buffer since. First waits for other uses of the buffer."""
         self.settle(version)
         times = self._staging_buffer.claim(self._unit)
         if self._staged == (times, version):

@@ -117,8 +117,7 @@ class Tiers:
 
     def read_ahead(self, index: int) -> None:
         """Start reading the shards of the unit that is gathered after the one with index `index`, if they are on disk and not
-        being stepped. Does nothing if both units use the same staging buffer, or if the next unit is not known. First waits for
-        earlier uses of the next unit's staging buffer."""
+        being stepped, after earlier uses of its staging buffer, unless the unit is not known or both have the same buffer."""
         unit = self._units[index]() if index in self._units else None
         if unit is None:
             return

@@ -41,8 +41,7 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
     PEFT are reset by their own methods, such as `reset_lora_parameters`, and DoRA's magnitudes are then computed. A tied
     parameter is drawn once for each of its names and keeps the last draw; in models of transformers, which tie after their
     initialisation, it keeps the draw of its source. Parameters are drawn contiguous, in the dtype of their shards. Memory beyond
-    the shards is one full parameter and what `init` needs. Buffers on the meta device are computed by `init` or by their modules.
-    Collective.
+    the shards is one full parameter and what `init` needs. Meta buffers are computed by `init` or by their modules. Collective.
 
     Raises `UsageError` if, at the end, a buffer or, without `init`, a parameter has no value; the error names them. Raises
     `DivergenceError` on every rank if the ranks' random generators differ before or after the initialisation.
@@ -260,8 +259,7 @@ def _holders(model: nn.Module, params: Collection[int]) -> set[nn.Module]:
 
 
 def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> None:
-    """Raise `UsageError` if an adapter in `model` cannot be reset by its own method. `params`: ids of parameters; only adapters
-    with one of them are checked, all for None."""
+    """Raise `UsageError` if an adapter in `model` (with one of the ids `params`, unless None) has no way to be reset."""
     configs, holders = configs_of(model), None if params is None else _holders(model, params)
     refused = [
         f"{name or '(root)'}: {why}"

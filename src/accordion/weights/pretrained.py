@@ -48,8 +48,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
     device that no file contains, and the few parameters that transformers never saves, are computed by the modules' own code. In
     PEFT models, files name a layer with adapters as they would without adapters; parameters that adapters add may be missing, as
     if they were in `ignore`; and copies of layers that PEFT trains (`modules_to_save`) begin with the weights of these layers.
-    Weights of layers that `quantize` made are quantised in the dtype of the file, one layer at a time: each rank reads and
-    quantises the blocks of its own rows.
+    Layers that `quantize` made are quantised in the dtype of the file, one at a time: by each rank the blocks of its own rows.
 
     Args:
         folder: has `model.safetensors`, or `model.safetensors.index.json` and its files; or "owner/name", a model on the hub
@@ -198,8 +197,7 @@ def check_pretrained(model: nn.Module, folder: Path) -> None:
 def _fitting(
     model: nn.Module, engine: Engine, folder: Path, ignore: list[str]
 ) -> tuple[dict[str, StoredRows], set[int]]:
-    """Match `folder` with `model`, and compare the values of tied tensors that `folder` has twice. Raises `CheckpointError` if
-    names, shapes or these values do not fit.
+    """Match `folder` with `model`. Raises `CheckpointError` if names, shapes or the values of tied tensors do not fit.
 
     Returns (name in `model` -> tensor to read, tied ones once; ids of the parameters that the model's own code computes).
     """
@@ -334,8 +332,7 @@ def _named(
 
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
     """Return the name in `wanted` that `key`, a name in a file, stands for; None if there is none. Tries `key` itself, then `key`
-    without the names of wrappers, then removes one of `prefixes` after another from its start. At last it tries each of these
-    names with one of `prefixes` added."""
+    without wrappers, then without one of `prefixes` after another, at last each of these with one of `prefixes` added."""
     names = [key]
     key = without_wrappers(key, INSIDE)
     while True:

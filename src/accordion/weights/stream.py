@@ -38,8 +38,7 @@ class WeightStream(Observer):
 
     The engine closes an open stream before this rank begins a forward, a backward or another collective. Closing takes part in
     the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name of an item -> 0-d
-    int64 digest of this rank's values in the dtype that is sent; {} if the stream keeps none. `missing`: names of the items that
-    the consumer on this rank has not received.
+    int64 digest of this rank's values in the dtype that is sent; {} if none are kept. `missing`: names of items not yet received.
     """
 
     # The end of the loop closes the stream: `break` and exceptions end the generator of `__iter__`, which runs its `finally`.

@@ -56,9 +56,8 @@ class Full:
 
 
 class Fulls(_torch.DispatchMode):
-    """Dispatch mode that gives memory to the full tensors that an operator uses, filled from the shards if the operator reads
-    them, which is collective. Full tensors of earlier operators are first written to the shards and freed. `replace` registers
-    full tensors."""
+    """Dispatch mode that gives memory to the full tensors, registered by `replace`, that an operator uses, filled from the shards
+    if the operator reads them (collective). Full tensors of earlier operators are first written to the shards and freed."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -17,8 +17,7 @@ from accordion.errors import CheckpointError
 class Local:
     """A folder in a file system, with the files of one checkpoint or with several checkpoints as folders.
 
-    The `Local` that `begin` returns owns the `lock` on the name of the checkpoint `target` until `commit`, which renames the
-    folder to `target`, or `discard`.
+    The one that `begin` returns owns the `lock` on the name `target` until `commit`, which renames it to `target`, or `discard`.
     """
 
     def __init__(self, path: Path, target: Path | None = None, lock: claims.NameLock | None = None) -> None:

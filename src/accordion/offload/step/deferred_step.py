@@ -203,8 +203,7 @@ def expose(optimizer: Optimizer) -> None:
 
 
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Step every parameter of `optimizer` that has a gradient now, and run the optimizer's step hooks. First wait for earlier
-    steps.
+    """Wait for earlier steps. Then step every parameter of `optimizer` that has a gradient, and run the optimizer's step hooks.
 
     Steps on the device run in this call. Steps on the host run on a thread during the next forward, with the present gradients
     and hyperparameters; the gather of a unit waits for the step of that unit. `kind`: the class before wrapping.

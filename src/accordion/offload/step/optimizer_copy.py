@@ -133,9 +133,8 @@ class OptimizerCopy:
                     target[key] = value
 
     def scalar(self, group: int, key: str, value: Any, local: Tensor) -> Any:
-        """Return a copy of `value`, the state `key` of a parameter, such as its step count. If `value` is no tensor, return it
-        uncopied. The copy is on the device of `value`; that of a "step" is on the device of `local` if the param group with index
-        `group` is fused or capturable, which need it there."""
+        """Return a copy of `value`, the state `key` of a parameter, such as its step count, if it is a tensor; else `value`. A
+        "step" is copied to the device of `local` if the param group with index `group` is fused or capturable."""
         if not isinstance(value, Tensor):
             return value
         options = self._values[group]
