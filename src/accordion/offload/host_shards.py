@@ -45,9 +45,13 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupMemory:
-    """Memory for the shard buffer of one group off the device."""
+class OffloadedGroup:
+    """The layout of the shards of one group, and memory for its shard buffer off the device."""
 
+    msg: Message  # layout of the shards
+    rank: int  # of this process, among those that share the group
+    dtypes: Sequence[torch.dtype]  # in which each shard is stepped
+    gathered: torch.dtype  # in which all shards are gathered
     allocate: Allocate  # takes host memory from the arena
     landing: Tensor  # this group's part of the landing buffer, 1-D uint8
     grads: FileAllocator | None  # of the file for gradients; None if they are in host memory
@@ -89,18 +93,19 @@ class OffDeviceShards(ShardBuffer):
 
     is_memory_of_locals = False
 
-    def _set_up(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], memory: GroupMemory) -> None:
+    def _set_up(self, group: OffloadedGroup) -> None:
         """Create the gradient slots and the other attributes. Subclasses call this after they have set `locals`."""
-        if memory.grads is None:
+        msg, rank, dtypes = group.msg, group.rank, group.dtypes
+        if group.grads is None:
             plain = some_of(msg, range(len(msg.cuts)))
-            self.slots = [Slot(local) for local in FlatShards(plain, rank, dtypes, memory.allocate).locals]
+            self.slots = [Slot(local) for local in FlatShards(plain, rank, dtypes, group.allocate).locals]
         else:
-            file_ranges = [memory.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
+            file_ranges = [group.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
             self.slots = [Slot(local_view(s.mapped(), c, rank), s) for s, c in zip(file_ranges, msg.cuts, strict=True)]
         # For each parameter its part of the landing buffer, uint8.
         ends = accumulate((page_aligned(local.nbytes) for local in self.locals), initial=0)
-        self._landing = [memory.landing[start:stop] for start, stop in pairwise(ends)]
-        self._store_stream, self._pool = memory.resources.store_stream, memory.resources.pool
+        self._landing = [group.landing[start:stop] for start, stop in pairwise(ends)]
+        self._store_stream, self._pool = group.resources.store_stream, group.resources.pool
         self.grads_come_from_device = self._store_stream.sleeps  # on the CPU gradients are added without a copy
         self._row_version = NO_VERSION  # version of the shards that the rows hold
         self._reading: list[Transfer] = []
@@ -204,35 +209,27 @@ class HostShards(OffDeviceShards):
     `keeps` the device has a copy of all rows, updated once a step; otherwise each gather copies them to the device.
     """
 
-    def __init__(
-        self,
-        msg: Message,
-        rank: int,
-        dtypes: Sequence[torch.dtype],
-        gathered: torch.dtype,
-        memory: GroupMemory,
-        *,
-        keeps: bool,
-    ) -> None:
-        self._rows = FlatShards(msg, rank, [gathered] * len(dtypes), memory.allocate)
+    def __init__(self, group: OffloadedGroup, *, keeps: bool) -> None:
+        msg, rank, dtypes, gathered = group.msg, group.rank, group.dtypes, group.gathered
+        self._rows = FlatShards(msg, rank, [gathered] * len(dtypes), group.allocate)
         self._cast = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
         self.locals, self.flats = list(self._rows.locals), list(self._rows.flats)
         if self._cast:
             stepped = [dtypes[i] for i in self._cast]
-            masters = FlatShards(some_of(msg, self._cast), rank, stepped, memory.allocate)
+            masters = FlatShards(some_of(msg, self._cast), rank, stepped, group.allocate)
             self.flats += masters.flats
             for i, local in zip(self._cast, masters.locals, strict=True):
                 self.locals[i] = local
         self._device_rows: FlatShards | None = None
         if keeps:
-            self._device_rows = FlatShards(msg, rank, [gathered] * len(dtypes), zeros_on(memory.resources.device))
+            self._device_rows = FlatShards(msg, rank, [gathered] * len(dtypes), zeros_on(group.resources.device))
         source = self._device_rows or self._rows
         self.padded, self.pack_row, self.dtype = source.padded, source.pack_row, source.dtype
         self.off_device = self._device_rows is None
         self.tag = self._rows.tag
-        self._fetch_stream = memory.resources.fetch_stream
+        self._fetch_stream = group.resources.fetch_stream
         self._device_version = NO_VERSION  # version of the shards in `_device_rows`
-        self._set_up(msg, rank, dtypes, memory)
+        self._set_up(group)
 
     def write_rows(self) -> None:
         if self._cast:

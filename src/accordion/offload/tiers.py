@@ -27,7 +27,7 @@ from accordion.offload.activations import ActivationOffload, OffloadedInput
 from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import NUM_STAGING_BUFFERS, Shape, host_needs, on_disk
 from accordion.offload.disk_shards import DiskPlace, DiskShards, StagingBuffer
-from accordion.offload.host_shards import GroupMemory, HostShards, OffDeviceShards, Resources, paged_bytes
+from accordion.offload.host_shards import HostShards, OffDeviceShards, OffloadedGroup, Resources, paged_bytes
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.offload.step.state_store import States
 from accordion.offload.swap_file import FileAllocator, check_folder
@@ -143,7 +143,11 @@ class Tiers:
             return on_device(self._context.device)(unit, msg, rank, dtypes, gathered)
         start = self._landing_used.get(unit, 0)
         self._landing_used[unit] = stop = start + paged_bytes(msg, dtypes)
-        memory = GroupMemory(
+        group = OffloadedGroup(
+            msg=msg,
+            rank=rank,
+            dtypes=dtypes,
+            gathered=gathered,
             allocate=self.arena.take,
             landing=self._landing[start:stop],
             grads=self.allocators.get(folder_of(offload.rest_of_grads)),
@@ -151,14 +155,14 @@ class Tiers:
         )
         allocator, staging_buffer = self.allocators.get(folder_of(offload.params)), self._staging_buffer_of(unit)
         if allocator is None or staging_buffer is None:
-            return HostShards(msg, rank, dtypes, gathered, memory, keeps=offload.params == DEVICE)
+            return HostShards(group, keeps=offload.params == DEVICE)
         start = self._staging_used.get(unit, 0)
         self._staging_used[unit] = start + paged_bytes(msg, [gathered] * len(dtypes))
         read_ahead = partial(self.read_ahead, unit)
         place = DiskPlace(
             unit=unit, allocator=allocator, staging_buffer=staging_buffer, start=start, read_ahead=read_ahead
         )
-        return DiskShards(msg, rank, dtypes, gathered, memory, place)
+        return DiskShards(group, place)
 
     def _resources(self) -> Resources:
         return Resources(

@@ -37,19 +37,12 @@ class Rows:
     def narrow(self, dim: int, start: int, length: int) -> Rows:
         dim %= len(self.shape)
         shape = torch.Size([*self.shape[:dim], length, *self.shape[dim + 1 :]])
-
-        def fill(into: Tensor, at: tuple[int, ...]) -> None:
-            self.fill(into, (*at[:dim], at[dim] + start, *at[dim + 1 :]))
-
-        return Rows(shape, self.dtype, fill)
+        return Rows(shape, self.dtype, lambda into, at: self.fill(into, (*at[:dim], at[dim] + start, *at[dim + 1 :])))
 
     def unsqueeze(self, dim: int) -> Rows:
         dim %= len(self.shape) + 1
-
-        def fill(into: Tensor, at: tuple[int, ...]) -> None:
-            self.fill(into.squeeze(dim), (*at[:dim], *at[dim + 1 :]))
-
-        return Rows(torch.Size([*self.shape[:dim], 1, *self.shape[dim:]]), self.dtype, fill)
+        shape = torch.Size([*self.shape[:dim], 1, *self.shape[dim:]])
+        return Rows(shape, self.dtype, lambda into, at: self.fill(into.squeeze(dim), (*at[:dim], *at[dim + 1 :])))
 
     def in_blocks(self, size: int) -> Rows:
         """Return this tensor, (out, width), reshaped to (out * width / size, size), as a lazy tensor."""
