@@ -248,8 +248,7 @@ def _file(name: str, words: Json) -> File:
 
 
 def _check_bytes(manifest: Manifest) -> None:
-    """Raise `CheckpointError` unless the chunks of each file fill it from its header to its end, without gaps and overlaps,
-    and have checksums of the right number and kind."""
+    """Raise `CheckpointError` unless chunks fill each file after its header, without gaps or overlaps, with fitting checksums."""
     spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
     sums = {name: [file.header_sum] for name, file in manifest.files.items()}
     for name, entry, chunk in manifest.chunks():

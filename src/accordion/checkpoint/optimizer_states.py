@@ -65,8 +65,7 @@ SAME_ON_ALL = {
 def _unequal_states(team: Team, facts: Mapping[str, str], call: str) -> list[Place]:
     """Return the states of parameters among `facts` (name -> value) that differ between ranks. Collective.
 
-    A rank that lacks a fact has the value "". Raises `CheckpointError` if a fact differs that is not a state of a parameter.
-    `call`: "save" or "load", for the message.
+    A rank that lacks a fact has the value "". Raises `CheckpointError`, which names `call`, "save" or "load", if others differ.
     """
     if len(set(team.shared(_digest(json.dumps(facts, sort_keys=True).encode())))) == 1:
         return []

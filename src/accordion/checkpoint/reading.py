@@ -152,8 +152,7 @@ def _takes_bytes(into: Tensor, dtype: torch.dtype) -> bool:
 def fill_part(
     into: Tensor, reader: Reader, at: int, dtype: torch.dtype, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> None:
-    """Fill `into` with the slices `index` of a tensor of `shape` and `dtype`, which `reader` has from byte `at` on. Elements are
-    cast to the dtype of `into`."""
+    """Fill `into`, of any dtype, with the slices `index` of a tensor of `shape` and `dtype` at byte `at` of `reader`."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows = index[0] if index else slice(0, 1)
     if tuple(into.shape[1:]) == shape[1:] and _takes_bytes(into, dtype):

@@ -25,8 +25,7 @@ NUM_STAGING_BUFFERS = 2
 
 
 class Shape:
-    """Bytes of the shards of one group on one rank; equal on all ranks, because shards are counted with their padding. A group is
-    the parameters of a unit that are gathered in one dtype.
+    """Bytes of one group, the parameters of a unit that are gathered in one dtype, on any rank: shards are counted with padding.
 
     Args: `msg`: layout of the shards; `dtypes`: of each shard, as the optimizer steps it; `trained`: True for parameters that
     require a gradient; `gathered`: dtype in which all shards are gathered.

@@ -154,8 +154,7 @@ Values: TypeAlias = Tensor | FileRange
 
 
 class FileAllocator:
-    """Divides a new file of `num_bytes` bytes in `folder` into ranges, each of which begins at a page and is taken once. Raises
-    `OffloadError` if the file cannot be created."""
+    """Divides a new file of `num_bytes` in `folder` into ranges that begin at pages. Raises `OffloadError` without room."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.file, self._used = SwapFile(folder, num_bytes), 0

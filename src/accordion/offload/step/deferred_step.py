@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -91,23 +92,19 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
     return list({id(engine): engine for _, _, engine, _ in owned_by(optimizer)}.values())
 
 
+@dataclass(eq=False)
 class UnitStep:
     """The step of one unit's parameters, `entries`, on the host; keeps their gradients alive until it has ended. `todos`: the
     steps of those `entries` that are stepped chunk by chunk, with their states in `states`, which is None if there are none."""
 
-    def __init__(
-        self,
-        optimizer_copy: OptimizerCopy,
-        entries: Sequence[Entry],
-        shard_buffers: Sequence[OffDeviceShards],
-        todos: Sequence[ParamStep],
-        states: States | None,
-    ) -> None:
-        self._optimizer_copy, self._todos, self._states = optimizer_copy, todos, states
-        self.entries, self.shard_buffers = entries, shard_buffers
-        self._running: Future[None] | None = None
-        self._values: list[tuple[Tensor, Tensor]] = []  # (parameter, its value) until a late step begins
-        self._chunk_steps: list[Future[None]] = []
+    optimizer_copy: OptimizerCopy
+    entries: Sequence[Entry]
+    shard_buffers: Sequence[OffDeviceShards]
+    todos: Sequence[ParamStep]
+    states: States | None
+    _running: Future[None] | None = None
+    _values: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (parameter, value) until a late step begins
+    _chunk_steps: list[Future[None]] = field(default_factory=list)
 
     def begin(self, tiers: Tiers) -> None:
         """Start the step on a thread; with `shard(debug="streams")` set parameters to NaN and leave the step to `wait`."""
@@ -136,22 +133,22 @@ class UnitStep:
                 self.run()
             for future in self._chunk_steps:
                 future.result()
-            for todo in self._todos:
+            for todo in self.todos:
                 finish(todo)
-        self._chunk_steps, self._todos = [], ()
+        self._chunk_steps, self.todos = [], ()
         tiers_of(engine).waited_s += time.perf_counter() - start
 
     def run(self) -> None:
         """Step the parameters that are stepped at once, and start the steps of all chunks of the others."""
-        todos = {id(todo.entry) for todo in self._todos}
+        todos = {id(todo.entry) for todo in self.todos}
         in_memory = [entry for entry in self.entries if id(entry) not in todos]
         with torch.no_grad():
-            step_entries(self._optimizer_copy, in_memory)
+            step_entries(self.optimizer_copy, in_memory)
             for shard_buffer in self.shard_buffers if in_memory else ():
                 shard_buffer.write_rows()  # of all parameters; chunks write their rows afterwards
-        if self._states is not None:
-            step = partial(step_chunk, self._optimizer_copy)
-            self._chunk_steps = [self._states.host_pipeline.start(chunk, step) for chunk in chunks_of(self._todos)]
+        if self.states is not None:
+            step = partial(step_chunk, self.optimizer_copy)
+            self._chunk_steps = [self.states.host_pipeline.start(chunk, step) for chunk in chunks_of(self.todos)]
         self.entries = ()
 
 

@@ -77,8 +77,7 @@ class OptimizerCopy:
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
         """Step the tensors of `todo` in place. Return tensor -> its new state.
 
-        Raises `UsageError` if this step leaves a value, such as a hyperparameter, that differs from the one in `after`. The value
-        then depends on the choice of parameters that are stepped.
+        Raises `UsageError` if a value, such as a hyperparameter, is then unlike that in `after`: it depends on what is stepped.
         """
         if not todo:
             return {}

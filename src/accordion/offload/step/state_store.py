@@ -25,14 +25,13 @@ log = logging.getLogger("accordion")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A parameter that is stepped chunk by chunk and needs memory for states. `unit`: index of its unit; `group`: of its param
-    group; `local`: its shard."""
+    """A parameter that is stepped chunk by chunk and needs memory for states."""
 
-    unit: int
+    unit: int  # index of its unit
     offload: Offload
-    group: int
+    group: int  # index of its param group
     param: Tensor
-    local: Tensor
+    local: Tensor  # its shard
     shard_buffer: tuple[OffDeviceShards, int] | None  # (shard buffer, index in it); None if it is on the device
 
 
@@ -174,8 +173,7 @@ class States:
 
 
 def _unallocated_block(members: Sequence[Wanted], dtypes: Iterable[torch.dtype], total: int) -> StateBlock:
-    """Return the block for the states of `members`, with `runs` left empty. `dtypes`: of the states; `total`: the elements of all
-    parameters that are stepped chunk by chunk."""
+    """Return a block without `runs` for the states, of `dtypes`, of `members`. `total`: elements of all that is stepped so."""
     itemsizes = {dtype.itemsize for dtype in dtypes}
     disk_bytes = total_bytes = 0
     for w in members:
