@@ -30,7 +30,6 @@ from accordion.checkpoint.format import (
 from accordion.checkpoint.storage.folders import Folder, Reader
 from accordion.checkpoint.untrusted_files import LENGTH_BYTES, stored_in
 from accordion.errors import CheckpointError
-from accordion.offload.arena import Arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,31 +116,6 @@ def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None) 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return a view, without a copy, of the memory of a contiguous tensor on the host as bytes."""
     return tensor.detach().flatten().view(torch.uint8).numpy().data
-
-
-class HostBuffer:
-    """Host memory to which background saves copy the parts of a rank's file; pinned if parts are on an accelerator."""
-
-    def __init__(self) -> None:
-        self._arena: Arena | None = None  # torch's pinned allocator would take up to twice as much memory
-
-    def copy(self, plan: FileLayout) -> memoryview:
-        """Copy all parts of `plan` to host memory, one after the other; return the bytes. The memory is kept, and the next call
-        overwrites it. Raises `UsageError` if it cannot be allocated."""
-        device = next((part.data.device for part in plan.parts if part.data.device.type != "cpu"), None)
-        if self._arena is None or self._arena.num_bytes < plan.num_bytes:
-            self._arena = None  # frees the old arena before the new one is allocated
-            self._arena = Arena(
-                plan.num_bytes, device or torch.device("cpu"), "a save in the background", "save with background=False"
-            )
-        memory, at = self._arena.memory, 0
-        for part in plan.parts:
-            into = memory[at : at + part.data.nbytes].view(part.data.dtype).view(part.data.shape)
-            into.copy_(part.data, non_blocking=device is not None)
-            at += part.data.nbytes
-        if device is not None:
-            torch.accelerator.synchronize(device)
-        return bytes_of(memory[:at])
 
 
 # -- the manifest
