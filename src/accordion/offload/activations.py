@@ -35,14 +35,6 @@ class ActivationOffload:
         self._last: weakref.ref[OffloadedInput] | None = None
         self._storing: tuple[Transfer | CopyToDisk, Tensor, int] | None = None  # copy under way, input and its version
 
-    @property
-    def host_bytes(self) -> int:
-        return sum(store.host_bytes for store in self._stores.values())
-
-    @property
-    def disk_bytes(self) -> int:
-        return sum(store.disk_bytes for store in self._stores.values())
-
     def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
         """Start copying `tensor`, the input of a unit, to `place`, "host" or "disk:FOLDER". Return an object that copies it back.
 
@@ -131,8 +123,6 @@ class OffloadedInput:
 class HostActivationStore:
     """Host memory for inputs of recomputed units: a buffer for each stored input, which later inputs reuse after it is freed."""
 
-    disk_bytes = 0
-
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
         self.host_bytes = 0
@@ -194,14 +184,6 @@ class DiskActivationStore:
         # Ranges to which slots add on any thread; each is free when its reads and writes have ended.
         self.released: deque[tuple[int, int, list[DiskCalls]]] = deque()
         self._stages = [Stage() for _ in range(NUM_STAGES)]  # the least recently used first
-
-    @property
-    def disk_bytes(self) -> int:
-        return self.file.num_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(stage.buffer.num_bytes for stage in self._stages if stage.buffer is not None)
 
     def take(self, num_bytes: int) -> DiskSlot:
         """Return a slot of `num_bytes`, whole pages: in the smallest free range that fits, or else at the end of the file, which
