@@ -11,7 +11,7 @@ from torch import Tensor
 from accordion.errors import UsageError
 from accordion.offload.arena import ALIGN_BYTES, page_aligned
 from accordion.offload.host_shards import OffDeviceShards
-from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of, has_elements, write_back
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of, has_elements
 from accordion.offload.swap_file import FileRange, Values
 
 CHUNK_NUMEL = 2**21  # largest chunk: 8 MiB of each float32 state
@@ -190,9 +190,3 @@ def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tens
         part.todo.states = {k: part.todo.place.shown.get(k, v) if k in shaped else v for k, v in new_states.items()}
         for row in rows:
             row.copy_(local)
-
-
-def finish(todo: ParamStep) -> None:
-    """Write the new states of the parameter of `todo` into `optimizer.state`. Call after all of its chunks were stepped."""
-    entry, shown = todo.entry, todo.place.shown
-    write_back(entry.state, {k: shown.get(k, v) for k, v in todo.states.items()}, entry.param)

@@ -23,8 +23,8 @@ from accordion.engine.engine import Engine
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.offload.host_shards import OffDeviceShards
-from accordion.offload.step.chunks import ParamStep, chunks_of, finish, step_chunk
-from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, step_entries
+from accordion.offload.step.chunks import ParamStep, chunks_of, step_chunk
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, step_entries, write_back
 from accordion.offload.step.state_store import States, Wanted
 from accordion.offload.tiers import Tiers
 
@@ -134,7 +134,7 @@ class UnitStep:
             for future in self._chunk_steps:
                 future.result()
             for todo in self.todos:
-                finish(todo)
+                write_back(todo.entry.state, todo.states, todo.entry.param)
         self._chunk_steps, self.todos = [], ()
         tiers_of(engine).waited_s += time.perf_counter() - start
 

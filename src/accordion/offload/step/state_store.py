@@ -15,7 +15,7 @@ from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.shards import own_storage, zeros_on
 from accordion.offload.arena import ALIGN_BYTES, Arena, aligned_buffer, page_aligned
 from accordion.offload.host_shards import OffDeviceShards, Resources
-from accordion.offload.step.chunks import Chunk, ParamStep, StateBlock, StatePlace, chunk_numel, chunks_of, finish
+from accordion.offload.step.chunks import Chunk, ParamStep, StateBlock, StatePlace, chunk_numel, chunks_of
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, write_back
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline
 from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, Values
@@ -169,7 +169,7 @@ class States:
         with torch.no_grad():
             pipeline.run(step)
         for todo in todos:
-            finish(todo)
+            write_back(todo.entry.state, todo.states, todo.entry.param)
 
 
 def _unallocated_block(members: Sequence[Wanted], dtypes: Iterable[torch.dtype], total: int) -> StateBlock:
