@@ -61,15 +61,15 @@ class WeightStream(Observer):
         self._check()
         try:
             while self._buckets:
-                self._begin_next()
+                self._buckets[0].begin()  # before it is removed: after an error here, `close` begins it again
                 items = self._buckets.popleft().land()
                 while items:
                     name, tensors = items.popleft()
                     while tensors:
                         yield tensors.popleft()
                         self._check()
-                        # Not earlier, because the caller's loop has kept the last tensor of the last bucket.
-                        self._begin_next()
+                        if self._buckets:  # not earlier, because the caller's loop has kept the last bucket's last tensor
+                            self._buckets[0].begin()
                     self.missing.discard(name)
         finally:
             # The garbage collector may end a generator on any thread, or inside a backward. Then the stream stays open, and
@@ -85,18 +85,13 @@ class WeightStream(Observer):
         self._is_open = False
         self.engine.observers.detach(self)
         while self._buckets and self.engine.context.waiter.broken is None:
-            self._begin_next()
+            self._buckets[0].begin()
             self._buckets.popleft().land()
 
     unit_is_called = backward_begins = settles = close
 
     def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
         self.close()
-
-    def _begin_next(self) -> None:
-        """Begin to gather the next bucket, unless that has begun or no bucket is left."""
-        if self._buckets:
-            self._buckets[0].begin()
 
     def _check(self) -> None:
         """Raise `UsageError` if the stream is closed, or if weights were written since it was created."""
