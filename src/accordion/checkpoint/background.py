@@ -93,7 +93,7 @@ class Saver:
     ) -> Saving:
         """Copy the parts of `plan` to host memory `host`, then call `run(agree, host)` in a thread; return the save's handle.
 
-        Collective. If the save fails, the next step of any of `optimizers` raises its error. Python's end waits for the thread.
+        Collective. If the save fails, a step hook of each of `optimizers` raises its error. At exit Python waits for the thread.
         """
         host = team.agree(lambda: self.copy(plan))
         agree.meet()
