@@ -28,9 +28,10 @@ from accordion.bench.trainer import STATUS
 from accordion.cli import main
 from accordion.config import Offload, Precision
 from accordion.errors import UsageError, nearest
-from accordion.offload.estimate import estimate_memory
+from accordion.offload.arena import aligned_buffer
+from accordion.offload.budget import estimate_memory
 from accordion.offload.step.pipelines import NUM_BUFFERS
-from accordion.offload.swap_file import FileRange, SwapFile, aligned_buffer
+from accordion.offload.swap_file import FileRange, SwapFile
 from accordion.offload.tiers import Tiers
 from accordion.optimizers.wrap import wrap_optimizer
 from accordion.options import read

@@ -267,7 +267,7 @@ def test_no_pip_command_names_the_project_of_others() -> None:
 BUDGETS = {
     "_torch": 990,
     "bench": 1170,
-    "checkpoint": 4150,
+    "checkpoint": 4060,
     "compat": 3440,
     "doctor": 590,
     "engine": 4550,
@@ -277,7 +277,7 @@ BUDGETS = {
     "losses": 460,
     "models": 520,
     "observe": 1230,
-    "offload": 2840,
+    "offload": 2730,
     "optimizers": 1380,
     "pages": 250,
     "plan": 6100,
@@ -286,7 +286,7 @@ BUDGETS = {
     "shard": 1520,
     "tasks": 510,
     "train": 6030,
-    "weights": 2150,
+    "weights": 2100,
     "workers": 310,
     "files beside them": 2990,
 }

@@ -21,7 +21,7 @@ from accordion.even_batches import even
 from accordion.losses.chunks import linear_cross_entropy
 from accordion.norms import log_norms
 from accordion.observe.recorder import observe
-from accordion.offload.estimate import estimate_memory
+from accordion.offload.budget import estimate_memory
 from accordion.optimizers.wrap import clip_grad_norm_, wrap_optimizer
 from accordion.park import park, unpark
 from accordion.plan.api import plan

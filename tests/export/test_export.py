@@ -361,7 +361,7 @@ def test_nothing_is_half_written(tmp_path, monkeypatch, capsys):
 
     for target, words in (("out", []), ("out.safetensors", ["--format", "safetensors"])):
         with monkeypatch.context() as patch:
-            patch.setattr("accordion.checkpoint.streamed.TensorSource.pieces", full)
+            patch.setattr("accordion.checkpoint.convert.TensorSource.pieces", full)
             assert exported(folder, target, *words) == 1
         assert "No space left on device" in capsys.readouterr().err
         assert sorted(os.listdir(tmp_path)) == before

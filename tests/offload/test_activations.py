@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.offload import swap_file
-from accordion.offload.activations import stores
-from accordion.offload.activations.offload import ActivationOffload
-from accordion.offload.activations.stores import HostActivationStore, joined
+from accordion.offload.activations import NUM_STAGES, ActivationOffload, HostActivationStore, joined
 from tests.devices import device
 from tests.inside import engine_in
 from tests.offload.test_faults import failing_calls
@@ -26,7 +24,7 @@ from tests.offload.test_files import cpu_resources
 from tests.support import models
 from tests.support.disks import fill, mounted
 from tests.support.meters import Allocations
-from tests.support.offloads import chunks_of_at_most
+from tests.support.offloads import chunks_of_at_most, taken_by
 from tests.support.ranked import on_world
 from tests.support.reference import local_of, params_of
 from tests.support.sample import sampled
@@ -117,14 +115,16 @@ def test_inputs_leave_the_device_into_host_memory_that_is_reused(mesh) -> None:
         model(tokens).sum().backward()
         if offload is not None:
             activation_offload = activation_offload_of(model)
-            assert activation_offload.host_bytes == num_blocks * inputs
+            assert taken_by(activation_offload) == (num_blocks * inputs, 0)
         with Allocations() as memory:
             loss = model(tokens).sum()
             gc.collect()
             memory.mark("forward")
             loss.backward()
         live.append(memory.live("forward"))
-    assert activation_offload.host_bytes == num_blocks * inputs, "the second step reuses the memory of the first one"
+    assert taken_by(activation_offload) == (num_blocks * inputs, 0), (
+        "the second step reuses the memory of the first one"
+    )
     saved = live[0] - live[1]
     assert (num_blocks - 1) * inputs - 4096 <= saved <= num_blocks * inputs + 4096, (live, inputs)
 
@@ -143,23 +143,21 @@ def test_inputs_on_disk_past_the_page_cache_and_through_it(mesh, direct: int, tm
         model = recomputed(mesh, on_disk(tmp_path), num_blocks)
         loss_of(model, 0, (8, 64)).backward()
     activation_offload = activation_offload_of(model)
-    taken = stores.NUM_STAGES * inputs, num_blocks * inputs
-    assert (activation_offload.host_bytes, activation_offload.disk_bytes) == taken
+    taken = NUM_STAGES * inputs, num_blocks * inputs
+    assert taken_by(activation_offload) == taken
     for seed in range(3):
         loss_of(model, seed, (8, 64))  # its graph goes, with what is on its way
         gc.collect()
         loss_of(model, seed, (8, 64)).backward()
-    assert (activation_offload.host_bytes, activation_offload.disk_bytes) == taken
+    assert taken_by(activation_offload) == taken
     (store,) = activation_offload._stores.values()
     before = dict(store.file.traffic)
     loss_of(model, 9, (8, 64)).backward()
     store._collect()  # waits for what is under way
     assert store.file.traffic["written"] - before["written"] == num_blocks * inputs
-    assert store.file.traffic["read"] - before["read"] == (num_blocks - stores.NUM_STAGES) * inputs, (
-        "the last ones are there"
-    )
+    assert store.file.traffic["read"] - before["read"] == (num_blocks - NUM_STAGES) * inputs, "the last ones are there"
     loss_of(model, 9, (8, 65)).backward()
-    assert activation_offload.disk_bytes <= 2 * num_blocks * (inputs + inputs // 64)
+    assert taken_by(activation_offload)[1] <= 2 * num_blocks * (inputs + inputs // 64)
     store._collect()
     assert store._free == [(0, store.file.num_bytes)], "all of it is free, in one part"
     assert os.listdir(tmp_path) == []
@@ -172,9 +170,9 @@ def test_inputs_of_many_shapes_take_the_memory_of_the_largest(mesh, tmp_path: Pa
         model = recomputed(mesh, offload)
         for length in (40, 8, 33, 64, 1, 57, 64):
             loss_of(model, 0, (8, length)).backward()
-        activation_offload, largest = activation_offload_of(model), 8 * 64 * 32 * 4
-        assert activation_offload.host_bytes <= NUM_BLOCKS * (largest + largest // 8), "buffers that grew are larger"
-        assert activation_offload.disk_bytes <= 2 * NUM_BLOCKS * largest
+        (on_host, disk_bytes), largest = taken_by(activation_offload_of(model)), 8 * 64 * 32 * 4
+        assert on_host <= NUM_BLOCKS * (largest + largest // 8), "buffers that grew are larger"
+        assert disk_bytes <= 2 * NUM_BLOCKS * largest
 
 
 def test_inputs_that_grow_a_little_rarely_allocate_memory():
@@ -183,7 +181,7 @@ def test_inputs_that_grow_a_little_rarely_allocate_memory():
     for num_pages in range(100, 200):
         slot = store.take(num_pages * page)
         made.extend([] if slot._buffer in made else [slot._buffer])
-        slot.free(False)
+        slot.free(None)
         assert store.host_bytes <= num_pages * page * 9 / 8 + page
     assert len(made) <= 8
 

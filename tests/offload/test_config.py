@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import accordion as acc
-from accordion.offload.estimate import MemoryEstimate, estimate_memory
+from accordion.offload.budget import MemoryEstimate, estimate_memory
 from tests.support import models
 
 

@@ -9,7 +9,7 @@ import torch
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from accordion.offload.estimate import estimate_memory
+from accordion.offload.budget import estimate_memory
 from tests.devices import device
 from tests.inside import engine_in, units_of
 from tests.support import models

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import accordion as acc
 from accordion.offload import arena
-from accordion.offload.swap_file import SwapFile, aligned_buffer
+from accordion.offload.swap_file import SwapFile
 from tests.devices import device
 from tests.support import models
 from tests.support.checks import assert_equal, go_on, one_loss
@@ -36,7 +36,7 @@ def killed(path: Path) -> None:
     file = SwapFile(path, 1 << 22)
     for _ in range(3):
         threading.Thread(
-            target=lambda: [file.write(0, aligned_buffer(1 << 22)) for _ in range(1000)], daemon=True
+            target=lambda: [file.write(0, arena.aligned_buffer(1 << 22)) for _ in range(1000)], daemon=True
         ).start()
     while not file.traffic["written"]:
         pass

@@ -18,12 +18,12 @@ from torch import Tensor
 from accordion.engine.streams import SideStream
 from accordion.errors import OffloadError, UsageError
 from accordion.offload import swap_file
-from accordion.offload.arena import Arena
+from accordion.offload.arena import Arena, aligned_buffer
 from accordion.offload.host_shards import Resources
 from accordion.offload.step import chunks
 from accordion.offload.step.optimizer_copy import Entry
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline
-from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, aligned_buffer, check_folder
+from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, check_folder
 from tests.support.disks import fill, mounted
 
 PAGE = swap_file.ALIGN_BYTES
@@ -132,7 +132,7 @@ def test_every_element_is_in_one_chunk_and_none_is_larger_than_a_buffer(tmp_path
     block = chunks.StateBlock(runs, numel, itemsize=4, max_numel=2048)
     tensors = [torch.zeros(size) for size in sizes]
     todos = [
-        chunks.ParamStep(Entry(0, t, t, t, {}), chunks.StatePlace(t, block, start, {}), frozenset())
+        chunks.ParamStep(Entry(0, t, t, t, {}), chunks.StatePlace(t, block, start, {}))
         for t, start in zip(tensors, starts, strict=True)
     ]
     stepped = [todo for i, todo in enumerate(todos) if i != 2]
@@ -248,7 +248,7 @@ def made_chunks(path: Path, num: int) -> tuple[chunks.ParamStep, list[chunks.Chu
     run = FileRange(SwapFile(path, 4 * numel), 0, numel, torch.float32)
     block, own = chunks.StateBlock({"a": run}, numel, itemsize=4, max_numel=PAGE), torch.zeros(numel)
     place = chunks.StatePlace(own, block, 0, {"a": run.mapped()})
-    todo = chunks.ParamStep(Entry(0, own, own, own, {}), place, frozenset({"a"}))
+    todo = chunks.ParamStep(Entry(0, own, own, own, dict(place.shown)), place)
     parts = list(chunks.chunks_of([todo]))
     assert len(parts) == num
     return todo, parts

@@ -12,7 +12,7 @@ import pytest
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
-from accordion.offload.activations.stores import NUM_STAGES
+from accordion.offload.activations import NUM_STAGES
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.plan.choice import Choice
 from accordion.plan.events import Alloc, Category, Enter, Event, Land, Launch, Log, Op, StepPart, StepPhase
@@ -27,6 +27,7 @@ from accordion.plan.trace.setup import TrainingSetup
 from accordion.plan.trace.trace import trace
 from tests.plan import builders, subjects
 from tests.plan.builders import OFFLOADS, ONE_CHOICE, config_in, gpt, planned, run_of, space
+from tests.support.offloads import taken_by
 
 RANKS = 2
 STEPPED = 34  # bytes of host memory for an element: Adam's 28, and its row in bf16 from its master
@@ -171,8 +172,7 @@ def kept_elsewhere(mesh: Any, place: str) -> tuple[int, int]:
         subjects.loss("gpt", model, subjects.batch_of("gpt")).backward()
     engine = engine_of(model)
     assert engine is not None
-    waits = tiers_of(engine).activation_offload
-    return waits.host_bytes, waits.disk_bytes
+    return taken_by(tiers_of(engine).activation_offload)
 
 
 @pytest.mark.slow

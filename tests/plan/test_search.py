@@ -15,7 +15,7 @@ from torch import nn
 import accordion as acc
 from accordion.config import checkpointing_named
 from accordion.engine.layout import ALIGN_BYTES
-from accordion.offload.estimate import estimate_memory
+from accordion.offload.budget import estimate_memory
 from accordion.plan.choice import Choice, in_memory
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Log
 from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded

@@ -85,11 +85,11 @@ def test_a_scaler_reads_its_scale_after_it_has_come(world, tmp_path, place):
 BACKGROUND = """
 from types import SimpleNamespace
 import torch
-from accordion.checkpoint.writing import HostBuffer
+from accordion.checkpoint.background import Saver
 
 data = torch.arange(5 << 20, dtype=torch.uint8, device="sim")
 part = SimpleNamespace(data=data)
-copy = HostBuffer().copy(SimpleNamespace(parts=[part], num_bytes=data.nbytes))
+copy = Saver().copy(SimpleNamespace(parts=[part], num_bytes=data.nbytes))
 assert bytes(copy) == bytes(data.cpu().numpy())
 """
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import accordion as acc
+from accordion.offload.activations import ActivationOffload, HostActivationStore
 from accordion.offload.step import chunks
 from tests.support import models
 from tests.support.compare import Scenario, assert_same, train
@@ -22,6 +23,18 @@ MIXED = acc.Offload(params="host", optimizer="host", overrides={models.Block: OP
 
 def disk(path: Path, **options: Any) -> acc.Offload:
     return acc.Offload(params="host", optimizer=f"disk:{path}", **options)
+
+
+def taken_by(activation_offload: ActivationOffload) -> tuple[int, int]:
+    """Return (bytes of host memory, bytes on disk) that offloaded inputs take."""
+    on_host = on_disk = 0
+    for store in activation_offload._stores.values():
+        if isinstance(store, HostActivationStore):
+            on_host += store.host_bytes
+        else:
+            on_host += sum(stage.buffer.num_bytes for stage in store._stages if stage.buffer is not None)
+            on_disk += store.file.num_bytes
+    return on_host, on_disk
 
 
 def places(path: Path) -> dict[str, acc.Offload]:

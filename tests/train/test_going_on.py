@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import accordion as acc
 from accordion.checkpoint import latest
-from accordion.checkpoint.reading import read_manifest, verify
+from accordion.checkpoint.reading import opened, verify
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import CheckpointError, UsageError
 from accordion.export.command import ExportOptions, export
@@ -108,7 +108,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def extra_of(checkpoint: Path) -> dict[str, Any]:
-    return dict(read_manifest(checkpoint_at(checkpoint)).extra)
+    return dict(opened(checkpoint_at(checkpoint)).manifest.extra)
 
 
 class Plain(Curve):
@@ -123,7 +123,7 @@ def test_a_resumed_run_uses_its_own_options_of_the_optimizer(
     fit(Plain(), train_steps=1)
     found = fit(Plain(), train_steps=2, train_weight_decay=0.0)
     assert "changed since: train.steps 1 -> 2, train.weight_decay 0.1 -> 0.0\n" in capsys.readouterr().out
-    groups = read_manifest(checkpoint_at(Path(str(found.checkpoint)))).optimizer["groups"]
+    groups = opened(checkpoint_at(Path(str(found.checkpoint)))).manifest.optimizer["groups"]
     assert [group["options"]["weight_decay"] for group in groups] == [0.0]
 
 

@@ -16,8 +16,9 @@ from torch import nn
 
 from accordion import _torch
 from accordion.checkpoint.collective import Team, agreed, message_of
-from accordion.checkpoint.writing import FileLayout, HostBuffer
+from accordion.checkpoint.writing import FileLayout, bytes_of
 from accordion.errors import CheckpointError
+from accordion.offload.arena import Arena
 from accordion.safety.liveness.hub import Hub, hubs_of_job
 from accordion.safety.liveness.polling import poll
 
@@ -68,10 +69,10 @@ class Saving:
 
 
 class Saver:
-    """Runs the background saves of one model, one at a time, and keeps the host buffer between them."""
+    """Runs the background saves of one model, one at a time, and keeps the host memory between them."""
 
     def __init__(self) -> None:
-        self._buffer = HostBuffer()
+        self._arena: Arena | None = None  # torch's pinned allocator would take up to twice as much memory
         self._saving: Saving | None = None
         self._watched: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._agreement: ThreadAgreement | None = None  # of the latest save
@@ -92,10 +93,9 @@ class Saver:
     ) -> Saving:
         """Copy the parts of `plan` to host memory `host`, then call `run(agree, host)` in a thread; return the save's handle.
 
-        Collective. If the save fails, the next step of any of `optimizers` raises its error: a step hook is registered on each.
-        At the program's end Python waits for the thread.
+        Collective. If the save fails, a step hook of each of `optimizers` raises its error. At exit Python waits for the thread.
         """
-        host = team.agree(lambda: self._buffer.copy(plan))
+        host = team.agree(lambda: self.copy(plan))
         agree.meet()
         if self._agreement is None:
             before_pools_end(weakref.WeakMethod(self.end))
@@ -106,6 +106,24 @@ class Saver:
                 self._watched.add(optimizer)
                 optimizer.register_step_post_hook(self._raise_failure)
         return saving
+
+    def copy(self, plan: FileLayout) -> memoryview:
+        """Copy all parts of `plan` to host memory, pinned if one is on an accelerator; return the bytes, which the next call
+        overwrites. Raises `UsageError` if the memory cannot be allocated."""
+        device = next((part.data.device for part in plan.parts if part.data.device.type != "cpu"), None)
+        if self._arena is None or self._arena.num_bytes < plan.num_bytes:
+            self._arena = None  # frees the old arena before the new one is allocated
+            self._arena = Arena(
+                plan.num_bytes, device or torch.device("cpu"), "a save in the background", "save with background=False"
+            )
+        memory, at = self._arena.memory, 0
+        for part in plan.parts:
+            into = memory[at : at + part.data.nbytes].view(part.data.dtype).view(part.data.shape)
+            into.copy_(part.data, non_blocking=device is not None)
+            at += part.data.nbytes
+        if device is not None:
+            torch.accelerator.synchronize(device)
+        return bytes_of(memory[:at])
 
     def end(self) -> None:
         """Wait for the save in progress, and log its error, which nothing else would report. Called when the program ends."""
@@ -154,8 +172,7 @@ class ThreadAgreement:
         self.program_ends = threading.Event()  # set by `Saver.end`
 
     def meet(self) -> None:
-        """Choose or create the `Hub`, which connects all ranks of the team and detects ranks that exit. Collective. Does nothing
-        for a team of one rank."""
+        """Choose or create the `Hub` that connects the team's ranks, if there are several, and detects exits. Collective."""
         if len(self._team.ranks) < 2:
             return
         # A hub that contains all of these ranks exists on each of them, so the smallest one is the same on all.

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DimCut:
-    """A split of a tensor along `dim` into `num_chunks`, sized as by `torch.chunk`, of which chunk `index` is kept. The last
-    chunks may be empty."""
+    """A split of `dim` into `num_chunks`, sized as by `torch.chunk` or empty at the end, of which chunk `index` is kept."""
 
     dim: int
     num_chunks: int

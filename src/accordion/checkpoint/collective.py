@@ -115,8 +115,7 @@ def agreed(action: Callable[[], T], shared: Callable[[str], list[str]]) -> T:
 
 
 def message_of(error: Exception) -> str:
-    """Return the message of `error` as text that UTF-8 can encode. The name of its class comes first, unless it is an
-    `AccordionError` with a text."""
+    """Return the message of `error` in valid Unicode, after its class's name unless it is an `AccordionError` with a text."""
     text = (isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}"
     return text.encode(errors="backslashreplace").decode()  # paths and names may have any bytes
 

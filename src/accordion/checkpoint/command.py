@@ -7,10 +7,10 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from accordion.checkpoint.convert import convert
-from accordion.checkpoint.reading import read_manifest, steady, verify
+from accordion.checkpoint.reading import opened, steady, verify
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import CheckpointError
 from accordion.options import check_subcommand, listed, place, read
@@ -18,13 +18,8 @@ from accordion.options import check_subcommand, listed, place, read
 PROG = "accordion checkpoint"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The result of a subcommand: `data` to print with `--json`, `lines` to print without it, and the exit `code`."""
-
-    data: dict[str, Any]
-    lines: list[str]
-    code: int = 0
+Answer: TypeAlias = tuple[dict[str, Any], list[str], int]
+"""(data to print with `--json`, lines to print without it, exit code) of a subcommand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +66,11 @@ def run(words: list[str]) -> int:
     if options is None:
         return 0
     try:
-        answer = job(options)
+        data, lines, code = job(options)
     except OSError as error:
         raise CheckpointError(str(error)) from error
-    print(json.dumps(_plain(answer.data), indent=2) if options.json else "\n".join(answer.lines), flush=True)
-    return answer.code
+    print(json.dumps(_plain(data), indent=2) if options.json else "\n".join(lines), flush=True)
+    return code
 
 
 def _plain(value: Any) -> Any:
@@ -90,7 +85,7 @@ def _plain(value: Any) -> Any:
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the manifest of the checkpoint at `path` as a dict for people: its writer, files, tensors, aliases, `extra`, and the
     options of the optimizer's groups. Raises `CheckpointError` if the manifest is missing or damaged."""
-    manifest = steady(lambda: checkpoint_at(path), read_manifest)
+    manifest = steady(lambda: checkpoint_at(path), opened).manifest
     optimizer = manifest.optimizer
     return {
         "path": str(checkpoint_at(path)),
@@ -123,14 +118,14 @@ def _inspect(options: PathOptions) -> Answer:
         f"checksums: {about['checksum']}; optimizer: {'none' if about['optimizer'] is None else 'yes'}",
     ]
     lines += [f"  {name}  {t['dtype']} {list(t['shape'])}  {t['num_chunks']} chunks" for name, t in tensors.items()]
-    return Answer(data=about, lines=[*lines, *(f"  {a} is {b}" for a, b in about["aliases"].items())])
+    return about, [*lines, *(f"  {a} is {b}" for a, b in about["aliases"].items())], 0
 
 
 def _verify(options: PathOptions) -> Answer:
     checkpoint_at(options.path).sizes()  # raises an error if there is no such folder, as after a typing error
     faults = verify(options.path)
     data = {"path": options.path, "good": not faults, "faults": faults}
-    return Answer(data=data, lines=faults or [f"{options.path} is as it was written, every byte"], code=bool(faults))
+    return data, faults or [f"{options.path} is as it was written, every byte"], int(bool(faults))
 
 
 def _convert(options: ConvertOptions) -> Answer:
@@ -138,7 +133,7 @@ def _convert(options: ConvertOptions) -> Answer:
     num_tensors = len(source.tensors)
     data = {"path": options.target, "from": source.kind, "tensors": num_tensors, "left_out": list(source.left)}
     lines = [f"{options.target}: {num_tensors} tensors from {source.kind}"]
-    return Answer(data=data, lines=[*lines, *(f"left out: {name}" for name in source.left)])
+    return data, [*lines, *(f"left out: {name}" for name in source.left)], 0
 
 
 JOBS: Mapping[str, tuple[str, type[Any], Callable[[Any], Answer]]] = {

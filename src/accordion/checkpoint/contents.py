@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
@@ -50,8 +53,7 @@ def contents(model: nn.Module, optimizer: Optimizer | None, only: Only = None) -
     """Return the tensors and values that a save writes or a load fills, without copies.
 
     `only` selects tensors of the model; the states of all parameters of the optimizer are included in any case. Raises
-    `CheckpointError` for values that a checkpoint cannot hold, `UsageError` if `only` selects nothing and is not (), which
-    selects nothing on purpose.
+    `CheckpointError` for values that a checkpoint cannot hold, `UsageError` if `only` selects nothing and is not ().
     """
     tensors, aliases = model_tensors(model)
     params = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
@@ -149,8 +151,7 @@ def optimizer_name(words: Json) -> str:
 
 
 def param_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the names of the optimizer's parameters in order. Raises `CheckpointError` for a parameter that is not in `names`
-    (id -> name)."""
+    """Return the names of the optimizer's parameters in order. Raises `CheckpointError` for one not in `names` (id -> name)."""
     ordered = []
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -168,7 +169,7 @@ def own_box(name: str, tensor: Tensor) -> Box:
     tensor of a DTensor has another shape than its placements give."""
     if not isinstance(tensor, DTensor):
         return box_of(tensor.shape, ())
-    box = box_of(tensor.shape, cuts(name, tensor, own_coordinate(tensor)))
+    box = box_of(tensor.shape, cuts(name, tensor))
     local_shape = tuple(local_of(tensor).shape)
     if local_shape != box.shape:
         raise CheckpointError(
@@ -178,29 +179,28 @@ def own_box(name: str, tensor: Tensor) -> Box:
     return box
 
 
-def own_coordinate(tensor: DTensor) -> tuple[int, ...]:
+def _own_coordinate(tensor: DTensor) -> tuple[int, ...]:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "only ranks of the mesh save and load"
     return tuple(coordinate)
 
 
-def writes(tensor: DTensor, coordinate: tuple[int, ...]) -> bool:
-    """Return True if the rank at `coordinate` of the mesh writes its shard of `tensor`: it is the first rank with that shard."""
-    placed = zip(tensor.placements, coordinate, strict=True)
+def writes(tensor: DTensor) -> bool:
+    """Return True if this rank writes its shard of `tensor`: it is the first rank with that shard."""
+    placed = zip(tensor.placements, _own_coordinate(tensor), strict=True)
     return not any(isinstance(placement, Replicate) and index for placement, index in placed)
 
 
-def cuts(name: str, tensor: DTensor, coordinate: tuple[int, ...]) -> list[DimCut]:
-    """Return the splits, in order, that turn the whole `tensor` into the shard of the rank at `coordinate` of its mesh.
+def cuts(name: str, tensor: DTensor) -> list[DimCut]:
+    """Return the splits, in order, that turn the whole `tensor` into the shard of this rank.
 
     The mesh axes split a dim from left to right, but an axis with a strided shard splits after all axes to its right. Raises
-    `CheckpointError`, with `name`, for placements that neither replicate nor shard, and for a strided shard whose split factor
-    is not the number of chunks of those axes.
+    `CheckpointError`, with `name`, for other placements, and for a split factor that is not the number of chunks of those axes.
     """
     # `shard` splits in the same way, and so does torch if rows divide evenly. If they do not, a strided shard of torch may
     # consist of several boxes, and `own_box` refuses it by its size.
     splits: list[DimCut] = []
-    axes = zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True)
+    axes = zip(tensor.placements, tensor.device_mesh.shape, _own_coordinate(tensor), strict=True)
     for placement, num_chunks, index in reversed(list(axes)):
         if isinstance(placement, StridedShard):  # before Shard, of which it is a subclass in some versions of torch
             dim, factor = placement.dim, int(placement.split_factor)
@@ -239,9 +239,8 @@ def state_name(rank: int) -> str:
 
 
 def object_states(state: Mapping[str, Stateful], team: Team) -> tuple[dict[str, DTensor], dict[str, Tensor]]:
-    """Return two dicts, name in the checkpoint -> tensor, of the objects in `state=`: (their sharded tensors, tensors that are
-    saved for this rank). The second has their plain tensors, and one of JSON that refers to all tensors. Both are {} without
-    objects. Calls the `state_dict` of each object.
+    """Call the `state_dict` of the objects in `state=`. Return two dicts, name in the checkpoint -> tensor: (sharded tensors,
+    tensors that are saved for this rank: the plain ones, and one of JSON that refers to all). Both are {} without objects.
 
     Raises `CheckpointError` for values that a checkpoint cannot hold, and for tensors sharded over ranks other than `team`.
     """
@@ -258,3 +257,39 @@ def object_states(state: Mapping[str, Stateful], team: Team) -> tuple[dict[str, 
     names = {name: rank_prefix(team.index) + name for name in tensors if name not in sharded}
     own = {names[name]: tensors[name] for name in names}
     return sharded, {state_name(team.index): as_bytes(renamed(words, names)), **own}
+
+
+class RandomState:
+    """Object for `state=` of `save` and `load`: the random states of Python, numpy, torch and accelerator in this process.
+
+    `load_state_dict` does nothing with the state of another rank, so that no two ranks draw the same numbers. If the number of
+    ranks has changed, `load` passes the state of rank 0 to all, so only rank 0 restores it and the others keep theirs.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        kind, keys, position, has_gauss, gauss = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+        state = {
+            "rank": _rank(),
+            "python": random.getstate(),
+            "numpy": (str(kind), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+            "torch": torch.get_rng_state(),
+        }
+        device = torch.accelerator.current_accelerator(check_available=True)
+        if device is not None:
+            state["device"] = torch.get_device_module(device).get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        if state["rank"] != _rank():
+            return
+        random.setstate(state["python"])
+        kind, keys, position, has_gauss, gauss = state["numpy"]
+        np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+        torch.set_rng_state(state["torch"])
+        device = torch.accelerator.current_accelerator(check_available=True)
+        if device is not None and "device" in state:
+            torch.get_device_module(device).set_rng_state(state["device"])
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

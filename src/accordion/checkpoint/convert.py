@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,23 +20,24 @@ from torch import Tensor
 
 from accordion.checkpoint.collective import Team
 from accordion.checkpoint.contents import Contents
-from accordion.checkpoint.foreign import Foreign, of_safetensors, of_torch_file
-from accordion.checkpoint.format import DTYPES
+from accordion.checkpoint.format import DTYPES, code_of, header
 from accordion.checkpoint.json_values import as_dict
 from accordion.checkpoint.reading import DCP_METADATA, FROM_DCP, Files, opened
 from accordion.checkpoint.save import SaveJob, form_of
 from accordion.checkpoint.storage.folders import checkpoint_at, folder_at
 from accordion.checkpoint.storage.local import Local
-from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
 from accordion.checkpoint.untrusted_files import (
     HF_INDEX,
     HF_SINGLE,
+    Foreign,
     check_quantised,
+    of_safetensors,
+    of_torch_file,
     plain_names,
     read_files,
     read_folder,
 )
-from accordion.checkpoint.writing import layout_of
+from accordion.checkpoint.writing import bytes_of, layout_of
 from accordion.errors import CheckpointError, UsageError
 from accordion.files import read_text
 
@@ -45,6 +47,8 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 MODEL = "model/"  # prefix of the names of a model's tensors
 SHARD_BYTES = 4 * 2**30  # largest size of one exported safetensors file
 LIKE = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")  # files next to the weights in a folder of transformers
+CAST_ELEMENTS = 2**20  # cast at once, because a cast of the whole tensor would be a second one in memory
+PLAIN = {"format": "pt"}  # metadata that transformers requires
 
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Foreign:
@@ -53,8 +57,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
 
     `source`: a folder or file of safetensors as transformers writes it, or a file of `torch.save` since torch 1.6. Files are
     memory-mapped, and code that a pickle names is not run. Raises `CheckpointError` for a source that is damaged, lacks tensors
-    that it lists or has them twice, or is not safe to read; `UsageError` for an unknown format, quantised weights, and a source
-    on remote storage.
+    that it lists or has them twice, or is not safe to read; `UsageError` for another format, quantised weights, remote storage.
     """
     folder = folder_at(source)
     if not isinstance(folder, Local):
@@ -112,8 +115,8 @@ def export(
     """Write the model in the checkpoint `source` to `target` in another format; return the paths of the files.
 
     All checksums of the model are compared first. Host memory: one tensor for `hf` and `safetensors`, the model for the others.
-    `source` may be a URL. Raises `CheckpointError` if `source` is damaged, `UsageError` if `target` exists or an argument is
-    wrong; `target` is then not created.
+    `source` may be a URL. Before `target` is created, raises `CheckpointError` if `source` is damaged, `UsageError` if `target`
+    exists or an argument is wrong.
 
     `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file; `dcp`, a folder of
     torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: for `hf`, folder whose configuration and tokenizer
@@ -226,7 +229,89 @@ def write_config(
 
 
 def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Read and return the model's state dict; tied tensors are one tensor under each of their names. `dtype`: dtype of
-    floating-point tensors; None keeps theirs."""
+    """Read and return the model's state dict, tied tensors under each name, with floats in `dtype` (None keeps theirs)."""
     tensors = {source.name: source.read().to(source.dtype) for source in sources_of(files, dtype)}
     return tensors | {a: tensors[b] for a, b in ties_of(files).items() if b in tensors}
+
+
+# -- safetensors files, with one tensor in host memory at a time
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A tensor to write in `dtype`. `read`: returns its values when they are needed, possibly in another dtype."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def cast(self, dtype: torch.dtype | None) -> TensorSource:
+        """Return a source of this tensor in `dtype`; this source if `dtype` is None or the tensor is not floating-point."""
+        return replace(self, dtype=dtype) if dtype is not None and self.dtype.is_floating_point else self
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Read the tensor and iterate over its bytes, cast to `dtype`, in blocks. Its memory is freed after the last one."""
+        tensor = self.read().detach()
+        assert tuple(tensor.shape) == self.shape, (
+            f"{self.name} has the shape {tuple(tensor.shape)} and was described with {self.shape}"
+        )
+        flat = tensor.contiguous().view(-1)
+        del tensor
+        if flat.dtype == self.dtype:
+            yield bytes_of(flat)
+            return
+        for at in range(0, flat.numel(), CAST_ELEMENTS):
+            yield bytes_of(flat[at : at + CAST_ELEMENTS].to(self.dtype))
+
+
+def write_safetensors(path: Path, sources: Sequence[TensorSource], about: Mapping[str, str] = PLAIN) -> None:
+    """Write `sources`, largest elements first, to a safetensors file at `path`. `about`: texts for the metadata in its header."""
+    ordered = sorted(sources, key=lambda source: -source.dtype.itemsize)  # aligns each tensor to its elements' size
+    head = header([(s.name, code_of(s.name, s.dtype), s.shape) for s in ordered], about)
+    with path.open("wb") as file:
+        file.write(head)
+        for source in ordered:
+            file.writelines(source.pieces())  # frees one tensor before the next one is read
+
+
+def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int) -> list[str]:
+    """Write `sources` to `folder` as one safetensors file if they fit into `shard_bytes`, else as several and an index. A tensor
+    larger than `shard_bytes` gets a file of its own. Return the file names."""
+    shards: list[list[TensorSource]] = [[]]
+    for source in sources:
+        if shards[-1] and sum(s.num_bytes for s in shards[-1]) + source.num_bytes > shard_bytes:
+            shards.append([])
+        shards[-1].append(source)
+    if len(shards) == 1:
+        write_safetensors(folder / HF_SINGLE, shards[0])
+        return [HF_SINGLE]
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        write_safetensors(folder / name, shard)
+    file_of = {source.name: name for name, shard in zip(names, shards, strict=True) for source in shard}
+    total = sum(source.num_bytes for source in sources)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+    (folder / HF_INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return [*names, HF_INDEX]
+
+
+@contextmanager
+def draft_of(at: Path) -> Iterator[Path]:
+    """Context manager that yields a new hidden folder next to `at`. Its body renames the folder, or a file in it, to `at`; at the
+    end, what is left is removed. Raises `UsageError` if `at` exists or the folder cannot be created."""
+    if at.exists():
+        raise UsageError(f"{at} exists; pass another path or remove it.")
+    begun = at.with_name(f".{at.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        begun.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"{at} cannot be created: {error.strerror or error}.") from None
+    try:
+        yield begun
+    finally:
+        shutil.rmtree(begun, ignore_errors=True)

@@ -54,8 +54,7 @@ CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items(
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: one checksum for every
-    `Manifest.piece_bytes` bytes."""
+    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: one for every `piece_bytes` bytes."""
 
     file: str
     box: Box
@@ -249,8 +248,7 @@ def _file(name: str, words: Json) -> File:
 
 
 def _check_bytes(manifest: Manifest) -> None:
-    """Raise `CheckpointError` unless the chunks of each file fill it from its header to its end, without gaps and overlaps,
-    and have checksums of the right number and kind."""
+    """Raise `CheckpointError` unless chunks fill each file after its header, without gaps or overlaps, with fitting checksums."""
     spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
     sums = {name: [file.header_sum] for name, file in manifest.files.items()}
     for name, entry, chunk in manifest.chunks():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,8 +54,7 @@ def load(
 ) -> Json:
     """Fill `model` and `optimizer` from the checkpoint at `path`, saved by any number of ranks; return the saved `extra`.
 
-    Collective. Each rank reads its shards into the tensors that exist. First waits for a background save of this model, and
-    raises its error.
+    Collective. Each rank reads its shards into existing tensors. First waits for the model's background save; raises its error.
 
     Args:
         optimizer: one, or a list as it was saved. Missing states are created. A parameter group takes the saved options of the
@@ -133,23 +133,19 @@ class _Plan:
     left: list[str]  # differences that a load with strict=False leaves as they are, for the warning
 
     def fill(self, files: Files, request: _Request) -> None:
-        """Load the objects in `state=`, then the optimizer, then the model. Collective: a step begins when all ranks have ended
-        the one before it."""
+        """Load the objects in `state=`, then the optimizer, then the model. Collective: all ranks end a step before the next."""
         team, optimizer = request.team, request.optimizer
         saved = team.agree(lambda: _saved_states(files, self, request.state))
         # The optimizer and the objects may refuse their state, so they get it before any tensor changes.
         if optimizer is not None:
             team.agree(lambda: _load_optimizer(optimizer, self.optimizer, only_try=True))
-        with torch.no_grad():
-            team.agree(lambda: files.fill_all(self.of_state))
+        team.agree(lambda: files.fill_all(self.of_state))
         for key, thing in request.state.items():
             team.agree(partial(_load_state, key, thing, saved))
-        with torch.no_grad():
-            team.agree(lambda: files.fill_all(self.of_optimizer))
+        team.agree(lambda: files.fill_all(self.of_optimizer))
         if optimizer is not None:
             team.agree(lambda: _load_optimizer(optimizer, self.optimizer, only_try=False))
-        with torch.no_grad():
-            team.agree(lambda: files.fill_all(self.of_model))
+        team.agree(lambda: files.fill_all(self.of_model))
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, only_try: bool) -> None:
@@ -270,7 +266,7 @@ def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> d
     `CheckpointError` if a key of `state` is missing."""
     if plan.state is None:
         return {}
-    words = files.words(plan.state)
+    words = json.loads(bytes(files.whole(plan.state).tolist()))
     saved: dict[str, Any] = decode(
         words, lambda name: plan.sharded[name] if name in plan.sharded else files.whole(name)
     )

@@ -13,8 +13,7 @@ from accordion.optimizers.wrap import inner_of
 
 
 class OptimizerList(torch.optim.Optimizer):
-    """Several optimizers as one, for `state_dict` alone; `step` does not work. In state dicts, parameters are numbered through
-    all optimizers."""
+    """Several optimizers as one, for `state_dict` alone, in which parameters are numbered through all; it cannot `step`."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         # Without torch's constructor, which would copy the param groups.
@@ -36,8 +35,7 @@ class OptimizerList(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def divided(self, state_dict: dict[str, Any]) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """Divide `state_dict`, a state dict of all parts as `OptimizerList.state_dict` returns it; iterate over (optimizer, its
-        state dict)."""
+        """Iterate over (optimizer, its state dict), divided from one of all parts as `OptimizerList.state_dict` returns it."""
         groups = iter(state_dict["param_groups"])
         for i, (part, span) in enumerate(zip(self.parts, self._spans, strict=True)):
             prefix, first, indices = f"{i}/", span[0], range(*span)
@@ -57,9 +55,8 @@ def parts_of(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimi
 
 
 def as_one(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> torch.optim.Optimizer | None:
-    """Return the optimizer that steps: the inner one of `optimizer` if it wraps another, an `OptimizerList` if it is a list of
-    several, None for None. Raises `UsageError` if anything in it is no optimizer, the list is empty, or two have a parameter in
-    common."""
+    """Return the optimizer that steps: the inner one of `optimizer` if it wraps another, an `OptimizerList` for several, None for
+    None. Raises `UsageError` if anything in it is no optimizer, the list is empty, or two have a parameter in common."""
     if optimizer is None:
         return None
     listed: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]

@@ -65,8 +65,7 @@ SAME_ON_ALL = {
 def _unequal_states(team: Team, facts: Mapping[str, str], call: str) -> list[Place]:
     """Return the states of parameters among `facts` (name -> value) that differ between ranks. Collective.
 
-    A rank that lacks a fact has the value "". Raises `CheckpointError` if a fact differs that is not a state of a parameter.
-    `call`: "save" or "load", for the message.
+    A rank that lacks a fact has the value "". Raises `CheckpointError`, which names `call`, "save" or "load", if others differ.
     """
     if len(set(team.shared(_digest(json.dumps(facts, sort_keys=True).encode())))) == 1:
         return []
@@ -88,8 +87,7 @@ def _unequal_states(team: Team, facts: Mapping[str, str], call: str) -> list[Pla
 
 
 def _facts(contents: Contents) -> dict[str, str]:
-    """Return {name: short description} of everything in `contents` that is saved once. Descriptions of DTensors ignore their
-    elements."""
+    """Return {name: short description} of everything in `contents` that is saved once; of DTensors without their elements."""
     facts = {name: _placement(t) for name, t in contents.tensors.items() if name.startswith((MODEL, OF_STATE))}
     facts[KIND] = optimizer_name(contents.optimizer)
     if contents.optimizer is None:
@@ -119,8 +117,7 @@ def _placement(tensor: Tensor) -> str:
 
 
 def _brief(value: Json, tensors: Mapping[str, Tensor]) -> str:
-    """Return a short text that is equal on two ranks if the JSON `value` and the `tensors` that it names are equal. Of DTensors
-    it covers dtype, shape and placements alone."""
+    """Return a short text that is equal on two ranks if `value` and its `tensors` are; of DTensors without their elements."""
     text = "" if isinstance(value, dict) and "$tensor" in value else json.dumps(value)
     for name in _refers_to(value):
         tensor = tensors[name]

@@ -105,28 +105,27 @@ def _by_age(folder: Folder, wanted: Callable[[str], bool] = lambda name: True) -
     return sorted(map(folder.inside, names), key=age)
 
 
-def _fault(folder: Folder) -> str | None:
-    """Return `fault_of(folder)`, called again if it finds a fault and a save replaced the checkpoint meanwhile."""
-    return steady(partial(readable, folder), fault_of, lambda why: why is not None)
+def _fault(checkpoint: Folder) -> str | None:
+    """Return the fault of a checkpoint as text; None if it is complete, "" if no checkpoint is there. It is complete if its
+    manifest is undamaged and its files have their sizes. Raises `OSError` if it cannot be read."""
 
+    def fault_in(folder: Folder) -> str | None:
+        ours = False
+        try:
+            sizes = folder.sizes()
+            ours = any(map(claims.RANK_FILE.fullmatch, sizes))
+            if MANIFEST not in sizes and not isinstance(folder, Local):
+                return ""  # a save is writing it, or was killed
+            files = look_into(folder)
+            ours = True
+            files.check_sizes()
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        except CheckpointError as error:
+            return str(error) if ours else ""
+        return None
 
-def fault_of(folder: Folder) -> str | None:
-    """Return the fault of the checkpoint at `folder` as text; None if it is complete, "" if no checkpoint is there. It is
-    complete if its manifest is undamaged and its files have their sizes. Raises `OSError` if it cannot be read."""
-    ours = False
-    try:
-        sizes = folder.sizes()
-        ours = any(map(claims.RANK_FILE.fullmatch, sizes))
-        if MANIFEST not in sizes and not isinstance(folder, Local):
-            return ""  # a save is writing it, or was killed
-        files = look_into(folder)
-        ours = True
-        files.check_sizes()
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except CheckpointError as error:
-        return str(error) if ours else ""
-    return None
+    return steady(partial(readable, checkpoint), fault_in, lambda why: why is not None)
 
 
 def check_keep(keep: int) -> None:
@@ -163,8 +162,7 @@ def prune_before(saved: Folder, keep: int) -> None:
 
 
 def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:
-    """Return (folder, its `mark()`) of each complete checkpoint among `candidates`, without links and without folders that hold
-    files of other programs."""
+    """Return (folder, its `mark()`) of the complete checkpoints in `candidates`, without links and folders with others' files."""
     good = []
     for one in candidates:
         with suppress(OSError, CheckpointError):  # a checkpoint that cannot be read does not count

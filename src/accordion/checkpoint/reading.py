@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -19,7 +18,6 @@ from accordion.checkpoint.checksums import SUMMED_BYTES, pieces, running
 from accordion.checkpoint.claims import RANK_FILE
 from accordion.checkpoint.contents import OF_STATE
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest, TensorChunk, TensorEntry, parse
-from accordion.checkpoint.json_values import Json
 from accordion.checkpoint.storage.folders import Folder, Reader, checkpoint_at
 from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.writing import bytes_of
@@ -33,11 +31,6 @@ SHOWN = 3  # tensors of a file that a message names
 _CONVERT = "`accordion checkpoint convert` makes a checkpoint"
 FROM_DCP = "read it into the sharded model with torch's `dcp.load` and `set_state_dict`, and save that"
 STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
-
-
-def read_manifest(folder: Folder) -> Manifest:
-    """Return the manifest of the checkpoint in `folder`. Raises `CheckpointError` if it is missing, damaged or unreadable."""
-    return opened(folder).manifest
 
 
 def opened(folder: Folder, ema: str | None = None) -> Files:
@@ -95,8 +88,7 @@ def steady(
     find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda result: False
 ) -> T:
     """Return `act(find())`; `find` returns a checkpoint's folder. If `act` raises `CheckpointError` or `OSError`, or if `is_bad`
-    returns True for its result, and a save replaced the checkpoint meanwhile, call both again. Without a replacement, raise that
-    error or return that result.
+    returns True for its result, call both again if a save replaced the checkpoint meanwhile; else raise or return that.
 
     Raises `CheckpointError` if the checkpoint is replaced during each of `TURNS` calls.
     """
@@ -113,8 +105,7 @@ def steady(
 
 
 def place_of(find: Callable[[], Folder]) -> object:
-    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None if there is no
-    checkpoint."""
+    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None without one."""
     try:
         folder = find()
         mark = folder.mark()
@@ -127,8 +118,7 @@ def place_of(find: Callable[[], Folder]) -> object:
 class Read:
     """A planned read of the part `box` of the tensor `name` from `chunk`, which contains the box.
 
-    `into`: view of a local tensor to fill; None only compares checksums. `fresh`: the local tensor is new, so it may be filled
-    before all checksums are compared.
+    `into`: view of a local tensor to fill; None only compares checksums. `fresh`: it is new, so it may be filled before.
     """
 
     name: str
@@ -162,8 +152,7 @@ def _takes_bytes(into: Tensor, dtype: torch.dtype) -> bool:
 def fill_part(
     into: Tensor, reader: Reader, at: int, dtype: torch.dtype, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> None:
-    """Fill `into` with the slices `index` of a tensor of `shape` and `dtype`, which `reader` has from byte `at` on. Elements are
-    cast to the dtype of `into`."""
+    """Fill `into`, of any dtype, with the slices `index` of a tensor of `shape` and `dtype` at byte `at` of `reader`."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows = index[0] if index else slice(0, 1)
     if tuple(into.shape[1:]) == shape[1:] and _takes_bytes(into, dtype):
@@ -180,8 +169,7 @@ def fill_part(
 
 
 class Files:
-    """Reads the files of one checkpoint: compares checksums and fills tensors. Opens each file when it is first read. The owner
-    calls `close`."""
+    """Reads the files of one checkpoint, each opened at its first read, until `close`: compares checksums and fills tensors."""
 
     def __init__(self, folder: Folder, manifest: Manifest, *, mark: object, digest: int) -> None:
         """`mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256, as an int64. Raises
@@ -209,8 +197,7 @@ class Files:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 
     def opened(self, file: str) -> Reader:
-        """Return the reader of `file`, which the first call opens. Raises `CheckpointError` if `file` cannot be read or its
-        header is damaged."""
+        """Return the reader of `file`, opened once. Raises `CheckpointError` if it cannot be read or its header is damaged."""
         if file not in self._open:
             about = self.manifest.files[file]
             try:
@@ -234,10 +221,6 @@ class Files:
         all_of_it = Box((0,) * len(entry.shape), entry.shape)
         self.fill_all(Read(name, entry, c, c.box, into[c.box.within(all_of_it)]) for c in entry.chunks)
         return into
-
-    def words(self, name: str) -> Json:
-        """Return the JSON value whose text is stored as the tensor `name`, without comparing checksums."""
-        return json.loads(bytes(self.whole(name).tolist()))
 
     def faults(self, reads: Iterable[Read]) -> list[str]:
         """Compare the checksums of all bytes that `reads` need; return the faults as texts that name file and tensor. Fills the
@@ -275,6 +258,7 @@ class Files:
             total.update(step)
         return str(total.hexdigest())
 
+    @torch.no_grad()
     def fill_all(self, reads: Iterable[Read]) -> None:
         """Fill the tensors of `reads`, without comparing checksums. Those for which `Read.at_once` returns memory are skipped,
         because `faults`, which is called first, has filled them."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from accordion._torch import local_of, rows_dtensor
 from accordion.checkpoint.boxes import box_of
-from accordion.checkpoint.contents import Contents, cuts, optimizer_name, own_coordinate
+from accordion.checkpoint.contents import Contents, cuts, optimizer_name
 from accordion.checkpoint.format import CODES, DTYPES, Manifest, TensorEntry, holds
 from accordion.checkpoint.json_values import Json, decode
 from accordion.checkpoint.optimizer_list import parts_of
@@ -158,7 +158,7 @@ def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tenso
     none = torch.empty(0, dtype=dtype, device=local_of(param).device)
     is_packed = has_blocks and block > 0 and entry.shape == packed_shape(param.shape, block)
     if is_packed or any(placement != "R" for placement in entry.placements or ()):
-        splits = cuts(name, rows_dtensor(none, param, entry.shape), own_coordinate(param))
+        splits = cuts(name, rows_dtensor(none, param, entry.shape))
         return rows_dtensor(none.new_empty(box_of(entry.shape, splits).shape), param, entry.shape)
     mesh = param.device_mesh
     return DTensor.from_local(none.new_empty(entry.shape), mesh, [Replicate()] * mesh.ndim, run_check=False)

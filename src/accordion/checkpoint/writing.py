@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from accordion.checkpoint.boxes import Box
 from accordion.checkpoint.checksums import DIGITS, PIECE_BYTES, SUMMED_BYTES, Buffer, kind_here, pieces, running
 from accordion.checkpoint.collective import Team
-from accordion.checkpoint.contents import OF_RANKS, Contents, local_data, own_box, own_coordinate, rank_prefix, writes
+from accordion.checkpoint.contents import OF_RANKS, Contents, local_data, own_box, rank_prefix, writes
 from accordion.checkpoint.format import (
     File,
     Manifest,
@@ -30,7 +30,6 @@ from accordion.checkpoint.format import (
 from accordion.checkpoint.storage.folders import Folder, Reader
 from accordion.checkpoint.untrusted_files import LENGTH_BYTES, stored_in
 from accordion.errors import CheckpointError
-from accordion.offload.arena import Arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +43,7 @@ class WritePart:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The layout of one rank's file: first the header `head`, then the `parts`, last JSON with their checksums, which are of
-    `kind`. `sums_bytes`: length of the JSON."""
+    """The layout of one rank's file: the header `head`, the `parts`, and JSON of `sums_bytes` with their checksums of `kind`."""
 
     head: bytes
     parts: tuple[WritePart, ...]
@@ -67,7 +65,7 @@ def layout_of(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Te
     parts = []
     for name, tensor in saved_once.tensors.items():
         box = own_box(name, tensor)
-        is_writer = writes(tensor, own_coordinate(tensor)) if isinstance(tensor, DTensor) else team.leads
+        is_writer = writes(tensor) if isinstance(tensor, DTensor) else team.leads
         if is_writer and box.numel:
             parts.append(WritePart(name, entry_name(name, box.offset), local_data(tensor)))
     whole = [(name, tensor.detach()) for name, tensor in rank_tensors.items() if tensor.numel()]
@@ -118,31 +116,6 @@ def write(folder: Folder, name: str, plan: FileLayout, host: memoryview | None) 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return a view, without a copy, of the memory of a contiguous tensor on the host as bytes."""
     return tensor.detach().flatten().view(torch.uint8).numpy().data
-
-
-class HostBuffer:
-    """Host memory to which background saves copy the parts of a rank's file; pinned if parts are on an accelerator."""
-
-    def __init__(self) -> None:
-        self._arena: Arena | None = None  # torch's pinned allocator would take up to twice as much memory
-
-    def copy(self, plan: FileLayout) -> memoryview:
-        """Copy all parts of `plan` to host memory, one after the other; return the bytes. The memory is kept, and the next call
-        overwrites it. Raises `UsageError` if it cannot be allocated."""
-        device = next((part.data.device for part in plan.parts if part.data.device.type != "cpu"), None)
-        if self._arena is None or self._arena.num_bytes < plan.num_bytes:
-            self._arena = None  # frees the old arena before the new one is allocated
-            self._arena = Arena(
-                plan.num_bytes, device or torch.device("cpu"), "a save in the background", "save with background=False"
-            )
-        memory, at = self._arena.memory, 0
-        for part in plan.parts:
-            into = memory[at : at + part.data.nbytes].view(part.data.dtype).view(part.data.shape)
-            into.copy_(part.data, non_blocking=device is not None)
-            at += part.data.nbytes
-        if device is not None:
-            torch.accelerator.synchronize(device)
-        return bytes_of(memory[:at])
 
 
 # -- the manifest

@@ -12,8 +12,8 @@ import torch
 
 from accordion import options as flags
 from accordion.checkpoint import convert
+from accordion.checkpoint.convert import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
 from accordion.checkpoint.format import CODES, DTYPES
-from accordion.checkpoint.streamed import PLAIN, TensorSource, draft_of, write_safetensors, write_shards
 from accordion.errors import AccordionError, UsageError, check_installed
 from accordion.export.tensors import folder_sources, tensors_of
 from accordion.models.stored import (

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accordion.checkpoint.convert import check_model, sources_of, ties_of
+from accordion.checkpoint.convert import TensorSource, check_model, sources_of, ties_of
 from accordion.checkpoint.reading import opened
 from accordion.checkpoint.storage.folders import checkpoint_at
-from accordion.checkpoint.streamed import TensorSource
 from accordion.checkpoint.untrusted_files import check_quantised
 from accordion.errors import CheckpointError, UsageError
 from accordion.models.language import brief

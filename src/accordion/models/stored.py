@@ -19,7 +19,7 @@ from accordion.checkpoint.convert import check_model, sources_of
 from accordion.checkpoint.format import DTYPES, MANIFEST, Manifest
 from accordion.checkpoint.json_values import as_dict
 from accordion.checkpoint.prune import newest
-from accordion.checkpoint.reading import opened, read_manifest
+from accordion.checkpoint.reading import opened
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.checkpoint.untrusted_files import HF_INDEX, HF_SINGLE, check_quantised, plain_names, read_folder
 from accordion.errors import CheckpointError, UsageError, check_installed, nearest, some_of
@@ -343,7 +343,7 @@ def dtype_of(stored: StoredModel) -> torch.dtype:
 def manifest_at(path: str) -> Manifest:
     """Return the manifest of a checkpoint. Raises `UsageError` if it cannot be read."""
     try:
-        return read_manifest(checkpoint_at(path))
+        return opened(checkpoint_at(path)).manifest
     except (CheckpointError, OSError) as error:
         raise UsageError(f"SOURCE {path!r}: {error}") from None
 

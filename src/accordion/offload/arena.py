@@ -23,12 +23,18 @@ def page_aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
+def aligned_buffer(num_bytes: int) -> Tensor:
+    """Return uninitialised host memory, (num_bytes,) uint8, that begins at a page and can be read to the end of its last page."""
+    whole = torch.empty(page_aligned(num_bytes) + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
+    start = -whole.data_ptr() % ALIGN_BYTES
+    return whole[start : start + num_bytes]
+
+
 class Arena:
     """One allocation of host memory that `take` divides into tensors, freed with the last of them. Raises `UsageError` if memory
     cannot be allocated or pinned.
 
-    For an accelerator the memory is pinned by the driver, since torch's pinned allocator rounds up to powers of two. It stays
-    pinned until the arena itself is freed.
+    For an accelerator the driver pins it until the arena is freed, since torch's pinned allocator rounds up to powers of two.
     """
 
     def __init__(
@@ -41,14 +47,12 @@ class Arena:
         # `purpose` and `instead` are for the error message: what needs the memory, and what to do if there is none.
         self.num_bytes = num_bytes
         try:
-            whole = torch.empty(num_bytes + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
+            self.memory, self._used = aligned_buffer(num_bytes), 0
         except (RuntimeError, MemoryError) as error:
             raise UsageError(
                 f"{purpose} needs {num_bytes} bytes of host memory on this rank, which could not be allocated "
                 f"({(str(error).splitlines() or [type(error).__name__])[0]}); {instead}."
             ) from error
-        start = -whole.data_ptr() % ALIGN_BYTES
-        self.memory, self._used = whole[start : start + num_bytes], 0
         if device.type != "cpu" and num_bytes:
             module = torch.get_device_module(device)
             if hasattr(module, "cudart"):  # copies to an accelerator without cudart are correct, and slower

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from accordion.engine.layout import Message
 from accordion.engine.shards import local_view, own_storage
 from accordion.engine.streams import Transfer
 from accordion.offload.arena import page_aligned
-from accordion.offload.host_shards import GroupMemory, OffDeviceShards
+from accordion.offload.host_shards import OffDeviceShards, OffloadedGroup
 from accordion.offload.swap_file import FileAllocator, Values, in_chunks
 
 
@@ -67,20 +65,13 @@ class DiskShards(OffDeviceShards):
 
     off_device = True
 
-    def __init__(
-        self,
-        msg: Message,
-        rank: int,
-        dtypes: Sequence[torch.dtype],
-        gathered: torch.dtype,
-        memory: GroupMemory,
-        place: DiskPlace,
-    ) -> None:
+    def __init__(self, group: OffloadedGroup, place: DiskPlace) -> None:
+        msg, rank, gathered = group.msg, group.rank, group.gathered
         self._unit, self._read_ahead, self._staging_buffer = place.unit, place.read_ahead, place.staging_buffer
         self._rows = [place.allocator.take(c.shard_numel, gathered) for c in msg.cuts]
         self._shards = [
             row if dtype == gathered else place.allocator.take(c.shard_numel, dtype)
-            for row, c, dtype in zip(self._rows, msg.cuts, dtypes, strict=True)
+            for row, c, dtype in zip(self._rows, msg.cuts, group.dtypes, strict=True)
         ]
         pairs = list(zip(msg.cuts, self._shards, self._rows, strict=True))
         self.locals = [own_storage(local_view(shard.mapped(), c, rank)) for c, shard, _ in pairs]
@@ -90,10 +81,9 @@ class DiskShards(OffDeviceShards):
         self._memory = self._staging_buffer.memory[place.start : place.start + high - self._low]
         self.padded = [self._memory[r.offset - self._low :][: r.nbytes].view(gathered) for r in self._rows]
         self.pack_row, self.dtype, self.flats = None, gathered, []  # no memory of its own
-        self.tag = memory.allocate(msg.num_flags, gathered)
+        self.tag = group.allocate(msg.num_flags, gathered)
         self._staged: tuple[int, int] | None = None  # (`times` of the buffer, version of the shards) of the last read
-        self._set_up(msg, rank, dtypes, memory)
-        self._pool = memory.resources.pool
+        self._set_up(group)
 
     def write_rows(self) -> None:
         for shard, row, local, mapped in zip(self._shards, self._rows, self.locals, self._mapped_rows, strict=True):
@@ -118,8 +108,7 @@ class DiskShards(OffDeviceShards):
 
     def begin_read(self, version: int) -> None:
         """Bring the rows in the file up to date with `version` of the shards, and start reading them into the staging buffer on
-        threads. First waits for other uses of the buffer. Starts no reads if they were started for that version already and no
-        other unit had the buffer since."""
+        threads, unless that was done and no other unit had the buffer since. First waits for other uses of the buffer."""
         self.settle(version)
         times = self._staging_buffer.claim(self._unit)
         if self._staged == (times, version):

@@ -7,18 +7,28 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from accordion import _torch
 from accordion.engine.layout import Message, message
-from accordion.engine.shards import NO_VERSION, Allocate, FlatShards, ShardBuffer, flats_of, local_view, zeros_on
+from accordion.engine.shards import (
+    NO_VERSION,
+    Allocate,
+    FlatShards,
+    ShardBuffer,
+    flats_of,
+    local_view,
+    own_storage,
+    zeros_on,
+)
 from accordion.engine.streams import SideStream, Transfer
 from accordion.offload.arena import ArenaMaker, page_aligned
-from accordion.offload.gradient_slots import Gradients, Slot
 from accordion.offload.step.optimizer_copy import flat_of
-from accordion.offload.swap_file import FileAllocator, Values
+from accordion.offload.swap_file import CopyToDisk, FileAllocator, FileRange, Values
 
 ALIGNED_ITEMSIZE = 4  # for buffers that are never gathered: it only determines at which offsets tensors begin
 
@@ -35,33 +45,68 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupMemory:
-    """Memory for the shard buffer of one group off the device."""
+class OffloadedGroup:
+    """The layout of the shards of one group, and memory for its shard buffer off the device."""
 
+    msg: Message  # layout of the shards
+    rank: int  # of this process, among those that share the group
+    dtypes: Sequence[torch.dtype]  # in which each shard is stepped
+    gathered: torch.dtype  # in which all shards are gathered
     allocate: Allocate  # takes host memory from the arena
     landing: Tensor  # this group's part of the landing buffer, 1-D uint8
     grads: FileAllocator | None  # of the file for gradients; None if they are in host memory
     resources: Resources
 
 
+class Slot:
+    """Memory for the gradient of one parameter, used in every step. `memory`: a tensor of the shape and dtype of the shard,
+    mapped from `file_range` if the slot is on disk."""
+
+    def __init__(self, memory: Tensor, file_range: FileRange | None = None) -> None:
+        self._memory, self.file_range = own_storage(memory), file_range
+        self.num_holders = _torch.holders_of_memory(self._memory)  # references while no gradient uses the slot
+
+    def take(self) -> Tensor:
+        """Return a tensor that shares the slot's memory, or new memory if a gradient of an earlier step still uses the slot."""
+        if _torch.holders_of_memory(self._memory) > self.num_holders:
+            return torch.empty_like(self._memory)
+        return self._memory.detach()
+
+    def file_range_of(self, grad: Tensor) -> FileRange | None:
+        """Return the place of `grad` in the file; None if the slot is in memory, or if `grad` has other memory than the slot."""
+        return None if self.file_range is None or grad.data_ptr() != self._memory.data_ptr() else self.file_range
+
+    def settle(self) -> None:
+        """If the slot is on disk, write changes that a caller made to the gradient to the file. Otherwise do nothing."""
+        if self.file_range is not None and self._memory.numel():
+            self.file_range.file.settle(self.file_range.offset, page_aligned(self._memory.nbytes))
+
+
 class OffDeviceShards(ShardBuffer):
     """Base class of shard buffers off the device: `locals`, which the optimizer steps, are host memory or mapped from a file.
 
-    Gathers read the rows: for each parameter its shard as a 1-D tensor in the gathered dtype. `grads` stores the gradients.
+    Gathers read the rows: for each parameter its shard as a 1-D tensor in the gathered dtype. Reduced gradients are copied into
+    `slots`, one for each parameter. A gradient that is added to an earlier one, or whose slot is on disk, is first copied into
+    this group's part of the landing buffer, and added or written from there. All units share the landing buffer, so the engine
+    waits for its copies before the next unit's gradients are reduced.
     """
 
     is_memory_of_locals = False
 
-    def _set_up(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], memory: GroupMemory) -> None:
+    def _set_up(self, group: OffloadedGroup) -> None:
         """Create the gradient slots and the other attributes. Subclasses call this after they have set `locals`."""
-        if memory.grads is None:
+        msg, rank, dtypes = group.msg, group.rank, group.dtypes
+        if group.grads is None:
             plain = some_of(msg, range(len(msg.cuts)))
-            slots = [Slot(local) for local in FlatShards(plain, rank, dtypes, memory.allocate).locals]
+            self.slots = [Slot(local) for local in FlatShards(plain, rank, dtypes, group.allocate).locals]
         else:
-            file_ranges = [memory.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
-            slots = [Slot(local_view(s.mapped(), c, rank), s) for s, c in zip(file_ranges, msg.cuts, strict=True)]
-        store_stream, pool = memory.resources.store_stream, memory.resources.pool
-        self.grads = Gradients(slots, memory.landing, self.locals, store_stream, pool)
+            file_ranges = [group.grads.take(c.shard_numel, d) for c, d in zip(msg.cuts, dtypes, strict=True)]
+            self.slots = [Slot(local_view(s.mapped(), c, rank), s) for s, c in zip(file_ranges, msg.cuts, strict=True)]
+        # For each parameter its part of the landing buffer, uint8.
+        ends = accumulate((page_aligned(local.nbytes) for local in self.locals), initial=0)
+        self._landing = [group.landing[start:stop] for start, stop in pairwise(ends)]
+        self._store_stream, self._pool = group.resources.store_stream, group.resources.pool
+        self.grads_come_from_device = self._store_stream.sleeps  # on the CPU gradients are added without a copy
         self._row_version = NO_VERSION  # version of the shards that the rows hold
         self._reading: list[Transfer] = []
         self.steps: list[Callable[[], None]] = []  # steps under way; each returns when it has ended
@@ -74,11 +119,39 @@ class OffDeviceShards(ShardBuffer):
         adding: Sequence[bool],
         after: Transfer | None = None,
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        return self.grads.put(chosen, rows, adding, after)
+        """Start copying `rows`, gradients of the parameters with the indices `chosen`, off the device.
+
+        Returns (for each row the tensor that will have its values, None if the row is None; the transfer, None if there is
+        nothing to copy). `adding`: True for rows that the caller only adds to a gradient and then drops. `after`: the transfer
+        that makes the rows; None if the compute stream has changed them since.
+        """
+        to: list[Tensor] = []
+        source: list[Tensor] = []
+        result: list[Tensor | None] = []
+        writes: list[Callable[[], None]] = []
+        for i, row, is_added in zip(chosen, rows, adding, strict=True):
+            if row is None or (is_added and not self.grads_come_from_device):
+                result.append(row)
+                continue
+            landing = self._landing[i][: row.nbytes].view(row.dtype).as_strided(row.shape, self.locals[i].stride())
+            target = grad = landing if is_added else self.slots[i].take()
+            if not is_added and (file_range := self.slots[i].file_range_of(grad)) is not None:
+                target = landing
+                if row.numel():
+                    writes.append(partial(file_range.file.write, file_range.offset, self._landing[i]))
+            to.append(target)
+            source.append(row)
+            result.append(grad)
+        if not to:
+            return result, None
+        copies = partial(_torch.foreach_copy_, to, source, non_blocking=True)
+        transfer = self._store_stream.copy(copies, source, "copies gradients to the host", after)
+        if writes:
+            transfer = cast(Transfer, CopyToDisk(transfer, writes, self._pool(), late=self._store_stream.late))
+        return result, transfer
 
     def defer(self, wait: Callable[[], None]) -> None:
-        """Register a step that runs on these shards and writes their rows. `wait`: blocks until the step has ended; the next
-        `ready` calls it once."""
+        """Register a step that writes these shards and their rows. The next `ready` calls `wait`, which blocks until its end."""
         self.steps.append(wait)
 
     def ready(self) -> None:
@@ -122,7 +195,7 @@ class OffDeviceShards(ShardBuffer):
     def stored(self, i: int) -> list[Values]:
         """Return [shard, gradient, row] of parameter `i`, for callers that need their dtypes and files. The row is left out if
         a step need not write it. A gradient in memory is represented by the shard, which has the gradient's dtype."""
-        slot, row = self.grads.slots[i], self.row(i)
+        slot, row = self.slots[i], self.row(i)
         return [self.shard(i), slot.file_range or self.locals[i], *([] if row is None else [row])]
 
     def flush(self) -> None:
@@ -136,35 +209,27 @@ class HostShards(OffDeviceShards):
     `keeps` the device has a copy of all rows, updated once a step; otherwise each gather copies them to the device.
     """
 
-    def __init__(
-        self,
-        msg: Message,
-        rank: int,
-        dtypes: Sequence[torch.dtype],
-        gathered: torch.dtype,
-        memory: GroupMemory,
-        *,
-        keeps: bool,
-    ) -> None:
-        self._rows = FlatShards(msg, rank, [gathered] * len(dtypes), memory.allocate)
+    def __init__(self, group: OffloadedGroup, *, keeps: bool) -> None:
+        msg, rank, dtypes, gathered = group.msg, group.rank, group.dtypes, group.gathered
+        self._rows = FlatShards(msg, rank, [gathered] * len(dtypes), group.allocate)
         self._cast = [i for i, dtype in enumerate(dtypes) if dtype != gathered]
         self.locals, self.flats = list(self._rows.locals), list(self._rows.flats)
         if self._cast:
             stepped = [dtypes[i] for i in self._cast]
-            masters = FlatShards(some_of(msg, self._cast), rank, stepped, memory.allocate)
+            masters = FlatShards(some_of(msg, self._cast), rank, stepped, group.allocate)
             self.flats += masters.flats
             for i, local in zip(self._cast, masters.locals, strict=True):
                 self.locals[i] = local
         self._device_rows: FlatShards | None = None
         if keeps:
-            self._device_rows = FlatShards(msg, rank, [gathered] * len(dtypes), zeros_on(memory.resources.device))
+            self._device_rows = FlatShards(msg, rank, [gathered] * len(dtypes), zeros_on(group.resources.device))
         source = self._device_rows or self._rows
         self.padded, self.pack_row, self.dtype = source.padded, source.pack_row, source.dtype
         self.off_device = self._device_rows is None
         self.tag = self._rows.tag
-        self._fetch_stream = memory.resources.fetch_stream
+        self._fetch_stream = group.resources.fetch_stream
         self._device_version = NO_VERSION  # version of the shards in `_device_rows`
-        self._set_up(msg, rank, dtypes, memory)
+        self._set_up(group)
 
     def write_rows(self) -> None:
         if self._cast:

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,16 +20,10 @@ from torch import Tensor
 from accordion.engine.shards import own_storage
 from accordion.engine.streams import Transfer
 from accordion.errors import OffloadError
-from accordion.offload.arena import ALIGN_BYTES, page_aligned
+from accordion.offload.arena import ALIGN_BYTES, aligned_buffer, page_aligned
 
 DIRECT: int = getattr(os, "O_DIRECT", 0)
 CHUNK_BYTES = 2**23  # bytes that one thread reads or writes at a time
-
-
-@cache
-def _mincore() -> Any:
-    # The system call that reports which pages of a mapping are in memory. A step calls it for each gradient.
-    return ctypes.CDLL(None).mincore
 
 
 class SwapFile:
@@ -58,6 +52,7 @@ class SwapFile:
             self.close()
             raise no_room(folder, size, error) from error
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._mincore = ctypes.CDLL(None).mincore  # reports which pages of a mapping are in memory
 
     def _reads_direct(self) -> bool:
         # Some file systems open a file for direct access and then refuse to read it.
@@ -89,7 +84,7 @@ class SwapFile:
         # Tensor versions cannot replace this check: foreach operators on DTensors do not increment them.
         present = torch.empty(num_bytes // ALIGN_BYTES, dtype=torch.uint8, device="cpu")
         start = ctypes.c_void_p(self._bytes.data_ptr() + offset)
-        failed = _mincore()(start, ctypes.c_size_t(num_bytes), ctypes.c_void_p(present.data_ptr()))
+        failed = self._mincore(start, ctypes.c_size_t(num_bytes), ctypes.c_void_p(present.data_ptr()))
         if failed or (present & 1).any():
             self._map.flush(offset, num_bytes)
 
@@ -159,8 +154,7 @@ Values: TypeAlias = Tensor | FileRange
 
 
 class FileAllocator:
-    """Divides a new file of `num_bytes` bytes in `folder` into ranges, each of which begins at a page and is taken once. Raises
-    `OffloadError` if the file cannot be created."""
+    """Divides a new file of `num_bytes` in `folder` into ranges that begin at pages. Raises `OffloadError` without room."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.file, self._used = SwapFile(folder, num_bytes), 0
@@ -265,13 +259,6 @@ def _unnamed(folder: Path) -> int:
 def check_folder(folder: Path) -> None:
     """Raise `OffloadError` if no file can be created in `folder`."""
     os.close(_unnamed(folder))
-
-
-def aligned_buffer(num_bytes: int) -> Tensor:
-    """Return uninitialised memory, (num_bytes,) uint8, that begins at a page."""
-    whole = torch.empty(page_aligned(num_bytes) + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
-    start = -whole.data_ptr() % ALIGN_BYTES
-    return whole[start : start + num_bytes]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -23,11 +23,11 @@ from accordion.engine.order import BACKWARD, FORWARD, UnitOrder
 from accordion.engine.shards import ShardBuffer, on_device
 from accordion.engine.streams import SideStream
 from accordion.engine.unit import Unit
-from accordion.offload.activations.offload import ActivationOffload, OffloadedInput
+from accordion.offload.activations import ActivationOffload, OffloadedInput
 from accordion.offload.arena import Arena, ArenaMaker
 from accordion.offload.budget import NUM_STAGING_BUFFERS, Shape, host_needs, on_disk
 from accordion.offload.disk_shards import DiskPlace, DiskShards, StagingBuffer
-from accordion.offload.host_shards import GroupMemory, HostShards, OffDeviceShards, Resources, paged_bytes
+from accordion.offload.host_shards import HostShards, OffDeviceShards, OffloadedGroup, Resources, paged_bytes
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.offload.step.state_store import States
 from accordion.offload.swap_file import FileAllocator, check_folder
@@ -117,8 +117,7 @@ class Tiers:
 
     def read_ahead(self, index: int) -> None:
         """Start reading the shards of the unit that is gathered after the one with index `index`, if they are on disk and not
-        being stepped. Does nothing if both units use the same staging buffer, or if the next unit is not known. First waits for
-        earlier uses of the next unit's staging buffer."""
+        being stepped, after earlier uses of its staging buffer, unless the unit is not known or both have the same buffer."""
         unit = self._units[index]() if index in self._units else None
         if unit is None:
             return
@@ -137,15 +136,18 @@ class Tiers:
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
     ) -> ShardBuffer:
-        """Create and return the shard buffer of one group of the unit with index `unit`, on the device if that unit is not
-        offloaded. `msg`: layout of its shards; `dtypes`: in which each shard is stepped; `gathered`: in which all are
-        gathered."""
+        """Create and return the shard buffer of one group of the unit with index `unit`, on the device unless it is offloaded.
+        `msg`: layout of its shards; `dtypes`: in which each shard is stepped; `gathered`: in which all are gathered."""
         offload = self.offloads[unit]
         if not offload.offloads:
             return on_device(self._context.device)(unit, msg, rank, dtypes, gathered)
         start = self._landing_used.get(unit, 0)
         self._landing_used[unit] = stop = start + paged_bytes(msg, dtypes)
-        memory = GroupMemory(
+        group = OffloadedGroup(
+            msg=msg,
+            rank=rank,
+            dtypes=dtypes,
+            gathered=gathered,
             allocate=self.arena.take,
             landing=self._landing[start:stop],
             grads=self.allocators.get(folder_of(offload.rest_of_grads)),
@@ -153,14 +155,14 @@ class Tiers:
         )
         allocator, staging_buffer = self.allocators.get(folder_of(offload.params)), self._staging_buffer_of(unit)
         if allocator is None or staging_buffer is None:
-            return HostShards(msg, rank, dtypes, gathered, memory, keeps=offload.params == DEVICE)
+            return HostShards(group, keeps=offload.params == DEVICE)
         start = self._staging_used.get(unit, 0)
         self._staging_used[unit] = start + paged_bytes(msg, [gathered] * len(dtypes))
         read_ahead = partial(self.read_ahead, unit)
         place = DiskPlace(
             unit=unit, allocator=allocator, staging_buffer=staging_buffer, start=start, read_ahead=read_ahead
         )
-        return DiskShards(msg, rank, dtypes, gathered, memory, place)
+        return DiskShards(group, place)
 
     def _resources(self) -> Resources:
         return Resources(

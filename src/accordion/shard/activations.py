@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from accordion import _torch
 from accordion.config import ActivationCheckpointing
 from accordion.engine.tree import tensors_of
-from accordion.offload.activations.offload import OffloadedInput
+from accordion.offload.activations import OffloadedInput
 
 _aten = torch.ops.aten
 PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)

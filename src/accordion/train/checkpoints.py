@@ -13,7 +13,7 @@ from typing import Any
 
 from accordion.checkpoint.format import MANIFEST
 from accordion.checkpoint.prune import BEST, newest
-from accordion.checkpoint.reading import read_manifest
+from accordion.checkpoint.reading import opened
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.checkpoint.storage.local import Local
 from accordion.errors import CheckpointError, UsageError
@@ -93,7 +93,7 @@ def _extra(path: Path) -> Mapping[str, Any]:
     """Return the dict that a run stored as `extra` in the checkpoint `path`, with the keys "step", "config" and more. Raises
     `UsageError` if the checkpoint cannot be read, or was not written by `accordion train`."""
     try:
-        extra = read_manifest(checkpoint_at(path)).extra
+        extra = opened(checkpoint_at(path)).manifest.extra
     except (CheckpointError, OSError) as error:
         raise UsageError(str(error)) from None
     kinds = {"step": int, "config": dict}
@@ -189,7 +189,7 @@ def check_base(path: Path, quantize: str) -> None:
 
 def check_model(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise `UsageError` if the model in the checkpoint `path` has other tensors or shapes than `shapes`, name -> shape."""
-    manifest = read_manifest(checkpoint_at(path))
+    manifest = opened(checkpoint_at(path)).manifest
     saved = {
         name.removeprefix("model/"): entry.shape
         for name, entry in manifest.tensors.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -45,72 +44,69 @@ def copied_inside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from copies.items()
 
 
-@dataclass(frozen=True, slots=True)
-class Resets:
-    """Resets the adapters of one model to their initial values. An adapter without a config is reset with the defaults of its
-    layer's reset method, and LoRA's `init_lora_weights=True`."""
+def configs_of(model: nn.Module) -> Mapping[str, Any]:
+    """Return adapter name -> config, the `peft_config` of the first module in `model` that has one; {} if none has."""
+    candidates = (vars(module).get("peft_config") for module in model.modules())
+    return next((configs for configs in candidates if isinstance(configs, Mapping)), {})
 
-    configs: Mapping[str, Any]  # by adapter name
 
-    @classmethod
-    def of(cls, model: nn.Module) -> Resets:
-        """Return the resets of the adapters in `model`, with the `peft_config` of the first module that has one."""
-        candidates = (vars(module).get("peft_config") for module in model.modules())
-        return cls(next((configs for configs in candidates if isinstance(configs, Mapping)), {}))
-
-    def problem(self, module: nn.Module) -> str | None:
-        """Return the reason why the adapter `module` cannot be reset, as text; None if it can, or if it is no adapter."""
-        if not is_adapter(module):
-            return None
-        method = _method_of(module)
-        if method is None:
-            return f"{type(module).__name__} has no method of its own that resets what it adds"
-        for adapter in _adapters_of(module):
-            missing, arguments = self._arguments(module, method, adapter)
-            if missing:
-                return f"{type(module).__name__}.{method.__name__} needs {', '.join(missing)}, which no config has"
-            begin = arguments.get("init_lora_weights", True)
-            if begin not in FROM_NUMBERS:
-                return f"init_lora_weights={begin!r} of adapter {adapter!r} needs the weights of the base layer"
+def reset_problem(module: nn.Module, configs: Mapping[str, Any]) -> str | None:
+    """Return the reason why the adapter `module` cannot be reset, as text; None if it can, or if it is no adapter."""
+    if not is_adapter(module):
         return None
+    method = _method_of(module)
+    if method is None:
+        return f"{type(module).__name__} has no method of its own that resets what it adds"
+    for adapter in _adapters_of(module):
+        missing, arguments = _arguments(module, method, adapter, configs)
+        if missing:
+            return f"{type(module).__name__}.{method.__name__} needs {', '.join(missing)}, which no config has"
+        begin = arguments.get("init_lora_weights", True)
+        if begin not in FROM_NUMBERS:
+            return f"init_lora_weights={begin!r} of adapter {adapter!r} needs the weights of the base layer"
+    return None
 
-    def reset(self, module: nn.Module) -> None:
-        """Call the reset method of the adapter layer `module` for each of its adapters. `problem` must have returned None."""
-        method = _method_of(module)
-        assert method is not None, "problem() was called before"
-        for adapter in _adapters_of(module):
-            method(adapter, **self._arguments(module, method, adapter)[1])
 
-    def follow(self, module: nn.Module) -> None:
-        """Compute DoRA's magnitudes in an adapter layer, if it has any: they depend on its base layer and its other weights."""
-        magnitudes: Any = module._modules.get("lora_magnitude_vector")
-        for adapter, magnitude in magnitudes.items() if magnitudes is not None else ():
-            layer: Any = module
-            if adapter in layer.lora_A:
-                below, above = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-            else:
-                below, above = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-            base, scaling = layer.get_base_layer(), layer.scaling[adapter]
-            magnitude.update_layer(base_layer=base, lora_A=below, lora_B=above, scaling=scaling)
+def reset_adapters(module: nn.Module, configs: Mapping[str, Any]) -> None:
+    """Call the reset method of the adapter layer `module` for each of its adapters. An adapter without a config is reset with the
+    defaults of that method, and LoRA's `init_lora_weights=True`. `reset_problem` must have returned None."""
+    method = _method_of(module)
+    assert method is not None, "reset_problem() was called before"
+    for adapter in _adapters_of(module):
+        method(adapter, **_arguments(module, method, adapter, configs)[1])
 
-    def _arguments(
-        self, module: nn.Module, method: Callable[..., Any], adapter: str
-    ) -> tuple[list[str], dict[str, Any]]:
-        """Return (names of required arguments of the reset `method` for which no value was found, name -> value of the arguments
-        that the config or the layer has). Arguments with a default may be in neither."""
-        missing, arguments = [], {}
-        config = self.configs.get(adapter)
-        for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
-            by_adapter = getattr(module, name, None)
-            if hasattr(config, name):
-                arguments[name] = getattr(config, name)
-            elif isinstance(by_adapter, (Mapping, nn.ModuleDict, nn.ParameterDict)) and adapter in by_adapter:
-                arguments[name] = by_adapter[adapter]
-            elif name == "init_lora_weights":
-                arguments[name] = True
-            elif parameter.default is inspect.Parameter.empty:
-                missing.append(name)
-        return missing, arguments
+
+def follow_base(module: nn.Module) -> None:
+    """Compute DoRA's magnitudes in an adapter layer, if it has any: they depend on its base layer and its other weights."""
+    magnitudes: Any = module._modules.get("lora_magnitude_vector")
+    for adapter, magnitude in magnitudes.items() if magnitudes is not None else ():
+        layer: Any = module
+        if adapter in layer.lora_A:
+            below, above = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        else:
+            below, above = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+        base, scaling = layer.get_base_layer(), layer.scaling[adapter]
+        magnitude.update_layer(base_layer=base, lora_A=below, lora_B=above, scaling=scaling)
+
+
+def _arguments(
+    module: nn.Module, method: Callable[..., Any], adapter: str, configs: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return (names of required arguments of the reset `method` for which no value was found, name -> value of the arguments
+    that the config or the layer has). Arguments with a default may be in neither."""
+    missing, arguments = [], {}
+    config = configs.get(adapter)
+    for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
+        by_adapter = getattr(module, name, None)
+        if hasattr(config, name):
+            arguments[name] = getattr(config, name)
+        elif isinstance(by_adapter, (Mapping, nn.ModuleDict, nn.ParameterDict)) and adapter in by_adapter:
+            arguments[name] = by_adapter[adapter]
+        elif name == "init_lora_weights":
+            arguments[name] = True
+        elif parameter.default is inspect.Parameter.empty:
+            missing.append(name)
+    return missing, arguments
 
 
 def _adapters_of(module: nn.Module) -> list[str]:

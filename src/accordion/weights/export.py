@@ -97,8 +97,7 @@ def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[
 def _gathered(engine: Engine, values: Mapping[str, Any], scratch: Path | None, team: Team) -> dict[str, Tensor]:
     """Gather tensors one by one, tied ones once, into files in `scratch`. Return name -> tensor; {} if `scratch` is None.
 
-    Collective. A failed write is raised on all ranks. The files are mapped, so the system can write out their pages if it needs
-    memory.
+    Collective. A failed write is raised on all ranks. The files are mapped, so the system can evict their pages.
     """
 
     def in_file(value: Any, index: int) -> Any:

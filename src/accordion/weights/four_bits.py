@@ -112,8 +112,7 @@ class FourBitLinear(nn.Linear):
 
 @cache
 def code_of(kind: str, device: torch.device) -> Tensor:
-    """Return the float values of the codes of data type `kind`: (16,) for "nf4" and "fp4", (256,) for "dynamic", the 8 bits of
-    scales. Callers share the tensor."""
+    """Return the values, shared by callers, of the codes of `kind`: (16,) for "nf4" and "fp4", (256,) for "dynamic" (scales)."""
     from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
     with torch.inference_mode(False):
@@ -122,8 +121,7 @@ def code_of(kind: str, device: torch.device) -> Tensor:
 
 
 def quantize(model: nn.Module, kind: FourBits = "nf4", *, skip: Iterable[str] = ()) -> nn.Module:
-    """Replace the `nn.Linear` layers of `model`, except the head of a model of transformers, by frozen ones of four bits, in
-    place, and return `model`.
+    """Replace the `nn.Linear` layers of `model`, except a transformers head, in place by frozen ones of four bits; return it.
 
     Call it before adapters are added and before `shard`. A model on the meta device gets its values from `load_pretrained`,
     which quantises each rank's rows while it reads them; a model with values is quantised at once. Needs bitsandbytes.
@@ -166,8 +164,7 @@ def num_weights(model: nn.Module) -> int:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
-    """Raise `UsageError` if a weight of `layers` (name in `model` -> layer) is sharded or tied, or if its number of elements is
-    no multiple of 64."""
+    """Raise `UsageError` if a weight of `layers` (name -> layer of `model`) is sharded, tied, or no multiple of 64 in size."""
     if any(isinstance(m.weight, DTensor) for m in layers.values()):
         raise UsageError("quantize() was given a sharded model; quantize it before shard().")
     uneven = [f"{n} {tuple(m.weight.shape)}" for n, m in layers.items() if m.weight.numel() % BLOCK]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,14 @@ from accordion.engine.engine import Engine
 from accordion.engine.params import Param
 from accordion.errors import DivergenceError, UsageError
 from accordion.state import sharded_engine
-from accordion.weights.adapters import Resets, added_by, is_adapter
+from accordion.weights.adapters import (
+    added_by,
+    configs_of,
+    follow_base,
+    is_adapter,
+    reset_adapters,
+    reset_problem,
+)
 from accordion.weights.write_through import Fulls, init_mode
 
 
@@ -34,8 +41,7 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
     PEFT are reset by their own methods, such as `reset_lora_parameters`, and DoRA's magnitudes are then computed. A tied
     parameter is drawn once for each of its names and keeps the last draw; in models of transformers, which tie after their
     initialisation, it keeps the draw of its source. Parameters are drawn contiguous, in the dtype of their shards. Memory beyond
-    the shards is one full parameter and what `init` needs. Buffers on the meta device are computed by `init` or by their modules.
-    Collective.
+    the shards is one full parameter and what `init` needs. Meta buffers are computed by `init` or by their modules. Collective.
 
     Raises `UsageError` if, at the end, a buffer or, without `init`, a parameter has no value; the error names them. Raises
     `DivergenceError` on every rank if the ranks' random generators differ before or after the initialisation.
@@ -54,7 +60,7 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
                 fulls.settle(module)
 
             if init is None:
-                _reset(model, Resets.of(model))
+                _reset(model, configs_of(model))
             else:
                 model.apply(call)
         buffers.note(fulls)
@@ -117,8 +123,7 @@ class Buffers:
         """Run the modules' own code for buffers without a value and parameters with the ids `params`. Return the names of the
         buffers that still have no value, and of those parameters that nothing was written into. Collective.
 
-        Changes no other parameter and no random generator. `ignore`: ids of buffers on the meta device to leave out. `seed`:
-        equal on all ranks, for equal values.
+        Changes no other parameter and no random generator. `ignore`: ids of meta buffers to skip. `seed`: equal on all ranks.
         """
         owners = list(dict.fromkeys(self.left(ignore).values()))
         if not owners and not params:
@@ -139,7 +144,7 @@ class Buffers:
             for owner in owners:
                 _reset_own(owner)
             if params:
-                _reset(self._model, Resets.of(self._model), holders, families=False)
+                _reset(self._model, configs_of(self._model), holders, families=False)
         self.note(fulls)
         return [*self.left(ignore), *(param.name for param in fulls.unwritten())]
 
@@ -211,7 +216,7 @@ def _reset_own(module: nn.Module) -> None:
 
 def _reset(
     module: nn.Module,
-    adapters: Resets,
+    configs: Mapping[str, Any],
     only: Collection[nn.Module] | None = None,
     *,
     families: bool = True,
@@ -219,9 +224,8 @@ def _reset(
 ) -> None:
     """Reset a module and its submodules, children first, in the order of `nn.Module.apply`.
 
-    `adapters`: resets adapter layers. `only`: modules to reset, None for all; any other is skipped with its submodules.
-    `families`: initialise models of transformers too. `known`: packages whose modules are skipped, because an enclosing model of
-    transformers has initialised them.
+    `configs`: of adapters, by name. `only`: modules to reset, None for all; any other is skipped with its submodules.
+    `families`: initialise models of transformers too. `known`: packages whose modules an enclosing one of these has initialised.
     """
     if only is not None and module not in only:
         return
@@ -232,22 +236,21 @@ def _reset(
         known = {*known, "torch", "transformers", package}
     inside = list(added_by(module)) if is_adapter(module) else ()
     for child in module.children():
-        _reset(child, adapters, only, families=families, known=() if child in inside else known)
+        _reset(child, configs, only, families=families, known=() if child in inside else known)
     if is_adapter(module):
-        adapters.reset(module)
-        adapters.follow(module)
+        reset_adapters(module, configs)
+        follow_base(module)
     elif package not in known:
         _reset_own(module)
 
 
 def follow_loaded(model: nn.Module, params: Collection[int]) -> None:
-    """Compute those parameters with the ids `params` that adapters derive from other weights (DoRA's magnitudes). Call after the
-    other weights were loaded. Collective."""
-    adapters, holders = Resets.of(model), _holders(model, params)
+    """Compute the parameters among the ids `params` that adapters derive from other, loaded weights (DoRA). Collective."""
+    holders = _holders(model, params)
     with init_mode(model, only=params):
         for module in model.modules():
             if module in holders and is_adapter(module):
-                adapters.follow(module)
+                follow_base(module)
 
 
 def _holders(model: nn.Module, params: Collection[int]) -> set[nn.Module]:
@@ -256,13 +259,12 @@ def _holders(model: nn.Module, params: Collection[int]) -> set[nn.Module]:
 
 
 def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> None:
-    """Raise `UsageError` if an adapter in `model` cannot be reset by its own method. `params`: ids of parameters; only adapters
-    with one of them are checked, all for None."""
-    adapters, holders = Resets.of(model), None if params is None else _holders(model, params)
+    """Raise `UsageError` if an adapter in `model` (with one of the ids `params`, unless None) has no way to be reset."""
+    configs, holders = configs_of(model), None if params is None else _holders(model, params)
     refused = [
         f"{name or '(root)'}: {why}"
         for name, module in model.named_modules()
-        if (holders is None or module in holders) and (why := adapters.problem(module)) is not None
+        if (holders is None or module in holders) and (why := reset_problem(module, configs)) is not None
     ]
     if refused:
         raise UsageError(

@@ -27,8 +27,7 @@ class Rows:
     """A lazy tensor: a tensor in a file, or the result of torch functions on lazy tensors. `fill` or `whole` read its values.
 
     Torch functions accept lazy tensors and return lazy ones without reading, so the conversions of transformers run unchanged.
-    A read of a result of stack, cat, split, chunk or transpose reads only the parts that it needs. Any other function computes
-    its whole result in each read.
+    Results of stack, cat, split, chunk and transpose read only what is needed. Others are computed whole in each read.
     """
 
     shape: torch.Size
@@ -38,19 +37,12 @@ class Rows:
     def narrow(self, dim: int, start: int, length: int) -> Rows:
         dim %= len(self.shape)
         shape = torch.Size([*self.shape[:dim], length, *self.shape[dim + 1 :]])
-
-        def fill(into: Tensor, at: tuple[int, ...]) -> None:
-            self.fill(into, (*at[:dim], at[dim] + start, *at[dim + 1 :]))
-
-        return Rows(shape, self.dtype, fill)
+        return Rows(shape, self.dtype, lambda into, at: self.fill(into, (*at[:dim], at[dim] + start, *at[dim + 1 :])))
 
     def unsqueeze(self, dim: int) -> Rows:
         dim %= len(self.shape) + 1
-
-        def fill(into: Tensor, at: tuple[int, ...]) -> None:
-            self.fill(into.squeeze(dim), (*at[:dim], *at[dim + 1 :]))
-
-        return Rows(torch.Size([*self.shape[:dim], 1, *self.shape[dim:]]), self.dtype, fill)
+        shape = torch.Size([*self.shape[:dim], 1, *self.shape[dim:]])
+        return Rows(shape, self.dtype, lambda into, at: self.fill(into.squeeze(dim), (*at[:dim], *at[dim + 1 :])))
 
     def in_blocks(self, size: int) -> Rows:
         """Return this tensor, (out, width), reshaped to (out * width / size, size), as a lazy tensor."""
@@ -73,9 +65,6 @@ class Rows:
         into = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.fill(into, (0,) * into.dim())
         return into
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> Rows:
         return self
@@ -107,8 +96,7 @@ class Rows:
 
 
 def rows_of_folder(folder: Path) -> dict[str, Rows]:
-    """Return name -> lazy tensor of a folder of safetensors. Reads only headers and the index. Raises `CheckpointError` if they
-    are missing or damaged."""
+    """Return name -> lazy tensor of a folder of safetensors, by headers and index alone. Raises `CheckpointError` for faults."""
     tensors = read_folder(folder)
     return {
         key: Rows(torch.Size(stored.shape), DTYPES[stored.dtype], partial(_read, path, stored))

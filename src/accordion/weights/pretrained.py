@@ -48,8 +48,7 @@ def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore:
     device that no file contains, and the few parameters that transformers never saves, are computed by the modules' own code. In
     PEFT models, files name a layer with adapters as they would without adapters; parameters that adapters add may be missing, as
     if they were in `ignore`; and copies of layers that PEFT trains (`modules_to_save`) begin with the weights of these layers.
-    Weights of layers that `quantize` made are quantised in the dtype of the file, one layer at a time: each rank reads and
-    quantises the blocks of its own rows.
+    Layers that `quantize` made are quantised in the dtype of the file, one at a time: by each rank the blocks of its own rows.
 
     Args:
         folder: has `model.safetensors`, or `model.safetensors.index.json` and its files; or "owner/name", a model on the hub
@@ -111,8 +110,7 @@ def load_saved(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _refuse_left(left: list[str], kinds: str, source: str) -> None:
-    """Raise `UsageError` unless `left` is empty. `left`: names of tensors that neither `source` nor a module's code gives a
-    value; `kinds`: what they are, in plural."""
+    """Raise `UsageError` unless `left`, names of tensors of `kinds` without a value from `source` or a module, is empty."""
     if left:
         raise UsageError(
             f"{len(left)} {kinds} of the meta device are not in {source}, and no module computes them: {', '.join(left)}; "
@@ -131,8 +129,7 @@ def source_of(model: nn.Module) -> str | None:
 
 
 def fill_from_source(model: nn.Module) -> None:
-    """Load the weights of a sharded model from the folder that `source_of` returns, then forget the folder. Do nothing if there
-    is none. Collective."""
+    """Load the weights of a sharded model from the folder that `source_of` returns, if any, then forget it. Collective."""
     folder = source_of(model)
     if folder is not None:
         load_pretrained(model, folder)
@@ -171,8 +168,7 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """The values in a folder for one tensor of a model. `stored_as`: the names of these values in the folder, several if tensors
-    of the folder are combined."""
+    """The values in a folder for one tensor of a model. `stored_as`: their names in the folder, several if they are combined."""
 
     rows: Rows
     stored_as: tuple[str, ...]
@@ -201,8 +197,7 @@ def check_pretrained(model: nn.Module, folder: Path) -> None:
 def _fitting(
     model: nn.Module, engine: Engine, folder: Path, ignore: list[str]
 ) -> tuple[dict[str, StoredRows], set[int]]:
-    """Match `folder` with `model`, and compare the values of tied tensors that `folder` has twice. Raises `CheckpointError` if
-    names, shapes or these values do not fit.
+    """Match `folder` with `model`. Raises `CheckpointError` if names, shapes or the values of tied tensors do not fit.
 
     Returns (name in `model` -> tensor to read, tied ones once; ids of the parameters that the model's own code computes).
     """
@@ -220,8 +215,7 @@ def _fitting(
 def match(model: nn.Module, folder: Path, stored: Mapping[str, Rows], ignore: list[str]) -> Matched:
     """Match the tensors `stored`, by their names in `folder`, with those of `model`. Reads no values.
 
-    Raises `CheckpointError` if a tensor is missing, does not fit, or is not in the model. `ignore`: shell patterns of names
-    that may be missing on either side.
+    Raises `CheckpointError` if a tensor is missing on one side, unless its name matches a pattern in `ignore`, or does not fit.
     """
     wanted = names_of(model)
     for name, layer in four_bit_layers(model).items():  # folders have one plain tensor for the weight and its scales
@@ -265,8 +259,7 @@ def _searched(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _class_patterns(model: nn.Module, kind: str) -> list[str]:
-    """Return regular expressions, defined by transformers' models in `model`, for names that their files may lack (`kind`
-    "missing") or have in addition ("unexpected")."""
+    """Return the expressions of transformers' models for names that files may lack ("missing") or add ("unexpected")."""
     attribute = f"_keys_to_ignore_on_load_{kind}"
     return [p for m in model.modules() if is_of_transformers(m) for p in getattr(m, attribute, None) or ()]
 
@@ -283,8 +276,7 @@ def four_bit_layers(model: nn.Module) -> dict[str, FourBitLinear]:
 
 
 def copies_of_layers(model: nn.Module) -> dict[str, str]:
-    """Return name of the copy -> name of the original, for each tensor of a layer in PEFT's `modules_to_save`. Both names are
-    without wrappers, as in `names_of`."""
+    """Return name of the copy -> name of the original, as in `names_of`, for the tensors of PEFT's `modules_to_save`."""
     originals = {}
     for prefix, module in model.named_modules():
         for adapter, copy in copied_inside(module):
@@ -307,8 +299,7 @@ def _misfits(tensors: Mapping[str, StoredRows], wanted: Mapping[str, Tensor]) ->
 
 
 def equal_rows(a: Rows, b: Rows) -> bool:
-    """Return True if two lazy tensors of one shape have equal values, with `b` cast to the dtype of `a`. Reads at most 16 MiB
-    of each at a time, or one row."""
+    """Return True if `a` equals `b`, of its shape, in the dtype of `a`. Reads at most 16 MiB of each at a time, or one row."""
     if not a.shape:
         return torch.equal(a.whole(), b.whole())
     step = max(1, COMPARE_BYTES // max(1, a.shape[1:].numel() * a.dtype.itemsize))
@@ -341,8 +332,7 @@ def _named(
 
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
     """Return the name in `wanted` that `key`, a name in a file, stands for; None if there is none. Tries `key` itself, then `key`
-    without the names of wrappers, then removes one of `prefixes` after another from its start. At last it tries each of these
-    names with one of `prefixes` added."""
+    without wrappers, then without one of `prefixes` after another, at last each of these with one of `prefixes` added."""
     names = [key]
     key = without_wrappers(key, INSIDE)
     while True:

@@ -38,8 +38,7 @@ class ItemPart:
 
     @classmethod
     def of_param(cls, param: Param, dtype: torch.dtype | None = None) -> ItemPart:
-        """Return the part that sends `param`, in `dtype`; None: in the dtype of its shards. Raises `UsageError` for a tensor
-        subclass that has an all-gather of its own."""
+        """Return the part that sends `param` in `dtype`, None for its own. Raises `UsageError` if it has its own all-gather."""
         refuse_own_gather(param)
         return cls(param.sharded, dtype or param.dtype, param.cut, param.context, param.around)
 
@@ -123,8 +122,7 @@ def _as_saved(model: nn.Module, items: Sequence[Item]) -> list[Item]:
 def _base_tensors(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (name -> tensor of the model that PEFT wraps, name of a weight -> its layer with adapters that are not merged).
 
-    Of a layer that PEFT trains in a copy (`modules_to_save`), the tensors are those of the active copy. Raises `UsageError` for
-    adapters that belong to no weight.
+    Of a layer that PEFT trains in a copy, the tensors are the active copy's. Raises `UsageError` for adapters without a weight.
     """
     for name, config in model.peft_config.items():
         if config.is_prompt_learning or getattr(config, "lora_bias", False):

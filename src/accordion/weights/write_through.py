@@ -56,9 +56,8 @@ class Full:
 
 
 class Fulls(_torch.DispatchMode):
-    """Dispatch mode that gives memory to the full tensors that an operator uses, filled from the shards if the operator reads
-    them, which is collective. Full tensors of earlier operators are first written to the shards and freed. `replace` registers
-    full tensors."""
+    """Dispatch mode that gives memory to the full tensors, registered by `replace`, that an operator uses, filled from the shards
+    if the operator reads them (collective). Full tensors of earlier operators are first written to the shards and freed."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -98,8 +97,7 @@ class Fulls(_torch.DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def close(self, but: Iterable[Full] = ()) -> None:
-        """Write all full tensors with memory, except those in `but`, to the shards. Then free their memory, unless numpy shares
-        it."""
+        """Write all full tensors with memory, except `but`, to the shards, and free their memory unless numpy shares it."""
         for full in [full for full in self._open if full not in but]:
             if full.filled:
                 full.take(full.data)

@@ -11,7 +11,7 @@ from torch import Tensor
 from accordion.errors import UsageError
 from accordion.offload.arena import ALIGN_BYTES, page_aligned
 from accordion.offload.host_shards import OffDeviceShards
-from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of, has_elements, write_back
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, flat_of, has_elements
 from accordion.offload.swap_file import FileRange, Values
 
 CHUNK_NUMEL = 2**21  # largest chunk: 8 MiB of each float32 state
@@ -62,7 +62,6 @@ class ParamStep:
 
     entry: Entry
     place: StatePlace
-    present: frozenset[str]  # names of the states that exist already; others begin as zeros
     states: dict[str, Any] = field(default_factory=dict)  # all states, as the step of the last chunk returned them
 
     def spans(self, low: int, high: int) -> list[Span]:
@@ -73,7 +72,7 @@ class ParamStep:
         if self.place.shard_buffer is not None:
             shard_buffer, i = self.place.shard_buffer
             shard, row = shard_buffer.shard(i), shard_buffer.row(i)
-            grad = shard_buffer.grads.slots[i].file_range_of(entry.grad) or grad
+            grad = shard_buffer.slots[i].file_range_of(entry.grad) or grad
         spans = [Span(shard[low:high], reads=True, writes=True), Span(grad[low:high], reads=True, writes=False)]
         return spans if row is None else [*spans, Span(row[low:high], reads=False, writes=True)]
 
@@ -145,7 +144,8 @@ def _chunk(block: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]
             cut.append((todo, low - first, high - first))
     spans, parts = list[Span](), list[ChunkPart]()
     for key, run in block.runs.items():
-        spans.append(Span(run[start:stop], reads=any(key in todo.present for todo, _, _ in cut), writes=True))
+        exists = any(key in todo.entry.state for todo, _, _ in cut)  # else the state begins as zeros
+        spans.append(Span(run[start:stop], reads=exists, writes=True))
     for todo, low, high in cut:
         own = todo.spans(low, high)
         parts.append(ChunkPart(todo, low, high, slice(len(spans), len(spans) + len(own))))
@@ -190,9 +190,3 @@ def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tens
         part.todo.states = {k: part.todo.place.shown.get(k, v) if k in shaped else v for k, v in new_states.items()}
         for row in rows:
             row.copy_(local)
-
-
-def finish(todo: ParamStep) -> None:
-    """Write the new states of the parameter of `todo` into `optimizer.state`. Call after all of its chunks were stepped."""
-    entry, shown = todo.entry, todo.place.shown
-    write_back(entry.state, {k: shown.get(k, v) for k, v in todo.states.items()}, entry.param)

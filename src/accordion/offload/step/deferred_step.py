@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,8 @@ from accordion.engine.engine import Engine
 from accordion.engine.unit import Unit
 from accordion.errors import UsageError
 from accordion.offload.host_shards import OffDeviceShards
-from accordion.offload.step.chunks import ParamStep, chunks_of, finish, step_chunk
-from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, step_entries
+from accordion.offload.step.chunks import ParamStep, chunks_of, step_chunk
+from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, step_entries, write_back
 from accordion.offload.step.state_store import States, Wanted
 from accordion.offload.tiers import Tiers
 
@@ -38,9 +39,6 @@ class Owner:
     def __init__(self, engine: Engine | None = None, unit: Unit | None = None) -> None:
         self.engine: Callable[[], Engine | None] = (lambda: None) if engine is None else weakref.ref(engine)
         self.unit: Callable[[], Unit | None] = (lambda: None) if unit is None else weakref.ref(unit)
-
-    def __deepcopy__(self, memo: object) -> Owner:
-        return Owner()
 
     def __reduce__(self) -> Any:
         return Owner, ()
@@ -94,27 +92,22 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
     return list({id(engine): engine for _, _, engine, _ in owned_by(optimizer)}.values())
 
 
+@dataclass(eq=False)
 class UnitStep:
     """The step of one unit's parameters, `entries`, on the host; keeps their gradients alive until it has ended. `todos`: the
     steps of those `entries` that are stepped chunk by chunk, with their states in `states`, which is None if there are none."""
 
-    def __init__(
-        self,
-        optimizer_copy: OptimizerCopy,
-        entries: Sequence[Entry],
-        shard_buffers: Sequence[OffDeviceShards],
-        todos: Sequence[ParamStep],
-        states: States | None,
-    ) -> None:
-        self._optimizer_copy, self._todos, self._states = optimizer_copy, todos, states
-        self.entries, self.shard_buffers = entries, shard_buffers
-        self._running: Future[None] | None = None
-        self._values: list[tuple[Tensor, Tensor]] = []  # (parameter, its value) until a late step begins
-        self._chunk_steps: list[Future[None]] = []
+    optimizer_copy: OptimizerCopy
+    entries: Sequence[Entry]
+    shard_buffers: Sequence[OffDeviceShards]
+    todos: Sequence[ParamStep]
+    states: States | None
+    _running: Future[None] | None = None
+    _values: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (parameter, value) until a late step begins
+    _chunk_steps: list[Future[None]] = field(default_factory=list)
 
     def begin(self, tiers: Tiers) -> None:
-        """Start the step on a thread of `tiers`. With `shard(debug="streams")` start nothing: `wait` then runs the step, and
-        parameters are NaN until then."""
+        """Start the step on a thread; with `shard(debug="streams")` set parameters to NaN and leave the step to `wait`."""
         if not tiers.late:
             self._running = tiers.stepper.submit(self.run)
             return
@@ -125,8 +118,7 @@ class UnitStep:
 
     def wait(self, engine: Engine) -> None:
         """Wait until all parameters are stepped and written, then write their new states into `optimizer.state`. Runs the step
-        itself if `begin` has not started it. An error is reported to the other ranks and raised. Adds the time to
-        `Tiers.waited_s`."""
+        itself if `begin` has not. An error is reported to the other ranks and raised. Adds the time to `Tiers.waited_s`."""
         start = time.perf_counter()
         with reported(engine):
             if self._running is not None:
@@ -141,22 +133,22 @@ class UnitStep:
                 self.run()
             for future in self._chunk_steps:
                 future.result()
-            for todo in self._todos:
-                finish(todo)
-        self._chunk_steps, self._todos = [], ()
+            for todo in self.todos:
+                write_back(todo.entry.state, todo.states, todo.entry.param)
+        self._chunk_steps, self.todos = [], ()
         tiers_of(engine).waited_s += time.perf_counter() - start
 
     def run(self) -> None:
         """Step the parameters that are stepped at once, and start the steps of all chunks of the others."""
-        todos = {id(todo.entry) for todo in self._todos}
+        todos = {id(todo.entry) for todo in self.todos}
         in_memory = [entry for entry in self.entries if id(entry) not in todos]
         with torch.no_grad():
-            step_entries(self._optimizer_copy, in_memory)
+            step_entries(self.optimizer_copy, in_memory)
             for shard_buffer in self.shard_buffers if in_memory else ():
                 shard_buffer.write_rows()  # of all parameters; chunks write their rows afterwards
-        if self._states is not None:
-            step = partial(step_chunk, self._optimizer_copy)
-            self._chunk_steps = [self._states.host_pipeline.start(chunk, step) for chunk in chunks_of(self._todos)]
+        if self.states is not None:
+            step = partial(step_chunk, self.optimizer_copy)
+            self._chunk_steps = [self.states.host_pipeline.start(chunk, step) for chunk in chunks_of(self.todos)]
         self.entries = ()
 
 
@@ -208,8 +200,7 @@ def expose(optimizer: Optimizer) -> None:
 
 
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Step every parameter of `optimizer` that has a gradient now, and run the optimizer's step hooks. First wait for earlier
-    steps.
+    """Wait for earlier steps. Then step every parameter of `optimizer` that has a gradient, and run the optimizer's step hooks.
 
     Steps on the device run in this call. Steps on the host run on a thread during the next forward, with the present gradients
     and hyperparameters; the gather of a unit waits for the step of that unit. `kind`: the class before wrapping.

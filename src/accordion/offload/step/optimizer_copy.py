@@ -77,8 +77,7 @@ class OptimizerCopy:
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
         """Step the tensors of `todo` in place. Return tensor -> its new state.
 
-        Raises `UsageError` if this step leaves a value, such as a hyperparameter, that differs from the one in `after`. The value
-        then depends on the choice of parameters that are stepped.
+        Raises `UsageError` if a value, such as a hyperparameter, is then unlike that in `after`: it depends on what is stepped.
         """
         if not todo:
             return {}
@@ -133,9 +132,8 @@ class OptimizerCopy:
                     target[key] = value
 
     def scalar(self, group: int, key: str, value: Any, local: Tensor) -> Any:
-        """Return a copy of `value`, the state `key` of a parameter, such as its step count. If `value` is no tensor, return it
-        uncopied. The copy is on the device of `value`; that of a "step" is on the device of `local` if the param group with index
-        `group` is fused or capturable, which need it there."""
+        """Return a copy of `value`, the state `key` of a parameter, such as its step count, if it is a tensor; else `value`. A
+        "step" is copied to the device of `local` if the param group with index `group` is fused or capturable."""
         if not isinstance(value, Tensor):
             return value
         options = self._values[group]
@@ -194,8 +192,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def has_elements(tree: Any, local: Tensor) -> bool:
-    """Return True if the state `tree` is a tensor of the shape of `local`, or has one in nested lists and dicts. Scalars do not
-    count."""
+    """Return True if the state `tree` is or contains a tensor, but no scalar, of the shape of `local`."""
     return any(isinstance(v, Tensor) and v.dim() > 0 and v.shape == local.shape for v in leaves(tree))
 
 
@@ -235,8 +232,7 @@ def local_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor) -> None:
-    """Write the states `inner` of a step into `outer`, the states of `p`. If `p` is a DTensor, tensors of the shape of its shard
-    become DTensors."""
+    """Write the states `inner` of a step into `outer`, those of `p`, as DTensors if `p` is one and has a shard of their shape."""
     for key, value in inner.items():
         current = outer.get(key)
         if current is value or (isinstance(current, DTensor) and _torch.local_of(current) is value):
@@ -248,8 +244,7 @@ def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor) -> None:
 
 
 def flat_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the elements of `tensor`, (numel,), in the memory order of `like`, which is dense: a view if both have the same
-    strides, else a copy."""
+    """Return the elements of `tensor`, (numel,), in the order of the dense `like`: a view if strides are equal, else a copy."""
     if tensor.stride() != like.stride():
         tensor = torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))

@@ -131,8 +131,7 @@ class DevicePipeline:
             read(chunk, self._host_views(which, chunk))
 
     def _fetch(self, which: int) -> None:
-        """Start copying chunk number `which` to the device, once it is read. Do nothing if that was started already, or if there
-        is no such chunk."""
+        """Start copying chunk number `which`, if there is one, to the device once it is read, unless that was started already."""
         if which not in self._chunks or which in self._fetched:
             return
         self._refills[which % NUM_BUFFERS].result()
@@ -146,8 +145,7 @@ class DevicePipeline:
         self._fetched[which] = transfer, views
 
     def _store(self, which: int) -> None:
-        """Start copying chunk number `which`, which was stepped, to the host. A thread then writes it to its files, and reads the
-        next chunk that uses the same host buffer."""
+        """Start copying the stepped chunk number `which` to the host. A thread then writes it, and refills the host buffer."""
         (_, views), chunk = self._fetched.pop(which), self._chunks.pop(which)
         host_views = self._host_views(which, chunk)
         pairs = [(h, v) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.writes]
@@ -177,8 +175,7 @@ def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = 
 
 
 def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Read the spans of `chunk` that are in files into `views`, and set those `views` to zero that are on the host and of states
-    that do not exist yet."""
+    """Read the spans of `chunk` that are in files into `views`, and set those of new states to zero that are on the host."""
     for i, (span, view) in enumerate(zip(chunk.spans, views, strict=True)):
         if isinstance(span.values, FileRange) and span.reads:
             span.values.file.read(span.values.offset, whole_pages(view))

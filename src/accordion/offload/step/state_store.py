@@ -13,26 +13,25 @@ from torch import Tensor
 from accordion._torch import local_or_same
 from accordion.config import DEVICE, Offload, folder_of
 from accordion.engine.shards import own_storage, zeros_on
-from accordion.offload.arena import ALIGN_BYTES, Arena, page_aligned
+from accordion.offload.arena import ALIGN_BYTES, Arena, aligned_buffer, page_aligned
 from accordion.offload.host_shards import OffDeviceShards, Resources
-from accordion.offload.step.chunks import Chunk, ParamStep, StateBlock, StatePlace, chunk_numel, chunks_of, finish
+from accordion.offload.step.chunks import Chunk, ParamStep, StateBlock, StatePlace, chunk_numel, chunks_of
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, write_back
 from accordion.offload.step.pipelines import NUM_BUFFERS, NUM_DEVICE_BUFFERS, DevicePipeline, HostPipeline
-from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, Values, aligned_buffer
+from accordion.offload.swap_file import FileAllocator, FileRange, SwapFile, Values
 
 log = logging.getLogger("accordion")
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A parameter that is stepped chunk by chunk and needs memory for states. `unit`: index of its unit; `group`: of its param
-    group; `local`: its shard."""
+    """A parameter that is stepped chunk by chunk and needs memory for states."""
 
-    unit: int
+    unit: int  # index of its unit
     offload: Offload
-    group: int
+    group: int  # index of its param group
     param: Tensor
-    local: Tensor
+    local: Tensor  # its shard
     shard_buffer: tuple[OffDeviceShards, int] | None  # (shard buffer, index in it); None if it is on the device
 
 
@@ -158,8 +157,8 @@ class States:
             if place is not None:
                 if place.shard_buffer is not None:
                     shard_buffer, i = place.shard_buffer
-                    shard_buffer.grads.slots[i].settle()
-                steps.append(ParamStep(entry, place, frozenset(place.shown).intersection(entry.state)))
+                    shard_buffer.slots[i].settle()
+                steps.append(ParamStep(entry, place))
         return steps
 
     def step_on_device(self, todos: Sequence[ParamStep], step: Callable[[Chunk, list[Tensor]], None]) -> None:
@@ -170,12 +169,11 @@ class States:
         with torch.no_grad():
             pipeline.run(step)
         for todo in todos:
-            finish(todo)
+            write_back(todo.entry.state, todo.states, todo.entry.param)
 
 
 def _unallocated_block(members: Sequence[Wanted], dtypes: Iterable[torch.dtype], total: int) -> StateBlock:
-    """Return the block for the states of `members`, with `runs` left empty. `dtypes`: of the states; `total`: the elements of all
-    parameters that are stepped chunk by chunk."""
+    """Return a block without `runs` for the states, of `dtypes`, of `members`. `total`: elements of all that is stepped so."""
     itemsizes = {dtype.itemsize for dtype in dtypes}
     disk_bytes = total_bytes = 0
     for w in members:

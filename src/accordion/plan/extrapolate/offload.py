@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from accordion.config import DEVICE, HOST, Offload, folder_of
-from accordion.offload.activations.stores import NUM_STAGES, room_for
+from accordion.offload.activations import NUM_STAGES, room_for
 from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.plan.choice import Choice

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from accordion.config import HOST, folder_of
-from accordion.offload.activations.stores import NUM_STAGES
+from accordion.offload.activations import NUM_STAGES
 from accordion.plan.choice import Choice
 from accordion.plan.events import (
     DISK_STREAM,

@@ -77,9 +77,9 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
         vars(tiers)["pool"] = AtOnce(tracker.paused)
         for group in [group for unit in engine.units for group in unit.groups]:
             if isinstance(group.shard_buffer, OffDeviceShards):
-                group.shard_buffer.grads.comes_from_device = run.device == "cuda"
+                group.shard_buffer.grads_come_from_device = run.device == "cuda"
                 # The fake slots of one arena share a storage, so each would count the others as holders of its memory.
-                for slot in group.shard_buffer.grads.slots:
+                for slot in group.shard_buffer.slots:
                     slot.num_holders = sys.maxsize
     kind = OPTIMIZERS[run.optimizer]
     optimizer = wrap_optimizer(kind.make(model.parameters()), elementwise=kind.elementwise)

@@ -1,7 +1,8 @@
-"""Stores for inputs of recomputed units: host memory, or a file that is accessed through a few buffers of host memory."""
+"""Copies the inputs of recomputed units to host memory or to a file during the forward, and back for the backward."""
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from accordion.config import folder_of
 from accordion.engine.communicator import Communicator, Pending
 from accordion.engine.streams import Steps, Transfer
-from accordion.errors import OffloadError
+from accordion.errors import OffloadError, UsageError
 from accordion.offload.arena import ALIGN_BYTES, Arena, page_aligned
 from accordion.offload.host_shards import Resources
 from accordion.offload.swap_file import CopyToDisk, DiskCalls, SwapFile, in_chunks
@@ -23,10 +25,103 @@ NUM_STAGES = 3  # host buffers for a file: one is copied into, one is written or
 STORES, FETCHES = "copies activations to the host", "copies activations to the device"
 
 
+class ActivationOffload:
+    """Copies inputs of recomputed units of one model into stores on the host or on disk, which are created at the first use.
+    `offload` copies an input away; the `OffloadedInput` that it returns copies the input back."""
+
+    def __init__(self, resources: Resources) -> None:
+        self.resources = resources
+        self._stores: dict[str, HostActivationStore | DiskActivationStore] = {}
+        self._last: weakref.ref[OffloadedInput] | None = None
+        self._storing: tuple[Transfer | CopyToDisk, Tensor, int] | None = None  # copy under way, input and its version
+
+    def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
+        """Start copying `tensor`, the input of a unit, to `place`, "host" or "disk:FOLDER". Return an object that copies it back.
+
+        First calls `finish_store`, which frees the previous input. Raises `UsageError` or `OffloadError` if there is no room.
+        """
+        self.finish_store()
+        if place not in self._stores:
+            folder, resources = folder_of(place), self.resources
+            self._stores[place] = (
+                HostActivationStore(resources) if folder is None else DiskActivationStore(folder, resources)
+            )
+        slot = self._stores[place].take(room_for(tensor.nbytes))
+        offloaded = OffloadedInput(self, tensor, slot, self._last)
+        self._last, self._storing = weakref.ref(offloaded), (offloaded.storing, tensor, tensor._version)
+        return offloaded
+
+    def finish_store(self) -> None:
+        """Make the compute stream wait for the last started copy to a store. Do nothing if there is none, or if this was called
+        for it before. Raise `UsageError` if the copied tensor was changed in place meanwhile."""
+        storing, self._storing = self._storing, None
+        if storing is not None:
+            move, tensor, version = storing
+            move.land()
+            if tensor._version != version:
+                raise UsageError(
+                    f"the input {tuple(tensor.shape)} of a recomputed unit was changed in place while it was copied "
+                    "to the host; change a clone of it, or leave out Offload(activations=...)."
+                )
+
+
+class OffloadedInput:
+    """An input of a recomputed unit that is stored in `slot`, which is freed when this object is deleted. The constructor starts
+    the copy. `before`: the previous offloaded input of this forward, which the backward needs next; None for the first one."""
+
+    def __init__(
+        self,
+        activation_offload: ActivationOffload,
+        tensor: Tensor,
+        slot: HostSlot | DiskSlot,
+        before: weakref.ref[OffloadedInput] | None,
+    ) -> None:
+        self._owner, self._slot, self._before = activation_offload, slot, before
+        self._fetched: tuple[Transfer, Tensor] | None = None
+        self._live: Tensor | None = tensor  # until the unit's forward has ended
+        self._like = torch.empty_like(tensor, device="meta")  # its shape and dtype, and its strides if it is dense
+        self.storing = slot.store(tensor, self._like)
+
+    def leave(self) -> None:
+        """Drop the reference to the input on the device; `tensor` then returns a copy. Call when the unit's forward ends."""
+        self._live = None
+
+    def fetch(self) -> None:
+        """Start copying the input back to the device, unless it is still there or the copy was started already."""
+        if self._live is None and self._fetched is None:
+            self._owner.finish_store()
+            tensor = torch.empty_strided(
+                self._like.shape, self._like.stride(), dtype=self._like.dtype, device=self._owner.resources.device
+            )
+            self._fetched = self._slot.fetch(tensor), tensor
+
+    def tensor(self) -> Tensor:
+        """Return the input itself before `leave`. After `leave`, return a copy on the device, a leaf that requires a gradient,
+        and start fetching `before`. An `OffloadError` is reported to the other ranks and raised."""
+        if self._live is not None:
+            return self._live
+        self._owner._last = None  # a backward runs: the next offloaded input is the first one of a new forward
+        try:
+            with torch.no_grad():
+                self.fetch()
+                before = None if self._before is None else self._before()  # the backward needs it next
+                if before is not None:
+                    before.fetch()
+                assert self._fetched is not None, "fetch() was called"
+                move, tensor = self._fetched
+                move.land()
+        except OffloadError as error:  # the other ranks may be waiting for this rank in the backward
+            self._owner.resources.fetch_stream.waiter.tell(f"failed: {type(error).__name__}: {error}")
+            raise
+        self._fetched = None
+        return tensor.requires_grad_()
+
+    def __del__(self) -> None:
+        self._slot.free(None if self._fetched is None else self._fetched[0])
+
+
 class HostActivationStore:
     """Host memory for inputs of recomputed units: a buffer for each stored input, which later inputs reuse after it is freed."""
-
-    disk_bytes = 0
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
@@ -58,7 +153,6 @@ class HostSlot:
 
     def __init__(self, store: HostActivationStore, buffer: Arena) -> None:
         self._store, self._buffer = store, buffer
-        self._fetch: Transfer | None = None
 
     def store(self, tensor: Tensor, like: Tensor) -> Transfer:
         """Start copying `tensor`, the input, to the host. `like`: a tensor of its shape and dtype, with the strides to store."""
@@ -69,15 +163,14 @@ class HostSlot:
     def fetch(self, into: Tensor) -> Transfer:
         """Start copying the input into `into`, on the device, of the shape, dtype and strides with which it was stored."""
         copy = partial(_copy, into, shaped(self._buffer.memory, into))
-        self._fetch = self._store.resources.fetch_stream.copy(copy, [into], FETCHES)
-        return self._fetch
+        return self._store.resources.fetch_stream.copy(copy, [into], FETCHES)
 
-    def free(self, is_fetched: bool) -> None:
-        """Free the buffer; callable on any thread. `is_fetched`: a copy to the device was started and may not have ended."""
+    def free(self, fetch: Transfer | None) -> None:
+        """Free the buffer; callable on any thread. `fetch`: a copy to the device that may not have ended."""
         # The host must not wait for the copy: the device may be waiting for ranks that never arrive. Later stores wait for it.
-        if is_fetched and self._fetch is not None:
-            self._fetch.join(self._store.resources.store_stream)
-            self._fetch.land()
+        if fetch is not None:
+            fetch.join(self._store.resources.store_stream)
+            fetch.land()
         self._store.free.append(self._buffer)
 
 
@@ -91,14 +184,6 @@ class DiskActivationStore:
         # Ranges to which slots add on any thread; each is free when its reads and writes have ended.
         self.released: deque[tuple[int, int, list[DiskCalls]]] = deque()
         self._stages = [Stage() for _ in range(NUM_STAGES)]  # the least recently used first
-
-    @property
-    def disk_bytes(self) -> int:
-        return self.file.num_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        return sum(stage.buffer.num_bytes for stage in self._stages if stage.buffer is not None)
 
     def take(self, num_bytes: int) -> DiskSlot:
         """Return a slot of `num_bytes`, whole pages: in the smallest free range that fits, or else at the end of the file, which
@@ -160,7 +245,6 @@ class DiskSlot:
         self.activation_store, self.start, self.num_bytes = store, start, num_bytes
         self._stage: Stage | None = None
         self._stored: CopyToDisk | None = None
-        self._fetch: Transfer | None = None
         self._reads: DiskCalls | None = None
         self._is_wanted = True
 
@@ -193,9 +277,9 @@ class DiskSlot:
                 yield Pending(Communicator(None, torch.device("cpu")), [reads])
             into.copy_(memory, non_blocking=True)
 
-        self._fetch = store.resources.fetch_stream.start(steps(), [into], FETCHES)
-        stage.uses.append(partial(self._end, self._fetch.synchronize))
-        return self._fetch
+        transfer = store.resources.fetch_stream.start(steps(), [into], FETCHES)
+        stage.uses.append(partial(self._end, transfer.synchronize))
+        return transfer
 
     def _end(self, wait: Callable[[], None]) -> None:
         """Call `wait`. An `OffloadError` that it raises is ignored if `free` was called."""
@@ -205,13 +289,12 @@ class DiskSlot:
             if self._is_wanted:
                 raise
 
-    def free(self, is_fetched: bool) -> None:
-        """Free the range, and cancel writes that have not begun; callable on any thread. `is_fetched`: a copy to the device was
-        started and may not have ended."""
+    def free(self, fetch: Transfer | None) -> None:
+        """Free the range, and cancel writes not yet begun; callable on any thread. `fetch`: a copy that may not have ended."""
         self._is_wanted = False
         moves = [] if self._stored is None else self._stored.cancel()
-        if is_fetched and self._fetch is not None:
-            self._end(self._fetch.land)  # the next use of the stage waits for the copy
+        if fetch is not None:
+            self._end(fetch.land)  # the next use of the stage waits for the copy
         if self._reads is not None:
             moves.append(self._reads)
         self.activation_store.released.append((self.start, self.start + self.num_bytes, moves))

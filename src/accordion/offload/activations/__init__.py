@@ -1,1 +1,0 @@
-"""Offload of the inputs of recomputed units."""
