@@ -28,9 +28,8 @@ from accordion.plan.api import plan
 from accordion.plan.choice import Search
 from accordion.plan.hardware import Cluster
 from accordion.plan.workload import Workload
-from accordion.sequence.batches import split_sequence
 from accordion.sequence.exchange import sequence_attention
-from accordion.sequence.parallel import sequence_parallel
+from accordion.sequence.parallel import sequence_parallel, split_sequence
 from accordion.sequence.tiles import tile
 from accordion.shard.api import entry_point, shard
 from accordion.sharding import Sharding

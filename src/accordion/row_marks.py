@@ -31,7 +31,7 @@ def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
         sharded = [(value, p) for value, p in _states(optimizer, state_dict) if isinstance(value, DTensor)]
         is_cut_otherwise = any(value.shape == p.shape and value.placements != p.placements for value, p in sharded)
         is_other = is_cut_otherwise or any(_is_elsewhere(value, p) for value, p in sharded)
-        _refuse_on_all(is_other, _params(optimizer), "the optimizer's states")
+        _refuse_on_all(is_other, params_of(optimizer), "the optimizer's states")
 
 
 def mark_meshes(params: Iterable[Tensor]) -> None:
@@ -60,7 +60,7 @@ def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> 
 def refuse_states_of_others(optimizer: Optimizer) -> None:
     """Raise `UsageError` on every rank if any rank's `optimizer` has loaded states of another rank's rows. Collective if any
     state is a DTensor from a file. For optimizers without `wrap_optimizer`."""
-    states = ((value, p) for p in _params(optimizer) for value in optimizer.state.get(p, {}).values())
+    states = ((value, p) for p in params_of(optimizer) for value in optimizer.state.get(p, {}).values())
     refuse_rows_of_others(states, "the optimizer's states")
 
 
@@ -93,8 +93,9 @@ def _refuse_on_all(is_other: bool, tensors: Iterable[Tensor], what: str) -> None
         )
 
 
-def _params(optimizer: Optimizer) -> Iterator[Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all param groups of `optimizer`, in order."""
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def _states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, DTensor]]:
@@ -105,7 +106,7 @@ def _states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tup
         states = state_dict["state"]
     except (KeyError, TypeError):
         return  # `load_state_dict` raises an error
-    for index, p in zip(indices, _params(optimizer), strict=False):
+    for index, p in zip(indices, params_of(optimizer), strict=False):
         state = states.get(index)
         if isinstance(p, DTensor) and isinstance(state, Mapping):
             yield from ((value, p) for value in leaves(list(state.values())))

@@ -129,11 +129,6 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-def group_name(group: Any) -> str:
-    """Return the name of a process group of torch; for one written in Python, use `name_of_group`."""
-    return str(group.group_name)
-
-
 def name_of_group(group: Any) -> str:
     """Return the name under which torch registered `group`, also for one written in Python. No public name."""
     return str(torch.distributed.distributed_c10d._world.pg_names[group])

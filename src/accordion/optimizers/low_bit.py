@@ -7,7 +7,7 @@ of their own, so a state dict holds both as tensors that are sharded like the pa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -23,6 +23,7 @@ from accordion.config import HOST, Offload
 from accordion.engine.layout import rows_per_block, splits_blocks
 from accordion.errors import UsageError
 from accordion.offload.step.deferred_step import owned_by, tiers_of
+from accordion.row_marks import params_of
 
 OURS = "_accordion_sharded"  # attribute of a sharded parameter: its name
 QMAP = "qmap"  # begins the names of tables from codes to values, which all blocks share
@@ -74,7 +75,7 @@ class LowBitStates(Optimizer):
 
     def keep_whole_shapes(self) -> None:
         """Record the shape of each sharded parameter, since a step sees local tensors in place of the parameters."""
-        self._whole = {p: Whole(id(p), p.shape, bool(_splits(p))) for p in _params(self) if isinstance(p, DTensor)}
+        self._whole = {p: Whole(id(p), p.shape, bool(_splits(p))) for p in params_of(self) if isinstance(p, DTensor)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -87,11 +88,11 @@ class LowBitStates(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
-        return {**saved, "state": _changed(saved["state"], dict(enumerate(_params(self))), self._split)}
+        return {**saved, "state": _changed(saved["state"], dict(enumerate(params_of(self))), self._split)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = dict(zip(indices, _params(self), strict=False))  # the library's own method compares their number
+        params = dict(zip(indices, params_of(self), strict=False))  # the library's own method compares their number
         super().load_state_dict({**state_dict, "state": _changed(state_dict["state"], params, self._join)})
 
 
@@ -310,10 +311,6 @@ def _splits(p: DTensor) -> list[int] | None:
         return None
     strided = [num for how, num in sharded if isinstance(how, _torch.StridedShard)]
     return [num for how, num in sharded if not isinstance(how, _torch.StridedShard)] + strided[::-1]
-
-
-def _params(optimizer: Optimizer) -> Iterator[Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _changed(

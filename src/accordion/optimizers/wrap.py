@@ -25,7 +25,7 @@ from accordion.offload.step.optimizer_copy import exchange, local_state, write_b
 from accordion.optimizers.grad_norm import NormPart, multiply, norms
 from accordion.optimizers.low_bit import OURS, LowBitStates, check_blocks, low_bit_kind
 from accordion.optimizers.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
-from accordion.row_marks import refuse_other_rows, refuse_states_of_others
+from accordion.row_marks import params_of, refuse_other_rows, refuse_states_of_others
 
 Opt = TypeVar("Opt", bound=Optimizer)
 PARKED = "_accordion_parked"  # attribute of a sharded parameter while its model is parked
@@ -54,7 +54,7 @@ class LocalStep(Optimizer):
                 loss = closure()
         _torch.count_step(self)
         if isinstance(self, WholeStep):
-            self.check()
+            self.current_owners()
             _refuse_offload(self)
         if engines_of(self):
             defer(self, self._kind)
@@ -69,8 +69,8 @@ class LocalStep(Optimizer):
     def _step_here(self) -> None:
         """Step with local tensors in place of DTensors in all attributes of the optimizer, then put the DTensors back. Raises
         `UsageError` after the step if the optimizer holds parameters in an object, where they are not replaced."""
-        params, outer_state = [p for group in self.param_groups for p in group["params"]], self.state
-        pairs: list[tuple[Tensor, Tensor]] = [(p, _torch.local_or_same(p)) for p in params]
+        outer_state = self.state
+        pairs: list[tuple[Tensor, Tensor]] = [(p, _torch.local_or_same(p)) for p in params_of(self)]
         sharded: dict[int, Tensor] = {id(local): p for p, local in pairs}
 
         def to_local(tensor: Tensor) -> Tensor:
@@ -155,8 +155,7 @@ class StepHooks:
         parked, or offloaded so that they are stepped chunk by chunk; it is an Adafactor or LBFGS; or it has loaded another rank's
         states. The first call for `optimizer` registers a hook that checks later loads."""
         self._notify("steps", optimizer)
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
+        if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params_of(optimizer)):
             return
         refuse_parked(optimizer)
         refuse_unwrapped(optimizer)
@@ -216,10 +215,10 @@ def parked_error() -> UsageError:
 
 def refuse_adafactor(optimizer: Optimizer) -> None:
     """Raise `UsageError` for an Adafactor, of torch or transformers, whose parameters are sharded over several ranks."""
-    params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
     if "Adafactor" in {kind.__name__ for kind in type(optimizer).__mro__} and any(
         not placement.is_replicate() and p.device_mesh.size(axis) > 1
-        for p in params
+        for p in params_of(optimizer)
+        if isinstance(p, DTensor)
         for axis, placement in enumerate(p.placements)
     ):
         raise UsageError(
@@ -343,7 +342,7 @@ def _check_wrappable(optimizer: Optimizer, elementwise: bool, whole_matrices: bo
     refuse_adafactor(optimizer)
     if "step" in vars(optimizer) and not _torch.has_counted_step(optimizer):
         raise UsageError(f"the step method of this {name} was replaced; call wrap_optimizer before that happens.")
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     for p in params:
         _ = p.grad  # raises for a parameter that `shard` has replaced
     if not any(isinstance(p, DTensor) for p in params):

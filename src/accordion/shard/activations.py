@@ -18,16 +18,12 @@ from accordion.offload.activations.offload import OffloadedInput
 
 _aten = torch.ops.aten
 PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
-ATTENTION = tuple(
-    getattr(_aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_attention_math",
-    )
-    if hasattr(_aten, name)
+ATTENTION = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_attention_math.default,
 )
 CANDIDATES = {*PRODUCTS, *ATTENTION}
 # Values for transformers' arguments of cached keys and values, because a recomputation would fill a cache twice.
@@ -55,8 +51,7 @@ result again."""
 
 
 class _Mode(_torch.DispatchMode):
-    """Base of the dispatch modes of a recomputed region: `_Keep` in its forward and `_Give` in its recomputation, which share
-    `results`."""
+    """Base of `_Keep` and `_Give`, the dispatch modes of a recomputed region, which share `results`."""
 
     def __init__(self, results: Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -161,35 +156,28 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload:
         kwargs = {key: NO_CACHES.get(key, value) if value is not None else None for key, value in kwargs.items()}
         if torch.compiler.is_compiling():
             return checkpoint(function, *args, **options, **kwargs)
-        if offload is None:
-            return _checkpoint(function, args, kwargs, options)
-        return _checkpoint_offloaded(function, offload, args, kwargs, options)
+        return _checkpoint(function, offload, args, kwargs, options)
 
     module.__dict__["forward"] = forward
 
 
-def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
-    """Call torch's `checkpoint` for `function` and return its result. If a keyword argument is on a device, pass an empty tensor
-    there first, because `checkpoint` saves the random states of devices of positional tensors only."""
-    example = next((v for v in kwargs.values() if isinstance(v, Tensor) and v.device.type != "cpu"), None)
-    if example is None:
-        return checkpoint(function, *args, **options, **kwargs)
-
-    def run(_: Tensor, /, *rest: Any, **named: Any) -> Any:
-        return function(*rest, **named)
-
-    return checkpoint(run, example.new_empty(0), *args, **options, **kwargs)
-
-
-def _checkpoint_offloaded(
-    function: Callable[..., Any], offload: OffloadInput, args: Any, kwargs: Any, options: Any
+def _checkpoint(
+    function: Callable[..., Any], offload: OffloadInput | None, args: Any, kwargs: Any, options: Any
 ) -> Any:
     """Call torch's `checkpoint` for `function` and return its result. `offload` stores the first input with a `grad_fn` until the
-    recomputation; if no input has one, nothing is offloaded."""
+    recomputation; if it is None or no input has one, nothing is offloaded."""
     values = [*args, *kwargs.values()]
     index = next((i for i, v in enumerate(values) if isinstance(v, Tensor) and v.grad_fn is not None), None)
-    if index is None:
-        return _checkpoint(function, args, kwargs, options)
+    if offload is None or index is None:
+        # `checkpoint` saves the random states of devices of positional tensors only, so an empty tensor represents the others.
+        example = next((v for v in kwargs.values() if isinstance(v, Tensor) and v.device.type != "cpu"), None)
+        if example is None:
+            return checkpoint(function, *args, **options, **kwargs)
+
+        def after_example(_: Tensor, /, *rest: Any, **named: Any) -> Any:
+            return function(*rest, **named)
+
+        return checkpoint(after_example, example.new_empty(0), *args, **options, **kwargs)
     num, names, tensor = len(args), list(kwargs), values[index]  # `run` lives as long as the graph and has no input
     stored, values[index] = offload(tensor), None
 

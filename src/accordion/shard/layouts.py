@@ -31,10 +31,6 @@ class Layout:
     over: DeviceMesh
     around: TensorParallelView | None = None
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return self.cut.local_shape(self.rank)
-
 
 def local_part(param: nn.Parameter) -> Tensor:
     """Return the tensor that data parallelism shards, detached: `param`, or its local tensor if it is a DTensor."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from accordion import _torch
 from accordion.errors import UsageError
 from accordion.offload.step.optimizer_copy import exchange
+from accordion.row_marks import params_of
 from accordion.units import Owned
 
 
@@ -69,8 +70,7 @@ class Moved(nn.Parameter):
 def follow_moved(optimizer: torch.optim.Optimizer) -> None:
     """In all attributes of an optimizer made before `shard`, replace the old parameters by the sharded ones, in place, and their
     states by this rank's rows. Tied parameters become one."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    moved = {id(p): vars(p)["moved_to"] for p in params if "moved_to" in vars(p)}
+    moved = {id(p): vars(p)["moved_to"] for p in params_of(optimizer) if "moved_to" in vars(p)}
     states = {p: state for p, state in optimizer.state.items() if id(p) in moved}
     for p, state in states.items():
         sharded = moved[id(p)]

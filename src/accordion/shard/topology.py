@@ -19,7 +19,6 @@ from accordion.engine.communicator import (
     Communicator,
     device_type_of_job,
     gathered_rows,
-    group_of_job,
     own_communicator,
 )
 from accordion.engine.context import ShardingContext
@@ -152,19 +151,6 @@ def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: Comm
         )
         for communicator in (sharding, replicate)
     ]
-
-
-def secondary_communicator(context: ShardingContext, num_ranks: int, make: CommunicatorMaker) -> Communicator | None:
-    """Return a communicator of `num_ranks` neighboring ranks of the shard axis, of which this rank is one. A collective.
-
-    Returns None if `num_ranks` is not less than the size of the shard axis, or does not divide it. Models over the same ranks
-    share the process group.
-    """
-    whole = context.shard.gather
-    if num_ranks >= whole.num_ranks or whole.num_ranks % num_ranks:
-        return None
-    first = whole.rank - whole.rank % num_ranks
-    return make(group_of_job([whole], whole.ranks[first : first + num_ranks], context.device), context.device)
 
 
 def _one_node(communicator: Communicator, device: torch.device) -> bool:
