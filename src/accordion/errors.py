@@ -69,8 +69,7 @@ def some_of(words: Sequence[str], most: int, between: str = ", ") -> str:
 
 
 def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:
-    """Return the end of a message about a wrong `word`: "valid: ..." with all `choices`, after "did you mean ...?" with the most
-    similar choice if any is similar to `word`."""
+    """Return the end of a message about a wrong `word`: "did you mean ...?" if a choice is similar, and all `choices`."""
     close = get_close_matches(word, [choice for choice in choices if choice != word], n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(choices)}."
 

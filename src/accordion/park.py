@@ -126,8 +126,7 @@ class ParkedModel(Observer):
         self._engine.context.gather_stream.settle()
 
     def _replace(self, by: Callable[[Tensor], Tensor]) -> None:
-        """Replace each gradient, optimizer state and buffer by what `by` returns for it. A DTensor itself stays: `by` gets
-        its local tensor, and the result becomes its local tensor."""
+        """Replace each gradient, optimizer state and buffer, or the local tensor if it is a DTensor, by what `by` returns."""
 
         def swap(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):

@@ -99,8 +99,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, DTensor]]:
-    """Yield (value, parameter) for each value in a `state_dict` of `optimizer` that belongs to a sharded parameter. Yields
-    nothing if `state_dict` is malformed."""
+    """Yield (value, parameter) for each value of a sharded parameter in `state_dict`; nothing if that is malformed."""
     try:
         indices = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         states = state_dict["state"]

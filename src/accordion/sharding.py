@@ -198,9 +198,8 @@ def offload_words(offload: Offload) -> str | Offload:
     if offload.overrides:
         return offload
     default = Offload()
-    asked = {f.name: getattr(offload, f.name) for f in fields(offload)}
-    words = [f"{k}={v}" for k, v in asked.items() if v != getattr(default, k)]
-    return ",".join(words) or "none"
+    changed = [name for name in OFFLOAD_FIELDS if getattr(offload, name) != getattr(default, name)]
+    return ",".join(f"{name}={getattr(offload, name)}" for name in changed) or "none"
 
 
 def unit_words(units: UnitChoice) -> Any:

@@ -19,8 +19,7 @@ from accordion.errors import UsageError, nearest
 
 @dataclass(frozen=True, slots=True)
 class MinParams:
-    """A choice of units by size: a module is a unit if at least `num_params` of its parameter elements are in no unit inside
-    it."""
+    """A choice of units: modules with at least `num_params` parameter elements that are in no unit inside the module."""
 
     num_params: int
 
@@ -88,8 +87,7 @@ def units_named(text: str) -> UnitChoice:
 
 
 def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of every unit, the model itself first. Modules without parameters are left out. Raises `UsageError`
-    for a class that no module has."""
+    """Return (name, module) of each unit with parameters, the model first. Raises `UsageError` for a class that no module has."""
     if choice is None:
         blocks = _repeated_blocks(model)
         chosen = blocks | _large_layers(model, blocks)
@@ -106,11 +104,8 @@ def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Mod
 
 
 def by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:
-    """Return for each unit in `chosen` (name, module) the last of `policy.overrides` that names it, or `policy` itself.
-
-    The keys of `overrides` are classes and shell patterns of names. Raises `UsageError` if a key names no unit. `kind`: name of
-    the policy, for the message.
-    """
+    """Return for each unit in `chosen` (name, module) the last of `policy.overrides` that names it, or `policy` itself. Raises
+    `UsageError`, with `kind` as the policy's name, if a key, a class or a shell pattern of names, names no unit."""
     result: list[Policy] = []
     used = set()
     for name, module in chosen:

@@ -41,8 +41,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a plain `tensor` itself, detached, or the plain tensors inside a subclass, which its `__tensor_flatten__` names.
-    Yield nothing for a subclass without that method."""
+    """Yield a plain `tensor`, detached, or the plain tensors that the `__tensor_flatten__` of a subclass names, if it has one."""
     if is_plain(tensor):
         yield tensor.detach()
     elif hasattr(tensor.data, "__tensor_flatten__"):

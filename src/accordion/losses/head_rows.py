@@ -48,8 +48,7 @@ def row_losses(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss,
 
 
 def targets_in(part: Slice, labels: Tensor, ignore_index: int) -> Targets:
-    """Return the targets of `labels` (tokens,) among the words of the slice `part`; a column is a position in the gathered rows
-    of that slice."""
+    """Return the targets of `labels` (tokens,) among the words of the slice `part`; a column is a row of the gathered slice."""
     counts = labels != ignore_index
     words = labels.where(counts, 0)
     rows = words % part.cut.chunk - part.start
@@ -114,8 +113,7 @@ class RowLosses(torch.autograd.Function):
 
 
 def chunks(loss: TokenLoss, labels: Tensor, weight: Tensor) -> list[slice]:
-    """Return slices of the tokens of `labels`, one for each chunk. `weight`: its rows are the words of the logits, whose number
-    limits the tokens of a chunk (`TokenLoss.num_rows`)."""
+    """Return slices of the tokens of `labels`, one for each chunk. `weight`: its rows are the words of the logits."""
     step = loss.num_rows(max(1, weight.shape[0]))
     return [slice(start, start + step) for start in range(0, len(labels), step)]
 

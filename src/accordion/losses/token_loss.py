@@ -37,8 +37,7 @@ class TokenLoss:
     chunk_tokens: int | None
 
     def num_rows(self, num_words: int) -> int:
-        """Return the number of tokens of a chunk: `chunk_tokens` if that is set, or as many as have `CHUNK_BYTES` of float32
-        logits of `num_words` words."""
+        """Return the number of tokens of a chunk: `chunk_tokens`, or as many as have `CHUNK_BYTES` of float32 logits."""
         return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
 
     @property

@@ -47,11 +47,6 @@ class LowBitStates(Optimizer):
     REMEDY: str  # for blocks that no rank can hold whole, as the end of a sentence
     _whole: dict[Tensor, Whole]  # in a step its keys are local tensors, as in all attributes of the optimizer
 
-    @classmethod
-    def mixed_into(cls, kind: type[Optimizer]) -> type[Optimizer]:
-        """Return a new subclass of this mixin and `kind`, with the name of `kind`."""
-        return type(kind.__name__, (cls, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-
     @staticmethod
     def block_of(optimizer: Any, group: int, index: int) -> int:
         """Return the number of elements in a block of the states of a parameter, 1 if they will not be quantised.
@@ -273,11 +268,8 @@ def check_blocks(optimizer: Optimizer, mixin: type[LowBitStates]) -> None:
 
 
 def packed_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
-    """Return the shape of a tensor with one element for each `block` elements of a tensor of `shape`; for block 1, `shape`.
-
-    One row of the result stands for n rows of `shape`, the smallest n for which they hold whole blocks. So both tensors can be
-    sharded on dim 0 over the same ranks.
-    """
+    """Return the shape of a tensor with one element for each `block` elements of a tensor of `shape`. So that both can be sharded
+    on dim 0 over the same ranks, a row stands for the smallest number of rows that hold whole blocks."""
     if block == 1:
         return tuple(shape)
     rows = rows_per_block(shape, block)
@@ -316,8 +308,7 @@ def _splits(p: DTensor) -> list[int] | None:
 def _changed(
     states: Mapping[Any, Any], params: Mapping[Any, Tensor], change: Callable[[DTensor, Mapping[str, Any]], Any]
 ) -> dict[Any, Any]:
-    """Return a copy of `states` (key -> entry) with `change(p, entry)` in place of the entry of each sharded parameter p.
-    `params`: key in `states` -> parameter."""
+    """Return a copy of `states` with `change(p, entry)` as entry of each sharded p. `params`: key in `states` -> parameter."""
     pairs = {key: (params.get(key), entry) for key, entry in states.items()}
     return {key: change(p, entry) if isinstance(p, DTensor) else entry for key, (p, entry) in pairs.items()}
 

@@ -269,9 +269,8 @@ class WholeStep(Optimizer):
     _owners: Owners | None = None
 
     def current_owners(self) -> Owners:
-        """Return the owners of the current parameters, which are DTensors; called before each step. Raises `UsageError` for
-        parameters that this optimizer cannot step. Collective if parameters have changed since the last call, since owners are
-        then chosen anew."""
+        """Return the owners of the parameters, DTensors, chosen anew if these have changed since the last call, which is
+        collective. Called before each step. Raises `UsageError` for parameters that this optimizer cannot step."""
         if self._owners is None or [*map(id, self._owners.params)] != [*map(id, params_of(self))]:
             self._owners = Owners(self.param_groups)
         return self._owners
@@ -440,8 +439,7 @@ class OwnerStep(WholeStep):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of `state_dict`, of any number of ranks. Each rank keeps whole states of the parameters that it owns, and
-        no others. Collective."""
+        """Load a result of `state_dict`, of any number of ranks. Each rank keeps only states that it owns, whole. Collective."""
         super().load_state_dict(state_dict)
         for matrix, p in zip(self.current_owners().matrices, params_of(self), strict=True):
             state = exchange(self.state.pop(p, {}), partial(_whole, matrix))
@@ -481,8 +479,7 @@ def _shared(states: Mapping[int, Any], communicator: Communicator) -> tuple[dict
 
 
 def _described(tree: Any, tensors: list[Tensor]) -> Any:
-    """Return `tree`, a state, with (TENSOR, dtype, shape, value if 0-d, else None) in place of each tensor. Appends tensors that
-    are not 0-d to `tensors`."""
+    """Return `tree` with (TENSOR, dtype, shape, value if 0-d) in place of tensors. Appends those with a dim to `tensors`."""
     if isinstance(tree, Tensor):
         tensors += [tree] if tree.dim() else []
         return TENSOR, str(tree.dtype).removeprefix("torch."), tuple(tree.shape), None if tree.dim() else tree.item()

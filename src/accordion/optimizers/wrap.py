@@ -128,8 +128,7 @@ class LocalStep(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Wait for running steps, and load a state dict of this rank's rows. Collective. Raises `UsageError` on all ranks if one
-        of them got the rows of another rank."""
+        """Wait for steps; load a state dict of this rank's rows. Collective. Raises `UsageError` on all if one got others."""
         refuse_other_rows(self, state_dict)
         self._wait_for_steps()
         super().load_state_dict(state_dict)
@@ -303,12 +302,13 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices:
         raise UsageError("wrap_optimizer got elementwise=True and whole_matrices=True; pass one of them.")
     _check_wrappable(target, elementwise, whole_matrices)
     low_bit = low_bit_kind(target)
+    kind = type(optimizer)
+    attributes: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     if low_bit is not None:
         check_blocks(target, low_bit)
-    kind = type(optimizer) if low_bit is None else low_bit.mixed_into(type(optimizer))
-    attributes: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
+        kind = type(kind.__name__, (low_bit, kind), attributes)
     # Inside a compiled function the step runs uncompiled: dynamo cannot trace the change to local tensors and back.
-    attributes["step"] = _torch.unseen_by_dynamo(LocalStep.step)
+    attributes |= {"_kind": kind, "step": _torch.unseen_by_dynamo(LocalStep.step)}
     step = (MuonStep,) if kind is torch.optim.Muon else (OwnerStep,) if whole_matrices else ()
     optimizer.__class__ = type(kind.__name__, (LocalStep, *step, kind), attributes)
     vars(optimizer).pop("step", None)  # by which a scheduler counts steps
@@ -435,8 +435,7 @@ def norm_parts(
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
-    """Multiply all gradients of a sharded model, also offloaded ones, in place by `factor` (0-d, equal on all ranks). First
-    wait for optimizer steps in progress."""
+    """Wait for optimizer steps, and multiply all gradients, also offloaded ones, in place by `factor` (0-d)."""
     engine = engine_of(model)
     assert engine is not None, "a sharded model"
     engine.synchronize()
@@ -444,8 +443,7 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
 
 
 def _norm_over(engine: Engine, param: Param) -> tuple[Sequence[Communicator], bool]:
-    """Return (the communicators over which the norm of the gradient of `param` is reduced; True if this rank's rows count, False
-    if another rank counts the same rows)."""
+    """Return (communicators over which the norm of a gradient is reduced; False if another rank counts this rank's rows)."""
     context, model = param.context, engine.context
     if context is model or param.around is not None:
         cut = list(context.cut_communicators) if param.cut.dim is not None else []

@@ -237,10 +237,7 @@ def _fill(
     value_of: Callable[[Owned], Tensor | None], layouts: Mapping[str, tuple[Owned, Layout]], param: Param, local: Tensor
 ) -> None:
     """Copy the value of a parameter into `local`, this rank's rows, and replace the parameter by a sharded one of these rows.
-
-    `value_of`: returns the full value; None for a parameter on the meta device, whose rows stay as they are. `layouts`: name of
-    a parameter -> (the parameter, its layout).
-    """
+    `value_of`: returns the full value; None for a parameter on the meta device, whose rows stay as they are."""
     o, layout = layouts[param.name]
     value = value_of(o)
     param.is_filled = value is not None

@@ -38,8 +38,7 @@ def local_part(param: nn.Parameter) -> Tensor:
 
 
 def layout_of(param: Any, c: Cut, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """Return the layout of `param`, cut by `c`, over `mesh` with `placements`. If `param` is a DTensor, the axes of its mesh and
-    its placements are appended."""
+    """Return the layout of `param`, cut by `c`, over `mesh` with `placements`. The mesh and placements of a DTensor follow."""
     rank = mesh.get_local_rank(mesh.ndim - 1)
     if not isinstance(param, DTensor):
         return Layout(mesh, tuple(placements), c, rank, mesh)

@@ -163,8 +163,7 @@ class Extended:
         return [t.reshape(-1) for t in tensors], metadata
 
     def end(self, metadata: Any) -> None:
-        """Let the subclass make the tensor that modules see, `seen`, after the tensors of all ranks have arrived; later calls
-        fill the same tensor again."""
+        """Let the subclass make `seen`, the tensor that modules see, of the gathered tensors; later calls fill it again."""
         outs = tuple(full.view(-1, *size[1:]) for full, size in zip(self.gathered, self._sizes, strict=True))
         if self.seen is not None:
             self.local.fsdp_post_all_gather(outs, metadata, self._dtype, out=self.seen)
