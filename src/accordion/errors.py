@@ -55,8 +55,7 @@ WAYS_OUT = (
 
 
 def advise(error: BaseException) -> bool:
-    """Add the note `WAYS_OUT` to `error`, and return True, if it is torch's error about mixed Tensor and DTensor. For any other
-    error, and for one that has the note already, do nothing and return False."""
+    """Add the note `WAYS_OUT` to torch's error about mixed Tensor and DTensor. Return False for others, or if it has the note."""
     is_new = MIXED in str(error) and WAYS_OUT not in getattr(error, "__notes__", ())
     if is_new:
         error.add_note(WAYS_OUT)

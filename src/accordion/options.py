@@ -103,9 +103,8 @@ def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None
 def values_of(
     kind: type[Any], words: Sequence[str], prog: str, about: str, more: Mapping[str, tuple[str, str]] | None = None
 ) -> dict[str, Any] | None:
-    """Parse `words` with the fields of `kind`, and return key ("steps" or "train.steps") -> value of each flag that is given. For
-    --help, print the help and return None. `more`: flags that the caller has read and removed from `words`, for the help: flag ->
-    (name of its value, help). Raises `UsageError` for a wrong flag or value."""
+    """Parse `words` as `read` does, and return key ("steps" or "train.steps") -> value of each flag that is given. `more`: flags
+    that the caller has read and removed from `words`, for the help: flag -> (name of its value, help)."""
     options = options_of(kind)
     parser = _parser(options, prog, about, more or {}, with_texts=bool({"-h", "--help"} & set(words)))
     flags = [option.flag for option in options if not option.is_place]
@@ -188,8 +187,7 @@ class Option:
 
     def converted(self, value: Any, name: str) -> Any:
         """Return `value`, text or parsed YAML, converted to the field's type. The text "null" becomes None if the field may
-        be None; None itself is allowed only as the default. Raises `UsageError` if `value` does not fit the type or the choices.
-        `name`: the option, for the message."""
+        be None; None itself is allowed only as the default. Raises `UsageError`, which names `name`, if `value` does not fit."""
         if value is None and self.default is not None:
             raise UsageError(f"{name} is null; leave it out for its default.")
         if value is None or (value == "null" and self.is_optional):
@@ -256,8 +254,7 @@ def options_of(kind: type[Any], prefix: str = "", group: str = "") -> list[Optio
 
 @cache
 def _texts(kind: type[Any]) -> Mapping[str, str]:
-    """Return field name -> help text for a dataclass: the string below the field, or its text under `Args:` in the docstring.
-    Fields of base classes are included, and fields without text left out."""
+    """Return field name -> help of a dataclass and its bases: the string below a field, or under `Args:` in the docstring."""
     texts: dict[str, str] = {}
     for owner in reversed(kind.__mro__[:-1]):
         args = (owner.__doc__ or "").partition("Args:")[2]

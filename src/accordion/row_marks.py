@@ -24,9 +24,8 @@ MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it 
 
 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise `UsageError` on every rank if any rank's `state_dict` of `optimizer` has another rank's rows, or states whose
-    placements differ from those of their parameter. Collective. Plain tensors pass, because helpers of torch and other libraries
-    shard them. Does nothing without process groups."""
+    """Raise `UsageError` on every rank if any rank's `state_dict` has another rank's rows, or states placed unlike parameters.
+    Collective; does nothing without process groups. Plain tensors pass, since helpers of torch and other libraries shard them."""
     if dist.is_initialized():
         sharded = [(value, p) for value, p in _states(optimizer, state_dict) if isinstance(value, DTensor)]
         is_cut_otherwise = any(value.shape == p.shape and value.placements != p.placements for value, p in sharded)

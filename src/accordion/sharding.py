@@ -152,8 +152,7 @@ KINDS: Mapping[str, tuple[type, str]] = {
 
 
 def num_bytes_in(text: str) -> int:
-    """Return the number of bytes that a text such as "1000000" or "16GiB" names. Raises `ValueError` for other texts,
-    and `OverflowError` for "infGiB"."""
+    """Return the number of bytes in a text such as "1000000" or "16GiB". Raises `ValueError`, or `OverflowError` for "infGiB"."""
     return int(float(text.removesuffix("GiB")) * 2**30) if text.endswith("GiB") else int(text)
 
 

@@ -80,8 +80,7 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)`, in 12 instead of 21 us; no transform of torch.func may be active. Calls the method in C
-    directly, and not its override in Python (all versions)."""
+    """Return `function.apply(*args)` by the method in C, in 12 instead of 21 us; not for use in transforms of torch.func."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -126,8 +125,7 @@ _grad, _trains = attrgetter("grad"), attrgetter("requires_grad")
 
 
 def grads_of(leaves: Sequence[Tensor]) -> tuple[list[Tensor | None], list[bool]]:
-    """Return (`.grad` of each leaf, flags). A flag is True if the leaf has gradient hooks or is frozen, so that autograd itself
-    must write its `.grad`."""
+    """Return (`.grad` of each leaf, flags: True if it has gradient hooks or is frozen, so that autograd must write `.grad`)."""
     with plain_attributes():
         hooked = [bool(x._backward_hooks or x._post_accumulate_grad_hooks or not x.requires_grad) for x in leaves]
         return list(map(_grad, leaves)), hooked

@@ -153,8 +153,7 @@ def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[
 
 
 def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operator on DTensors without the handler that `answer_operator` registered, which is removed during
-    the call, for all threads."""
+    """Return the result of an operator on DTensors, without the handler of `answer_operator` during the call, in any thread."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(operator, None)
     try:

@@ -148,8 +148,7 @@ class TorchaoStates(LowBitStates):
         return {key: self._parts(p, v, key) if isinstance(v, DTensor) else v for key, v in entry.items()}
 
     def _parts(self, p: DTensor, state: DTensor, key: str) -> Any:
-        """Return {name: DTensor of codes, scales or table; "signed": bool} of `state`, a low-bit state of `p` named `key`.
-        A `state` that is not low-bit is returned as it is."""
+        """Return {name: DTensor of codes, scales or table; "signed": bool} of `state`, or `state` itself if it is not low-bit."""
         local: Any = _torch.local_of(state)
         if local.numel() and not hasattr(local, "__tensor_flatten__"):
             return state
@@ -235,8 +234,7 @@ MIXINS: Mapping[str, type[LowBitStates]] = {
 
 
 def low_bit_kind(optimizer: Optimizer) -> type[LowBitStates] | None:
-    """Return the mixin for an optimizer with low-bit states; None for others, and for LAMB and LARS, whose steps need norms of
-    whole parameters."""
+    """Return the mixin for an optimizer with low-bit states; None for others, and for LAMB and LARS, which need whole norms."""
     if getattr(getattr(optimizer, "args", None), "max_unorm", 0.0):
         return None
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__]
@@ -295,8 +293,7 @@ def _is_quantised(new_buffer: Callable[[Tensor, bool], Tensor], shape: torch.Siz
 
 
 def _splits(p: DTensor) -> list[int] | None:
-    """Return the numbers of ranks among which rows of dim 0 are divided: [2, 4] if each half is divided by 4, [] if `p` is whole
-    on each rank. None if another dim is sharded."""
+    """Return the numbers of ranks that divide dim 0: [2, 4] if each half is divided by 4, [] if none; None for another dim."""
     axes = [(how, num) for how, num in zip(p.placements, p.device_mesh.shape, strict=True) if num > 1]
     sharded: list[tuple[Any, int]] = [(how, num) for how, num in axes if not how.is_replicate()]
     if any(how.dim for how, _ in sharded):

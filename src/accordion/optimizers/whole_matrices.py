@@ -75,8 +75,7 @@ class Matrix:
         return self.division is None or self.owner == self.division.communicator.rank
 
     def state(self, shape: tuple[int, ...]) -> Matrix:
-        """Return the matrix of this parameter's state of `shape`, at least 1-D. It is divided on the same dim as the parameter if
-        the shapes are equal, otherwise on dim 0."""
+        """Return the matrix of a state of `shape`, at least 1-D, divided as the parameter if of its shape, else on dim 0."""
         return self if shape == self.shape else replace(self, shape=shape, dim=-len(shape))
 
 
@@ -95,9 +94,8 @@ def sharded_engines() -> weakref.WeakSet[Engine]:
 
 
 class Owners:
-    """The owner of each parameter of an optimizer with these param `groups`, and the buckets in which they are exchanged. Both
-    depend on shapes alone. `matrices`: in order of parameters. The constructor is collective, and raises `UsageError` if tensor
-    parallelism splits a parameter."""
+    """The owner of each parameter in param `groups`, and the buckets in which they are exchanged; both depend on shapes alone.
+    The constructor is collective, and raises `UsageError` if tensor parallelism splits a parameter."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         pairs = [(i, p) for i, group in enumerate(groups) for p in group["params"]]
@@ -282,8 +280,7 @@ class WholeStep(Optimizer):
         return [matrix.name for matrix, p in zip(owners.matrices, params_of(self), strict=True) if p.grad is None]
 
     def _pack(self, matrix: Matrix, rows: Tensor) -> Tensor:
-        """Return this rank's rows of what the owner needs, (..., *local shape), with zeros in place of a gradient that is None.
-        May step states of `rows`."""
+        """Return this rank's rows of what the owner needs, (..., *local shape); zeros for no gradient. May step states."""
         raise NotImplementedError
 
     def _compute(self, owned: list[tuple[Matrix, Tensor, Tensor]]) -> list[Tensor]:

@@ -421,9 +421,8 @@ def owned_by_id(engines: Iterable[Engine]) -> dict[int, tuple[Engine, Param]]:
 def norm_parts(
     params: Iterable[Tensor], owned: Mapping[int, tuple[Engine, Param]], value_of: Callable[[Tensor], Tensor | None]
 ) -> list[NormPart]:
-    """Return this rank's values of `params` as input of `norms`: one part for each set of ranks over which values are sharded. A
-    value is what `value_of` returns for a parameter, such as its gradient; None is left out. All ranks must pass the same
-    `params`. `owned`: result of `owned_by_id`."""
+    """Return this rank's values of `params`, without those that are None, for `norms`: one part for each set of ranks over which
+    values are sharded. All ranks must pass the same `params`. `owned`: result of `owned_by_id`."""
     parts: dict[tuple[int, ...], NormPart] = {}
     for p in params:
         communicators, counts = _norm_over(*owned[id(p)]) if id(p) in owned else ([], True)

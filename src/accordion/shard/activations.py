@@ -46,8 +46,7 @@ class _Choice:
 
 
 Results = list[_torch.DispatchMode | None]
-"""One entry for each matrix product and attention of a forward: torch's mode that returns the kept result, or None to compute the
-result again."""
+"""For each matrix product and attention of a forward: torch's mode that returns the kept result, or None to compute it again."""
 
 
 class _Mode(_torch.DispatchMode):
@@ -95,8 +94,7 @@ class _Keep(_Mode):
 
 
 class _Give(_Mode):
-    """Dispatch mode of a region's recomputation: returns each kept result once, in place of running the operator. In a second
-    backward (retain_graph) all operators run."""
+    """Dispatch mode of a region's recomputation: returns each kept result once. In a second backward all operators run."""
 
     def __enter__(self) -> Any:
         self._next = 0
@@ -164,8 +162,7 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload:
 def _checkpoint(
     function: Callable[..., Any], offload: OffloadInput | None, args: Any, kwargs: Any, options: Any
 ) -> Any:
-    """Call torch's `checkpoint` for `function` and return its result. `offload` stores the first input with a `grad_fn` until the
-    recomputation; if it is None or no input has one, nothing is offloaded."""
+    """Return the result of torch's `checkpoint` of `function`. `offload` stores the first input with a `grad_fn`, if any."""
     values = [*args, *kwargs.values()]
     index = next((i for i, v in enumerate(values) if isinstance(v, Tensor) and v.grad_fn is not None), None)
     if offload is None or index is None:

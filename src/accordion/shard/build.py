@@ -158,9 +158,8 @@ def plan_groups(
     precision: Precision,
     context_of: Callable[[Owned], ShardingContext | None] = lambda o: None,
 ) -> list[GroupPlan]:
-    """Return the groups of a unit's parameters. Parameters of one group are sharded over the same ranks and gathered in one
-    dtype. `params_of_unit`: pairs of parameter and cut. `context_of`: returns the context of the ranks over which a parameter is
-    sharded; None for the model's ranks."""
+    """Return the groups of a unit's parameters (pairs of parameter and cut): those over the same ranks, gathered in one dtype.
+    `context_of`: returns the context of the ranks over which a parameter is sharded; None for the model's ranks."""
     groups: dict[tuple[ShardingContext | None, torch.dtype], list[Param]] = {}
     for o, c in params_of_unit:
         dtype, trained = o.original.dtype, o.original.requires_grad

@@ -77,9 +77,8 @@ def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool
 
 
 def extended_rows(tensor: Tensor, c: Cut, rank: int, device: torch.device) -> Tensor:
-    """Return the rows of `rank` of `tensor`, a tensor subclass, as a copy on `device`. If `c` shards no dim, return the whole
-    `tensor`, which is copied only if it is on another device. Uses only operators that torch's FSDP2 also requires of a
-    subclass: to, chunk, new_zeros, narrow, copy_."""
+    """Return the rows of `rank` of `tensor`, a tensor subclass, as a copy on `device`; if `c` shards no dim, all of it.
+    Uses only operators that torch's FSDP2 also requires of a subclass: to, chunk, new_zeros, narrow, copy_."""
     tensor = tensor.to(device)
     if c.dim is None:
         return tensor

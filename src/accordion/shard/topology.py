@@ -54,8 +54,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device of this rank: "cpu" if `mesh` is of that type, otherwise the current accelerator. Raises `UsageError`
-    if the machine has no accelerator of the type of `mesh`."""
+    """Return this rank's device, of the type of `mesh`. Raises `UsageError` if the machine has no accelerator of that type."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
