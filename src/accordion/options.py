@@ -316,7 +316,7 @@ def _parser(
     for option in options:
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        texts = _texts(option.owner) if with_texts else {}
+        texts = _texts(option.owner) if with_texts else {}  # type: ignore[arg-type]
         _add(groups[option.group], option, texts.get(option.key.rpartition(".")[2], ""))
     return parser
 
