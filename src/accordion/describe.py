@@ -96,9 +96,7 @@ def _cells(name: str, num_params: int, several: Sequence[tuple[int, ...]], *, wi
 
 def describe(model: nn.Module) -> Report:
     """Return a `Report` on the units of a sharded model and their bytes, without communication; `print` shows it as a table.
-
-    Raises `UsageError` if `model` is not sharded.
-    """
+    Raises `UsageError` if `model` is not sharded."""
     engine = sharded_engine(model, "describe")
     return Report(
         strategy=engine.strategy.name,

@@ -38,12 +38,9 @@ class Move(NamedTuple):
 
 
 class ParkedModel(Observer):
-    """The tensors of a model and its optimizer that `park` moves. As an `Observer` of the engine it raises `UsageError` if the
-    model is called while they are off the device.
-
-    Shards that are offloaded stay where they are, with their gradients and states. `tensors`: the tensors on the device, which
-    `leave` moves; empty after that. `sizes`: bytes of each allocation on the device that `leave` frees.
-    """
+    """The tensors of a model and its optimizer that `park` moves, without those of offloaded parameters. As an `Observer` of the
+    engine it raises `UsageError` if the model is called while they are off the device. `tensors`: the tensors on the device,
+    which `leave` moves; empty after that. `sizes`: bytes of each allocation on the device that `leave` frees."""
 
     # A tensor off the device takes the place of each one on it, so that state dicts and saves need to know nothing. The flat
     # buffers of shards stay the same storages, without memory, because gathers have views of them.

@@ -42,13 +42,8 @@ def mark_meshes(params: Iterable[Tensor]) -> None:
 
 def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
     """Raise `UsageError` on every rank if one of them loaded another rank's rows, as from a file that `torch.save` wrote.
-
-    Collective if any DTensor is from a file; other pairs are compared on this rank alone.
-
-    Args:
-        pairs: (loaded value, sharded tensor of this model that it replaces); pairs without two DTensors are ignored.
-        what: name of the loaded tensors, for the message.
-    """
+    Collective if any DTensor is from a file; other pairs are compared on this rank alone. `pairs`: (loaded value, sharded tensor
+    that it replaces), ignored without two DTensors. `what`: name of the loaded tensors, for the message."""
     sharded = [(a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor)]
     is_other = any(a.device_mesh is not b.device_mesh and _is_elsewhere(a, b) for a, b in sharded)
     # A mesh that `mark_meshes` marked, here or in another process, keeps its mark when it is unpickled.

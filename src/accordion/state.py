@@ -198,12 +198,8 @@ def is_first_rank(engine: Engine) -> bool:
 
 
 def attach_state_dict_hooks(model: nn.Module) -> None:
-    """Register hooks on `model`, so that `load_state_dict` accepts full tensors too, of which each rank keeps its rows.
-
-    With full tensors `load_state_dict` is collective. Ranks first compare names, shapes and checksums; if these differ, all
-    ranks raise `DivergenceError`, and nothing changes. If each parameter gets this rank's rows as a DTensor, they compare
-    nothing. `load_state_dict` and `state_dict` of any module inside also wait for optimizer steps in progress.
-    """
+    """Register hooks on `model`, so that `load_state_dict` accepts full tensors (`_cut_full_tensors`) and DTensors from files
+    (`take_own_rows`). Both it and `state_dict` of any module inside also wait for optimizer steps in progress."""
     for module in model.modules():
         module.register_load_state_dict_pre_hook(take_own_rows)
         if attached_to(module) is not None or owners_of(module.parameters(recurse=False)):
@@ -247,7 +243,8 @@ def synchronize(model: nn.Module) -> None:
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows. If it
-    lacks rows of any parameter, ranks first compare all names and values in it; all raise `DivergenceError` if these differ."""
+    lacks rows of any parameter, this is collective: ranks first compare names, shapes and checksums in it. If these differ,
+    all raise `DivergenceError`, and nothing changes."""
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()
     params = {id(p.sharded): p for p in engine.params}

@@ -57,10 +57,8 @@ LARGE_SHARE = 0.5  # a layer outside the blocks with this share of the largest b
 
 @dataclass(slots=True)
 class Owned:
-    """A parameter of the model before sharding. `names`: all of its names (tied weights). `owner`: index of its unit.
-
-    `others`: other parameter objects that share its memory. `places`: (module, attribute name) of each module that has it.
-    """
+    """A parameter of the model before sharding. `names`: all of its names (tied weights). `others`: other parameter objects that
+    share its memory. `places`: (module, attribute name) of each module that has it. `owner`: index of its unit."""
 
     names: list[str]
     original: nn.Parameter
@@ -239,10 +237,8 @@ def _by_class(model: nn.Module, choice: Any) -> set[int]:
 
 
 def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
-    """Return every parameter once, owned by the innermost unit that contains all modules that have it (tied weights).
-
-    `index`: id of a unit's module -> index of the unit. Parameters in no other unit belong to unit 0.
-    """
+    """Return every parameter once, owned by the innermost unit that contains all modules that have it (tied weights), or else by
+    unit 0. `index`: id of a unit's module -> index of the unit."""
     entries: dict[object, Owned] = {}
     above: dict[object, list[int]] = {}
     seen: set[int] = set()

@@ -143,11 +143,8 @@ def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
 
 
 def storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
-    """Return the storage of each DTensor itself, which has no memory, not that of its local tensor.
-
-    `p.data = x` gives `p` another storage and does not change the local tensor of `p`, so that comparing storages with `is`
-    reveals it: while there is a reference to a storage, torch returns the same Python object for it.
-    """
+    """Return the storage of each DTensor itself, which has no memory, not that of its local tensor. `p.data = x` gives `p` a new
+    one, which `is` reveals: torch returns the same Python object for a storage while there is a reference to it."""
     with plain_attributes():
         return list(map(Tensor.untyped_storage, tensors))
 

@@ -56,11 +56,8 @@ def mutated_arguments(func: Any) -> list[str]:
 
 @contextmanager
 def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager that replaces aten operators on CPU tensors, for all threads: `functions` is name -> replacement.
-
-    autograd records the operators that a replacement calls. Only for composite operators, which have no autograd kernel. The
-    method that removes the registration has no public name (2.11 to 2.13).
-    """
+    """Context manager that replaces composite aten operators on CPU tensors, for all threads; autograd records what these
+    call. `functions`: name -> replacement. The method that removes the registration has no public name (2.11 to 2.13)."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name, function in functions.items():

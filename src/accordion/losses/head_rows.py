@@ -24,11 +24,8 @@ def row_losses(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss,
     """Return the loss of each token, (tokens,), computed with a few gathered rows of `head` at a time. A collective.
 
     A running softmax of each token is kept, and the backward gathers the rows again. The gradient of a slice of rows is reduced
-    as soon as it is complete. hidden: (tokens, width); labels: (tokens,); hooks: of the units with parameters of `head`. A unit
-    is the modules whose parameters are gathered together.
-
-    Raises:
-        UsageError: if `head` shares its unit with other modules, or if its unit cannot be gathered in slices.
+    as soon as it is complete. hidden: (tokens, width); labels: (tokens,); hooks: of the units with parameters of `head`. Raises
+    `UsageError` if `head` shares its unit, modules that are gathered together, or if that cannot be gathered in slices.
     """
     unit = hooks[0].unit
     alone = len(hooks) == 1 and unit.module_params.modules() == [head] and unit.params[0].places[0][1] == "weight"

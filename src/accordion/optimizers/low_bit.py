@@ -49,10 +49,8 @@ class LowBitStates(Optimizer):
 
     @staticmethod
     def block_of(optimizer: Any, group: int, index: int) -> int:
-        """Return the number of elements in a block of the states of a parameter, 1 if they will not be quantised.
-
-        `optimizer` may be without this mixin. `group`, `index`: position of the parameter in its `param_groups`.
-        """
+        """Return the number of elements in a block of the states of parameter `index` of `group`, 1 if they will not be
+        quantised. `optimizer` may be without this mixin."""
         raise NotImplementedError
 
     @staticmethod

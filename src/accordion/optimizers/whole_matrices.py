@@ -134,11 +134,8 @@ class Owners:
         self._buckets: list[list[Matrix]] = []
 
     def buckets(self, stepped: set[int]) -> list[list[Matrix]]:
-        """Return the matrices with the indices `stepped` in buckets, each of one division, dtype and device.
-
-        Param groups follow each other, and within one the matrices with the most work come first, so the work in a bucket is
-        about equal for all owners. A call with the `stepped` of the last call returns the list of that call.
-        """
+        """Return the matrices with the indices `stepped` in buckets, each of one division, dtype and device. In each param group
+        the matrices with the most work come first, so the work in a bucket is about equal for all owners."""
         if stepped == self._stepped:
             return self._buckets
         buckets: dict[Any, list[list[Matrix]]] = {}
@@ -203,10 +200,7 @@ def to_owners(bucket: Sequence[Matrix], rows: list[Tensor]) -> Wait[list[Tensor]
 
 def from_owners(bucket: Sequence[Matrix], wholes: list[Tensor], like: Tensor) -> Wait[list[Tensor]]:
     """Start to send the rows of `wholes`, the matrices that this rank owns, to all ranks. Return a function that waits for them
-    and returns this rank's rows of each matrix in `bucket`.
-
-    Collective. `like`: a tensor with the dtype and device of the message.
-    """
+    and returns this rank's rows of each matrix in `bucket`. Collective. `like`: has the dtype and device of the message."""
     division = bucket[0].division
     if division is None:
         return lambda: wholes
@@ -454,10 +448,8 @@ def _whole(matrix: Matrix, state: Tensor) -> Tensor:
 
 
 def _shared(states: Mapping[int, Any], communicator: Communicator) -> tuple[dict[int, Any], dict[int, list[Tensor]]]:
-    """Return ({index: description of the state} of all ranks, {index: tensors of at least one dim} of this rank).
-
-    Collective. Raises `UsageError` on every rank for values other than numbers, texts and tensors in lists, tuples and dicts.
-    """
+    """Return ({index: description of the state} of all ranks, {index: tensors of at least one dim} of this rank). Collective.
+    Raises `UsageError` on every rank for values other than numbers, texts and tensors in lists, tuples and dicts."""
     tensors: dict[int, list[Tensor]] = defaultdict(list)
     text = repr({index: _described(state, tensors[index]) for index, state in states.items() if state}).encode()
     num_bytes = gathered_rows(torch.tensor([len(text)], device=communicator.device), communicator)

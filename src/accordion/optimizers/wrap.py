@@ -388,11 +388,8 @@ def clip_norm_of(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of `parameters`, of the models of `engines`, so that their common norm is at most `max_norm`. Return
-    the norm before, 0-d float32. Collective; waits for optimizer steps in progress.
-
-    All ranks must pass the same parameters. With `error_if_nonfinite`, raises `NonFiniteError` if the norm is NaN or inf.
-    """
+    """Do as `clip_grad_norm_` for the common norm of `parameters`, the same on all ranks, of the models of `engines`. Waits for
+    optimizer steps in progress."""
     wanted = {id(param): param for param in parameters}
     for engine in engines:
         engine.synchronize()

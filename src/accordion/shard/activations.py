@@ -66,8 +66,7 @@ class _Keep(_Mode):
     that returns the kept result in the recomputation; None if the result is not kept, or if a later operator writes into it.
 
     Each kept result has its own pair of torch's modes for selective checkpointing. A single pair counts the region's operators,
-    so it would fail if the recomputation runs more or fewer gathers of inner units. It also misses some writes through views
-    (GRU).
+    so it would fail if the recomputation gathers more or fewer inner units, and it misses some writes through views (GRU).
     """
 
     def __init__(self, results: Results) -> None:
@@ -136,9 +135,8 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload:
     """Replace the forward of `module` by one that the backward recomputes. With gradients disabled it runs as before. With them
     enabled, transformers' caches of keys and values are not passed on, and the keyword argument `use_cache` becomes False.
 
-    `how`: recompute all, or keep some products. `offload`: stores the first input that has a `grad_fn`, which is usually the
-    previous unit's output, until the recomputation; not used in compiled code. The unit's hooks stay outside of the wrapper, so
-    that the backward gathers the unit once.
+    `offload`: stores the first input that has a `grad_fn`, usually the previous unit's output, until the recomputation; not used
+    in compiled code. The unit's hooks stay outside of the wrapper, so that the backward gathers the unit once.
     """
     instance_forward = module.__dict__.get("forward")  # assigned to the instance
     reference = weakref.ref(module)

@@ -106,9 +106,7 @@ def extended_groups(
     policy: Any,
 ) -> list[Group]:
     """Return the groups, one per compute dtype, of a unit's parameters that are tensor subclasses, already sharded over `mesh`.
-
-    `place`: index and name of the unit. `policy`: `mp_policy` of the subclasses' all-gather methods; None: from `precision`.
-    """
+    `policy`: `mp_policy` of the subclasses' all-gather methods; None: from `precision`."""
     if policy is None and params_of_unit:
         policy = MixedPrecisionPolicy(precision.params, precision.reduce, precision.output, precision.cast_inputs)
     by_dtype: dict[torch.dtype, list[Extended]] = {}

@@ -14,13 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accordion import _torch
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Place, Strategy
-from accordion.engine.communicator import (
-    Axis,
-    Communicator,
-    device_type_of_job,
-    gathered_rows,
-    own_communicator,
-)
+from accordion.engine.communicator import Axis, Communicator, device_type_of_job, gathered_rows, own_communicator
 from accordion.engine.context import ShardingContext
 from accordion.engine.gloo import GlooCommunicator
 from accordion.engine.shards import on_device
