@@ -62,10 +62,9 @@ def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
     """Return True if `loaded`, from a file, has other rows of `target` than this rank has. Compares this rank's coordinates in
     both meshes. If the meshes differ, returns True if either tensor is sharded over several ranks."""
     mesh, target_mesh = loaded.device_mesh, target.device_mesh
-    axes = [axis for axis, how in enumerate(loaded.placements) if not how.is_replicate() and mesh.size(axis) > 1]
+    axes = sharded_axes(loaded)
     if mesh != target_mesh:
-        targets = zip(target_mesh.shape, target.placements, strict=True)
-        return bool(axes) or any(num > 1 and not how.is_replicate() for num, how in targets)
+        return bool(axes or sharded_axes(target))
     theirs, this = mesh.get_coordinate(), target_mesh.get_coordinate()
     return theirs != this and any(theirs is None or this is None or theirs[i] != this[i] for i in axes)
 
@@ -85,6 +84,12 @@ def _refuse_on_all(is_other: bool, tensors: Iterable[Tensor], what: str) -> None
             "of one rank. Write the result of acc.full_state_dict(model), or use acc.save and acc.load, or let every rank load "
             "its own file, on as many ranks."
         )
+
+
+def sharded_axes(tensor: DTensor) -> list[int]:
+    """Return the axes of several ranks in the mesh of `tensor` over which it is sharded."""
+    axes = enumerate(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
+    return [axis for axis, (how, num) in axes if num > 1 and not how.is_replicate()]
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:

@@ -23,7 +23,7 @@ from accordion.config import HOST, Offload
 from accordion.engine.layout import rows_per_block, splits_blocks
 from accordion.errors import UsageError
 from accordion.offload.step.deferred_step import owned_by, tiers_of
-from accordion.row_marks import params_of
+from accordion.row_marks import params_of, sharded_axes
 
 OURS = "_accordion_sharded"  # attribute of a sharded parameter: its name
 QMAP = "qmap"  # begins the names of tables from codes to values, which all blocks share
@@ -292,8 +292,7 @@ def _is_quantised(new_buffer: Callable[[Tensor, bool], Tensor], shape: torch.Siz
 
 def _splits(p: DTensor) -> list[int] | None:
     """Return the numbers of ranks that divide dim 0: [2, 4] if each half is divided by 4, [] if none; None for another dim."""
-    axes = [(how, num) for how, num in zip(p.placements, p.device_mesh.shape, strict=True) if num > 1]
-    sharded: list[tuple[Any, int]] = [(how, num) for how, num in axes if not how.is_replicate()]
+    sharded: list[tuple[Any, int]] = [(p.placements[axis], p.device_mesh.size(axis)) for axis in sharded_axes(p)]
     if any(how.dim for how, _ in sharded):
         return None
     strided = [num for how, num in sharded if isinstance(how, _torch.StridedShard)]

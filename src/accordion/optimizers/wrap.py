@@ -25,7 +25,7 @@ from accordion.offload.step.optimizer_copy import exchange, local_state, write_b
 from accordion.optimizers.grad_norm import NormPart, multiply, norms
 from accordion.optimizers.low_bit import OURS, LowBitStates, check_blocks, low_bit_kind
 from accordion.optimizers.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
-from accordion.row_marks import params_of, refuse_other_rows, refuse_states_of_others
+from accordion.row_marks import params_of, refuse_other_rows, refuse_states_of_others, sharded_axes
 
 Opt = TypeVar("Opt", bound=Optimizer)
 PARKED = "_accordion_parked"  # attribute of a sharded parameter while its model is parked
@@ -214,12 +214,8 @@ def parked_error() -> UsageError:
 
 def refuse_adafactor(optimizer: Optimizer) -> None:
     """Raise `UsageError` for an Adafactor, of torch or transformers, whose parameters are sharded over several ranks."""
-    if "Adafactor" in {kind.__name__ for kind in type(optimizer).__mro__} and any(
-        not placement.is_replicate() and p.device_mesh.size(axis) > 1
-        for p in params_of(optimizer)
-        if isinstance(p, DTensor)
-        for axis, placement in enumerate(p.placements)
-    ):
+    is_sharded = any(isinstance(p, DTensor) and sharded_axes(p) for p in params_of(optimizer))
+    if is_sharded and "Adafactor" in {kind.__name__ for kind in type(optimizer).__mro__}:
         raise UsageError(
             "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds only some rows of each sharded "
             'parameter; use AdamW (optim="adamw_torch" of a Trainer), whose states are sharded too.'
