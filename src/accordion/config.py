@@ -118,8 +118,7 @@ class Precision:
         return own if own.itemsize > self.master.itemsize else self.master
 
     def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a parameter gathered in `compute` are summed: `reduce`. Returns `compute` if
-        that is None, or if `compute` is float64 or not floating."""
+        """Return the dtype of gradient sums: `reduce`; `compute` if that is None, or if `compute` is float64 or not floating."""
         if self.reduce is None or not compute.is_floating_point or compute == torch.float64:
             return compute
         return self.reduce

@@ -74,8 +74,7 @@ class ParkedModel(Observer):
         raise parked_error()
 
     def leave(self, take: Allocate) -> None:
-        """Copy all tensors into memory that `take` allocates, and free them on the device; a tensor subclass is copied to other
-        host memory. `.grad` of parameters becomes None."""
+        """Copy all tensors into memory that `take` allocates (subclasses to other host memory), free them, and clear `.grad`."""
         for tensor in self.tensors:
             if not _torch.is_plain(tensor):
                 self._hosts.append(tensor.to("cpu"))

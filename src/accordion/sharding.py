@@ -96,8 +96,7 @@ class Sharding:
         return self.secondary or 0
 
     def check_secondary(self, num_ranks: int, group: str = "") -> None:
-        """Raise `UsageError` if `secondary` is set and the strategy, or `num_ranks` on the shard axis, does not allow its value.
-        `group`: prefix of the name "secondary" in the message, such as "shard."."""
+        """Raise `UsageError` if `secondary` does not fit the strategy, or `num_ranks` on the shard axis. `group`: its prefix."""
         if self.secondary is None:
             return
         s, asked = self.strategy, f"{group}secondary is {self.secondary!r}"

@@ -94,8 +94,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
 
 @contextmanager
 def shown(engine: Engine, fulls: Mapping[int, nn.Parameter]) -> Iterator[None]:
-    """Context manager in which modules have the full parameters `fulls` (id of a `Param` -> tensor), and the engine's hooks do
-    nothing. At the end modules have their sharded parameters again."""
+    """Context manager in which modules have the parameters `fulls` (id of `Param` -> tensor), and the engine's hooks do nothing."""
     units = [unit for unit in engine.units if any(id(param) in fulls for param in unit.params)]
     by_unit = [(unit, [fulls.get(id(param), param.sharded) for param in unit.params]) for unit in units]
     for unit, tensors in by_unit:
@@ -131,8 +130,7 @@ Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | No
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if `only` is of another type, or
-    chooses none and is not ()."""
+    """Return the entries of `values` that `only` chooses. Raises `UsageError` for another type, or one that chooses none but ()."""
     if only is None:
         return dict(values)
     if only == ():

@@ -286,8 +286,7 @@ def gathered_dtype(o: Owned, precision: Precision) -> torch.dtype:
 
 
 def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned]) -> list[list[int]]:
-    """Return, for each unit, the indices of the other units whose parameters its modules read: units inside it, and owners of
-    tied weights. `units`: the modules of each unit."""
+    """Return, for each unit (its modules), the indices of other units whose parameters it reads: inner ones, owners of ties."""
     owners: dict[int, set[int]] = {}
     for entry in owned:
         for ref, _ in entry.places:

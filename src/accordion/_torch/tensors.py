@@ -146,8 +146,7 @@ def has_rule(operator: Any) -> bool:
 
 
 def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:
-    """Make DTensor call `answer(operator, args, kwargs)` for an aten operator, in this process, and return True. Returns False,
-    and changes nothing, if there is another handler. No public name."""
+    """Make DTensor call `answer(operator, args, kwargs)` for an operator, and return True; return False if it has a handler."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     return handlers.setdefault(operator, answer) is answer
 

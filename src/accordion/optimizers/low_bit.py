@@ -197,8 +197,7 @@ class BitsandbytesStates(LowBitStates):
         return "bitsandbytes steps on the device; leave out that Offload, and take a paged optimizer"
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of parameter `pindex` of param group `gindex`. Overrides bitsandbytes' method: options are those of
-        the full parameter, and its size decides if its states are quantised."""
+        """Override bitsandbytes' method: return options of the full parameter, whose size decides if states are quantised."""
         options: dict[str, Any] = super().get_config(gindex, pindex, group)  # type: ignore[misc]
         whole = self._whole.get(self.param_groups[gindex]["params"][pindex])
         if whole is not None:

@@ -91,8 +91,7 @@ def shard_over(
     debug: str | Iterable[str] = (),
     make_arena: ArenaMaker = Arena,
 ) -> nn.Module:
-    """Shard `model` in place and return it, as `shard` does. `make` returns the communicator of a process group, and `make_arena`
-    allocates host memory for offloaded state; the planner passes simulated ones."""
+    """Do as `shard`, with communicators by `make` and host memory for offload by `make_arena`; the planner simulates both."""
     modes = debug_modes(debug)
     check_choice(sharding.meshes, sharding.strategy, sync=sync)
     _check_model(model)

@@ -36,8 +36,7 @@ def same_mesh(mesh: DeviceMesh) -> None:
 
 
 class _MeshWait:
-    """The wait of `rank` for all `ranks` of a mesh. `mesh`: its shape and ranks as text. `time`: how often `rank` has passed it
-    to `shard`; `wait` adds one."""
+    """The wait of `rank` for all `ranks` of `mesh`, a text. `time`: how often `rank` has passed it before; `wait` adds one."""
 
     def __init__(self, store: Any, rank: int, mesh: str, ranks: list[int], time: int = 0) -> None:
         self._store, self._rank, self.mesh, self.ranks = store, rank, mesh, ranks
