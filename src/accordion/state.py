@@ -94,7 +94,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
 
 @contextmanager
 def shown(engine: Engine, fulls: Mapping[int, nn.Parameter]) -> Iterator[None]:
-    """Context manager in which modules have the parameters `fulls` (id of `Param` -> tensor), and the engine's hooks do nothing."""
+    """Context manager in which modules have parameters `fulls` (id of `Param` -> tensor), and the engine's hooks do nothing."""
     units = [unit for unit in engine.units if any(id(param) in fulls for param in unit.params)]
     by_unit = [(unit, [fulls.get(id(param), param.sharded) for param in unit.params]) for unit in units]
     for unit, tensors in by_unit:
@@ -130,7 +130,7 @@ Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | No
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """Return the entries of `values` that `only` chooses. Raises `UsageError` for another type, or one that chooses none but ()."""
+    """Return the entries of `values` that `only` chooses. Raises `UsageError` if its type is wrong, or nothing matches it."""
     if only is None:
         return dict(values)
     if only == ():
