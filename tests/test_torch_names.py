@@ -245,7 +245,7 @@ def grouped(mesh: DeviceMesh) -> None:
     assert isinstance(_torch.timeout_of(group, CPU), timedelta)
     assert 0 < _torch.timeout_s_of_job() < 1e5
     assert _torch.default_store().add("accordion/test_torch_names", 1) >= 1
-    assert _torch.group_name(group)
+    assert _torch.name_of_group(group)
     full, part = torch.zeros(num), torch.zeros(1)
     _torch.collective(group, "all_gather_single")(full, torch.tensor([float(rank)]), _torch.gather_options(True)).wait()
     assert full.tolist() == [float(r) for r in range(num)]
@@ -262,7 +262,7 @@ def grouped(mesh: DeviceMesh) -> None:
     assert all(callable(_torch.collective(group, name)) for name in _torch.BEFORE_2_13)
     again = _torch.named_group(f"accordion/test/{num}", list(range(num)), None, timedelta(seconds=30))
     assert again.size() == num
-    assert _torch.group_name(again) == f"accordion/test/{num}"
+    assert _torch.name_of_group(again) == f"accordion/test/{num}"
     joined = _torch.joined_mesh(init_device_mesh("cpu", (num, 1), mesh_dim_names=("a", "b"))["a"])
     assert joined.size() == num
     assert _torch.flattened_mesh(init_device_mesh("cpu", (num, 1), mesh_dim_names=("a", "b")), "ab").ndim == 1
@@ -309,7 +309,7 @@ def test_what_stands_in_for_functions_of_torch_takes_what_they_take() -> None:
 
 
 @checks(
-    *("backend_of", "timeout_of", "timeout_s_of_job", "default_store", "group_name", "named_group", "BEFORE_2_13"),
+    *("backend_of", "timeout_of", "timeout_s_of_job", "default_store", "named_group", "BEFORE_2_13"),
     *("collective", "joined_mesh"),
     "flattened_mesh",
 )

@@ -28,8 +28,9 @@ class _Package(ModuleType):
             return import_module(f"accordion.{name}")
         from accordion import api
 
-        vars(self).update({public: getattr(api, public) for public in api.__all__}, __all__=api.__all__)
-        return getattr(api, name)
+        public = {public: value for public, value in vars(api).items() if not public.startswith("_")}
+        vars(self).update(public, __all__=list(public))
+        return list(public) if name == "__all__" else getattr(api, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in SHADOWED and isinstance(value, ModuleType)):

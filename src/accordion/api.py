@@ -1,103 +1,57 @@
 """The public names of the package; `accordion` imports them from here at their first use."""
 
-from accordion.checkpoint import latest, load, save
-from accordion.config import (
-    FULL_SHARD,
-    HYBRID_SHARD,
-    HYBRID_SHARD_OPTIM,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    SHARD_OPTIM,
-    Offload,
-    Place,
-    Precision,
-    Prefetch,
-    Strategy,
-)
-from accordion.describe import describe
-from accordion.ema import EMA
-from accordion.errors import AccordionError, CheckpointError, DivergenceError, NonFiniteError, OffloadError, UsageError
-from accordion.even_batches import even
-from accordion.losses.chunks import linear_cross_entropy
-from accordion.norms import log_norms
-from accordion.observe.recorder import observe
-from accordion.offload.budget import estimate_memory
-from accordion.optimizers.wrap import clip_grad_norm_, wrap_optimizer
-from accordion.park import park, unpark
-from accordion.plan.api import plan
-from accordion.plan.choice import Search
-from accordion.plan.hardware import Cluster
-from accordion.plan.workload import Workload
-from accordion.sequence.batches import split_sequence
-from accordion.sequence.exchange import sequence_attention
-from accordion.sequence.parallel import sequence_parallel
-from accordion.sequence.tiles import tile
-from accordion.shard.api import entry_point, shard
-from accordion.sharding import Sharding
-from accordion.state import full_params, full_state_dict, no_sync, synchronize
-from accordion.train.fit import fit
-from accordion.train.init import init
-from accordion.units import min_params, only_blocks
-from accordion.weights.export import save_pretrained
-from accordion.weights.four_bits import quantize
-from accordion.weights.initialise import initialise
-from accordion.weights.pretrained import load_pretrained
-from accordion.weights.stream import stream_weights
-
-__all__ = [
-    "EMA",
-    "FULL_SHARD",
-    "HYBRID_SHARD",
-    "HYBRID_SHARD_OPTIM",
-    "NO_SHARD",
-    "SHARD_GRAD_OP",
-    "SHARD_OPTIM",
-    "AccordionError",
-    "CheckpointError",
-    "Cluster",
-    "DivergenceError",
-    "NonFiniteError",
-    "Offload",
-    "OffloadError",
-    "Place",
-    "Precision",
-    "Prefetch",
-    "Search",
-    "Sharding",
-    "Strategy",
-    "UsageError",
-    "Workload",
-    "clip_grad_norm_",
-    "describe",
-    "entry_point",
-    "estimate_memory",
-    "even",
-    "fit",
-    "full_params",
-    "full_state_dict",
-    "init",
-    "initialise",
-    "latest",
-    "linear_cross_entropy",
-    "load",
-    "load_pretrained",
-    "log_norms",
-    "min_params",
-    "no_sync",
-    "observe",
-    "only_blocks",
-    "park",
-    "plan",
-    "quantize",
-    "save",
-    "save_pretrained",
-    "sequence_attention",
-    "sequence_parallel",
-    "shard",
-    "split_sequence",
-    "stream_weights",
-    "synchronize",
-    "tile",
-    "unpark",
-    "wrap_optimizer",
-]
+from accordion.checkpoint import latest as latest
+from accordion.checkpoint import load as load
+from accordion.checkpoint import save as save
+from accordion.config import FULL_SHARD as FULL_SHARD
+from accordion.config import HYBRID_SHARD as HYBRID_SHARD
+from accordion.config import HYBRID_SHARD_OPTIM as HYBRID_SHARD_OPTIM
+from accordion.config import NO_SHARD as NO_SHARD
+from accordion.config import SHARD_GRAD_OP as SHARD_GRAD_OP
+from accordion.config import SHARD_OPTIM as SHARD_OPTIM
+from accordion.config import Offload as Offload
+from accordion.config import Place as Place
+from accordion.config import Precision as Precision
+from accordion.config import Prefetch as Prefetch
+from accordion.config import Strategy as Strategy
+from accordion.describe import describe as describe
+from accordion.ema import EMA as EMA
+from accordion.errors import AccordionError as AccordionError
+from accordion.errors import CheckpointError as CheckpointError
+from accordion.errors import DivergenceError as DivergenceError
+from accordion.errors import NonFiniteError as NonFiniteError
+from accordion.errors import OffloadError as OffloadError
+from accordion.errors import UsageError as UsageError
+from accordion.even_batches import even as even
+from accordion.losses.chunks import linear_cross_entropy as linear_cross_entropy
+from accordion.norms import log_norms as log_norms
+from accordion.observe.recorder import observe as observe
+from accordion.offload.budget import estimate_memory as estimate_memory
+from accordion.optimizers.wrap import clip_grad_norm_ as clip_grad_norm_
+from accordion.optimizers.wrap import wrap_optimizer as wrap_optimizer
+from accordion.park import park as park
+from accordion.park import unpark as unpark
+from accordion.plan.api import plan as plan
+from accordion.plan.choice import Search as Search
+from accordion.plan.hardware import Cluster as Cluster
+from accordion.plan.workload import Workload as Workload
+from accordion.sequence.exchange import sequence_attention as sequence_attention
+from accordion.sequence.parallel import sequence_parallel as sequence_parallel
+from accordion.sequence.parallel import split_sequence as split_sequence
+from accordion.sequence.tiles import tile as tile
+from accordion.shard.api import entry_point as entry_point
+from accordion.shard.api import shard as shard
+from accordion.sharding import Sharding as Sharding
+from accordion.state import full_params as full_params
+from accordion.state import full_state_dict as full_state_dict
+from accordion.state import no_sync as no_sync
+from accordion.state import synchronize as synchronize
+from accordion.train.fit import fit as fit
+from accordion.train.init import init as init
+from accordion.units import min_params as min_params
+from accordion.units import only_blocks as only_blocks
+from accordion.weights.export import save_pretrained as save_pretrained
+from accordion.weights.four_bits import quantize as quantize
+from accordion.weights.initialise import initialise as initialise
+from accordion.weights.pretrained import load_pretrained as load_pretrained
+from accordion.weights.stream import stream_weights as stream_weights

@@ -19,10 +19,8 @@ from accordion.train.fit import PACKAGES as TRAINING
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand. It calls `accordion.<module>.run(arguments)`, or `run(arguments, os.environ)` if `takes_environ`.
-
-    `about`: its line of help. `needs`: optional packages that it imports. `extra`: the extra with which pip installs these.
-    """
+    """A subcommand, which calls `accordion.<module>.run(arguments)`, or `run(arguments, os.environ)` if `takes_environ`. `extra`:
+    the extra with which pip installs the optional packages that it `needs`."""
 
     about: str
     module: str

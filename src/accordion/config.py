@@ -69,8 +69,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def strategy_named(name: str | Strategy) -> Strategy:
-    """Return the strategy called `name`, such as "full_shard", or `name` itself if it is no text. Raises `UsageError` for an
-    unknown name."""
+    """Return the strategy called `name`, or `name` itself if it is no text. Raises `UsageError` for an unknown name."""
     if not isinstance(name, str):
         return name
     if name not in STRATEGIES:
@@ -109,20 +108,17 @@ class Precision:
                 )
 
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter of dtype `own` is gathered: `params`. Returns `own` if `params` is None or
-        `own` is not floating."""
+        """Return the dtype in which a parameter is gathered: `params`, or `own` if that is None or `own` is not floating."""
         return self.params if self.params is not None and own.is_floating_point else own
 
     def master_dtype(self, own: torch.dtype, requires_grad: bool) -> torch.dtype:
-        """Return the dtype of a parameter's shard: the wider of its dtype `own` and `master`. Returns `own` if the parameter is
-        frozen or not floating, or if `master` is None."""
+        """Return the dtype of a shard: the wider of `own` and `master`; `own` if frozen, not floating, or without `master`."""
         if self.master is None or not requires_grad or not own.is_floating_point:
             return own
         return own if own.itemsize > self.master.itemsize else self.master
 
     def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of a parameter gathered in `compute` are summed: `reduce`. Returns `compute` if
-        that is None, or if `compute` is float64 or not floating."""
+        """Return the dtype of gradient sums: `reduce`; `compute` if that is None, or if `compute` is float64 or not floating."""
         if self.reduce is None or not compute.is_floating_point or compute == torch.float64:
             return compute
         return self.reduce
@@ -230,22 +226,14 @@ class Offload:
 
     @property
     def uses_disk(self) -> bool:
-        return any(_is_folder(place) for place in (self.params, self.grads, self.optimizer))
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of optimizer states on disk; None if they are not on disk."""
-        return folder_of(self.optimizer)
+        return any(folder_of(place) for place in (self.params, self.rest_of_grads, self.optimizer))
 
 
 def check_place(key: str, place: object) -> None:
     """Raise `UsageError` if `place` is no place for tensors. `key`: for the message, such as "Offload(params"."""
-    if place not in (DEVICE, HOST) and not _is_folder(place):
+    is_folder = isinstance(place, str) and place.startswith(DISK) and len(place) > len(DISK)
+    if place not in (DEVICE, HOST) and not is_folder:
         raise UsageError(f"{key}={place!r}) is no place; {nearest(str(place), [DEVICE, HOST, f'{DISK}/path'])}")
-
-
-def _is_folder(place: object) -> bool:
-    return isinstance(place, str) and place.startswith(DISK) and len(place) > len(DISK)
 
 
 def folder_of(place: str) -> Path | None:
@@ -285,8 +273,7 @@ DEBUG_MODES = ("streams", "order", "finite")
 
 
 def debug_modes(asked: str | Iterable[str]) -> frozenset[str]:
-    """Return the set of debug modes for `asked`, the argument `debug` of `shard`: one name or several. Raises `UsageError` for an
-    unknown name."""
+    """Return the set of debug modes in `asked`, one name or several. Raises `UsageError` for an unknown name."""
     modes = tuple(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else (asked,)
     for mode in modes:
         if mode not in DEBUG_MODES:

@@ -96,18 +96,16 @@ def _cells(name: str, num_params: int, several: Sequence[tuple[int, ...]], *, wi
 
 def describe(model: nn.Module) -> Report:
     """Return a `Report` on the units of a sharded model and their bytes, without communication; `print` shows it as a table.
-
-    Raises `UsageError` if `model` is not sharded.
-    """
+    Raises `UsageError` if `model` is not sharded."""
     engine = sharded_engine(model, "describe")
-    copies = [4 if param.sharded.requires_grad else 1 for param in engine.params]
     return Report(
         strategy=engine.strategy.name,
         world=engine.context.num_ranks,
         device=str(engine.context.device),
         total_params=sum(param.sharded.numel() for param in engine.params),
         unsharded_bytes=sum(
-            p.sharded.numel() * p.dtype.itemsize * n for p, n in zip(engine.params, copies, strict=True)
+            param.sharded.numel() * param.dtype.itemsize * (4 if param.sharded.requires_grad else 1)
+            for param in engine.params
         ),
         units=tuple(map(_unit_report, engine.units)),
     )

@@ -43,8 +43,7 @@ def devices_here() -> Devices:
 
 
 def devices_named(asked: str, option: str, available: Devices) -> Devices:
-    """Return the devices for `asked`: "auto", "cpu" or the type in `available`. Raises `UsageError`, with
-    `option` as the name of the command line option, for other texts."""
+    """Return the devices for `asked`: "auto", "cpu" or the type in `available`. Raises `UsageError`, which names `option`."""
     if asked == CPU:
         return Devices(CPU, 0)
     if asked not in ("auto", available.type):

@@ -169,9 +169,8 @@ class EMA:
 def _allocated(
     params: Mapping[str, nn.Parameter], decays: Sequence[float], place: str, device: torch.device
 ) -> tuple[object, dict[float, list[Tensor]]]:
-    """Allocate the averages, and return (object that keeps their memory alive, decay -> list of uninitialised tensors in `place`:
-    for each of `params` one with the shape, strides and dtype of this rank's shard). Raises `UsageError` if `params` is empty, a
-    shard is a tensor subclass, or memory is lacking."""
+    """Return (object that keeps the averages' memory alive, decay -> list of uninitialised tensors in `place`, each like this
+    rank's shard of one of `params`). Raises `UsageError` if `params` is empty, a shard is a tensor subclass, or memory lacks."""
     if not params:
         raise UsageError("EMA averages the parameters that require a gradient, and this model has none.")
     for name, param in params.items():
@@ -205,9 +204,8 @@ def _copy(averages: list[Tensor], shards: list[Tensor], num_averaged: int) -> No
 def _average(
     update: Callable[[Any, Any, Any], None], averages: Sequence[Tensor], shards: Sequence[Tensor], device: torch.device
 ) -> None:
-    """Call `update(averages, shards, 0)`, which changes the averages in place: once for all pairs of a dtype that are on one
-    device. A pair whose tensors are on different devices is copied to `device` and updated there, one pair at a time, and its
-    average is copied back. The 0 is an argument that torch's function takes and ignores."""
+    """Call `update(averages, shards, 0)`, which changes the averages in place and ignores the 0: once for all pairs of a dtype
+    that are on one device. Pairs on different devices are copied to `device` and updated there, one at a time."""
     together: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     with torch.no_grad():
         for average, shard in zip(averages, shards, strict=True):

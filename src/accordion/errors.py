@@ -55,8 +55,7 @@ WAYS_OUT = (
 
 
 def advise(error: BaseException) -> bool:
-    """Add the note `WAYS_OUT` to `error`, and return True, if it is torch's error about mixed Tensor and DTensor. For any other
-    error, and for one that has the note already, do nothing and return False."""
+    """Add the note `WAYS_OUT` to torch's error about mixed Tensor and DTensor. Return False for others, or if it has the note."""
     is_new = MIXED in str(error) and WAYS_OUT not in getattr(error, "__notes__", ())
     if is_new:
         error.add_note(WAYS_OUT)
@@ -69,8 +68,7 @@ def some_of(words: Sequence[str], most: int, between: str = ", ") -> str:
 
 
 def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:
-    """Return the end of a message about a wrong `word`: "valid: ..." with all `choices`, after "did you mean ...?" with the most
-    similar choice if any is similar to `word`."""
+    """Return the end of a message about a wrong `word`: "did you mean ...?" if a choice is similar, and all `choices`."""
     close = get_close_matches(word, [choice for choice in choices if choice != word], n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(choices)}."
 

@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
@@ -45,8 +46,7 @@ def unread(make: Callable[[], Any]) -> Any:
 
 
 def at_least(least: float, default: Any, most: float = LARGEST, **needs: Any) -> Any:
-    """Return a dataclass field for a number from `least` to `most`, which `check_values` checks. `needs`: name of another field
-    -> the values of it with which this field may be set, or True for any value but an empty one."""
+    """Return a dataclass field for a number from `least` to `most`, which `check_values` checks. `needs`: as in `needing`."""
     return field(default=default, metadata={"limits": (least, most), "needs": needs})
 
 
@@ -103,13 +103,10 @@ def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None
 def values_of(
     kind: type[Any], words: Sequence[str], prog: str, about: str, more: Mapping[str, tuple[str, str]] | None = None
 ) -> dict[str, Any] | None:
-    """Parse `words` with the fields of `kind`, and return key ("steps" or "train.steps") -> value of each flag that is given. For
-    --help, print the help and return None. `more`: flags that the caller has read and removed from `words`, for the help: flag ->
-    (name of its value, help). Raises `UsageError` for a wrong flag or value."""
+    """Parse `words` as `read` does, and return key ("steps" or "train.steps") -> value of each flag that is given. `more`: flags
+    that the caller has read and removed from `words`, for the help: flag -> (name of its value, help)."""
     options = options_of(kind)
-    helps = {"-h", "--help"} & set(words)
-    texts = {kind: _texts(kind) for kind in {option.owner for option in options}} if helps else {}
-    parser = _parser(options, texts, prog, about, more or {})
+    parser = _parser(options, prog, about, more or {}, with_texts=bool({"-h", "--help"} & set(words)))
     flags = [option.flag for option in options if not option.is_place]
     for flag in (word.partition("=")[0] for word in words):
         if flag.startswith("--") and flag not in (*flags, "--help"):
@@ -190,8 +187,7 @@ class Option:
 
     def converted(self, value: Any, name: str) -> Any:
         """Return `value`, text or parsed YAML, converted to the field's type. The text "null" becomes None if the field may
-        be None; None itself is allowed only as the default. Raises `UsageError` if `value` does not fit the type or the choices.
-        `name`: the option, for the message."""
+        be None; None itself is allowed only as the default. Raises `UsageError`, which names `name`, if `value` does not fit."""
         if value is None and self.default is not None:
             raise UsageError(f"{name} is null; leave it out for its default.")
         if value is None or (value == "null" and self.is_optional):
@@ -231,9 +227,8 @@ def _several(value: Any, count: int, name: str) -> tuple[float, ...]:
 
 
 def options_of(kind: type[Any], prefix: str = "", group: str = "") -> list[Option]:
-    """Return an `Option` for each field of the dataclass `kind`. A field that is a dataclass is replaced by its own fields,
-    unless `kind` has a parser for it. Fields made by `unread` are left out. `prefix`: begins the key of each option, such as
-    "train.". `group`: the options' title in the help."""
+    """Return an `Option` for each field of the dataclass `kind`, except those made by `unread`. A field that is a dataclass is
+    replaced by its own fields, unless `kind` has a parser for it. `prefix`: begins each key. `group`: the title in the help."""
     options: list[Option] = []
     hints, parsers = get_type_hints(kind), kind.parsers() if hasattr(kind, "parsers") else {}
     for f in fields(kind):
@@ -257,9 +252,9 @@ def options_of(kind: type[Any], prefix: str = "", group: str = "") -> list[Optio
     return options
 
 
+@cache
 def _texts(kind: type[Any]) -> Mapping[str, str]:
-    """Return field name -> help text for a dataclass: the string below the field, or its text under `Args:` in the docstring.
-    Fields of base classes are included, and fields without text left out."""
+    """Return field name -> help of a dataclass and its bases: the string below a field, or under `Args:` in the docstring."""
     texts: dict[str, str] = {}
     for owner in reversed(kind.__mro__[:-1]):
         args = (owner.__doc__ or "").partition("Args:")[2]
@@ -301,20 +296,14 @@ class _Set(argparse.Action):
 
 
 def _parser(
-    options: Sequence[Option],
-    texts: Mapping[type[Any], Mapping[str, str]],
-    prog: str,
-    about: str,
-    more: Mapping[str, tuple[str, str]],
+    options: Sequence[Option], prog: str, about: str, more: Mapping[str, tuple[str, str]], *, with_texts: bool
 ) -> _Parser:
     """Return a parser of `options` and of the flags `more` (flag -> (name of its value, help)). Its result has only the given
-    flags. `texts`: dataclass -> field name -> help."""
-    described = about if "\n" in about else textwrap.fill(about, HELP_WIDTH)
-    as_written = argparse.RawDescriptionHelpFormatter
+    flags. `with_texts`: read the help of `options`, which takes time."""
     parser = _Parser(
         prog=prog,
-        description=described,
-        formatter_class=as_written,
+        description=about if "\n" in about else textwrap.fill(about, HELP_WIDTH),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
@@ -327,7 +316,8 @@ def _parser(
     for option in options:
         if option.group not in groups:
             groups[option.group] = parser.add_argument_group(option.group)
-        _add(groups[option.group], option, texts.get(option.owner, {}).get(option.key.rpartition(".")[2], ""))
+        texts = _texts(option.owner) if with_texts else {}  # type: ignore[arg-type]
+        _add(groups[option.group], option, texts.get(option.key.rpartition(".")[2], ""))
     return parser
 
 

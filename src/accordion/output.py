@@ -41,7 +41,6 @@ def lasting_output() -> Iterator[None]:
 
 
 def quiet_imports() -> None:
-    """Log only errors of torchao, which transformers imports for every model, and of its registration with torch. In each process
-    it would warn of kernels for devices that are not here."""
+    """Log only errors of torchao, which transformers imports, and which warns of kernels for devices that are not here."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

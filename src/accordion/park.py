@@ -38,12 +38,9 @@ class Move(NamedTuple):
 
 
 class ParkedModel(Observer):
-    """The tensors of a model and its optimizer that `park` moves. As an `Observer` of the engine it raises `UsageError` if the
-    model is called while they are off the device.
-
-    Shards that are offloaded stay where they are, with their gradients and states. `tensors`: the tensors on the device, which
-    `leave` moves; empty after that. `sizes`: bytes of each allocation on the device that `leave` frees.
-    """
+    """The tensors of a model and its optimizer that `park` moves, without those of offloaded parameters. As an `Observer` of the
+    engine it raises `UsageError` if the model is called while they are off the device. `tensors`: the tensors on the device,
+    which `leave` moves; empty after that. `sizes`: bytes of each allocation on the device that `leave` frees."""
 
     # A tensor off the device takes the place of each one on it, so that state dicts and saves need to know nothing. The flat
     # buffers of shards stay the same storages, without memory, because gathers have views of them.
@@ -77,8 +74,7 @@ class ParkedModel(Observer):
         raise parked_error()
 
     def leave(self, take: Allocate) -> None:
-        """Copy all tensors into memory that `take` allocates, and free them on the device; a tensor subclass is copied to other
-        host memory. `.grad` of parameters becomes None."""
+        """Copy all tensors into memory that `take` allocates (subclasses to other host memory), free them, and clear `.grad`."""
         for tensor in self.tensors:
             if not _torch.is_plain(tensor):
                 self._hosts.append(tensor.to("cpu"))
@@ -126,8 +122,7 @@ class ParkedModel(Observer):
         self._engine.context.gather_stream.settle()
 
     def _replace(self, by: Callable[[Tensor], Tensor]) -> None:
-        """Replace each gradient, optimizer state and buffer by what `by` returns for it. A DTensor itself stays: `by` gets
-        its local tensor, and the result becomes its local tensor."""
+        """Replace each gradient, optimizer state and buffer, or the local tensor if it is a DTensor, by what `by` returns."""
 
         def swap(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):

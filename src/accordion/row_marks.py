@@ -24,14 +24,13 @@ MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it 
 
 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise `UsageError` on every rank if any rank's `state_dict` of `optimizer` has another rank's rows, or states whose
-    placements differ from those of their parameter. Collective. Plain tensors pass, because helpers of torch and other libraries
-    shard them. Does nothing without process groups."""
+    """Raise `UsageError` on every rank if any rank's `state_dict` has another rank's rows, or states placed unlike parameters.
+    Collective; does nothing without process groups. Plain tensors pass, since helpers of torch and other libraries shard them."""
     if dist.is_initialized():
         sharded = [(value, p) for value, p in _states(optimizer, state_dict) if isinstance(value, DTensor)]
         is_cut_otherwise = any(value.shape == p.shape and value.placements != p.placements for value, p in sharded)
         is_other = is_cut_otherwise or any(_is_elsewhere(value, p) for value, p in sharded)
-        _refuse_on_all(is_other, _params(optimizer), "the optimizer's states")
+        _refuse_on_all(is_other, params_of(optimizer), "the optimizer's states")
 
 
 def mark_meshes(params: Iterable[Tensor]) -> None:
@@ -43,13 +42,8 @@ def mark_meshes(params: Iterable[Tensor]) -> None:
 
 def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
     """Raise `UsageError` on every rank if one of them loaded another rank's rows, as from a file that `torch.save` wrote.
-
-    Collective if any DTensor is from a file; other pairs are compared on this rank alone.
-
-    Args:
-        pairs: (loaded value, sharded tensor of this model that it replaces); pairs without two DTensors are ignored.
-        what: name of the loaded tensors, for the message.
-    """
+    Collective if any DTensor is from a file; other pairs are compared on this rank alone. `pairs`: (loaded value, sharded tensor
+    that it replaces), ignored without two DTensors. `what`: name of the loaded tensors, for the message."""
     sharded = [(a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor)]
     is_other = any(a.device_mesh is not b.device_mesh and _is_elsewhere(a, b) for a, b in sharded)
     # A mesh that `mark_meshes` marked, here or in another process, keeps its mark when it is unpickled.
@@ -60,7 +54,7 @@ def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> 
 def refuse_states_of_others(optimizer: Optimizer) -> None:
     """Raise `UsageError` on every rank if any rank's `optimizer` has loaded states of another rank's rows. Collective if any
     state is a DTensor from a file. For optimizers without `wrap_optimizer`."""
-    states = ((value, p) for p in _params(optimizer) for value in optimizer.state.get(p, {}).values())
+    states = ((value, p) for p in params_of(optimizer) for value in optimizer.state.get(p, {}).values())
     refuse_rows_of_others(states, "the optimizer's states")
 
 
@@ -68,10 +62,9 @@ def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
     """Return True if `loaded`, from a file, has other rows of `target` than this rank has. Compares this rank's coordinates in
     both meshes. If the meshes differ, returns True if either tensor is sharded over several ranks."""
     mesh, target_mesh = loaded.device_mesh, target.device_mesh
-    axes = [axis for axis, how in enumerate(loaded.placements) if not how.is_replicate() and mesh.size(axis) > 1]
+    axes = sharded_axes(loaded)
     if mesh != target_mesh:
-        targets = zip(target_mesh.shape, target.placements, strict=True)
-        return bool(axes) or any(num > 1 and not how.is_replicate() for num, how in targets)
+        return bool(axes or sharded_axes(target))
     theirs, this = mesh.get_coordinate(), target_mesh.get_coordinate()
     return theirs != this and any(theirs is None or this is None or theirs[i] != this[i] for i in axes)
 
@@ -93,19 +86,25 @@ def _refuse_on_all(is_other: bool, tensors: Iterable[Tensor], what: str) -> None
         )
 
 
-def _params(optimizer: Optimizer) -> Iterator[Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+def sharded_axes(tensor: DTensor) -> list[int]:
+    """Return the axes of several ranks in the mesh of `tensor` over which it is sharded."""
+    axes = enumerate(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
+    return [axis for axis, (how, num) in axes if num > 1 and not how.is_replicate()]
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all param groups of `optimizer`, in order."""
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
 def _states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, DTensor]]:
-    """Yield (value, parameter) for each value in a `state_dict` of `optimizer` that belongs to a sharded parameter. Yields
-    nothing if `state_dict` is malformed."""
+    """Yield (value, parameter) for each value of a sharded parameter in `state_dict`; nothing if that is malformed."""
     try:
         indices = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         states = state_dict["state"]
     except (KeyError, TypeError):
         return  # `load_state_dict` raises an error
-    for index, p in zip(indices, _params(optimizer), strict=False):
+    for index, p in zip(indices, params_of(optimizer), strict=False):
         state = states.get(index)
         if isinstance(p, DTensor) and isinstance(state, Mapping):
             yield from ((value, p) for value in leaves(list(state.values())))

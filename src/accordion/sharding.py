@@ -96,8 +96,7 @@ class Sharding:
         return self.secondary or 0
 
     def check_secondary(self, num_ranks: int, group: str = "") -> None:
-        """Raise `UsageError` if `secondary` is set and the strategy, or `num_ranks` on the shard axis, does not allow its value.
-        `group`: prefix of the name "secondary" in the message, such as "shard."."""
+        """Raise `UsageError` if `secondary` does not fit the strategy, or `num_ranks` on the shard axis. `group`: its prefix."""
         if self.secondary is None:
             return
         s, asked = self.strategy, f"{group}secondary is {self.secondary!r}"
@@ -152,8 +151,7 @@ KINDS: Mapping[str, tuple[type, str]] = {
 
 
 def num_bytes_in(text: str) -> int:
-    """Return the number of bytes that a text such as "1000000" or "16GiB" names. Raises `ValueError` for other texts,
-    and `OverflowError` for "infGiB"."""
+    """Return the number of bytes in a text such as "1000000" or "16GiB". Raises `ValueError`, or `OverflowError` for "infGiB"."""
     return int(float(text.removesuffix("GiB")) * 2**30) if text.endswith("GiB") else int(text)
 
 
@@ -198,9 +196,8 @@ def offload_words(offload: Offload) -> str | Offload:
     if offload.overrides:
         return offload
     default = Offload()
-    asked = {f.name: getattr(offload, f.name) for f in fields(offload)}
-    words = [f"{k}={v}" for k, v in asked.items() if v != getattr(default, k)]
-    return ",".join(words) or "none"
+    changed = [name for name in OFFLOAD_FIELDS if getattr(offload, name) != getattr(default, name)]
+    return ",".join(f"{name}={getattr(offload, name)}" for name in changed) or "none"
 
 
 def unit_words(units: UnitChoice) -> Any:

@@ -52,8 +52,7 @@ def settle(engine: Engine, what: str) -> None:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Context manager: the backward of a forward inside it reduces no gradients, but sums full ones on each rank.
 
-    Parameters are gathered as usual. The next backward of a forward outside reduces these sums too, even for modules that this
-    backward does not reach.
+    The next backward of a forward outside reduces these sums too, even for modules that this backward does not reach.
     """
     engine = sharded_engine(model, "no_sync")
     before, engine.sync = engine.sync, False
@@ -95,8 +94,7 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
 
 @contextmanager
 def shown(engine: Engine, fulls: Mapping[int, nn.Parameter]) -> Iterator[None]:
-    """Context manager in which modules have the full parameters `fulls` (id of a `Param` -> tensor), and the engine's hooks do
-    nothing. At the end modules have their sharded parameters again."""
+    """Context manager in which modules have parameters `fulls` (id of `Param` -> tensor), and the engine's hooks do nothing."""
     units = [unit for unit in engine.units if any(id(param) in fulls for param in unit.params)]
     by_unit = [(unit, [fulls.get(id(param), param.sharded) for param in unit.params]) for unit in units]
     for unit, tensors in by_unit:
@@ -132,8 +130,7 @@ Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | No
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if `only` is of another type, or
-    chooses none and is not ()."""
+    """Return the entries of `values` that `only` chooses. Raises `UsageError` if its type is wrong, or nothing matches it."""
     if only is None:
         return dict(values)
     if only == ():
@@ -169,8 +166,7 @@ def full_state_dict(
 
 
 def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, cpu: bool) -> dict[str, Any]:
-    """Return `values`, entries of `state_dict(keep_vars=True)`, with full tensors; with `rank0_only`, {} on all ranks but the
-    first. `cpu`: copy tensors to the host. Collective."""
+    """Return `values`, entries of `state_dict(keep_vars=True)`, with full tensors, for `full_state_dict`. Collective."""
     settle(engine, "takes the full state dict")
     first = is_first_rank(engine)
     params = {id(p.sharded): p for p in engine.params}
@@ -200,14 +196,10 @@ def is_first_rank(engine: Engine) -> bool:
 
 
 def attach_state_dict_hooks(model: nn.Module) -> None:
-    """Register hooks on `model`, so that `load_state_dict` accepts full tensors too, of which each rank keeps its rows.
-
-    With full tensors `load_state_dict` is collective. Ranks first compare names, shapes and checksums; if these differ, all
-    ranks raise `DivergenceError`, and nothing changes. If each parameter gets this rank's rows as a DTensor, they compare
-    nothing. `load_state_dict` and `state_dict` of any module inside also wait for optimizer steps in progress.
-    """
+    """Register hooks on `model`, so that `load_state_dict` accepts full tensors (`_cut_full_tensors`) and DTensors from files
+    (`take_own_rows`). Both it and `state_dict` of any module inside also wait for optimizer steps in progress."""
     for module in model.modules():
-        module.register_load_state_dict_pre_hook(_take_own_rows_of_module)
+        module.register_load_state_dict_pre_hook(take_own_rows)
         if attached_to(module) is not None or owners_of(module.parameters(recurse=False)):
             module.register_state_dict_pre_hook(_wait_for_shards)
             module.register_load_state_dict_pre_hook(_wait_for_shards)
@@ -225,15 +217,11 @@ def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
         group.shard_buffer.synchronize()
 
 
-def _take_own_rows_of_module(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def take_own_rows(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """`load_state_dict` hook: replace DTensors from a file in `state` by DTensors with the same rows on the model's mesh.
+    Collective if there are any. Raises `UsageError` on every rank if one of them has the rows of another rank."""
     named = module.named_parameters(remove_duplicate=False)
-    take_own_rows(state, {prefix + name: param for name, param in named if isinstance(param, DTensor)})
-
-
-def take_own_rows(state: dict[str, Any], wanted: Mapping[str, DTensor]) -> None:
-    """Replace DTensors from a file in `state`, in place, by DTensors with the same rows on the mesh of the model. `wanted`: name
-    in `state` -> the model's parameter. Collective if there are DTensors from a file. Raises `UsageError` on every rank if one
-    of them has the rows of another rank."""
+    wanted = {prefix + name: param for name, param in named if isinstance(param, DTensor)}
     refuse_rows_of_others(((state.get(key), param) for key, param in wanted.items()), "the model's tensors")
     for key, param in wanted.items():
         value: Any = state.get(key)
@@ -252,11 +240,9 @@ def synchronize(model: nn.Module) -> None:
 
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows.
-
-    If `state` lacks this rank's rows of any parameter, ranks first compare all names and values in `state`. All raise
-    `DivergenceError` if these differ.
-    """
+    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows. If it
+    lacks rows of any parameter, this is collective: ranks first compare names, shapes and checksums in it. If these differ,
+    all raise `DivergenceError`, and nothing changes."""
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()
     params = {id(p.sharded): p for p in engine.params}

@@ -19,8 +19,7 @@ from accordion.errors import UsageError, nearest
 
 @dataclass(frozen=True, slots=True)
 class MinParams:
-    """A choice of units by size: a module is a unit if at least `num_params` of its parameter elements are in no unit inside
-    it."""
+    """A choice of units: modules with at least `num_params` parameter elements that are in no unit inside the module."""
 
     num_params: int
 
@@ -58,10 +57,8 @@ LARGE_SHARE = 0.5  # a layer outside the blocks with this share of the largest b
 
 @dataclass(slots=True)
 class Owned:
-    """A parameter of the model before sharding. `names`: all of its names (tied weights). `owner`: index of its unit.
-
-    `others`: other parameter objects that share its memory. `places`: (module, attribute name) of each module that has it.
-    """
+    """A parameter of the model before sharding. `names`: all of its names (tied weights). `others`: other parameter objects that
+    share its memory. `places`: (module, attribute name) of each module that has it. `owner`: index of its unit."""
 
     names: list[str]
     original: nn.Parameter
@@ -88,8 +85,7 @@ def units_named(text: str) -> UnitChoice:
 
 
 def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of every unit, the model itself first. Modules without parameters are left out. Raises `UsageError`
-    for a class that no module has."""
+    """Return (name, module) of each unit with parameters, the model first. Raises `UsageError` for a class that no module has."""
     if choice is None:
         blocks = _repeated_blocks(model)
         chosen = blocks | _large_layers(model, blocks)
@@ -106,11 +102,8 @@ def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Mod
 
 
 def by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:
-    """Return for each unit in `chosen` (name, module) the last of `policy.overrides` that names it, or `policy` itself.
-
-    The keys of `overrides` are classes and shell patterns of names. Raises `UsageError` if a key names no unit. `kind`: name of
-    the policy, for the message.
-    """
+    """Return for each unit in `chosen` (name, module) the last of `policy.overrides` that names it, or `policy` itself. Raises
+    `UsageError`, with `kind` as the policy's name, if a key, a class or a shell pattern of names, names no unit."""
     result: list[Policy] = []
     used = set()
     for name, module in chosen:
@@ -244,10 +237,8 @@ def _by_class(model: nn.Module, choice: Any) -> set[int]:
 
 
 def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
-    """Return every parameter once, owned by the innermost unit that contains all modules that have it (tied weights).
-
-    `index`: id of a unit's module -> index of the unit. Parameters in no other unit belong to unit 0.
-    """
+    """Return every parameter once, owned by the innermost unit that contains all modules that have it (tied weights), or else by
+    unit 0. `index`: id of a unit's module -> index of the unit."""
     entries: dict[object, Owned] = {}
     above: dict[object, list[int]] = {}
     seen: set[int] = set()
@@ -295,8 +286,7 @@ def gathered_dtype(o: Owned, precision: Precision) -> torch.dtype:
 
 
 def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned]) -> list[list[int]]:
-    """Return, for each unit, the indices of the other units whose parameters its modules read: units inside it, and owners of
-    tied weights. `units`: the modules of each unit."""
+    """Return, for each unit (its modules), the indices of other units whose parameters it reads: inner ones, owners of ties."""
     owners: dict[int, set[int]] = {}
     for entry in owned:
         for ref, _ in entry.places:

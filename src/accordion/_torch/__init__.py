@@ -4,12 +4,10 @@
 """
 
 from accordion._torch.autograd import *  # noqa: F403
-from accordion._torch.compiling import *  # noqa: F403
 from accordion._torch.devices import *  # noqa: F403
 from accordion._torch.fakes import *  # noqa: F403
 from accordion._torch.fsdp import *  # noqa: F403
 from accordion._torch.operators import *  # noqa: F403
 from accordion._torch.optimizers import *  # noqa: F403
 from accordion._torch.process_groups import *  # noqa: F403
-from accordion._torch.references import *  # noqa: F403
 from accordion._torch.tensors import *  # noqa: F403

@@ -1,9 +1,11 @@
-"""Functions around private names of torch.autograd: the running backward, nodes and their order, hooks, fast calls."""
+"""Functions around private names of torch.autograd: the running backward, nodes and their order, hooks, reference counts."""
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -78,8 +80,7 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)`, in 12 instead of 21 us; no transform of torch.func may be active. Calls the method in C
-    directly, and not its override in Python (all versions)."""
+    """Return `function.apply(*args)` by the method in C, in 12 instead of 21 us; not for use in transforms of torch.func."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -124,8 +125,7 @@ _grad, _trains = attrgetter("grad"), attrgetter("requires_grad")
 
 
 def grads_of(leaves: Sequence[Tensor]) -> tuple[list[Tensor | None], list[bool]]:
-    """Return (`.grad` of each leaf, flags). A flag is True if the leaf has gradient hooks or is frozen, so that autograd itself
-    must write its `.grad`."""
+    """Return (`.grad` of each leaf, flags: True if it has gradient hooks or is frozen, so that autograd must write `.grad`)."""
     with plain_attributes():
         hooked = [bool(x._backward_hooks or x._post_accumulate_grad_hooks or not x.requires_grad) for x in leaves]
         return list(map(_grad, leaves)), hooked
@@ -140,3 +140,71 @@ def which_train(leaves: Sequence[Tensor]) -> tuple[int, ...]:
 def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """Return the functions that were registered on `param` by `register_post_accumulate_grad_hook`."""
     return list((param._post_accumulate_grad_hooks or {}).values())
+
+
+def storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+    """Return the storage of each DTensor itself, which has no memory, not that of its local tensor. `p.data = x` gives `p` a new
+    one, which `is` reveals: torch returns the same Python object for a storage while there is a reference to it."""
+    with plain_attributes():
+        return list(map(Tensor.untyped_storage, tensors))
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which `tensor` is a view; None if it is no view, or autograd does not know it."""
+    return tensor._base
+
+
+def are_ours(grads: Sequence[Tensor | None]) -> list[bool]:
+    """Return, for each gradient, True if nothing else refers to its memory, so that it may be overwritten. Call it first in the
+    backward of an autograd Function, with its arguments: further references would count as others."""
+    # autograd may pass one tensor to several nodes (`x + w`) or keep it for a later node, and hooks may have stored it. The
+    # reference counts of the Python object, the tensor and the storage show that, as in autograd's own `AccumulateGrad`.
+    return [_references(grads, i) in _alone() for i in range(len(grads))]
+
+
+def _references(grads: Sequence[Tensor | None], i: int) -> tuple[int, ...]:
+    grad = grads[i]
+    if grad is None or grad.layout != torch.strided:
+        return ()
+    base = grad._base  # a view refers to its base: the gradient of nn.Linear is the transpose of a product
+    of_base = () if base is None else (sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
+    storage = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    return sys.getrefcount(grad), grad._use_count(), storage, *of_base  # type: ignore[attr-defined]
+
+
+@cache
+def _alone() -> list[tuple[int, ...]]:
+    """Return `_references` of a gradient, and of a view, to which nothing else refers; measured by a small backward."""
+    counts: list[tuple[int, ...]] = []
+
+    @run_at_once  # as in the callers, since torch's code between autograd and `backward` has references too
+    class Counts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return tuple(x.detach() for x in inputs)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            counts.extend([_references(grads, i) for i in range(len(grads))])
+            return grads
+
+    with torch.enable_grad():
+        both = [torch.ones(1, 1, requires_grad=True, device="cpu") for _ in range(2)]
+        plain, viewed = Counts.apply(*both)  # type: ignore[no-untyped-call]
+        (plain * 2 + viewed.t() * 2).backward()
+    return counts
+
+
+def holders_of_memory(tensor: Tensor) -> int:
+    """Return the reference count of the tensor's storage; only a change of it between calls has a meaning."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that identifies a storage among all live ones. No public name."""
+    return int(storage._cdata)
+
+
+def forget_references() -> None:
+    """Make `are_ours` measure its reference counts anew. Call this when real tensors follow fake ones or fake ones real ones."""
+    _alone.cache_clear()

@@ -24,8 +24,7 @@ def runtime_version(device_type: str) -> str | None:
 
 
 def blocking_events(module: Any) -> Callable[[], Any]:
-    """Return a function that makes an event of `module` (such as `torch.cuda`) on which waiting threads sleep. If the module has
-    no such events, the function returns None."""
+    """Return a function that makes an event of `module` (`torch.cuda`) on which waiting threads sleep; None if it has none."""
     try:
         module.Event(blocking=True)
     except TypeError:

@@ -18,8 +18,7 @@ def is_wrap_policy(policy: object) -> bool:
 
 
 def run_wrap_policy(policy: Any, root: Any, arguments: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Return {module: arguments of its wrapper} for the modules in `root` that `policy` selects. The arguments are `arguments`,
-    with the changes that the policy makes for a module."""
+    """Return {module: `arguments` with the policy's changes} for the modules in `root` that `policy` selects to be wrapped."""
     return dict(policy._run_policy(root, set(), arguments))
 
 

@@ -1,4 +1,4 @@
-"""Functions around private names of torch's dispatch modes and operator schemas."""
+"""Functions around private names of torch's dispatch modes and operator schemas, and of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DispatchMode = TorchDispatchMode
@@ -55,11 +56,8 @@ def mutated_arguments(func: Any) -> list[str]:
 
 @contextmanager
 def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager that replaces aten operators on CPU tensors, for all threads: `functions` is name -> replacement.
-
-    autograd records the operators that a replacement calls. Only for composite operators, which have no autograd kernel. The
-    method that removes the registration has no public name (2.11 to 2.13).
-    """
+    """Context manager that replaces composite aten operators on CPU tensors, for all threads; autograd records what these
+    call. `functions`: name -> replacement. The method that removes the registration has no public name (2.11 to 2.13)."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name, function in functions.items():
@@ -67,3 +65,29 @@ def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[Non
         yield
     finally:
         library._destroy()
+
+
+def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with Dynamo disabled, as `torch.compiler.disable` does, but without its cost in eager mode."""
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    from torch._dynamo.eval_frame import skip_code
+
+    disabled = torch.compiler.disable(function)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
+
+    skip_code(called.__code__)
+    vars(called).update(vars(disabled))  # the marks with which Dynamo skips a function
+    return called
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return True if `Module.compile` was called on `model` or on one of its submodules. No public name (all versions)."""
+    return any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+
+
+def without_compile(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` wrapped, or `model` if it is no wrapper. No public name (all versions)."""
+    inner = vars(model).get("_modules", {}).get("_orig_mod")
+    return inner if isinstance(inner, nn.Module) else model

@@ -12,11 +12,8 @@ from torch.distributed.tensor import DTensor
 
 
 def settle_before_unscale() -> None:
-    """Make `torch.amp.GradScaler.unscale_` correct for gradients offloaded to the host, in this process.
-
-    torch copies the scale to pinned memory without waiting, and the CPU kernel reads it at once (2.11 to 2.15). This registers
-    a handler of the operator that waits for the copy first; further calls change nothing.
-    """
+    """Make `torch.amp.GradScaler.unscale_` wait for its copy of the scale to pinned memory, in this process. Without this handler
+    of its operator, the CPU kernel for offloaded gradients reads it at once (2.11 to 2.15). Further calls change nothing."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     handler = handlers[operator]

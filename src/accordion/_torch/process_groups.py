@@ -48,8 +48,7 @@ def collective(group: Any, name: str) -> Callable[..., Any]:
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """Return the timeout of the backend of `group` for `device`; None if there is no such backend, or it has no timeout. No
-    public name (2.11 to 2.15)."""
+    """Return the timeout of the backend of `group` for `device`; None if there is none. No public name (2.11 to 2.15)."""
     try:
         backend = group._get_backend(device)
         timeout: timedelta = getattr(backend, "wrapped_pg", backend).options._timeout
@@ -129,19 +128,13 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-def group_name(group: Any) -> str:
-    """Return the name of a process group of torch; for one written in Python, use `name_of_group`."""
-    return str(group.group_name)
-
-
 def name_of_group(group: Any) -> str:
     """Return the name under which torch registered `group`, also for one written in Python. No public name."""
     return str(torch.distributed.distributed_c10d._world.pg_names[group])
 
 
 def joined_mesh(*slices: Any) -> Any:
-    """Return one mesh that has the dims of all `slices`, which are submeshes of one mesh. Works in a fake tensor mode too. No
-    public name."""
+    """Return one mesh with the dims of all `slices` of one mesh; works in a fake tensor mode too. No public name."""
     with unset_fake_temporarily():
         return type(slices[0])._concatenate(list(slices))
 

@@ -41,8 +41,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a plain `tensor` itself, detached, or the plain tensors inside a subclass, which its `__tensor_flatten__` names.
-    Yield nothing for a subclass without that method."""
+    """Yield a plain `tensor`, detached, or the plain tensors that the `__tensor_flatten__` of a subclass names, if it has one."""
     if is_plain(tensor):
         yield tensor.detach()
     elif hasattr(tensor.data, "__tensor_flatten__"):
@@ -147,15 +146,13 @@ def has_rule(operator: Any) -> bool:
 
 
 def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:
-    """Make DTensor call `answer(operator, args, kwargs)` for an aten operator, in this process, and return True. Returns False,
-    and changes nothing, if there is another handler. No public name."""
+    """Make DTensor call `answer(operator, args, kwargs)` for an operator, and return True; return False if it has a handler."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     return handlers.setdefault(operator, answer) is answer
 
 
 def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operator on DTensors without the handler that `answer_operator` registered, which is removed during
-    the call, for all threads."""
+    """Return the result of an operator on DTensors, without the handler of `answer_operator` during the call, in any thread."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(operator, None)
     try:

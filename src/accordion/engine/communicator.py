@@ -170,7 +170,7 @@ def own_communicator(communicator: Communicator, device: torch.device) -> Commun
 def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device: torch.device) -> Any:
     """Return a process group of `ranks` that all models share. The first call creates the group, with the timeout of the first of
     `communicators`, and is a collective of the ranks of all `communicators`."""
-    names = "/".join(_torch.group_name(communicator.group) for communicator in communicators)
+    names = "/".join(_torch.name_of_group(communicator.group) for communicator in communicators)
     key = f"accordion/group/{names}/{len(ranks)}/"
     groups = _torch.kept_with_job(key)
     if not groups:

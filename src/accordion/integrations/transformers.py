@@ -27,8 +27,7 @@ from accordion.integrations.accelerate import Accelerator
 from accordion.integrations.sharding import ShardArguments
 from accordion.integrations.states import why_incomplete
 from accordion.losses.chunks import head_returns_loss
-from accordion.sequence.batches import split_sequence
-from accordion.sequence.parallel import sequence_parallel
+from accordion.sequence.parallel import sequence_parallel, split_sequence
 from accordion.sharding import Sharding
 from accordion.state import Only
 from accordion.weights.export import is_peft, load_exported, state_on_disk

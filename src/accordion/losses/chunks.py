@@ -202,10 +202,8 @@ class ChunkedLoss(torch.autograd.Function):
 def _pass(
     inputs: Inputs, loss: TokenLoss, weights: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return (loss of each token, [gradient of hidden, of weight, of bias]) for the sum of losses times `weights` (tokens,).
-
-    A gradient is None if its entry of `needed` is False; all are None if `weights` is None, and that of a bias if there is none.
-    """
+    """Return (loss of each token, [gradient of hidden, of weight, of bias]) for the sum of losses times `weights` (tokens,). A
+    gradient is None if its entry of `needed` is False; all are None if `weights` is None, and that of a bias if there is none."""
     hidden, weight, bias, labels = inputs
     wide, dtype = torch.promote_types(weight.dtype, torch.float32), product_dtype(weight)
     grads = [

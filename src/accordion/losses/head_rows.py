@@ -24,11 +24,8 @@ def row_losses(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss,
     """Return the loss of each token, (tokens,), computed with a few gathered rows of `head` at a time. A collective.
 
     A running softmax of each token is kept, and the backward gathers the rows again. The gradient of a slice of rows is reduced
-    as soon as it is complete. hidden: (tokens, width); labels: (tokens,); hooks: of the units with parameters of `head`. A unit
-    is the modules whose parameters are gathered together.
-
-    Raises:
-        UsageError: if `head` shares its unit with other modules, or if its unit cannot be gathered in slices.
+    as soon as it is complete. hidden: (tokens, width); labels: (tokens,); hooks: of the units with parameters of `head`. Raises
+    `UsageError` if `head` shares its unit, modules that are gathered together, or if that cannot be gathered in slices.
     """
     unit = hooks[0].unit
     alone = len(hooks) == 1 and unit.module_params.modules() == [head] and unit.params[0].places[0][1] == "weight"
@@ -48,8 +45,7 @@ def row_losses(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss,
 
 
 def targets_in(part: Slice, labels: Tensor, ignore_index: int) -> Targets:
-    """Return the targets of `labels` (tokens,) among the words of the slice `part`; a column is a position in the gathered rows
-    of that slice."""
+    """Return the targets of `labels` (tokens,) among the words of the slice `part`; a column is a row of the gathered slice."""
     counts = labels != ignore_index
     words = labels.where(counts, 0)
     rows = words % part.cut.chunk - part.start
@@ -114,8 +110,7 @@ class RowLosses(torch.autograd.Function):
 
 
 def chunks(loss: TokenLoss, labels: Tensor, weight: Tensor) -> list[slice]:
-    """Return slices of the tokens of `labels`, one for each chunk. `weight`: its rows are the words of the logits, whose number
-    limits the tokens of a chunk (`TokenLoss.num_rows`)."""
+    """Return slices of the tokens of `labels`, one for each chunk. `weight`: its rows are the words of the logits."""
     step = loss.num_rows(max(1, weight.shape[0]))
     return [slice(start, start + step) for start in range(0, len(labels), step)]
 

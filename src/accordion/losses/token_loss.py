@@ -37,8 +37,7 @@ class TokenLoss:
     chunk_tokens: int | None
 
     def num_rows(self, num_words: int) -> int:
-        """Return the number of tokens of a chunk: `chunk_tokens` if that is set, or as many as have `CHUNK_BYTES` of float32
-        logits of `num_words` words."""
+        """Return the number of tokens of a chunk: `chunk_tokens`, or as many as have `CHUNK_BYTES` of float32 logits."""
         return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
 
     @property
@@ -57,11 +56,8 @@ class TokenLoss:
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def losses(self, log_sum: Tensor, own: Tensor, mean: Tensor | None, counts: Tensor) -> Tensor:
-        """Return the loss of each token, zero for those that do not count; all tensors are (tokens,).
-
-        log_sum: logarithm of the sum of exponentials of a token's logits; own: logit of its label; mean: mean of its logits,
-        for label smoothing.
-        """
+        """Return the loss of each token, zero for those that do not count; all tensors are (tokens,). log_sum: logarithm of the
+        sum of exponentials of a token's logits; own: logit of its label; mean: mean of its logits, for label smoothing."""
         losses = log_sum - (1 - self.label_smoothing) * own
         if mean is not None:
             losses = losses - self.label_smoothing * mean
@@ -70,11 +66,8 @@ class TokenLoss:
         return losses.where(counts, 0.0)
 
     def backward_(self, logits: Tensor, log_sum: Tensor, targets: Targets, weights: Tensor, num_words: int) -> Tensor:
-        """Overwrite `logits`, a result of `capped_`, with the gradient of the sum of losses times `weights` (tokens,), and return
-        them. The gradient is that of the logits before `capped_`.
-
-        logits: (tokens, words), float32 or wider, of all or some of the `num_words` words; log_sum: as in `losses`.
-        """
+        """Overwrite `logits`, a result of `capped_`, with the gradient of the sum of losses times `weights` (tokens,) by the
+        logits before `capped_`. logits: (tokens, words), of all or some of `num_words` words; log_sum: as in `losses`."""
         weights = weights.where(targets.counts, 0.0)
         slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap).square()
         logits.sub_(log_sum[:, None]).exp_()
@@ -87,10 +80,8 @@ class TokenLoss:
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype for matrix products of gradients with `tensor`: that of `tensor`; on the CPU at least float32.
-
-    CPUs multiply 16-bit matrices up to 20 times as slowly as float32 ones; elsewhere the product is summed in float32.
-    """
+    """Return the dtype for matrix products of gradients with `tensor`: that of `tensor`; on the CPU, which multiplies 16-bit
+    matrices up to 20 times as slowly as float32 ones, at least float32."""
     # A fake tensor on the CPU stands for one on an accelerator: the planner traces with such.
     if tensor.device.type != "cpu" or _torch.fake_device(tensor) is not None:
         return tensor.dtype

@@ -26,8 +26,7 @@ def norms(rows: Sequence[Sequence[NormPart]], norm_type: float, device: torch.de
     """Return (len(rows),) float32 on `device`, equal on all ranks: for each row, the norm over the elements of all its parts.
 
     Collective: one all-reduce per set of ranks, of a number for each row. All ranks must pass rows of parts with the same
-    communicators in the same order. `device`: of the communication; the tensors may be on the host. `norm_type`: as in
-    `torch.nn.utils.clip_grad_norm_`.
+    communicators in the same order. `device`: of the communication; the tensors may be on the host.
     """
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     of_ranks: dict[tuple[int, ...], list[tuple[int, NormPart]]] = {}

@@ -7,7 +7,7 @@ of their own, so a state dict holds both as tensors that are sharded like the pa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -23,6 +23,7 @@ from accordion.config import HOST, Offload
 from accordion.engine.layout import rows_per_block, splits_blocks
 from accordion.errors import UsageError
 from accordion.offload.step.deferred_step import owned_by, tiers_of
+from accordion.row_marks import params_of, sharded_axes
 
 OURS = "_accordion_sharded"  # attribute of a sharded parameter: its name
 QMAP = "qmap"  # begins the names of tables from codes to values, which all blocks share
@@ -46,17 +47,10 @@ class LowBitStates(Optimizer):
     REMEDY: str  # for blocks that no rank can hold whole, as the end of a sentence
     _whole: dict[Tensor, Whole]  # in a step its keys are local tensors, as in all attributes of the optimizer
 
-    @classmethod
-    def mixed_into(cls, kind: type[Optimizer]) -> type[Optimizer]:
-        """Return a new subclass of this mixin and `kind`, with the name of `kind`."""
-        return type(kind.__name__, (cls, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-
     @staticmethod
     def block_of(optimizer: Any, group: int, index: int) -> int:
-        """Return the number of elements in a block of the states of a parameter, 1 if they will not be quantised.
-
-        `optimizer` may be without this mixin. `group`, `index`: position of the parameter in its `param_groups`.
-        """
+        """Return the number of elements in a block of the states of parameter `index` of `group`, 1 if they will not be
+        quantised. `optimizer` may be without this mixin."""
         raise NotImplementedError
 
     @staticmethod
@@ -74,7 +68,7 @@ class LowBitStates(Optimizer):
 
     def keep_whole_shapes(self) -> None:
         """Record the shape of each sharded parameter, since a step sees local tensors in place of the parameters."""
-        self._whole = {p: Whole(id(p), p.shape, bool(_splits(p))) for p in _params(self) if isinstance(p, DTensor)}
+        self._whole = {p: Whole(id(p), p.shape, bool(_splits(p))) for p in params_of(self) if isinstance(p, DTensor)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -87,11 +81,11 @@ class LowBitStates(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
-        return {**saved, "state": _changed(saved["state"], dict(enumerate(_params(self))), self._split)}
+        return {**saved, "state": _changed(saved["state"], dict(enumerate(params_of(self))), self._split)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        params = dict(zip(indices, _params(self), strict=False))  # the library's own method compares their number
+        params = dict(zip(indices, params_of(self), strict=False))  # the library's own method compares their number
         super().load_state_dict({**state_dict, "state": _changed(state_dict["state"], params, self._join)})
 
 
@@ -152,8 +146,7 @@ class TorchaoStates(LowBitStates):
         return {key: self._parts(p, v, key) if isinstance(v, DTensor) else v for key, v in entry.items()}
 
     def _parts(self, p: DTensor, state: DTensor, key: str) -> Any:
-        """Return {name: DTensor of codes, scales or table; "signed": bool} of `state`, a low-bit state of `p` named `key`.
-        A `state` that is not low-bit is returned as it is."""
+        """Return {name: DTensor of codes, scales or table; "signed": bool} of `state`, or `state` itself if it is not low-bit."""
         local: Any = _torch.local_of(state)
         if local.numel() and not hasattr(local, "__tensor_flatten__"):
             return state
@@ -204,8 +197,7 @@ class BitsandbytesStates(LowBitStates):
         return "bitsandbytes steps on the device; leave out that Offload, and take a paged optimizer"
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of parameter `pindex` of param group `gindex`. Overrides bitsandbytes' method: options are those of
-        the full parameter, and its size decides if its states are quantised."""
+        """Override bitsandbytes' method: return options of the full parameter, whose size decides if states are quantised."""
         options: dict[str, Any] = super().get_config(gindex, pindex, group)  # type: ignore[misc]
         whole = self._whole.get(self.param_groups[gindex]["params"][pindex])
         if whole is not None:
@@ -239,8 +231,7 @@ MIXINS: Mapping[str, type[LowBitStates]] = {
 
 
 def low_bit_kind(optimizer: Optimizer) -> type[LowBitStates] | None:
-    """Return the mixin for an optimizer with low-bit states; None for others, and for LAMB and LARS, whose steps need norms of
-    whole parameters."""
+    """Return the mixin for an optimizer with low-bit states; None for others, and for LAMB and LARS, which need whole norms."""
     if getattr(getattr(optimizer, "args", None), "max_unorm", 0.0):
         return None
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__]
@@ -272,11 +263,8 @@ def check_blocks(optimizer: Optimizer, mixin: type[LowBitStates]) -> None:
 
 
 def packed_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
-    """Return the shape of a tensor with one element for each `block` elements of a tensor of `shape`; for block 1, `shape`.
-
-    One row of the result stands for n rows of `shape`, the smallest n for which they hold whole blocks. So both tensors can be
-    sharded on dim 0 over the same ranks.
-    """
+    """Return the shape of a tensor with one element for each `block` elements of a tensor of `shape`. So that both can be sharded
+    on dim 0 over the same ranks, a row stands for the smallest number of rows that hold whole blocks."""
     if block == 1:
         return tuple(shape)
     rows = rows_per_block(shape, block)
@@ -302,25 +290,18 @@ def _is_quantised(new_buffer: Callable[[Tensor, bool], Tensor], shape: torch.Siz
 
 
 def _splits(p: DTensor) -> list[int] | None:
-    """Return the numbers of ranks among which rows of dim 0 are divided: [2, 4] if each half is divided by 4, [] if `p` is whole
-    on each rank. None if another dim is sharded."""
-    axes = [(how, num) for how, num in zip(p.placements, p.device_mesh.shape, strict=True) if num > 1]
-    sharded: list[tuple[Any, int]] = [(how, num) for how, num in axes if not how.is_replicate()]
+    """Return the numbers of ranks that divide dim 0: [2, 4] if each half is divided by 4, [] if none; None for another dim."""
+    sharded: list[tuple[Any, int]] = [(p.placements[axis], p.device_mesh.size(axis)) for axis in sharded_axes(p)]
     if any(how.dim for how, _ in sharded):
         return None
     strided = [num for how, num in sharded if isinstance(how, _torch.StridedShard)]
     return [num for how, num in sharded if not isinstance(how, _torch.StridedShard)] + strided[::-1]
 
 
-def _params(optimizer: Optimizer) -> Iterator[Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
-
-
 def _changed(
     states: Mapping[Any, Any], params: Mapping[Any, Tensor], change: Callable[[DTensor, Mapping[str, Any]], Any]
 ) -> dict[Any, Any]:
-    """Return a copy of `states` (key -> entry) with `change(p, entry)` in place of the entry of each sharded parameter p.
-    `params`: key in `states` -> parameter."""
+    """Return a copy of `states` with `change(p, entry)` as entry of each sharded p. `params`: key in `states` -> parameter."""
     pairs = {key: (params.get(key), entry) for key, entry in states.items()}
     return {key: change(p, entry) if isinstance(p, DTensor) else entry for key, (p, entry) in pairs.items()}
 

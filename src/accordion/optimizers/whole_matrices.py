@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import heapq
-import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +26,7 @@ from accordion.engine.params import Param
 from accordion.engine.streams import SideStream, Steps
 from accordion.errors import UsageError, some_of
 from accordion.offload.step.optimizer_copy import OptimizerCopy, Part, exchange, local_state
+from accordion.row_marks import params_of
 
 TENSOR = "$tensor"  # begins the description of a tensor
 T = TypeVar("T")
@@ -75,8 +75,7 @@ class Matrix:
         return self.division is None or self.owner == self.division.communicator.rank
 
     def state(self, shape: tuple[int, ...]) -> Matrix:
-        """Return the matrix of this parameter's state of `shape`, at least 1-D. It is divided on the same dim as the parameter if
-        the shapes are equal, otherwise on dim 0."""
+        """Return the matrix of a state of `shape`, at least 1-D, divided as the parameter if of its shape, else on dim 0."""
         return self if shape == self.shape else replace(self, shape=shape, dim=-len(shape))
 
 
@@ -95,9 +94,8 @@ def sharded_engines() -> weakref.WeakSet[Engine]:
 
 
 class Owners:
-    """The owner of each parameter of an optimizer with these param `groups`, and the buckets in which they are exchanged. Both
-    depend on shapes alone. `matrices`: in order of parameters. The constructor is collective, and raises `UsageError` if tensor
-    parallelism splits a parameter."""
+    """The owner of each parameter in param `groups`, and the buckets in which they are exchanged; both depend on shapes alone.
+    The constructor is collective, and raises `UsageError` if tensor parallelism splits a parameter."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         pairs = [(i, p) for i, group in enumerate(groups) for p in group["params"]]
@@ -105,11 +103,19 @@ class Owners:
         self._kinds = [(p.dtype, p.device) for p in self.params]
         sharded = {id(param.sharded): param for engine in sharded_engines() for param in engine.params}
         self.matrices: list[Matrix] = []
-        divisions: dict[int, Division | None] = {}
+        divisions: dict[int, Division | None] = {}  # by id of the sharding context
         for index, (group, p) in enumerate(pairs):
-            param, shape = sharded.get(id(p)), tuple(p.shape)
+            param, shape, division = sharded.get(id(p)), tuple(p.shape), None
             name, dim = (f"parameter {index}", None) if param is None else (repr(param.name), param.cut.dim)
-            division = None if param is None or dim is None else _division(param, divisions)
+            if param is not None and dim is not None:
+                if param.around is not None:
+                    raise UsageError(
+                        f"{param.name!r} is split by tensor or expert parallelism too, and no rank can step the whole matrix; "
+                        "take an elementwise optimizer for it, such as AdamW."
+                    )
+                if id(param.context) not in divisions:
+                    divisions[id(param.context)] = _division(param)
+                division = divisions[id(param.context)]
             self.matrices.append(
                 Matrix(index=index, group=group, name=name, shape=shape, division=division, dim=(dim or 0) - len(shape))
             )
@@ -127,22 +133,9 @@ class Owners:
         self._stepped: set[int] = set()
         self._buckets: list[list[Matrix]] = []
 
-    def is_of(self, params: Sequence[Tensor]) -> bool:
-        """Return True if `params` are the parameters for which the owners were chosen, in the same order."""
-        return len(params) == len(self.params) and all(map(operator.is_, params, self.params))
-
-    def takes_part(self, index: int, rows: Tensor) -> bool:
-        """Return True if the parameter with this `index` and local tensor is exchanged in a step: it has or requires a
-        gradient."""
-        # Also without a gradient: if another rank has one, it would wait for this rank's rows. `StepWatch` names such ranks.
-        return rows.grad is not None or self.params[index].requires_grad
-
     def buckets(self, stepped: set[int]) -> list[list[Matrix]]:
-        """Return the matrices with the indices `stepped` in buckets, each of one division, dtype and device.
-
-        Param groups follow each other, and within one the matrices with the most work come first, so the work in a bucket is
-        about equal for all owners. A call with the `stepped` of the last call returns the list of that call.
-        """
+        """Return the matrices with the indices `stepped` in buckets, each of one division, dtype and device. In each param group
+        the matrices with the most work come first, so the work in a bucket is about equal for all owners."""
         if stepped == self._stepped:
             return self._buckets
         buckets: dict[Any, list[list[Matrix]]] = {}
@@ -165,31 +158,21 @@ def _work(shape: Sequence[int]) -> int:
     return numel * min(rows, numel // rows)
 
 
-def _division(param: Param, divisions: dict[int, Division | None]) -> Division | None:
-    """Return the division of `param`; None if each rank has it whole. Collective. Adds the division to `divisions` (id of the
-    sharding context -> division), or takes it from there. Raises `UsageError` if tensor parallelism splits `param`."""
+def _division(param: Param) -> Division | None:
+    """Return the division of the parameters of the sharding context of `param`; None if each rank has them whole. Collective."""
     context = param.context
-    if param.around is not None:
-        raise UsageError(
-            f"{param.name!r} is split by tensor or expert parallelism too, and no rank can step the whole matrix; take an "
-            "elementwise optimizer for it, such as AdamW."
-        )
-    if id(context) not in divisions:
-        axes = [axis for axis, _ in context.levels(param.cut) if axis.num_ranks > 1]
-        splits, communicator = tuple(axis.num_ranks for axis in axes), axes[0].reduce if axes else None
-        order = list(range(prod(splits)))
-        if len(axes) == 2:  # of a mesh whose first axis replicates, while rows are divided over the second one first
-            ranks = _torch.ranks_of(param.sharded.device_mesh)  # type: ignore[attr-defined]
-            group = group_of_job([axis.gather for axis in axes], sorted(ranks), context.device)
-            communicator = type(axes[0].reduce)(group, context.device)
-            order = [communicator.ranks.index(rank) for i in range(splits[0]) for rank in ranks[i :: splits[0]]]
-        divisions[id(context)] = None
-        if communicator is not None:
-            stream = context.reduce_stream
-            divisions[id(context)] = Division(
-                communicator=communicator, side_stream=stream, splits=splits, order=tuple(order)
-            )
-    return divisions[id(context)]
+    axes = [axis for axis, _ in context.levels(param.cut) if axis.num_ranks > 1]
+    if not axes:
+        return None
+    splits, communicator = tuple(axis.num_ranks for axis in axes), axes[0].reduce
+    order = list(range(prod(splits)))
+    if len(axes) == 2:  # of a mesh whose first axis replicates, while rows are divided over the second one first
+        ranks = _torch.ranks_of(param.sharded.device_mesh)  # type: ignore[attr-defined]
+        group = group_of_job([axis.gather for axis in axes], sorted(ranks), context.device)
+        communicator = type(axes[0].reduce)(group, context.device)
+        order = [communicator.ranks.index(rank) for i in range(splits[0]) for rank in ranks[i :: splits[0]]]
+    stream = context.reduce_stream
+    return Division(communicator=communicator, side_stream=stream, splits=splits, order=tuple(order))
 
 
 # -- exchanges
@@ -217,10 +200,7 @@ def to_owners(bucket: Sequence[Matrix], rows: list[Tensor]) -> Wait[list[Tensor]
 
 def from_owners(bucket: Sequence[Matrix], wholes: list[Tensor], like: Tensor) -> Wait[list[Tensor]]:
     """Start to send the rows of `wholes`, the matrices that this rank owns, to all ranks. Return a function that waits for them
-    and returns this rank's rows of each matrix in `bucket`.
-
-    Collective. `like`: a tensor with the dtype and device of the message.
-    """
+    and returns this rank's rows of each matrix in `bucket`. Collective. `like`: has the dtype and device of the message."""
     division = bucket[0].division
     if division is None:
         return lambda: wholes
@@ -280,15 +260,10 @@ class WholeStep(Optimizer):
 
     _owners: Owners | None = None
 
-    def check(self) -> None:
-        """Raise `UsageError` for parameters that this optimizer cannot step, and choose owners if the parameters have changed,
-        which is collective. Called before each step, on DTensors."""
-        self._current_owners()
-
-    def _current_owners(self) -> Owners:
-        """Return the owners of the current parameters, which are DTensors. Collective if parameters have changed since the last
-        call, since owners are then chosen anew."""
-        if self._owners is None or not self._owners.is_of(_params(self)):
+    def current_owners(self) -> Owners:
+        """Return the owners of the parameters, DTensors, chosen anew if these have changed since the last call, which is
+        collective. Called before each step. Raises `UsageError` for parameters that this optimizer cannot step."""
+        if self._owners is None or [*map(id, self._owners.params)] != [*map(id, params_of(self))]:
             self._owners = Owners(self.param_groups)
         return self._owners
 
@@ -296,11 +271,10 @@ class WholeStep(Optimizer):
         """Return the names of the parameters without a gradient, in the order of parameters. Owners must have been chosen."""
         owners = self._owners
         assert owners is not None, "it has stepped"
-        return [matrix.name for matrix, p in zip(owners.matrices, _params(self), strict=True) if p.grad is None]
+        return [matrix.name for matrix, p in zip(owners.matrices, params_of(self), strict=True) if p.grad is None]
 
     def _pack(self, matrix: Matrix, rows: Tensor) -> Tensor:
-        """Return this rank's rows of what the owner needs, (..., *local shape), with zeros in place of a gradient that is None.
-        May step states of `rows`."""
+        """Return this rank's rows of what the owner needs, (..., *local shape); zeros for no gradient. May step states."""
         raise NotImplementedError
 
     def _compute(self, owned: list[tuple[Matrix, Tensor, Tensor]]) -> list[Tensor]:
@@ -315,11 +289,14 @@ class WholeStep(Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Step all parameters that have a gradient. Collective. `LocalStep.step` has called the closure, if any."""
-        params, owners = _params(self), self._owners
-        assert owners is not None, "`check` was called before"
+        params, owners = params_of(self), self._owners
+        assert owners is not None, "`current_owners` was called before"
+        # Also those without a gradient: a rank that has one would wait for this rank's rows. `StepWatch` names such ranks.
+        pairs = enumerate(zip(params, owners.params, strict=True))
+        stepped = {i for i, (rows, p) in pairs if rows.grad is not None or p.requires_grad}
 
         def gathering() -> Iterator[tuple[list[Matrix], Tensor, Wait[list[Tensor]]]]:
-            for bucket in owners.buckets({i for i, rows in enumerate(params) if owners.takes_part(i, rows)}):
+            for bucket in owners.buckets(stepped):
                 packed = [self._pack(matrix, params[matrix.index]) for matrix in bucket]
                 yield bucket, packed[0].new_empty(0), to_owners(bucket, packed)
 
@@ -336,10 +313,6 @@ class WholeStep(Optimizer):
                     self._unpack(matrix, params[matrix.index], result)
 
 
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
-
-
 def _one_ahead(items: Iterable[T]) -> Iterator[T]:
     """Iterate over `items`, and take the next one from `items` before each is yielded."""
     iterator = iter(items)
@@ -352,7 +325,7 @@ def _one_ahead(items: Iterable[T]) -> Iterator[T]:
 
 def refuse_vectors(muon: Optimizer) -> None:
     """Raise `UsageError` if the optimizer `muon` has a parameter that is not 2-D."""
-    for p in _params(muon):
+    for p in params_of(muon):
         if p.dim() != 2:
             raise UsageError(
                 f"Muon orthogonalises matrices, and it has a parameter of shape {tuple(p.shape)}; give parameters of other than "
@@ -364,9 +337,9 @@ class MuonStep(WholeStep):
     """Mixin that `wrap_optimizer` adds to torch.optim.Muon, with its step: each rank steps its rows of momentum and weights,
     and one rank for each parameter, the owner, orthogonalises the whole update."""
 
-    def check(self) -> None:
+    def current_owners(self) -> Owners:
         refuse_vectors(self)
-        super().check()
+        return super().current_owners()
 
     def _pack(self, matrix: Matrix, rows: Tensor) -> Tensor:
         group, grad = self.param_groups[matrix.group], rows.grad
@@ -444,7 +417,7 @@ class OwnerStep(WholeStep):
         """Return the state dict with the states of all owners: tensors as DTensors of rows, scalars on every rank. Collective."""
         saved = super().state_dict()
         divided: dict[Division, dict[Matrix, DTensor]] = defaultdict(dict)
-        for matrix, p in zip(self._current_owners().matrices, _params(self), strict=True):
+        for matrix, p in zip(self.current_owners().matrices, params_of(self), strict=True):
             if matrix.division is not None and isinstance(p, DTensor):
                 divided[matrix.division][matrix] = p
         for division, params in divided.items():
@@ -457,10 +430,9 @@ class OwnerStep(WholeStep):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of `state_dict`, of any number of ranks. Each rank keeps whole states of the parameters that it owns, and
-        no others. Collective."""
+        """Load a result of `state_dict`, of any number of ranks. Each rank keeps only states that it owns, whole. Collective."""
         super().load_state_dict(state_dict)
-        for matrix, p in zip(self._current_owners().matrices, _params(self), strict=True):
+        for matrix, p in zip(self.current_owners().matrices, params_of(self), strict=True):
             state = exchange(self.state.pop(p, {}), partial(_whole, matrix))
             if state and matrix.is_owned:
                 self.state[p] = state
@@ -476,10 +448,8 @@ def _whole(matrix: Matrix, state: Tensor) -> Tensor:
 
 
 def _shared(states: Mapping[int, Any], communicator: Communicator) -> tuple[dict[int, Any], dict[int, list[Tensor]]]:
-    """Return ({index: description of the state} of all ranks, {index: tensors of at least one dim} of this rank).
-
-    Collective. Raises `UsageError` on every rank for values other than numbers, texts and tensors in lists, tuples and dicts.
-    """
+    """Return ({index: description of the state} of all ranks, {index: tensors of at least one dim} of this rank). Collective.
+    Raises `UsageError` on every rank for values other than numbers, texts and tensors in lists, tuples and dicts."""
     tensors: dict[int, list[Tensor]] = defaultdict(list)
     text = repr({index: _described(state, tensors[index]) for index, state in states.items() if state}).encode()
     num_bytes = gathered_rows(torch.tensor([len(text)], device=communicator.device), communicator)
@@ -498,8 +468,7 @@ def _shared(states: Mapping[int, Any], communicator: Communicator) -> tuple[dict
 
 
 def _described(tree: Any, tensors: list[Tensor]) -> Any:
-    """Return `tree`, a state, with (TENSOR, dtype, shape, value if 0-d, else None) in place of each tensor. Appends tensors that
-    are not 0-d to `tensors`."""
+    """Return `tree` with (TENSOR, dtype, shape, value if 0-d) in place of tensors. Appends those with a dim to `tensors`."""
     if isinstance(tree, Tensor):
         tensors += [tree] if tree.dim() else []
         return TENSOR, str(tree.dtype).removeprefix("torch."), tuple(tree.shape), None if tree.dim() else tree.item()

@@ -25,7 +25,7 @@ from accordion.offload.step.optimizer_copy import exchange, local_state, write_b
 from accordion.optimizers.grad_norm import NormPart, multiply, norms
 from accordion.optimizers.low_bit import OURS, LowBitStates, check_blocks, low_bit_kind
 from accordion.optimizers.whole_matrices import MuonStep, OwnerStep, WholeStep, refuse_vectors, sharded_engines
-from accordion.row_marks import refuse_other_rows, refuse_states_of_others
+from accordion.row_marks import params_of, refuse_other_rows, refuse_states_of_others, sharded_axes
 
 Opt = TypeVar("Opt", bound=Optimizer)
 PARKED = "_accordion_parked"  # attribute of a sharded parameter while its model is parked
@@ -54,7 +54,7 @@ class LocalStep(Optimizer):
                 loss = closure()
         _torch.count_step(self)
         if isinstance(self, WholeStep):
-            self.check()
+            self.current_owners()
             _refuse_offload(self)
         if engines_of(self):
             defer(self, self._kind)
@@ -69,8 +69,8 @@ class LocalStep(Optimizer):
     def _step_here(self) -> None:
         """Step with local tensors in place of DTensors in all attributes of the optimizer, then put the DTensors back. Raises
         `UsageError` after the step if the optimizer holds parameters in an object, where they are not replaced."""
-        params, outer_state = [p for group in self.param_groups for p in group["params"]], self.state
-        pairs: list[tuple[Tensor, Tensor]] = [(p, _torch.local_or_same(p)) for p in params]
+        outer_state = self.state
+        pairs: list[tuple[Tensor, Tensor]] = [(p, _torch.local_or_same(p)) for p in params_of(self)]
         sharded: dict[int, Tensor] = {id(local): p for p, local in pairs}
 
         def to_local(tensor: Tensor) -> Tensor:
@@ -128,8 +128,7 @@ class LocalStep(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Wait for running steps, and load a state dict of this rank's rows. Collective. Raises `UsageError` on all ranks if one
-        of them got the rows of another rank."""
+        """Wait for steps; load a state dict of this rank's rows. Collective. Raises `UsageError` on all if one got others."""
         refuse_other_rows(self, state_dict)
         self._wait_for_steps()
         super().load_state_dict(state_dict)
@@ -155,8 +154,7 @@ class StepHooks:
         parked, or offloaded so that they are stepped chunk by chunk; it is an Adafactor or LBFGS; or it has loaded another rank's
         states. The first call for `optimizer` registers a hook that checks later loads."""
         self._notify("steps", optimizer)
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params):
+        if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params_of(optimizer)):
             return
         refuse_parked(optimizer)
         refuse_unwrapped(optimizer)
@@ -216,12 +214,8 @@ def parked_error() -> UsageError:
 
 def refuse_adafactor(optimizer: Optimizer) -> None:
     """Raise `UsageError` for an Adafactor, of torch or transformers, whose parameters are sharded over several ranks."""
-    params = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-    if "Adafactor" in {kind.__name__ for kind in type(optimizer).__mro__} and any(
-        not placement.is_replicate() and p.device_mesh.size(axis) > 1
-        for p in params
-        for axis, placement in enumerate(p.placements)
-    ):
+    is_sharded = any(isinstance(p, DTensor) and sharded_axes(p) for p in params_of(optimizer))
+    if is_sharded and "Adafactor" in {kind.__name__ for kind in type(optimizer).__mro__}:
         raise UsageError(
             "Adafactor keeps means over the rows and columns of whole matrices, and a rank holds only some rows of each sharded "
             'parameter; use AdamW (optim="adamw_torch" of a Trainer), whose states are sharded too.'
@@ -304,12 +298,13 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices:
         raise UsageError("wrap_optimizer got elementwise=True and whole_matrices=True; pass one of them.")
     _check_wrappable(target, elementwise, whole_matrices)
     low_bit = low_bit_kind(target)
+    kind = type(optimizer)
+    attributes: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     if low_bit is not None:
         check_blocks(target, low_bit)
-    kind = type(optimizer) if low_bit is None else low_bit.mixed_into(type(optimizer))
-    attributes: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_kind": kind}
+        kind = type(kind.__name__, (low_bit, kind), attributes)
     # Inside a compiled function the step runs uncompiled: dynamo cannot trace the change to local tensors and back.
-    attributes["step"] = _torch.unseen_by_dynamo(LocalStep.step)
+    attributes |= {"_kind": kind, "step": _torch.unseen_by_dynamo(LocalStep.step)}
     step = (MuonStep,) if kind is torch.optim.Muon else (OwnerStep,) if whole_matrices else ()
     optimizer.__class__ = type(kind.__name__, (LocalStep, *step, kind), attributes)
     vars(optimizer).pop("step", None)  # by which a scheduler counts steps
@@ -343,7 +338,7 @@ def _check_wrappable(optimizer: Optimizer, elementwise: bool, whole_matrices: bo
     refuse_adafactor(optimizer)
     if "step" in vars(optimizer) and not _torch.has_counted_step(optimizer):
         raise UsageError(f"the step method of this {name} was replaced; call wrap_optimizer before that happens.")
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = params_of(optimizer)
     for p in params:
         _ = p.grad  # raises for a parameter that `shard` has replaced
     if not any(isinstance(p, DTensor) for p in params):
@@ -389,11 +384,8 @@ def clip_norm_of(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of `parameters`, of the models of `engines`, so that their common norm is at most `max_norm`. Return
-    the norm before, 0-d float32. Collective; waits for optimizer steps in progress.
-
-    All ranks must pass the same parameters. With `error_if_nonfinite`, raises `NonFiniteError` if the norm is NaN or inf.
-    """
+    """Do as `clip_grad_norm_` for the common norm of `parameters`, the same on all ranks, of the models of `engines`. Waits for
+    optimizer steps in progress."""
     wanted = {id(param): param for param in parameters}
     for engine in engines:
         engine.synchronize()
@@ -422,9 +414,8 @@ def owned_by_id(engines: Iterable[Engine]) -> dict[int, tuple[Engine, Param]]:
 def norm_parts(
     params: Iterable[Tensor], owned: Mapping[int, tuple[Engine, Param]], value_of: Callable[[Tensor], Tensor | None]
 ) -> list[NormPart]:
-    """Return this rank's values of `params` as input of `norms`: one part for each set of ranks over which values are sharded. A
-    value is what `value_of` returns for a parameter, such as its gradient; None is left out. All ranks must pass the same
-    `params`. `owned`: result of `owned_by_id`."""
+    """Return this rank's values of `params`, without those that are None, for `norms`: one part for each set of ranks over which
+    values are sharded. All ranks must pass the same `params`. `owned`: result of `owned_by_id`."""
     parts: dict[tuple[int, ...], NormPart] = {}
     for p in params:
         communicators, counts = _norm_over(*owned[id(p)]) if id(p) in owned else ([], True)
@@ -436,8 +427,7 @@ def norm_parts(
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
-    """Multiply all gradients of a sharded model, also offloaded ones, in place by `factor` (0-d, equal on all ranks). First
-    wait for optimizer steps in progress."""
+    """Wait for optimizer steps, and multiply all gradients, also offloaded ones, in place by `factor` (0-d)."""
     engine = engine_of(model)
     assert engine is not None, "a sharded model"
     engine.synchronize()
@@ -445,8 +435,7 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
 
 
 def _norm_over(engine: Engine, param: Param) -> tuple[Sequence[Communicator], bool]:
-    """Return (the communicators over which the norm of the gradient of `param` is reduced; True if this rank's rows count, False
-    if another rank counts the same rows)."""
+    """Return (communicators over which the norm of a gradient is reduced; False if another rank counts this rank's rows)."""
     context, model = param.context, engine.context
     if context is model or param.around is not None:
         cut = list(context.cut_communicators) if param.cut.dim is not None else []

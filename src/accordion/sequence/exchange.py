@@ -125,10 +125,8 @@ def numbers_of_rank(group: dist.ProcessGroup, device: torch.device) -> Iterator[
 
 def exchange(x: Tensor, group: dist.ProcessGroup, split: int, join: int) -> Tensor:
     """Split `x` along dim `split` into one part per rank of `group`, and send each part to its rank. Return the parts that this
-    rank received, joined in rank order along dim `join`.
-
-    One all-to-all, and the opposite one in the backward. If `group` has one rank, returns `x` itself.
-    """
+    rank received, joined in rank order along dim `join`. One all-to-all, and the opposite one in the backward; none if `group`
+    has one rank."""
     if dist.get_world_size(group) == 1:
         return x
     out: Tensor = _Exchange.apply(x, group, split, join)  # type: ignore[no-untyped-call]

@@ -108,11 +108,8 @@ def _needs_whole_sequences(model: PreTrainedModel) -> set[str]:
 
 
 class _Sequences:
-    """Attention and masks of whole sequences for one implementation and one group of ranks.
-
-    Keeps the padding, or the positions of packed texts, that the last forward has gathered, for its masks. Attention itself has
-    no state, so it can be computed again.
-    """
+    """Attention and masks of whole sequences for one implementation and one group of ranks. Keeps what the last forward gathered
+    for its masks, padding or positions of packed texts; attention itself has no state, so it can be computed again."""
 
     def __init__(self, implementation: str, group: dist.ProcessGroup) -> None:
         self._implementation, self._group = implementation, group

@@ -18,16 +18,12 @@ from accordion.offload.activations import OffloadedInput
 
 _aten = torch.ops.aten
 PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
-ATTENTION = tuple(
-    getattr(_aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_attention_math",
-    )
-    if hasattr(_aten, name)
+ATTENTION = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_attention_math.default,
 )
 CANDIDATES = {*PRODUCTS, *ATTENTION}
 # Values for transformers' arguments of cached keys and values, because a recomputation would fill a cache twice.
@@ -50,13 +46,11 @@ class _Choice:
 
 
 Results = list[_torch.DispatchMode | None]
-"""One entry for each matrix product and attention of a forward: torch's mode that returns the kept result, or None to compute the
-result again."""
+"""For each matrix product and attention of a forward: torch's mode that returns the kept result, or None to compute it again."""
 
 
 class _Mode(_torch.DispatchMode):
-    """Base of the dispatch modes of a recomputed region: `_Keep` in its forward and `_Give` in its recomputation, which share
-    `results`."""
+    """Base of `_Keep` and `_Give`, the dispatch modes of a recomputed region, which share `results`."""
 
     def __init__(self, results: Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,8 +66,7 @@ class _Keep(_Mode):
     that returns the kept result in the recomputation; None if the result is not kept, or if a later operator writes into it.
 
     Each kept result has its own pair of torch's modes for selective checkpointing. A single pair counts the region's operators,
-    so it would fail if the recomputation runs more or fewer gathers of inner units. It also misses some writes through views
-    (GRU).
+    so it would fail if the recomputation gathers more or fewer inner units, and it misses some writes through views (GRU).
     """
 
     def __init__(self, results: Results) -> None:
@@ -100,8 +93,7 @@ class _Keep(_Mode):
 
 
 class _Give(_Mode):
-    """Dispatch mode of a region's recomputation: returns each kept result once, in place of running the operator. In a second
-    backward (retain_graph) all operators run."""
+    """Dispatch mode of a region's recomputation: returns each kept result once. In a second backward all operators run."""
 
     def __enter__(self) -> Any:
         self._next = 0
@@ -143,9 +135,8 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload:
     """Replace the forward of `module` by one that the backward recomputes. With gradients disabled it runs as before. With them
     enabled, transformers' caches of keys and values are not passed on, and the keyword argument `use_cache` becomes False.
 
-    `how`: recompute all, or keep some products. `offload`: stores the first input that has a `grad_fn`, which is usually the
-    previous unit's output, until the recomputation; not used in compiled code. The unit's hooks stay outside of the wrapper, so
-    that the backward gathers the unit once.
+    `offload`: stores the first input that has a `grad_fn`, usually the previous unit's output, until the recomputation; not used
+    in compiled code. The unit's hooks stay outside of the wrapper, so that the backward gathers the unit once.
     """
     instance_forward = module.__dict__.get("forward")  # assigned to the instance
     reference = weakref.ref(module)
@@ -161,35 +152,27 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload:
         kwargs = {key: NO_CACHES.get(key, value) if value is not None else None for key, value in kwargs.items()}
         if torch.compiler.is_compiling():
             return checkpoint(function, *args, **options, **kwargs)
-        if offload is None:
-            return _checkpoint(function, args, kwargs, options)
-        return _checkpoint_offloaded(function, offload, args, kwargs, options)
+        return _checkpoint(function, offload, args, kwargs, options)
 
     module.__dict__["forward"] = forward
 
 
-def _checkpoint(function: Callable[..., Any], args: Any, kwargs: Any, options: Any) -> Any:
-    """Call torch's `checkpoint` for `function` and return its result. If a keyword argument is on a device, pass an empty tensor
-    there first, because `checkpoint` saves the random states of devices of positional tensors only."""
-    example = next((v for v in kwargs.values() if isinstance(v, Tensor) and v.device.type != "cpu"), None)
-    if example is None:
-        return checkpoint(function, *args, **options, **kwargs)
-
-    def run(_: Tensor, /, *rest: Any, **named: Any) -> Any:
-        return function(*rest, **named)
-
-    return checkpoint(run, example.new_empty(0), *args, **options, **kwargs)
-
-
-def _checkpoint_offloaded(
-    function: Callable[..., Any], offload: OffloadInput, args: Any, kwargs: Any, options: Any
+def _checkpoint(
+    function: Callable[..., Any], offload: OffloadInput | None, args: Any, kwargs: Any, options: Any
 ) -> Any:
-    """Call torch's `checkpoint` for `function` and return its result. `offload` stores the first input with a `grad_fn` until the
-    recomputation; if no input has one, nothing is offloaded."""
+    """Return the result of torch's `checkpoint` of `function`. `offload` stores the first input with a `grad_fn`, if any."""
     values = [*args, *kwargs.values()]
     index = next((i for i, v in enumerate(values) if isinstance(v, Tensor) and v.grad_fn is not None), None)
-    if index is None:
-        return _checkpoint(function, args, kwargs, options)
+    if offload is None or index is None:
+        # `checkpoint` saves the random states of devices of positional tensors only, so an empty tensor represents the others.
+        example = next((v for v in kwargs.values() if isinstance(v, Tensor) and v.device.type != "cpu"), None)
+        if example is None:
+            return checkpoint(function, *args, **options, **kwargs)
+
+        def after_example(_: Tensor, /, *rest: Any, **named: Any) -> Any:
+            return function(*rest, **named)
+
+        return checkpoint(after_example, example.new_empty(0), *args, **options, **kwargs)
     num, names, tensor = len(args), list(kwargs), values[index]  # `run` lives as long as the graph and has no input
     stored, values[index] = offload(tensor), None
 

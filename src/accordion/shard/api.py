@@ -91,8 +91,7 @@ def shard_over(
     debug: str | Iterable[str] = (),
     make_arena: ArenaMaker = Arena,
 ) -> nn.Module:
-    """Shard `model` in place and return it, as `shard` does. `make` returns the communicator of a process group, and `make_arena`
-    allocates host memory for offloaded state; the planner passes simulated ones."""
+    """Do as `shard`, with communicators by `make` and host memory for offload by `make_arena`; the planner simulates both."""
     modes = debug_modes(debug)
     check_choice(sharding.meshes, sharding.strategy, sync=sync)
     _check_model(model)
@@ -237,10 +236,7 @@ def _fill(
     value_of: Callable[[Owned], Tensor | None], layouts: Mapping[str, tuple[Owned, Layout]], param: Param, local: Tensor
 ) -> None:
     """Copy the value of a parameter into `local`, this rank's rows, and replace the parameter by a sharded one of these rows.
-
-    `value_of`: returns the full value; None for a parameter on the meta device, whose rows stay as they are. `layouts`: name of
-    a parameter -> (the parameter, its layout).
-    """
+    `value_of`: returns the full value; None for a parameter on the meta device, whose rows stay as they are."""
     o, layout = layouts[param.name]
     value = value_of(o)
     param.is_filled = value is not None

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accordion import _torch
 from accordion.config import Offload, Precision, Prefetch, Strategy
+from accordion.engine.communicator import group_of_job
 from accordion.engine.context import ShardingContext
 from accordion.engine.engine import Engine
 from accordion.engine.group import CutGroup, Group, GroupPlan, messages
@@ -32,7 +33,7 @@ from accordion.safety.attach import attach_safety
 from accordion.safety.dtensor_calls import answer_for_shards
 from accordion.safety.same_on_ranks import on_every_rank
 from accordion.shard.subclasses import extended_groups
-from accordion.shard.topology import CommunicatorMaker, communicator_over, secondary_communicator
+from accordion.shard.topology import CommunicatorMaker, communicator_over
 from accordion.sharding import Sharding
 from accordion.units import Owned, gathered_dtype, other_units_read
 
@@ -157,9 +158,8 @@ def plan_groups(
     precision: Precision,
     context_of: Callable[[Owned], ShardingContext | None] = lambda o: None,
 ) -> list[GroupPlan]:
-    """Return the groups of a unit's parameters. Parameters of one group are sharded over the same ranks and gathered in one
-    dtype. `params_of_unit`: pairs of parameter and cut. `context_of`: returns the context of the ranks over which a parameter is
-    sharded; None for the model's ranks."""
+    """Return the groups of a unit's parameters (pairs of parameter and cut): those over the same ranks, gathered in one dtype.
+    `context_of`: returns the context of the ranks over which a parameter is sharded; None for the model's ranks."""
     groups: dict[tuple[ShardingContext | None, torch.dtype], list[Param]] = {}
     for o, c in params_of_unit:
         dtype, trained = o.original.dtype, o.original.requires_grad
@@ -176,16 +176,16 @@ def with_secondary(
     sharding: Sharding,
     make: CommunicatorMaker = communicator_over,
 ) -> list[GroupPlan]:
-    """Return `groups`, each with a communicator of `sharding.secondary` neighboring ranks, which keep slices of full parameters
-    from a forward to its backward. A collective. If `sharding.secondary` is None, return `groups` unchanged."""
-    num = sharding.secondary
-    if num is None:
-        return list(groups)
-    return [g._replace(secondary=secondary_communicator(g.context or context, num, make)) for g in groups]
+    """Return `groups`, each with a communicator of `sharding.secondary` neighboring ranks of its shard axis, which keep slices of
+    full parameters from a forward to its backward. A collective. Models over the same ranks share the process group. Returns
+    a group unchanged if that number is None, not less than the size of its shard axis, or does not divide it."""
 
+    def with_ranks(group: GroupPlan) -> GroupPlan:
+        whole, num = (group.context or context).shard.gather, sharding.secondary
+        if num is None or num >= whole.num_ranks or whole.num_ranks % num:
+            return group
+        first = whole.rank - whole.rank % num
+        ranks = group_of_job([whole], whole.ranks[first : first + num], context.device)
+        return group._replace(secondary=make(ranks, context.device))
 
-def keep_parts(group: Group, keeps: bool) -> None:
-    """Set whether the ranks of a `SecondaryGroup` keep slices of full parameters after later forwards; without slices, backwards
-    gather from all ranks. Does nothing for groups of other classes."""
-    if isinstance(group, SecondaryGroup):
-        group.leaves(keeps)
+    return list(map(with_ranks, groups))

@@ -31,10 +31,6 @@ class Layout:
     over: DeviceMesh
     around: TensorParallelView | None = None
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return self.cut.local_shape(self.rank)
-
 
 def local_part(param: nn.Parameter) -> Tensor:
     """Return the tensor that data parallelism shards, detached: `param`, or its local tensor if it is a DTensor."""
@@ -42,8 +38,7 @@ def local_part(param: nn.Parameter) -> Tensor:
 
 
 def layout_of(param: Any, c: Cut, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """Return the layout of `param`, cut by `c`, over `mesh` with `placements`. If `param` is a DTensor, the axes of its mesh and
-    its placements are appended."""
+    """Return the layout of `param`, cut by `c`, over `mesh` with `placements`. The mesh and placements of a DTensor follow."""
     rank = mesh.get_local_rank(mesh.ndim - 1)
     if not isinstance(param, DTensor):
         return Layout(mesh, tuple(placements), c, rank, mesh)

@@ -14,13 +14,13 @@ from torch.distributed.tensor.placement_types import Placement
 from accordion import _torch
 from accordion.errors import UsageError
 from accordion.offload.step.optimizer_copy import exchange
+from accordion.row_marks import params_of
 from accordion.units import Owned
 
 
 def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Replace parameter `o`, in all modules that read it, by a DTensor of this rank's rows `local`, and return the DTensor. The
-    DTensor takes over attributes and hooks. The old parameter loses its data, and its class becomes `Moved`; a tensor subclass
-    keeps both."""
+    """Replace parameter `o`, in all modules that read it, by a DTensor of this rank's rows `local` with its attributes and hooks,
+    and return the DTensor. The old one loses its data, and its class becomes `Moved`; a tensor subclass keeps both."""
     shape = o.original.shape
     stride = torch.empty(shape, device="meta").stride()
     # With a local tensor on the meta device, because others are moved to the mesh's device, and rows may be on the host.
@@ -45,8 +45,7 @@ def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequenc
 def replace_by_subclass(
     o: Owned, rows: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> nn.Parameter:
-    """Replace parameter `o`, a tensor subclass, in all modules that read it, by a DTensor of `rows`, this rank's rows of the same
-    subclass, and return the DTensor. The DTensor takes over attributes and hooks."""
+    """Do as `replace` for a tensor subclass `o`, of which `rows` are this rank's rows, of the same subclass."""
     sharded = replace(o, torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), mesh, placements)
     _torch.set_local(sharded, rows)
     return sharded
@@ -69,8 +68,7 @@ class Moved(nn.Parameter):
 def follow_moved(optimizer: torch.optim.Optimizer) -> None:
     """In all attributes of an optimizer made before `shard`, replace the old parameters by the sharded ones, in place, and their
     states by this rank's rows. Tied parameters become one."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    moved = {id(p): vars(p)["moved_to"] for p in params if "moved_to" in vars(p)}
+    moved = {id(p): vars(p)["moved_to"] for p in params_of(optimizer) if "moved_to" in vars(p)}
     states = {p: state for p, state in optimizer.state.items() if id(p) in moved}
     for p, state in states.items():
         sharded = moved[id(p)]

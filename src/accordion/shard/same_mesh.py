@@ -24,9 +24,8 @@ PREFIX = "accordion/meshes"
 def same_mesh(mesh: DeviceMesh) -> None:
     """Barrier in the job's store: wait until all ranks of `mesh` have passed it to `shard` as often as this rank has.
 
-    If two ranks wait for each other in different meshes, which would never end, the ranks of both meshes raise `DivergenceError`.
-    If ranks are missing after the job's timeout, this rank raises a `DivergenceError` that names them. Does nothing in a job of
-    one rank or of simulated ranks.
+    If two ranks wait for each other in different meshes, the ranks of both meshes raise `DivergenceError`; if ranks are missing
+    after the job's timeout, this rank raises one that names them. Does nothing in a job of one rank or of simulated ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return
@@ -37,8 +36,7 @@ def same_mesh(mesh: DeviceMesh) -> None:
 
 
 class _MeshWait:
-    """The wait of `rank` for all `ranks` of a mesh. `mesh`: its shape and ranks as text. `time`: how often `rank` has passed it
-    to `shard`; `wait` adds one."""
+    """The wait of `rank` for all `ranks` of `mesh`, a text. `time`: how often `rank` has passed it before; `wait` adds one."""
 
     def __init__(self, store: Any, rank: int, mesh: str, ranks: list[int], time: int = 0) -> None:
         self._store, self._rank, self.mesh, self.ranks = store, rank, mesh, ranks

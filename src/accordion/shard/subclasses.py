@@ -77,9 +77,8 @@ def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool
 
 
 def extended_rows(tensor: Tensor, c: Cut, rank: int, device: torch.device) -> Tensor:
-    """Return the rows of `rank` of `tensor`, a tensor subclass, as a copy on `device`. If `c` shards no dim, return the whole
-    `tensor`, which is copied only if it is on another device. Uses only operators that torch's FSDP2 also requires of a
-    subclass: to, chunk, new_zeros, narrow, copy_."""
+    """Return the rows of `rank` of `tensor`, a tensor subclass, as a copy on `device`; if `c` shards no dim, all of it.
+    Uses only operators that torch's FSDP2 also requires of a subclass: to, chunk, new_zeros, narrow, copy_."""
     tensor = tensor.to(device)
     if c.dim is None:
         return tensor
@@ -107,9 +106,7 @@ def extended_groups(
     policy: Any,
 ) -> list[Group]:
     """Return the groups, one per compute dtype, of a unit's parameters that are tensor subclasses, already sharded over `mesh`.
-
-    `place`: index and name of the unit. `policy`: `mp_policy` of the subclasses' all-gather methods; None: from `precision`.
-    """
+    `policy`: `mp_policy` of the subclasses' all-gather methods; None: from `precision`."""
     if policy is None and params_of_unit:
         policy = MixedPrecisionPolicy(precision.params, precision.reduce, precision.output, precision.cast_inputs)
     by_dtype: dict[torch.dtype, list[Extended]] = {}
@@ -163,8 +160,7 @@ class Extended:
         return [t.reshape(-1) for t in tensors], metadata
 
     def end(self, metadata: Any) -> None:
-        """Let the subclass make the tensor that modules see, `seen`, after the tensors of all ranks have arrived; later calls
-        fill the same tensor again."""
+        """Let the subclass make `seen`, the tensor that modules see, of the gathered tensors; later calls fill it again."""
         outs = tuple(full.view(-1, *size[1:]) for full, size in zip(self.gathered, self._sizes, strict=True))
         if self.seen is not None:
             self.local.fsdp_post_all_gather(outs, metadata, self._dtype, out=self.seen)

@@ -14,14 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accordion import _torch
 from accordion.config import FULL_SHARD, HYBRID_SHARD, Place, Strategy
-from accordion.engine.communicator import (
-    Axis,
-    Communicator,
-    device_type_of_job,
-    gathered_rows,
-    group_of_job,
-    own_communicator,
-)
+from accordion.engine.communicator import Axis, Communicator, device_type_of_job, gathered_rows, own_communicator
 from accordion.engine.context import ShardingContext
 from accordion.engine.gloo import GlooCommunicator
 from accordion.engine.shards import on_device
@@ -55,8 +48,7 @@ def default_mesh() -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return the device of this rank: "cpu" if `mesh` is of that type, otherwise the current accelerator. Raises `UsageError`
-    if the machine has no accelerator of the type of `mesh`."""
+    """Return this rank's device, of the type of `mesh`. Raises `UsageError` if the machine has no accelerator of that type."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -152,19 +144,6 @@ def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: Comm
         )
         for communicator in (sharding, replicate)
     ]
-
-
-def secondary_communicator(context: ShardingContext, num_ranks: int, make: CommunicatorMaker) -> Communicator | None:
-    """Return a communicator of `num_ranks` neighboring ranks of the shard axis, of which this rank is one. A collective.
-
-    Returns None if `num_ranks` is not less than the size of the shard axis, or does not divide it. Models over the same ranks
-    share the process group.
-    """
-    whole = context.shard.gather
-    if num_ranks >= whole.num_ranks or whole.num_ranks % num_ranks:
-        return None
-    first = whole.rank - whole.rank % num_ranks
-    return make(group_of_job([whole], whole.ranks[first : first + num_ranks], context.device), context.device)
 
 
 def _one_node(communicator: Communicator, device: torch.device) -> bool:

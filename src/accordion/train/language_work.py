@@ -24,8 +24,7 @@ from accordion.errors import UsageError
 from accordion.losses.chunks import head_returns_loss
 from accordion.models.language import is_encoder, language_model
 from accordion.models.stored import ends_of, generation_config, with_lora
-from accordion.sequence.batches import own_part
-from accordion.sequence.parallel import sequence_parallel
+from accordion.sequence.parallel import own_part, sequence_parallel
 from accordion.sequence.tiles import tile_mlps
 from accordion.state import Only, full_params, sharded_engine
 from accordion.tasks.loaded import made_optimizer, optimizer_of

@@ -25,11 +25,12 @@ from accordion.engine.layout import Cut
 from accordion.engine.observer import GATHERED, Observer
 from accordion.engine.order import Phase
 from accordion.engine.params import Param
+from accordion.engine.secondary import SecondaryGroup
 from accordion.engine.unit import Unit, UnitPolicy
 from accordion.errors import UsageError
 from accordion.safety.refusals import unguard
 from accordion.safety.same_on_ranks import same_structure
-from accordion.shard.build import UnitSpec, build_engine, keep_parts, plan_groups, with_secondary, with_tiers
+from accordion.shard.build import UnitSpec, build_engine, plan_groups, with_secondary, with_tiers
 from accordion.shard.layouts import Layout
 from accordion.shard.subclasses import check_tensor, is_extended, rows_mesh
 from accordion.shard.topology import beside, wire
@@ -189,7 +190,8 @@ class Part:
             group.after_reduce = settings.after_reduce
             if isinstance(group.full_buffer, FullBuffer):
                 group.full_buffer.stay(settings.stays)
-            keep_parts(group, settings.keeps_parts)
+            if isinstance(group, SecondaryGroup):
+                group.leaves(settings.keeps_parts)
             group.rescale(group.context.scale if settings.scale is None else settings.scale)
         for phase, parts in self.ahead.items():
             units = [(part.ensure(), part.tree) for part in living(parts)]
@@ -456,7 +458,7 @@ def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Itera
                 "ignored parameter. Use plain tensors for such parameters, or build and shard the model again."
             )
         same = is_sharded and param.device_mesh == layout.mesh and tuple(param.placements) == layout.placements
-        if not same or tuple(_torch.local_of(param).shape) != layout.local_shape:
+        if not same or tuple(_torch.local_of(param).shape) != layout.cut.local_shape(layout.rank):
             placed = "a plain tensor"
             if isinstance(param, DTensor):
                 placed = f"placed as {param.placements} on {param.device_mesh}"

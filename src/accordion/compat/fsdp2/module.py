@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.compat.fsdp2.lazy import Part, part_of, parts_below
@@ -289,7 +288,6 @@ def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
     from a file by ones on the mesh of the parameters. With assign=True also remove the engine, which has the old parameters."""
     for part in parts_below([module]):
         part.settle()
-    named = module.named_parameters(remove_duplicate=False)
-    take_own_rows(state, {prefix + name: param for name, param in named if isinstance(param, DTensor)})
+    take_own_rows(module, state, prefix)
     if metadata.get("assign_to_params_buffers"):
         fsdp_part(module).dissolve()
