@@ -17,7 +17,7 @@ from accordion.engine.gradients import GradientsUnderWay, weighted
 from accordion.engine.observer import GATHERED, GRADIENTS, Observers, Purpose
 from accordion.engine.order import BACKWARD, FORWARD, Phase, UnitOrder
 from accordion.engine.params import Param
-from accordion.engine.unit import RESHARDED, Unit
+from accordion.engine.unit import Unit
 
 Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
@@ -110,7 +110,7 @@ class Engine:
         changed = False
         for unit in self.units:  # what the user has changed since the last root call
             unit.module_params.check_data()
-            if unit.full_params is not RESHARDED:
+            if unit.is_unsharded:
                 unit.drop_stale()
             changed |= unit.see_trained()
         if changed:
@@ -156,7 +156,7 @@ class Engine:
     def acquire(self, unit: Unit) -> int:
         """Gather `unit` if needed, and let the compute stream wait for the gather. The full parameters stay in memory until
         `unit.release()`. Returns the version of the shards from which they were gathered."""
-        if unit.full_params is RESHARDED:
+        if not unit.is_unsharded:
             self.allocate(GATHERED, unit.unshard)
         return unit.acquire()
 
@@ -165,13 +165,6 @@ class Engine:
         `waits`: False to skip units whose gather the host would have to wait for."""
         for unit in self.units:
             unit.reshard(waits)
-
-    def take(self, lease: KeptLease | None) -> bool:
-        """Remove `lease` from `kept_leases`. Returns True if it was in this list; the caller must then release the unit."""
-        if lease is None or lease not in self.kept_leases:
-            return False
-        self.kept_leases.remove(lease)
-        return True
 
     def drop_kept(self, matches: Callable[[KeptLease], bool] = lambda lease: True) -> None:
         """Release the leases in `kept_leases` for which `matches` returns True, by default all. Their backwards gather again."""
@@ -286,7 +279,7 @@ class Engine:
         """If `reduced`, complete all gradients and mark full parameters stale. Then free unused units and notify observers."""
         if reduced:
             self._reduce_leftovers()
-            self.gradients.undecided.settle()
+            self.gradients.settle_undecided()
             for unit in self.units:
                 unit.mark_stale()
         self.reshard_unused()
@@ -306,15 +299,16 @@ class Engine:
             trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
             none_ours = [False] * len(trained.indices)
             parts = self.allocate(GRADIENTS, unit.reduce, trained, None, none_ours)
-            decide = any(_torch.grads_of(trained.params)[1])
+            earlier, listens = _torch.grads_of(trained.params)
+            decide = any(listens)
             grads, copies = self.allocate(GRADIENTS, unit.as_gradients, trained, parts, none_ours, decide)
             self.gradients.copies += copies
             self.gradients.land()
-            counted = [place for part in parts for place in part.counted()]
-            for param, grad, place in zip(trained.params, grads, counted, strict=True):
+            counted = [None if decide else count for part in parts for count in part.counted()]
+            self.gradients.note_undecided(trained.params, earlier, grads, counted)
+            for param, grad in zip(trained.params, grads, strict=True):
                 if grad is None:
                     continue
-                self.gradients.undecided.note(param, param.grad, grad, None if decide else place)
                 if param.grad is None:
                     param.grad = grad
                 else:
@@ -331,7 +325,7 @@ class Engine:
         chosen: Iterable[int] | None = unit.unit_policy.ahead.get(phase)
         for index in self.order.ahead(phase, unit.index) if chosen is None else chosen:
             following = self.units[index]
-            if following.full_params is RESHARDED and (phase is FORWARD or following.needs_full_in_backward):
+            if not following.is_unsharded and (phase is FORWARD or following.needs_full_in_backward):
                 self.allocate(GATHERED, following.unshard)
 
     def is_among_last(self, unit: Unit) -> bool:

@@ -14,60 +14,16 @@ from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.streams import SideStream, Transfer
 
 
-class UndecidedGradients:
-    """Parameters whose `.grad` is zeros because this rank had no gradient, with counts of the ranks that had one. At the end of a
-    backward `settle` sets `.grad` to None if no rank had one."""
-
-    # The counts are read once, at the end of the backward, because each read makes the host wait for the device.
-
-    def __init__(self) -> None:
-        # By id of the parameter: the parameter, its `grad`, and (sums, position) of each count of ranks.
-        self._entries: dict[int, tuple[Tensor, Tensor, list[tuple[Tensor, int]]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    def note(self, param: Tensor, previous: Tensor | None, grad: Tensor, counted: tuple[Tensor, int] | None) -> None:
-        """Record that `grad` becomes `param.grad`, or is added in place to `previous`, the gradient so far.
-
-        `counted`: (counts, k): `counts[k]`, on the device, is the number of ranks with a gradient in this reduce. None deletes
-        the record of `param`, whose gradient then stays. If `previous` is a gradient without a record, no record is made.
-        """
-        entry = self._entries.get(id(param))
-        if counted is None:
-            self._entries.pop(id(param), None)
-        elif previous is None:
-            self._entries[id(param)] = param, grad, [counted]
-        elif entry is not None and previous is entry[1]:
-            entry[2].append(counted)
-
-    def forget(self) -> None:
-        self._entries.clear()
-
-    def settle(self) -> None:
-        """Set `.grad` to None for recorded parameters for which no rank had a gradient, and forget all records.
-
-        The host waits for the device if there is a record.
-        """
-        if not self._entries:
-            return
-        entries, self._entries = self._entries, {}
-        tensors = {id(sums): sums for _, _, counted in entries.values() for sums, _ in counted}
-        numbers = iter(torch.cat(list(tensors.values())).tolist())
-        counts = {key: list(islice(numbers, sums.numel())) for key, sums in tensors.items()}
-        for param, grad, counted in entries.values():
-            if param.grad is grad and not any(counts[id(sums)][k] for sums, k in counted):
-                param.grad = None
-
-
 class GradientsUnderWay:
     """Gradients of one model that are on their way to `.grad`: their reduces, copies off the device, and delayed writes.
 
     `reduces`: the reduces under way, one list per call of a unit. `delayed_writes`: callbacks that write gradients whose reduce
     over the replicate axis of a hybrid strategy still runs, the oldest first. `copies`: copies to host or disk under way.
-    `to_add`: (gradient, term) pairs; `land` adds the term after these copies. `undecided`: gradients of zeros, for parameters
-    that perhaps have no gradient on any rank.
+    `to_add`: (gradient, term) pairs; `land` adds the term after these copies. `undecided`: by id, parameters whose `.grad` is
+    zeros because this rank had no gradient; each with this `grad`, and (sums, position) of each count of the ranks that had one.
     """
+
+    # The counts are read once, at the end of the backward, because each read makes the host wait for the device.
 
     def __init__(self, side_stream: SideStream, leaf: Tensor) -> None:
         self._side_stream, self._leaf = side_stream, leaf
@@ -76,7 +32,7 @@ class GradientsUnderWay:
         self.delayed_writes: list[Callable[[], object]] = []
         self.copies: list[Transfer] = []
         self.to_add: list[tuple[Tensor, Tensor]] = []
-        self.undecided = UndecidedGradients()
+        self.undecided: dict[int, tuple[Tensor, Tensor, list[tuple[Tensor, int]]]] = {}
         self._written_on: set[Any] = set()  # compute streams
         self._may_write: tuple[int, bool] | None = None  # (id of a backward, result of `may_write` in it)
 
@@ -112,6 +68,45 @@ class GradientsUnderWay:
             total.add_(term)
         self.to_add.clear()
 
+    def note_undecided(
+        self,
+        params: Sequence[Tensor],
+        earlier: Sequence[Tensor | None],
+        grads: Sequence[Tensor | None],
+        counted: Sequence[tuple[Tensor, int] | None],
+    ) -> None:
+        """Record that each of `grads` becomes the `.grad` of its parameter, or is added in place to the one in `earlier`.
+
+        `counted`: (counts, k) for each: `counts[k]`, on the device, is the number of ranks with a gradient in this reduce. None
+        deletes the record of a parameter, whose gradient then stays. If there is an earlier gradient without a record, no record
+        is made.
+        """
+        for param, previous, grad, count in zip(params, earlier, grads, counted, strict=True):
+            if grad is None:
+                continue
+            entry = self.undecided.get(id(param))
+            if count is None:
+                self.undecided.pop(id(param), None)
+            elif previous is None:
+                self.undecided[id(param)] = param, grad, [count]
+            elif entry is not None and previous is entry[1]:
+                entry[2].append(count)
+
+    def settle_undecided(self) -> None:
+        """Set `.grad` to None for recorded parameters for which no rank had a gradient, and forget all records.
+
+        The host waits for the device if there is a record.
+        """
+        if not self.undecided:
+            return
+        entries, self.undecided = self.undecided, {}
+        tensors = {id(sums): sums for _, _, counted in entries.values() for sums, _ in counted}
+        numbers = iter(torch.cat(list(tensors.values())).tolist())
+        counts = {key: list(islice(numbers, sums.numel())) for key, sums in tensors.items()}
+        for param, grad, counted in entries.values():
+            if param.grad is grad and not any(counts[id(sums)][k] for sums, k in counted):
+                param.grad = None
+
     def join_writers(self) -> None:
         """Let the compute stream wait for all streams that wrote gradients, as autograd does for its own accumulation."""
         self._side_stream.join(self._written_on)
@@ -127,7 +122,7 @@ class GradientsUnderWay:
                 part.finish(decide=False)
         self.reduces.clear()
         self.delayed_writes.clear()
-        self.undecided.forget()
+        self.undecided.clear()
 
     def finish_failed(self) -> None:
         """Let the host wait for the reduces of backwards that raised, whose gradients `drop` has dropped."""

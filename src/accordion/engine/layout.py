@@ -99,22 +99,18 @@ def splits_blocks(shape: Sequence[int], splits: Sequence[int], block: int) -> bo
 def _least_padded(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
     """Return how to divide a tensor over ranks: by rows of dim 0, or on the dim with the least padding if rows need much padding,
     as for fused experts (8, ...) on 64 ranks. 0-d tensors, and small ones that need much padding on every dim, stay whole."""
-    shape = tuple(shape)
+    by_dim = [Cut(tuple(shape), dim, num_ranks) for dim in range(len(shape))]
 
-    def padding(dim: int) -> int:
-        return Cut(shape, dim, num_ranks).padded_numel - prod(shape)
+    def padding(c: Cut) -> int:
+        return c.padded_numel - c.numel
 
-    def bearable(dim: int) -> bool:
-        return padding(dim) <= PADDING_SHARE * prod(shape) or padding(dim) * itemsize <= PADDING_BYTES
+    def bearable(c: Cut) -> bool:
+        return padding(c) <= PADDING_SHARE * c.numel or padding(c) * itemsize <= PADDING_BYTES
 
-    if not shape:
-        return Cut(shape, None, num_ranks)
-    if bearable(0):
-        return Cut(shape, 0, num_ranks)
-    best = min(range(len(shape)), key=padding)
-    if not bearable(best) and prod(shape) * itemsize <= PACK_LIMIT_BYTES:
-        return Cut(shape, None, num_ranks)
-    return Cut(shape, best, num_ranks)
+    best = by_dim[0] if by_dim and bearable(by_dim[0]) else min(by_dim, key=padding, default=None)
+    if best is None or (not bearable(best) and best.numel * itemsize <= PACK_LIMIT_BYTES):
+        return Cut(tuple(shape), None, num_ranks)
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,21 +167,19 @@ def message(
     *,
     even_only: bool = False,
     num_flags: int = 0,
-    pack_limit_bytes: int | None = None,
+    pack_limit_bytes: int = PACK_LIMIT_BYTES,
 ) -> Message:
     """Return the layout of tensors divided as `cuts`: large ones cut on dim 0 are sent directly, other cut ones are packed.
 
     `even_only`: pack tensors whose rows do not divide evenly (reduce-scatter has no split sizes). `num_flags`: extra elements
     of the packed message. `pack_limit_bytes`: tensors of fewer bytes are packed, unless there is one rank only.
     """
-    limit = PACK_LIMIT_BYTES if pack_limit_bytes is None else pack_limit_bytes
     direct, packed, whole = [], [], []
     for i, c in enumerate(cuts):
+        is_even = c.dim == 0 and not (even_only and c.rows % c.num_ranks)
         if c.dim is None:
             whole.append(i)
-        elif c.dim != 0 or (even_only and c.rows % c.num_ranks):
-            packed.append(i)
-        elif c.num_ranks == 1 or c.padded_numel * itemsize >= limit:
+        elif is_even and (c.num_ranks == 1 or c.padded_numel * itemsize >= pack_limit_bytes):
             direct.append(i)
         else:
             packed.append(i)
