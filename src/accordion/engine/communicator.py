@@ -64,7 +64,6 @@ class Communicator:
     # cost 57 us more per unit and step.
 
     exchanges = in_one_piece = sends = can_poll = is_ordered = is_fake = False
-    pack_limit_bytes = layout.PACK_LIMIT_BYTES
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
@@ -72,6 +71,7 @@ class Communicator:
         self.rank: int = group.rank() if group is not None else 0
         self.device = device
         self.ranks: list[int] = dist.get_process_group_ranks(group) if group is not None else []
+        self.pack_limit_bytes = layout.PACK_LIMIT_BYTES
         if group is None:
             return
         backend = _torch.backend_of(group, device)

@@ -188,10 +188,8 @@ class Engine:
             unit.reshard(waits=False)
 
     def recover(self) -> None:
-        """Drop the gradients of a backward that raised, and all kept leases; do nothing if no backward raised.
-
-        The host does not wait for collectives, because other ranks may not have begun them; the next backward waits.
-        """
+        """Drop the gradients of a backward that raised, and all kept leases; do nothing if no backward raised. The next backward
+        waits for collectives under way, because other ranks may not have begun them; the host does not wait here."""
         if not self._tasks and not self.gradients.reduces:
             return
         self.gradients.drop()
@@ -210,10 +208,8 @@ class Engine:
     # -- backward
 
     def join(self, task: int, call: Any) -> None:
-        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call.
-
-        The first call of a backward begins it: observers are notified, and the host waits for reduces of backwards that raised.
-        """
+        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call. Before
+        its first call, notify observers, and let the host wait for reduces of backwards that raised."""
         self._follow(task)
         self._tasks[task].append(call)
         self._reduces |= call.reduces

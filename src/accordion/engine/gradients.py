@@ -75,12 +75,9 @@ class GradientsUnderWay:
         grads: Sequence[Tensor | None],
         counted: Sequence[tuple[Tensor, int] | None],
     ) -> None:
-        """Record that each of `grads` becomes the `.grad` of its parameter, or is added in place to the one in `earlier`.
-
-        `counted`: (counts, k) for each: `counts[k]`, on the device, is the number of ranks with a gradient in this reduce. None
-        deletes the record of a parameter, whose gradient then stays. If there is an earlier gradient without a record, no record
-        is made.
-        """
+        """Record that each of `grads` becomes the `.grad` of its parameter, or is added in place to the one in `earlier`. No
+        record is made for an earlier gradient without one. `counted`: (counts, k) for each: `counts[k]`, on the device, is the
+        number of ranks with a gradient in this reduce; None deletes the parameter's record, so that its gradient stays."""
         for param, previous, grad, count in zip(params, earlier, grads, counted, strict=True):
             if grad is None:
                 continue
@@ -93,10 +90,8 @@ class GradientsUnderWay:
                 entry[2].append(count)
 
     def settle_undecided(self) -> None:
-        """Set `.grad` to None for recorded parameters for which no rank had a gradient, and forget all records.
-
-        The host waits for the device if there is a record.
-        """
+        """Set `.grad` to None for recorded parameters for which no rank had a gradient, and forget all records. The host waits for
+        the device if there is a record."""
         if not self.undecided:
             return
         entries, self.undecided = self.undecided, {}

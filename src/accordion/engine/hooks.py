@@ -95,11 +95,8 @@ class Hooks:
         self._reserved = None
 
     def _edge(self, call: Call) -> Tensor:
-        """Return the input of a call's Gather node: the output of the unit's AwaitReduce node, or a leaf if nothing is reduced.
-
-        In the first case also sets `call.number`, the sequence number of AwaitReduce in autograd: the one that `reserve` took
-        during the call of the previous unit in this forward, or a new one.
-        """
+        """Return the input of a call's Gather node: a leaf if nothing is reduced, otherwise the output of the unit's AwaitReduce
+        node, whose sequence number in autograd, reserved by `reserve` in this forward or new, becomes `call.number`."""
         engine, trained = self.engine, call.trained
         if not call.sync or not trained.indices:
             return engine.leaf
@@ -167,10 +164,8 @@ class Hooks:
         return self._cast_inputs(call, args, kwargs)
 
     def _cast_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """Return (args, kwargs) cast to the unit's dtype, or None to keep them; set `call.inputs` to their autograd nodes.
-
-        If `unit.views_inputs`, inputs that require a gradient are replaced by views, whose gradients count this call alone.
-        """
+        """Return (args, kwargs) cast to the unit's dtype, or None to keep them; set `call.inputs` to their autograd nodes. If
+        `unit.views_inputs`, replace inputs that require a gradient by views, whose gradients count this call alone."""
         unit, dtype = self.unit, self.unit.inputs
         if dtype is None and not unit.views_inputs:
             if torch.is_grad_enabled():
@@ -208,11 +203,8 @@ class Hooks:
     def _begin(
         self, differentiable: bool, by_read: bool = False, is_dummy: bool = False
     ) -> tuple[Call, Sequence[Tensor]]:
-        """Gather the unit and begin a call; return (call, full parameters for the modules, in autograd's graph if trained).
-
-        Outside of a backward also begins to gather the units that are expected next. The caller ends the call with
-        `_end_forward`.
-        """
+        """Gather the unit and begin a call, which the caller ends with `_end_forward`; outside of a backward, also begin to gather
+        the units expected next. Returns (call, full parameters for the modules, in autograd's graph if trained)."""
         unit, engine = self.unit, self.engine
         unit.module_params.check_registry()
         unit.keep_until_stale = False

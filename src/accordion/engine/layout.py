@@ -18,10 +18,8 @@ PADDING_SHARE, PADDING_BYTES = 0.05, 64 * KIB  # padding above both limits: cut 
 
 @dataclass(frozen=True)
 class Cut:
-    """The division of one tensor over ranks: rank r keeps rows [r * chunk, (r + 1) * chunk) of dimension `dim`.
-
-    With `dim` None every rank keeps the whole tensor, as one row. Derived numbers are cached, because every step reads them.
-    """
+    """The division of one tensor over ranks: rank r keeps rows [r * chunk, (r + 1) * chunk) of dimension `dim`. With `dim` None
+    every rank keeps the whole tensor, as one row. Derived numbers are cached, because every step reads them."""
 
     shape: tuple[int, ...]
     dim: int | None
@@ -167,19 +165,20 @@ def message(
     *,
     even_only: bool = False,
     num_flags: int = 0,
-    pack_limit_bytes: int = PACK_LIMIT_BYTES,
+    pack_limit_bytes: int | None = None,
 ) -> Message:
     """Return the layout of tensors divided as `cuts`: large ones cut on dim 0 are sent directly, other cut ones are packed.
 
     `even_only`: pack tensors whose rows do not divide evenly (reduce-scatter has no split sizes). `num_flags`: extra elements
     of the packed message. `pack_limit_bytes`: tensors of fewer bytes are packed, unless there is one rank only.
     """
+    limit = PACK_LIMIT_BYTES if pack_limit_bytes is None else pack_limit_bytes
     direct, packed, whole = [], [], []
     for i, c in enumerate(cuts):
         is_even = c.dim == 0 and not (even_only and c.rows % c.num_ranks)
         if c.dim is None:
             whole.append(i)
-        elif is_even and (c.num_ranks == 1 or c.padded_numel * itemsize >= pack_limit_bytes):
+        elif is_even and (c.num_ranks == 1 or c.padded_numel * itemsize >= limit):
             direct.append(i)
         else:
             packed.append(i)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.engine.params import Param
@@ -28,10 +27,8 @@ class _Sum:
 
 
 class LocalSums:
-    """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype.
-
-    `pending`: indices of parameters for which `add` was called since the last `take`, equal on all ranks.
-    """
+    """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype. `pending`: indices of parameters
+    for which `add` was called since the last `take`, equal on all ranks."""
 
     def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:
         self._params, self._dtypes = params, dtypes
@@ -97,13 +94,11 @@ class LocalSums:
         """Return the sum of parameter `i`; None if there is none, or if the user has set `.grad` to None or to zeros since. A
         write into the zeros that `add` put into `.grad` counts as clearing too. The host may wait for the device."""
         entry = self._sums.get(i)
-        if entry is None:
-            return None
-        grad = self._params[i].sharded.grad
-        if grad is None:
+        grad = None if entry is None else self._params[i].sharded.grad
+        if entry is None or grad is None:
             return None
         if grad is entry.grad and grad._version != entry.version:
-            local = _torch.local_of(grad) if isinstance(grad, DTensor) else grad
+            local = _torch.local_or_same(grad)
             if entry.is_ours or not local.count_nonzero():
                 return None
             entry.version = grad._version

@@ -55,7 +55,7 @@ class PendingReduce:
         if context.reduce_stream.late:
             for r in reductions:
                 r.poison()
-        flags = group.flags(self.absent, len(chosen), context.shard.num_ranks, sent)
+        flags = group.flags(self.absent, len(chosen), sent)
         reductions[0].load(present, flags, ours)
         self._first, self._last = reductions[0], reductions[-1]
         steps = self._first.steps() if self.goes_on else self._all_steps()

@@ -117,10 +117,7 @@ def on_device(device: torch.device) -> ShardBufferMaker:
 
 
 def zeros_on(device: torch.device) -> Allocate:
-    def allocate(numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    return allocate
+    return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
 
 
 def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, list[int], Message]]:

@@ -46,10 +46,8 @@ class Slices:
         self.slices = [Slice(cut, start, min(start + height, cut.chunk)) for start in starts]
 
     def gathered(self) -> Iterator[tuple[Slice, list[Tensor]]]:
-        """Yield each slice with its rows of each parameter, while the next slice is gathered. Collective.
-
-        The caller does not write shards meanwhile, and drops the rows of a slice before it takes the next one.
-        """
+        """Yield each slice with its rows of each parameter, while the next slice is gathered. The caller does not write shards
+        meanwhile, and drops the rows of a slice before it takes the next one. Collective."""
         buffer = self.group.shard_buffer
         buffer.ready()
         copy = buffer.refresh(self.group.version())

@@ -99,7 +99,7 @@ class Unit:
         self.reads: list[int] = []
         self.params = [p for g in groups for p in g.params]
         self.views = [v for g in groups for v in g.views]
-        self._gathered = [g for g in groups if not g.alias]
+        self._gathered = [g for g in groups if g.full_buffer is not None]
         self._full_buffers = [g.full_buffer for g in groups if g.full_buffer is not None]
         self.leases = 0
         self.is_unsharded = False  # True if the full parameters are gathered, or a gather is under way
