@@ -90,8 +90,8 @@ class GradientsUnderWay:
                 entry[2].append(count)
 
     def settle_undecided(self) -> None:
-        """Set `.grad` to None for recorded parameters for which no rank had a gradient, and forget all records. The host waits for
-        the device if there is a record."""
+        """Set `.grad` to None for recorded parameters for which no rank had a gradient, and forget all records. The host waits
+        for the device if there is a record."""
         if not self.undecided:
             return
         entries, self.undecided = self.undecided, {}

@@ -203,7 +203,7 @@ class Hooks:
     def _begin(
         self, differentiable: bool, by_read: bool = False, is_dummy: bool = False
     ) -> tuple[Call, Sequence[Tensor]]:
-        """Gather the unit and begin a call, which the caller ends with `_end_forward`; outside of a backward, also begin to gather
+        """Gather the unit and begin a call, which the caller ends with `_end_forward`; outside of a backward also begin to gather
         the units expected next. Returns (call, full parameters for the modules, in autograd's graph if trained)."""
         unit, engine = self.unit, self.engine
         unit.module_params.check_registry()
