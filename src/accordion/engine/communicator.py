@@ -102,9 +102,7 @@ class Communicator:
 
     def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
         """All-to-all for each (output, input, output split sizes, input split sizes); tensors are 1-D, [] splits equally."""
-        return self._launch(
-            self._exchange, [(*tensors_and_sizes, self._exchange_options) for tensors_and_sizes in sends]
-        )
+        return self._launch(self._exchange, [(*send, self._exchange_options) for send in sends])
 
     def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
         """Reduce-scatter: sum each `inputs[i]` (num_ranks * n,) over ranks, and fill `outs[i]` (n,) with this rank's part."""

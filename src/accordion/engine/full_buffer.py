@@ -12,14 +12,10 @@ from accordion.engine.layout import Cut
 
 
 class FullMemory(Protocol):
-    """Protocol for the memory of the full parameters of a group, the parameters of a unit that are gathered in one dtype.
-
-    `views`: the full parameters. `flat`: a tensor whose version counter counts writes into them. `storage_keys`: identify the
-    storages that `close` frees. `num_bytes`: the size of the memory while it is allocated.
-    """
+    """Protocol for the memory of the full parameters of a group. `flat`: a tensor whose version counter counts writes into them.
+    `storage_keys`: identify the storages that `close` frees. `num_bytes`: the size of the memory while it is allocated."""
 
     flat: Tensor
-    views: list[Tensor]
 
     @property
     def storage_keys(self) -> Collection[int]: ...
@@ -27,8 +23,7 @@ class FullMemory(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def close(self) -> None:
-        """Free the memory."""
+    def close(self) -> None: ...
 
 
 class FullBuffer:

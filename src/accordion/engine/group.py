@@ -132,10 +132,6 @@ class Group(ABC):
         inner = self._inner_shard
         return [*self.shard_buffer.caches, *([] if inner is None else [inner.full_buffer.flat])]
 
-    @property
-    def full_bytes(self) -> int:
-        return 0 if self.full_buffer is None else self.full_buffer.num_bytes
-
     def version(self) -> int:
         """Return a number that grows with every write to a shard: a load, a write of full parameters, or an optimizer step, but
         not with steps of torch's fused optimizers."""

@@ -200,9 +200,7 @@ class Hooks:
             return True
         return any(t.requires_grad for t in tensors_of((args, kwargs)))
 
-    def _begin(
-        self, differentiable: bool, by_read: bool = False, is_dummy: bool = False
-    ) -> tuple[Call, Sequence[Tensor]]:
+    def _begin(self, differentiable: bool, by_read: bool, is_dummy: bool = False) -> tuple[Call, Sequence[Tensor]]:
         """Gather the unit and begin a call, which the caller ends with `_end_forward`; outside of a backward also begin to gather
         the units expected next. Returns (call, full parameters for the modules, in autograd's graph if trained)."""
         unit, engine = self.unit, self.engine

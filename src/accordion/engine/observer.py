@@ -1,8 +1,5 @@
-"""Callbacks at the moments of a training step, for code outside of the engine that watches a model.
-
-An observer overrides the callbacks it needs and is attached with `engine.observers.attach`. The engine imports no observer:
-checks that ranks agree, checks for NaN and the planner are in other packages.
-"""
+"""Callbacks at the moments of a training step, for code outside of the engine that watches a model. An observer overrides the
+callbacks it needs and is attached with `engine.observers.attach`; the engine imports none."""
 
 from __future__ import annotations
 

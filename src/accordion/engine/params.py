@@ -18,10 +18,8 @@ from accordion.engine.layout import Cut
 
 
 class TensorParallelView:
-    """The DTensor that a parameter was before `shard`. Data parallelism shards its local tensor; a call with the gathered local
-    tensor returns the DTensor with the old `mesh` and `placements`, connected to it in autograd's graph.
-
-    `communicators`: one for each mesh axis of several ranks over which the DTensor is divided.
+    """The DTensor that a parameter was before `shard`, which shards its local tensor. A call with the gathered local tensor
+    returns the DTensor, connected to it in autograd's graph. `communicators`: one per mesh axis of several ranks that divides it.
     """
 
     def __init__(

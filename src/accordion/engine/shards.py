@@ -94,11 +94,8 @@ class FlatShards(ShardBuffer):
                 self._places[i] = len(self.flats), at
             self.flats.append(flat)
         self.locals = self.locals_in(self.flats)
-        self.tag = (
-            allocate(msg.num_flags, dtypes[0])
-            if self.pack_row is None
-            else self.pack_row[msg.row_numel - msg.num_flags :]
-        )
+        row = allocate(msg.num_flags, dtypes[0]) if self.pack_row is None else self.pack_row
+        self.tag = row[row.numel() - msg.num_flags :]
 
     def locals_in(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return each shard without padding, with its own storage, over the memory of `flats`, the flat buffers or copies."""

@@ -22,9 +22,7 @@ PAUSE_S = 5e-4  # poll interval of a thread that waits for an event
 
 class Waiter(Protocol):
     """Protocol for waits of the host for other ranks, and for errors if these fail; implemented in `safety/divergence.py`.
-
-    `broken`: the reason why collectives are not safe any more, None while they are.
-    """
+    `broken`: the reason why collectives are not safe any more, None while they are."""
 
     broken: str | None
 

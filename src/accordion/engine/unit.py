@@ -124,7 +124,7 @@ class Unit:
 
     @property
     def full_bytes(self) -> int:
-        return sum(group.full_bytes for group in self.groups)
+        return sum(full_buffer.num_bytes for full_buffer in self._full_buffers)
 
     @property
     def needs_full_in_backward(self) -> bool:
@@ -342,10 +342,7 @@ class Unit:
         self, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool = True
     ) -> tuple[list[DTensor | None], list[Transfer]]:
         """Wait for the reduces `parts`; return (sharded gradient per trained parameter, copies to host or disk under way).
-
-        `adding`: True for gradients that the caller only adds to others. `decide`: return None, not zeros, for a gradient that
-        no rank has; if this rank lacks one, the host then waits for the device.
-        """
+        `adding`: True for gradients that the caller only adds to others. `decide`: as in `PendingReduce.finish`."""
         local: list[Tensor | None] = []
         copies: list[Transfer] = []
         for (_, at, _), part in zip(trained.by_group, parts, strict=True):
