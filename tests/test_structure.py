@@ -270,7 +270,7 @@ BUDGETS = {
     "checkpoint": 4150,
     "compat": 3440,
     "doctor": 590,
-    "engine": 4550,
+    "engine": 4390,
     "export": 560,
     "generate": 560,
     "integrations": 1440,

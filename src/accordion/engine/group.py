@@ -156,11 +156,8 @@ class Group(ABC):
         """Free the gather's temporary memory. Call this when the compute stream waits for the transfer, or after an error."""
 
     def plans(self, chosen: Sequence[int], sent: torch.dtype, height: int | None = None) -> list[ReducePlan]:
-        """Return plans to reduce gradients of the parameters `chosen` (indices), one plan per axis that divides parameters.
-
-        `sent`: the dtype in which the gradients are sent. `height`: the gradients are those of a `Slice` with so many rows of
-        each rank; None: of all rows. Plans are cached.
-        """
+        """Return plans to reduce gradients of the parameters `chosen` (indices), one plan per axis that divides parameters. Plans
+        are cached. `sent`, `height`: as for `PendingReduce`."""
         key = tuple(chosen), sent, height
         plans = self._plans.get(key)
         if plans is None:

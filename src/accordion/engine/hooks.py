@@ -172,7 +172,7 @@ class Hooks:
                 call.inputs = [_torch.node_of(t) for t in tensors_of((args, kwargs)) if t.requires_grad]
             return None
         results: dict[int, Tensor] = {}  # by id of the input, for inputs that occur twice
-        nodes: list[Any] = []
+        call.inputs = nodes = list[Any]()
 
         def cast(may_view: bool, tensor: Tensor) -> Tensor:
             if id(tensor) in results:
@@ -188,9 +188,7 @@ class Hooks:
             return tensor
 
         take, keep = partial(cast, True), partial(cast, False)  # no views in lists and mappings, which are the caller's
-        taken = map_tensors(take, args, keep), {k: map_tensors(take, v, keep) for k, v in kwargs.items()}
-        call.inputs = nodes
-        return taken
+        return map_tensors(take, args, keep), {k: map_tensors(take, v, keep) for k, v in kwargs.items()}
 
     def _passes_gradients(self, args: Any, kwargs: Any) -> bool:
         """Return True if a backward may pass through a call of this unit although its own parameters are frozen."""

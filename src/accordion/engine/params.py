@@ -59,9 +59,8 @@ class Param:
     """A parameter of the model and its sharded form. `places`: (module, attribute name) of each module that reads it.
 
     `cut`: the rows that each rank keeps. `grad_dtype`: dtype of the sharded gradient; None: that in which it is summed.
-    `grad_like`: a DTensor with dtype and placement of the gradient. `extension`: makes the tensor subclass that modules see out
-    of a gathered tensor. `around`: makes the DTensor of tensor parallelism, which modules see, out of a gathered tensor.
-    `context`: the ranks that share the rows.
+    `grad_like`: a DTensor with dtype and placement of the gradient. `extension`, `around`: make what modules see out of a
+    gathered tensor, a tensor subclass or the DTensor of tensor parallelism. `context`: the ranks that share the rows.
     """
 
     name: str

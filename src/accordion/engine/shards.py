@@ -21,9 +21,8 @@ NO_VERSION = -1
 
 
 class ShardBuffer:
-    """This rank's shards of one group of parameters: gathers read them, and optimizers step them.
-
-    Here the shards are on the device, so the methods do nothing; subclasses for offload override them.
+    """This rank's shards of one group of parameters: gathers read them, and optimizers step them. Here they are on the device, so
+    the methods do nothing; subclasses for offload override them.
 
     `padded`: each shard as 1-D, padded to an equal size on all ranks, for gathers; `dtype` is theirs, None if they differ.
     `locals`: the shards without padding, in the parameters' own dims, for optimizers. `pack_row`: small shards and the tag as one

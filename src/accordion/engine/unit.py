@@ -40,8 +40,7 @@ class TrainedParams:
     """The parameters of a unit that require gradients, as parallel lists, and the autograd node that their calls share.
 
     `indices`: their indices in the unit. `params`: the sharded parameters. `views`: the full ones. `likes`: DTensors with
-    placement and dtype of the sharded gradients. `by_group`: (group, slice of `indices`, indices in the group) of each group
-    with such parameters; a group has the parameters of the unit that are gathered in one dtype.
+    placement and dtype of the sharded gradients. `by_group`: (group, slice of `indices`, indices in the group) per group.
     """
 
     indices: tuple[int, ...]
@@ -148,7 +147,8 @@ class Unit:
     def drop_stale(self) -> None:
         """Mark the full parameters for a new gather if shards were written since the last one; their memory stays allocated."""
         if self.is_unsharded and any(g.filled != g.version() for g in self._gathered):
-            self._land()
+            if self._under_way:
+                self._land()
             self.is_unsharded = False
             if len(self._used_on) > 1:  # the next gather must wait for streams that read them
                 self.context.gather_stream.join(self._used_on[1:])
@@ -176,11 +176,7 @@ class Unit:
                 if transfer is not None:
                     transfers.append(transfer)
         except BaseException:
-            for transfer in transfers:
-                transfer.land()
-            for group in self.groups:
-                group.landed()
-            transfers.clear()
+            self._land()
             self._close()
             self.mark_stale()
             raise
@@ -213,16 +209,15 @@ class Unit:
         return version
 
     def _land(self) -> None:
-        """Let the compute stream wait for the gathers under way, if any."""
+        """Let the compute stream wait for the gathers under way."""
         transfers = self._under_way
-        if transfers:
-            for transfer in transfers:
-                transfer.land()
-            for group in self.groups:
-                group.landed()
-            if transfers[0].landed_on is not None:
-                self._used_on.append(transfers[0].landed_on)
-            self._landed, self._under_way = transfers, []
+        for transfer in transfers:
+            transfer.land()
+        for group in self.groups:
+            group.landed()
+        if transfers and transfers[0].landed_on is not None:
+            self._used_on.append(transfers[0].landed_on)
+        self._landed, self._under_way = transfers, []
 
     def dismantle(self) -> None:
         """Drop references to modules and abandon running gathers, because the model is deleted. The host does not wait."""
@@ -251,7 +246,8 @@ class Unit:
     def free(self) -> None:
         """Free the full parameters, also those that are kept between uses. There must be no lease; the next use gathers again."""
         assert self.leases == 0, f"unit {self.name!r} is in use"
-        self._land()
+        if self._under_way:
+            self._land()
         self._close()
         self.mark_stale()
 
