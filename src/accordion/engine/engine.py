@@ -57,20 +57,12 @@ class Engine:
         self.root_call = 0  # number of the last outermost call outside of a backward
         self.kept_leases: list[KeptLease] = []
         self.pre_backward_nodes: list[Tensor] = []  # of calls inside the outermost call under way
-        self._nodes_of = _torch.NO_BACKWARD  # the backward in which that outermost call runs
+        self.nodes_of = _torch.NO_BACKWARD  # the backward in which that call runs: calls in a later one add no nodes
         # Backwards.
         self.gradients = GradientsUnderWay(context.reduce_stream, self.leaf)
         self._tasks: dict[int, list[Any]] = {}  # id of a backward under way -> the `Call`s that it has reached
         self._reduces = False  # True if a backward under way, or ended beside one, reduces gradients
         self._walked: set[int] = set()  # root calls that the backward under way has reached
-
-    def add_unit(self, unit: Unit, hooks: Any) -> None:
-        """Append `unit`, whose index must be the number of units so far, and its `hooks`; the unit notifies `observers`."""
-        assert unit.index == len(self.units), "units come in the order of their indices"
-        unit.observers = self.observers
-        self.units.append(unit)
-        self.order.num_bytes.append(unit.full_bytes)
-        self.hooks.append(hooks)
 
     @property
     def params(self) -> list[Param]:
@@ -100,8 +92,8 @@ class Engine:
         """
         if self.depth:
             return
-        self.pre_backward_nodes, self._nodes_of = [], _torch.current_graph_task()
-        if self._nodes_of != _torch.NO_BACKWARD:
+        self.pre_backward_nodes, self.nodes_of = [], _torch.current_graph_task()
+        if self.nodes_of != _torch.NO_BACKWARD:
             return
         self.root_call += 1
         self.context.waiter.check()
@@ -120,11 +112,6 @@ class Engine:
         if self.kept_leases:
             stale = not all(lease.unit.is_full for lease in self.kept_leases)
             self.drop_kept(lambda lease: stale or lease.root < self.root_call - WAITING_ROOTS)
-
-    def collects(self) -> bool:
-        """Return True if a unit's call that ends now adds its node to `pre_backward_nodes`. Return False in a backward that began
-        during the outermost call."""
-        return _torch.current_graph_task() == self._nodes_of
 
     def leave(self, error: BaseException | None) -> None:
         """End a call of a unit. `error`: the exception that ended it, or None. The end of the outermost call, outside of a

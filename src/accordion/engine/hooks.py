@@ -37,7 +37,11 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self.modules: list[weakref.ref[nn.Module]] = []
         self._last_hooks: dict[int, int] = {}  # by id of the module
-        engine.add_unit(unit, self)
+        assert unit.index == len(engine.units), "units come in the order of their indices"
+        unit.observers = engine.observers
+        engine.units.append(unit)
+        engine.order.num_bytes.append(unit.full_bytes)
+        engine.hooks.append(self)
         for module in unit.module_params.modules():
             _HOOKS_OF.setdefault(module, []).append(weakref.ref(self))
 
@@ -286,7 +290,7 @@ class Hooks:
         tensors = [out] if isinstance(out, Tensor) else tensors_of(out)
         watched = list({id(t): t for t in tensors if t.requires_grad}.values())
         to_reach: list[Tensor] = []
-        if engine.depth == 1 and engine.collects():
+        if engine.depth == 1 and engine.nodes_of == _torch.current_graph_task():
             to_reach, engine.pre_backward_nodes = engine.pre_backward_nodes, []
         replaced: dict[int, Tensor] = {}
         if watched and to_reach:
@@ -302,7 +306,7 @@ class Hooks:
         return out
 
     def _make_pre_backward_node(self, call: Call, begin: Callable[[Tensor | None], None]) -> None:
-        if call.reached is not None and self.engine.collects():
+        if call.reached is not None and self.engine.nodes_of == _torch.current_graph_task():
             # Without a kernel. Not `view`, whose backward reshapes the gradient: 15 thousand instructions per unit and step.
             node = call.reached.squeeze()
             _torch.on_gradient(node, begin)

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.engine.context import ShardingContext
+from accordion.engine.gradients import LocalSums
 from accordion.engine.group import Group
-from accordion.engine.local_sums import LocalSums
 from accordion.engine.module_params import ModuleParams
 from accordion.engine.order import Phase
 from accordion.engine.pending_reduce import PendingReduce
@@ -77,7 +77,7 @@ class Unit:
     """The parameters of a module that are gathered and freed together. `acquire` and `release` count the `leases`; without any,
     the full parameters are freed, unless the strategy or the unit's policy keeps them."""
 
-    observers: Any  # the engine's `Observers`, which `Engine.add_unit` sets; its module imports this one
+    observers: Any  # the engine's `Observers`, which `Hooks` sets; its module imports this one
 
     def __init__(
         self,
