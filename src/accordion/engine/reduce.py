@@ -228,5 +228,4 @@ def dense(grad: Tensor, dtype: torch.dtype, *, copy: bool) -> Tensor:
 
 def by_rank(grad: Tensor, c: Cut) -> Tensor:
     """Return `grad` with the dim that `c` divides moved to the front, contiguous: the r-th chunk of rows is for rank r."""
-    assert c.dim is not None
     return (grad.movedim(c.dim, 0) if c.dim else grad).contiguous()
