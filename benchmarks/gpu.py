@@ -212,7 +212,7 @@ def _wrapped(contender: str, model: nn.Module, seat: Seat, case: Case) -> nn.Mod
             axis = sharded_engine(model, "bench").context.shard
             axis.one_node = seat.num_ranks <= NODE
             # Behave as a group of the device's library, whose copies run on the current stream. Reduces use the same group.
-            axis.gather._async = seat.device.type == "cpu"
+            axis.gather.is_ordered = seat.device.type != "cpu"
     else:
         sums_in_float32 = case.masters or seat.num_ranks > 1  # as accordion does; one rank sums nothing
         model = WRAPPERS[contender](model, seat, sums_in_float32)

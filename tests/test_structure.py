@@ -270,7 +270,7 @@ BUDGETS = {
     "checkpoint": 4060,
     "compat": 3440,
     "doctor": 590,
-    "engine": 4550,
+    "engine": 4375,
     "export": 560,
     "generate": 560,
     "integrations": 1440,

@@ -84,7 +84,7 @@ def written(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> None:
         for m in (plain, model):
             m[1].weight.requires_grad_(not is_frozen)
         acc.shard(model, mesh=mesh, units={Layer}, strategy=strategy, **options)
-        if all(group.alias for unit in units_of(model) for group in unit.groups):
+        if all(group.full_buffer is None for unit in units_of(model) for group in unit.groups):
             for _ in range(2):
                 step(plain)
                 step(model)

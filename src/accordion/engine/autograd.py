@@ -105,20 +105,11 @@ def hand_over(call: Call, parts: list[PendingReduce], may_write: bool) -> tuple[
             else:
                 _torch.local_of(previous).add_(_torch.local_of(grad))
     if gradients.undecided or (not any_listens and [part for part in parts if part.absent]):
-        _note_undecided(call, parts, earlier, grads, any_listens)
+        counted = [None] * len(params) if any_listens else [count for part in parts for count in part.counted()]
+        gradients.note_undecided(params, earlier, grads, counted)
     if not any_listens:
         return None
     return (None, None, *[grad if leave else None for leave, grad in zip(listens, grads, strict=True)])
-
-
-def _note_undecided(
-    call: Call, parts: list[PendingReduce], earlier: Sequence[Any], grads: Sequence[Tensor | None], decide: bool
-) -> None:
-    params, undecided = call.trained.params, call.engine.gradients.undecided
-    counted = [None] * len(params) if decide else [count for part in parts for count in part.counted()]
-    for param, previous, grad, count in zip(params, earlier, grads, counted, strict=True):
-        if grad is not None and (count is not None or undecided):
-            undecided.note(param, previous, grad, count)
 
 
 @_torch.run_at_once

@@ -120,7 +120,12 @@ class Call:
 
     def _take_lease(self, task: int, fulls: Sequence[Tensor]) -> None:
         unit = self.unit
-        version = unit.version() if self.engine.take(self.kept_lease) else self.engine.acquire(unit)
+        kept_leases = self.engine.kept_leases
+        if self.kept_lease in kept_leases:
+            kept_leases.remove(self.kept_lease)
+            version = unit.version()
+        else:
+            version = self.engine.acquire(unit)
         # The backward must see the parameters of the forward; without sharding, autograd's version counters check this.
         if self.version not in (None, version):
             unit.release()

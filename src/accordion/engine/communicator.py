@@ -56,13 +56,14 @@ class Communicator:
     Properties of the backend. `exchanges`: all-to-all is faster than reduce-scatter at every size. `in_one_piece`: to split an
     all-to-all gains nothing. `sends`: point-to-point messages are faster than collectives. `can_poll`: a wait may time out and
     be repeated (other backends fail after a timeout). `pack_limit_bytes`: smaller tensors are packed into one message.
+    `is_ordered`: collectives run in the order of a stream, without a wait of the host.
     """
 
     # On a stream-ordered backend collectives run on the current stream with `asyncOp=False`; the default, True, moves them to a
     # stream of the backend. On other backends (gloo, fake) the caller gets their works. The `dist.*` wrappers do the same and
     # cost 57 us more per unit and step.
 
-    exchanges = in_one_piece = sends = can_poll = False
+    exchanges = in_one_piece = sends = can_poll = is_ordered = is_fake = False
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.group = group
@@ -70,34 +71,29 @@ class Communicator:
         self.rank: int = group.rank() if group is not None else 0
         self.device = device
         self.ranks: list[int] = dist.get_process_group_ranks(group) if group is not None else []
-        self.is_fake, self.pack_limit_bytes = False, layout.PACK_LIMIT_BYTES
+        self.pack_limit_bytes = layout.PACK_LIMIT_BYTES
         if group is None:
             return
         backend = _torch.backend_of(group, device)
         if backend in LAUNCHES_EACH:
             self.pack_limit_bytes = layout.LARGE_PACK_LIMIT_BYTES
-        self._async, self.is_fake = not is_stream_ordered(backend, device), backend == "fake"
-        self._gather_options = _torch.gather_options(self._async)
-        self._exchange_options = _torch.exchange_options(self._async)
-        self._scatter_options = _torch.reduce_scatter_options(self._async)
-        self._sum_options = _torch.all_reduce_options(self._async)
+        self.is_ordered, self.is_fake = is_stream_ordered(backend, device), backend == "fake"
+        self._gather_options = _torch.gather_options(not self.is_ordered)
+        self._exchange_options = _torch.exchange_options(not self.is_ordered)
+        self._scatter_options = _torch.reduce_scatter_options(not self.is_ordered)
+        self._sum_options = _torch.all_reduce_options(not self.is_ordered)
         self._gather = _torch.collective(group, "all_gather_single")
         self._exchange = _torch.collective(group, "all_to_all_single")
         self._gather_coalesced = _torch.collective(group, "all_gather_single_coalesced")
         self._scatter_coalesced = _torch.collective(group, "reduce_scatter_single_coalesced")
 
-    @property
-    def is_ordered(self) -> bool:
-        """Return True if collectives run in the order of a stream, without a wait of the host; False for one rank."""
-        return self.group is not None and not self._async
-
     def _pending(self, *works: Any) -> Pending:
-        return Pending(self, works if self._async else ())
+        return Pending(self, () if self.is_ordered else works)
 
     def gather(self, fulls: list[Tensor], shards: list[Tensor]) -> Pending:
         """All-gather: fill each `fulls[i]` (num_ranks * n,) with the `shards[i]` (n,) of all ranks in rank order."""
         # One launch if the backend is stream-ordered; gloo would copy in and out, and has none for CUDA tensors.
-        if self._async:
+        if not self.is_ordered:
             gather, options, pairs = self._gather, self._gather_options, zip(fulls, shards, strict=True)
             return self._pending(*[gather(full, shard, options) for full, shard in pairs])
         if fulls:
@@ -106,9 +102,7 @@ class Communicator:
 
     def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
         """All-to-all for each (output, input, output split sizes, input split sizes); tensors are 1-D, [] splits equally."""
-        return self._launch(
-            self._exchange, [(*tensors_and_sizes, self._exchange_options) for tensors_and_sizes in sends]
-        )
+        return self._launch(self._exchange, [(*send, self._exchange_options) for send in sends])
 
     def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
         """Reduce-scatter: sum each `inputs[i]` (num_ranks * n,) over ranks, and fill `outs[i]` (n,) with this rank's part."""
@@ -122,7 +116,7 @@ class Communicator:
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> Pending:
         """Call `collective(*arguments)` for each tuple in `calls`, in one launch if the backend is stream-ordered."""
-        if self._async or len(calls) < 2:
+        if not self.is_ordered or len(calls) < 2:
             return self._pending(*[collective(*arguments) for arguments in calls])
         self.group._start_coalescing(self.device)
         for arguments in calls:

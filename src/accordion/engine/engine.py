@@ -17,7 +17,7 @@ from accordion.engine.gradients import GradientsUnderWay, weighted
 from accordion.engine.observer import GATHERED, GRADIENTS, Observers, Purpose
 from accordion.engine.order import BACKWARD, FORWARD, Phase, UnitOrder
 from accordion.engine.params import Param
-from accordion.engine.unit import RESHARDED, Unit
+from accordion.engine.unit import Unit
 
 Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
@@ -57,20 +57,12 @@ class Engine:
         self.root_call = 0  # number of the last outermost call outside of a backward
         self.kept_leases: list[KeptLease] = []
         self.pre_backward_nodes: list[Tensor] = []  # of calls inside the outermost call under way
-        self._nodes_of = _torch.NO_BACKWARD  # the backward in which that outermost call runs
+        self.nodes_of = _torch.NO_BACKWARD  # the backward in which that call runs: calls in a later one add no nodes
         # Backwards.
         self.gradients = GradientsUnderWay(context.reduce_stream, self.leaf)
         self._tasks: dict[int, list[Any]] = {}  # id of a backward under way -> the `Call`s that it has reached
         self._reduces = False  # True if a backward under way, or ended beside one, reduces gradients
         self._walked: set[int] = set()  # root calls that the backward under way has reached
-
-    def add_unit(self, unit: Unit, hooks: Any) -> None:
-        """Append `unit`, whose index must be the number of units so far, and its `hooks`; the unit notifies `observers`."""
-        assert unit.index == len(self.units), "units come in the order of their indices"
-        unit.observers = self.observers
-        self.units.append(unit)
-        self.order.num_bytes.append(unit.full_bytes)
-        self.hooks.append(hooks)
 
     @property
     def params(self) -> list[Param]:
@@ -100,8 +92,8 @@ class Engine:
         """
         if self.depth:
             return
-        self.pre_backward_nodes, self._nodes_of = [], _torch.current_graph_task()
-        if self._nodes_of != _torch.NO_BACKWARD:
+        self.pre_backward_nodes, self.nodes_of = [], _torch.current_graph_task()
+        if self.nodes_of != _torch.NO_BACKWARD:
             return
         self.root_call += 1
         self.context.waiter.check()
@@ -110,7 +102,7 @@ class Engine:
         changed = False
         for unit in self.units:  # what the user has changed since the last root call
             unit.module_params.check_data()
-            if unit.full_params is not RESHARDED:
+            if unit.is_unsharded:
                 unit.drop_stale()
             changed |= unit.see_trained()
         if changed:
@@ -120,11 +112,6 @@ class Engine:
         if self.kept_leases:
             stale = not all(lease.unit.is_full for lease in self.kept_leases)
             self.drop_kept(lambda lease: stale or lease.root < self.root_call - WAITING_ROOTS)
-
-    def collects(self) -> bool:
-        """Return True if a unit's call that ends now adds its node to `pre_backward_nodes`. Return False in a backward that began
-        during the outermost call."""
-        return _torch.current_graph_task() == self._nodes_of
 
     def leave(self, error: BaseException | None) -> None:
         """End a call of a unit. `error`: the exception that ended it, or None. The end of the outermost call, outside of a
@@ -156,7 +143,7 @@ class Engine:
     def acquire(self, unit: Unit) -> int:
         """Gather `unit` if needed, and let the compute stream wait for the gather. The full parameters stay in memory until
         `unit.release()`. Returns the version of the shards from which they were gathered."""
-        if unit.full_params is RESHARDED:
+        if not unit.is_unsharded:
             self.allocate(GATHERED, unit.unshard)
         return unit.acquire()
 
@@ -165,13 +152,6 @@ class Engine:
         `waits`: False to skip units whose gather the host would have to wait for."""
         for unit in self.units:
             unit.reshard(waits)
-
-    def take(self, lease: KeptLease | None) -> bool:
-        """Remove `lease` from `kept_leases`. Returns True if it was in this list; the caller must then release the unit."""
-        if lease is None or lease not in self.kept_leases:
-            return False
-        self.kept_leases.remove(lease)
-        return True
 
     def drop_kept(self, matches: Callable[[KeptLease], bool] = lambda lease: True) -> None:
         """Release the leases in `kept_leases` for which `matches` returns True, by default all. Their backwards gather again."""
@@ -195,10 +175,8 @@ class Engine:
             unit.reshard(waits=False)
 
     def recover(self) -> None:
-        """Drop the gradients of a backward that raised, and all kept leases; do nothing if no backward raised.
-
-        The host does not wait for collectives, because other ranks may not have begun them; the next backward waits.
-        """
+        """Drop the gradients of a backward that raised, and all kept leases; do nothing if no backward raised. The next backward
+        waits for collectives under way, because other ranks may not have begun them; the host does not wait here."""
         if not self._tasks and not self.gradients.reduces:
             return
         self.gradients.drop()
@@ -217,10 +195,8 @@ class Engine:
     # -- backward
 
     def join(self, task: int, call: Any) -> None:
-        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call.
-
-        The first call of a backward begins it: observers are notified, and the host waits for reduces of backwards that raised.
-        """
+        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call. Before
+        its first call, notify observers, and let the host wait for reduces of backwards that raised."""
         self._follow(task)
         self._tasks[task].append(call)
         self._reduces |= call.reduces
@@ -286,7 +262,7 @@ class Engine:
         """If `reduced`, complete all gradients and mark full parameters stale. Then free unused units and notify observers."""
         if reduced:
             self._reduce_leftovers()
-            self.gradients.undecided.settle()
+            self.gradients.settle_undecided()
             for unit in self.units:
                 unit.mark_stale()
         self.reshard_unused()
@@ -306,15 +282,16 @@ class Engine:
             trained = unit.trained_at(tuple(sorted(unit.local_sums.pending)))
             none_ours = [False] * len(trained.indices)
             parts = self.allocate(GRADIENTS, unit.reduce, trained, None, none_ours)
-            decide = any(_torch.grads_of(trained.params)[1])
+            earlier, listens = _torch.grads_of(trained.params)
+            decide = any(listens)
             grads, copies = self.allocate(GRADIENTS, unit.as_gradients, trained, parts, none_ours, decide)
             self.gradients.copies += copies
             self.gradients.land()
-            counted = [place for part in parts for place in part.counted()]
-            for param, grad, place in zip(trained.params, grads, counted, strict=True):
+            counted = [None if decide else count for part in parts for count in part.counted()]
+            self.gradients.note_undecided(trained.params, earlier, grads, counted)
+            for param, grad in zip(trained.params, grads, strict=True):
                 if grad is None:
                     continue
-                self.gradients.undecided.note(param, param.grad, grad, None if decide else place)
                 if param.grad is None:
                     param.grad = grad
                 else:
@@ -331,7 +308,7 @@ class Engine:
         chosen: Iterable[int] | None = unit.unit_policy.ahead.get(phase)
         for index in self.order.ahead(phase, unit.index) if chosen is None else chosen:
             following = self.units[index]
-            if following.full_params is RESHARDED and (phase is FORWARD or following.needs_full_in_backward):
+            if not following.is_unsharded and (phase is FORWARD or following.needs_full_in_backward):
                 self.allocate(GATHERED, following.unshard)
 
     def is_among_last(self, unit: Unit) -> bool:

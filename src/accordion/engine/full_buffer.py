@@ -12,14 +12,10 @@ from accordion.engine.layout import Cut
 
 
 class FullMemory(Protocol):
-    """Protocol for the memory of the full parameters of a group, the parameters of a unit that are gathered in one dtype.
-
-    `views`: the full parameters. `flat`: a tensor whose version counter counts writes into them. `storage_keys`: identify the
-    storages that `close` frees. `num_bytes`: the size of the memory while it is allocated.
-    """
+    """Protocol for the memory of the full parameters of a group. `flat`: a tensor whose version counter counts writes into them.
+    `storage_keys`: identify the storages that `close` frees. `num_bytes`: the size of the memory while it is allocated."""
 
     flat: Tensor
-    views: list[Tensor]
 
     @property
     def storage_keys(self) -> Collection[int]: ...
@@ -27,8 +23,7 @@ class FullMemory(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def close(self) -> None:
-        """Free the memory."""
+    def close(self) -> None: ...
 
 
 class FullBuffer:
@@ -56,7 +51,6 @@ class FullBuffer:
         self._poison = poison and flat.is_floating_point()
         self._storage = flat.untyped_storage()
         self.storage_keys, self.num_bytes = (_torch.storage_key(self._storage),), self._storage.nbytes()
-        self._is_open = True
         raw = flat.data
         self.views: list[Tensor] = []  # the full tensors in their shapes, with which the model computes
         # Destinations of gathers: padded rows as 1-D if dim 0 is cut; otherwise copies from the packed message go here.
@@ -72,9 +66,8 @@ class FullBuffer:
 
     def open(self) -> None:
         """Allocate the memory, unless it is allocated. Its contents are undefined; with `poison` they are NaN."""
-        if not self._is_open:  # resizing to the same size would allocate and copy
+        if not self._storage.nbytes():  # resizing to the same size would allocate and copy
             self._storage.resize_(self.num_bytes)
-            self._is_open = True
         if self._poison:  # otherwise values of the last step would hide a missing wait
             self.flat.data.fill_(float("nan"))
 
@@ -93,4 +86,3 @@ class FullBuffer:
             self.flat.data.fill_(float("nan"))
         else:
             self._storage.resize_(0)
-            self._is_open = False

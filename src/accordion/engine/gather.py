@@ -17,10 +17,8 @@ from accordion.engine.streams import Steps
 
 
 class AxisGather:
-    """The all-gather of one group over one mesh axis, from `shard_buffer` into `full_buffer`; every step uses the same object.
-
-    Small shards are packed into one message (num_ranks, row_numel), which has memory between `open` and `close`.
-    """
+    """The all-gather of one group over one mesh axis, in every step, from `shard_buffer` into `full_buffer`. Small shards are
+    packed into one message (num_ranks, row_numel), which has memory between `open` and `close`."""
 
     def __init__(self, axis: Axis, msg: Message, shard_buffer: ShardBuffer, full_buffer: FullBuffer) -> None:
         num = axis.num_ranks
@@ -125,8 +123,8 @@ def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 def in_runs(*sides: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Join neighbouring views of equal shape (a run) to save copies. Yields, for each run, a list of one stacked view per side.
-    `sides`: lists of equal length, such as views to copy to and from. If a run is not equally spaced in the first list, its
-    views are yielded one by one, with a new dim 0 of size 1; otherwise it must be equally spaced in the other lists too."""
+    If a run is not equally spaced in the first of `sides`, its views are yielded one by one, with a new dim 0 of size 1;
+    otherwise it must be equally spaced in the other sides too."""
     for _, group in groupby(zip(*sides, strict=True), key=lambda views: views[0].shape):
         run = list(group)
         gaps = {b[0].storage_offset() - a[0].storage_offset() for a, b in pairwise(run)}

@@ -1,7 +1,4 @@
-"""Faster gathers and reduces for gloo on CPU: large tensors are sent point to point, without copies.
-
-docs/design.md has the measurements.
-"""
+"""Faster gathers and reduces for gloo on CPU, point to point and without copies; docs/design.md has the measurements."""
 
 from __future__ import annotations
 

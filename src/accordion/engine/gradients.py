@@ -1,8 +1,10 @@
-"""Gradients between a backward and their `.grad`: their reduces, copies off the device, and zeros that perhaps no rank needs."""
+"""Gradients between a backward and their `.grad`: their reduces, copies off the device, zeros that perhaps no rank needs, and
+full gradients that are summed on one rank under no_sync, until a later backward reduces them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -10,54 +12,9 @@ import torch
 from torch import Tensor
 
 from accordion import _torch
+from accordion.engine.params import Param
 from accordion.engine.pending_reduce import PendingReduce
 from accordion.engine.streams import SideStream, Transfer
-
-
-class UndecidedGradients:
-    """Parameters whose `.grad` is zeros because this rank had no gradient, with counts of the ranks that had one. At the end of a
-    backward `settle` sets `.grad` to None if no rank had one."""
-
-    # The counts are read once, at the end of the backward, because each read makes the host wait for the device.
-
-    def __init__(self) -> None:
-        # By id of the parameter: the parameter, its `grad`, and (sums, position) of each count of ranks.
-        self._entries: dict[int, tuple[Tensor, Tensor, list[tuple[Tensor, int]]]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    def note(self, param: Tensor, previous: Tensor | None, grad: Tensor, counted: tuple[Tensor, int] | None) -> None:
-        """Record that `grad` becomes `param.grad`, or is added in place to `previous`, the gradient so far.
-
-        `counted`: (counts, k): `counts[k]`, on the device, is the number of ranks with a gradient in this reduce. None deletes
-        the record of `param`, whose gradient then stays. If `previous` is a gradient without a record, no record is made.
-        """
-        entry = self._entries.get(id(param))
-        if counted is None:
-            self._entries.pop(id(param), None)
-        elif previous is None:
-            self._entries[id(param)] = param, grad, [counted]
-        elif entry is not None and previous is entry[1]:
-            entry[2].append(counted)
-
-    def forget(self) -> None:
-        self._entries.clear()
-
-    def settle(self) -> None:
-        """Set `.grad` to None for recorded parameters for which no rank had a gradient, and forget all records.
-
-        The host waits for the device if there is a record.
-        """
-        if not self._entries:
-            return
-        entries, self._entries = self._entries, {}
-        tensors = {id(sums): sums for _, _, counted in entries.values() for sums, _ in counted}
-        numbers = iter(torch.cat(list(tensors.values())).tolist())
-        counts = {key: list(islice(numbers, sums.numel())) for key, sums in tensors.items()}
-        for param, grad, counted in entries.values():
-            if param.grad is grad and not any(counts[id(sums)][k] for sums, k in counted):
-                param.grad = None
 
 
 class GradientsUnderWay:
@@ -65,9 +22,11 @@ class GradientsUnderWay:
 
     `reduces`: the reduces under way, one list per call of a unit. `delayed_writes`: callbacks that write gradients whose reduce
     over the replicate axis of a hybrid strategy still runs, the oldest first. `copies`: copies to host or disk under way.
-    `to_add`: (gradient, term) pairs; `land` adds the term after these copies. `undecided`: gradients of zeros, for parameters
-    that perhaps have no gradient on any rank.
+    `to_add`: (gradient, term) pairs; `land` adds the term after these copies. `undecided`: by id, parameters whose `.grad` is
+    zeros because this rank had no gradient; each with this `grad`, and (sums, position) of each count of the ranks that had one.
     """
+
+    # The counts are read once, at the end of the backward, because each read makes the host wait for the device.
 
     def __init__(self, side_stream: SideStream, leaf: Tensor) -> None:
         self._side_stream, self._leaf = side_stream, leaf
@@ -76,7 +35,7 @@ class GradientsUnderWay:
         self.delayed_writes: list[Callable[[], object]] = []
         self.copies: list[Transfer] = []
         self.to_add: list[tuple[Tensor, Tensor]] = []
-        self.undecided = UndecidedGradients()
+        self.undecided: dict[int, tuple[Tensor, Tensor, list[tuple[Tensor, int]]]] = {}
         self._written_on: set[Any] = set()  # compute streams
         self._may_write: tuple[int, bool] | None = None  # (id of a backward, result of `may_write` in it)
 
@@ -112,6 +71,40 @@ class GradientsUnderWay:
             total.add_(term)
         self.to_add.clear()
 
+    def note_undecided(
+        self,
+        params: Sequence[Tensor],
+        earlier: Sequence[Tensor | None],
+        grads: Sequence[Tensor | None],
+        counted: Sequence[tuple[Tensor, int] | None],
+    ) -> None:
+        """Record that each of `grads` becomes the `.grad` of its parameter, or is added in place to the one in `earlier`. No
+        record is made for an earlier gradient without one. `counted`: (counts, k) for each: `counts[k]`, on the device, is the
+        number of ranks with a gradient in this reduce; None deletes the parameter's record, so that its gradient stays."""
+        for param, previous, grad, count in zip(params, earlier, grads, counted, strict=True):
+            if grad is None:
+                continue
+            entry = self.undecided.get(id(param))
+            if count is None:
+                self.undecided.pop(id(param), None)
+            elif previous is None:
+                self.undecided[id(param)] = param, grad, [count]
+            elif entry is not None and previous is entry[1]:
+                entry[2].append(count)
+
+    def settle_undecided(self) -> None:
+        """Set `.grad` to None for recorded parameters for which no rank had a gradient, and forget all records. The host waits
+        for the device if there is a record."""
+        if not self.undecided:
+            return
+        entries, self.undecided = self.undecided, {}
+        tensors = {id(sums): sums for _, _, counted in entries.values() for sums, _ in counted}
+        numbers = iter(torch.cat(list(tensors.values())).tolist())
+        counts = {key: list(islice(numbers, sums.numel())) for key, sums in tensors.items()}
+        for param, grad, counted in entries.values():
+            if param.grad is grad and not any(counts[id(sums)][k] for sums, k in counted):
+                param.grad = None
+
     def join_writers(self) -> None:
         """Let the compute stream wait for all streams that wrote gradients, as autograd does for its own accumulation."""
         self._side_stream.join(self._written_on)
@@ -127,7 +120,7 @@ class GradientsUnderWay:
                 part.finish(decide=False)
         self.reduces.clear()
         self.delayed_writes.clear()
-        self.undecided.forget()
+        self.undecided.clear()
 
     def finish_failed(self) -> None:
         """Let the host wait for the reduces of backwards that raised, whose gradients `drop` has dropped."""
@@ -151,3 +144,96 @@ def weighted(grads: Sequence[Tensor | None], weight: float, *, zeros: bool = Fal
     if weight:
         return [None if grad is None else grad * weight for grad in grads]
     return [torch.zeros_like(grad) if zeros and grad is not None else None for grad in grads]
+
+
+@dataclass(slots=True)
+class _Sum:
+    """The sum `total` of one parameter's full gradients since the user last cleared `.grad`.
+
+    `grad`, `version`: `.grad` at the first term and its version when last checked, to detect when the user clears it.
+    `is_ours`: True if `grad` is zeros that `LocalSums.add` put in place of None.
+    """
+
+    total: Tensor
+    grad: Tensor
+    version: int
+    is_ours: bool
+
+
+class LocalSums:
+    """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype. `pending`: indices of parameters
+    for which `add` was called since the last `take`, equal on all ranks."""
+
+    def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:
+        self._params, self._dtypes = params, dtypes
+        self._sums: dict[int, _Sum] = {}  # by index of the parameter
+        self.pending: set[int] = set()
+
+    def add(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients `grads` to the sums of the parameters `indices`; None adds nothing. If a sum begins and the
+        parameter's `.grad` is None, set `.grad` to sharded zeros."""
+        self.pending.update(indices)
+        for i, grad in zip(indices, grads, strict=True):
+            if grad is None:
+                continue
+            earlier = self._sum_of(i)
+            if earlier is not None:
+                # Not in place, because autograd may share the first gradient.
+                earlier.total = earlier.total + grad
+                continue
+            self._forget(i)
+            param = self._params[i].sharded
+            shown, is_ours = param.grad, param.grad is None
+            if shown is None:
+                like = self._params[i].grad_like
+                zeros = torch.zeros_like(_torch.local_of(param), dtype=like.dtype)
+                shown = param.grad = _torch.as_dtensor(zeros, like)
+            self._sums[i] = _Sum(grad.to(self._dtypes[i]), shown, shown._version, is_ours)
+
+    def take(self, indices: Sequence[int], grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
+        """Return for each parameter in `indices` its sum plus its gradient in `grads`, None if it has neither; forget the sums.
+
+        `grads`: None to take the sums alone. With gradients, a parameter that was frozen since the forward keeps its sum, and
+        only its gradient is returned.
+        """
+        result: list[Tensor | None] = []
+        for i, grad in zip(indices, [None] * len(indices) if grads is None else grads, strict=True):
+            local_sum = None
+            if grads is None or self._params[i].sharded.requires_grad:
+                local_sum = self._sum_of(i)
+                self._forget(i)
+                self.pending.discard(i)
+            if local_sum is not None:
+                result.append(local_sum.total if grad is None else local_sum.total + grad)
+            else:
+                result.append(None if grad is None else grad.to(self._dtypes[i]))
+        return result
+
+    def any_held(self) -> bool:
+        """Return True if there is a sum that was neither taken nor cleared by the user through `.grad`."""
+        return any(self._sum_of(i) is not None for i in self._sums)
+
+    def drop(self) -> None:
+        """Forget all sums, and set each `.grad` that `add` filled with zeros to None again."""
+        for i in list(self._sums):
+            self._forget(i)
+        self.pending.clear()
+
+    def _forget(self, i: int) -> None:
+        entry = self._sums.pop(i, None)
+        if entry is not None and entry.is_ours and self._params[i].sharded.grad is entry.grad:
+            self._params[i].sharded.grad = None
+
+    def _sum_of(self, i: int) -> _Sum | None:
+        """Return the sum of parameter `i`; None if there is none, or if the user has set `.grad` to None or to zeros since. A
+        write into the zeros that `add` put into `.grad` counts as clearing too. The host may wait for the device."""
+        entry = self._sums.get(i)
+        grad = None if entry is None else self._params[i].sharded.grad
+        if entry is None or grad is None:
+            return None
+        if grad is entry.grad and grad._version != entry.version:
+            local = _torch.local_or_same(grad)
+            if entry.is_ours or not local.count_nonzero():
+                return None
+            entry.version = grad._version
+        return entry

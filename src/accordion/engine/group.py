@@ -38,10 +38,8 @@ def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) 
 
 
 class InnerShard(ShardBuffer):
-    """With `hybrid_shard_optim`: this rank's shard over the `shard` axis, in the gathered dtype.
-
-    The optimizer steps smaller shards, divided over the `replicate` axis too, which are gathered into this one once a step.
-    """
+    """With `hybrid_shard_optim`: this rank's shard over the `shard` axis, in the gathered dtype. The optimizer steps smaller
+    shards, divided over the `replicate` axis too, which are gathered into this one once a step."""
 
     def __init__(
         self, msg: Message, inner: Message, rank: int, dtype: torch.dtype, device: torch.device, *, poison: bool
@@ -76,7 +74,7 @@ class Group(ABC):
     """The parameters of one unit that are gathered in one dtype: their memory, their gather and the plans of their reduces.
 
     `shard_buffer`: this rank's shards. `full_buffer`: memory of the full parameters; None if the shards themselves are the full
-    parameters (`alias`). `views`: the full parameters. `filled`: `version()` of the shards from which they were gathered.
+    parameters. `views`: the full parameters. `filled`: `version()` of the shards from which they were gathered.
     """
 
     shard_buffer: ShardBuffer
@@ -88,7 +86,6 @@ class Group(ABC):
     _inner_shard: InnerShard | None = None
     inner_shard_bytes = 0  # of inner shards, which are always in memory
     secondary_bytes = 0  # of secondary shards, which are in memory from a forward to its backward
-    alias = False
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
         self.index, self.name = place  # the unit's
@@ -96,8 +93,7 @@ class Group(ABC):
         self.params, self.dtype, self.reduce_dtype = planned[:3]
         for param in self.params:
             param.context = context
-        self.tag = self.index % NUM_TAGS + 1  # sent with gathers, and with reduces until `remark`
-        self._mark = 0
+        self.tag = self._reduce_tag = self.index % NUM_TAGS + 1  # sent with gathers, and with reduces until `remark`
         self._plans: dict[tuple[tuple[int, ...], torch.dtype, int | None], list[ReducePlan]] = {}
         self._ones: dict[tuple[int, torch.dtype], Tensor] = {}
         self.place = f"unit {self.index} ({self.name or 'root'}){context.where}"
@@ -116,15 +112,12 @@ class Group(ABC):
     def remark(self, mark: int) -> None:
         """Set `mark`, which is added to the tag (number of the unit) of later reduces, in place of the last mark. A reduce that
         checks tags fails if ranks sent different ones."""
-        if mark % NUM_TAGS != self._mark:
-            self._mark = mark % NUM_TAGS
+        tag = (self.index + mark) % NUM_TAGS + 1
+        if tag != self._reduce_tag:
+            self._reduce_tag = tag
             for ones in self._ones.values():
-                ones[:, -1] = self._reduce_tag
+                ones[:, -1] = tag
             self._expect()
-
-    @property
-    def _reduce_tag(self) -> int:
-        return (self.index + self._mark) % NUM_TAGS + 1
 
     def _expect(self) -> None:
         """Set `tag_sum`, the sum of all ranks' tags that a reduce should return, scaled as its gradients are."""
@@ -138,10 +131,6 @@ class Group(ABC):
         """Return device memory besides the shards that is kept between steps, and filled again after `mark_stale`."""
         inner = self._inner_shard
         return [*self.shard_buffer.caches, *([] if inner is None else [inner.full_buffer.flat])]
-
-    @property
-    def full_bytes(self) -> int:
-        return 0 if self.full_buffer is None else self.full_buffer.num_bytes
 
     def version(self) -> int:
         """Return a number that grows with every write to a shard: a load, a write of full parameters, or an optimizer step, but
@@ -159,19 +148,16 @@ class Group(ABC):
 
     @abstractmethod
     def gather(self) -> Transfer | None:
-        """Begin to gather the full parameters, and return the transfer; None if the shards are the full parameters (`alias`).
-        Call `landed` later."""
+        """Begin to gather the full parameters, and return the transfer; None if the shards are the full parameters. Call
+        `landed` later."""
 
     @abstractmethod
     def landed(self) -> None:
         """Free the gather's temporary memory. Call this when the compute stream waits for the transfer, or after an error."""
 
     def plans(self, chosen: Sequence[int], sent: torch.dtype, height: int | None = None) -> list[ReducePlan]:
-        """Return plans to reduce gradients of the parameters `chosen` (indices), one plan per axis that divides parameters.
-
-        `sent`: the dtype in which the gradients are sent. `height`: the gradients are those of a `Slice` with so many rows of
-        each rank; None: of all rows. Plans are cached.
-        """
+        """Return plans to reduce gradients of the parameters `chosen` (indices), one plan per axis that divides parameters. Plans
+        are cached. `sent`, `height`: as for `PendingReduce`."""
         key = tuple(chosen), sent, height
         plans = self._plans.get(key)
         if plans is None:
@@ -185,14 +171,14 @@ class Group(ABC):
                 plans.append(ReducePlan(context.replicate, inner, num_flags, dtype, dtype))
         return plans
 
-    def flags(self, absent: Sequence[int], count: int, rows: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor (rows, count + 1) to send with `count` gradients, each row: 1 for a gradient, 0 if its position is in
-        `absent`; last the tag. Sums over ranks tell how many ranks had each gradient, and if all ranks reduce the same unit.
+    def flags(self, absent: Sequence[int], count: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor (num_ranks, count + 1) to send with `count` gradients, each row: 1 for a gradient, 0 if its position is
+        in `absent`; last the tag. Sums over ranks tell how many ranks had each gradient, and if all ranks reduce the same unit.
         Small results are cached if `absent` is empty; the host then waits once for the device."""
-        key = (rows * count, dtype)
+        key = (count, dtype)
         if not absent and key in self._ones:
             return self._ones[key]
-        flags = torch.ones(rows, count + 1, dtype=dtype, device=self.context.device)
+        flags = torch.ones(self.context.shard.num_ranks, count + 1, dtype=dtype, device=self.context.device)
         flags[:, count] = self._reduce_tag
         if absent:
             for some in runs(absent):  # slices, because a list of indices would be copied to the device with a wait
@@ -213,27 +199,24 @@ class CutGroup(Group):
         cuts = [p.cut for p in params]
         self.message, self._inner = messages(context, cuts, dtype)
         rank, late = context.shard.rank, context.gather_stream.late
-        inner_shard, inner_rank = None, rank
-        if context.cut_twice:
-            inner_rank = context.replicate.rank
-            inner_shard = InnerShard(self.message, self._inner, inner_rank, dtype, context.device, poison=late)
-            self.inner_shard_bytes = inner_shard.full_buffer.num_bytes
-        self._inner_shard = inner_shard
+        inner_rank = context.replicate.rank if context.cut_twice else rank
         self.shard_buffer = context.shard_buffers(self.index, self._inner, inner_rank, [p.dtype for p in params], dtype)
-        tagged = inner_shard or self.shard_buffer
+        tagged = self.shard_buffer
+        if context.cut_twice:
+            inner = InnerShard(self.message, self._inner, inner_rank, dtype, context.device, poison=late)
+            self.inner_shard_bytes = inner.full_buffer.num_bytes
+            self._gather_over(context.replicate, self._inner, self.shard_buffer, inner.full_buffer)
+            self._inner_shard = tagged = inner
         tagged.tag.fill_(self.tag)
         self._tag = carried(torch.full_like(tagged.tag, self.tag, device=context.device))
         alone = context.shard.num_ranks == 1 and not context.cut_twice
-        self.alias = alone and self.shard_buffer.dtype == dtype and self.shard_buffer.is_memory_of_locals
-        full_buffer = None if self.alias else self._make_full_buffer(cuts, rank, late)
-        self.full_buffer = self._full = full_buffer
-        self.views = self.shard_buffer.locals if full_buffer is None else full_buffer.views
-        if inner_shard is not None:
-            self._gather_over(context.replicate, self._inner, self.shard_buffer, inner_shard.full_buffer)
-        if full_buffer is not None:
-            self._gather_over(context.shard, self.message, tagged, full_buffer)
-            full_buffer.close()
-        self._is_direct = type(self.shard_buffer) is FlatShards and inner_shard is None
+        is_full = alone and self.shard_buffer.dtype == dtype and self.shard_buffer.is_memory_of_locals
+        self.full_buffer = self._full = None if is_full else self._make_full_buffer(cuts, rank, late)
+        self.views = self.shard_buffer.locals if self._full is None else self._full.views
+        if self._full is not None:
+            self._gather_over(context.shard, self.message, tagged, self._full)
+            self._full.close()
+        self._is_direct = type(self.shard_buffer) is FlatShards and not context.cut_twice
 
     def _make_full_buffer(self, cuts: Sequence[Cut], rank: int, poison: bool) -> FullBuffer:
         offsets, numel = full_offsets(cuts, self.dtype.itemsize)

@@ -37,7 +37,11 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self.modules: list[weakref.ref[nn.Module]] = []
         self._last_hooks: dict[int, int] = {}  # by id of the module
-        engine.add_unit(unit, self)
+        assert unit.index == len(engine.units), "units come in the order of their indices"
+        unit.observers = engine.observers
+        engine.units.append(unit)
+        engine.order.num_bytes.append(unit.full_bytes)
+        engine.hooks.append(self)
         for module in unit.module_params.modules():
             _HOOKS_OF.setdefault(module, []).append(weakref.ref(self))
 
@@ -95,11 +99,8 @@ class Hooks:
         self._reserved = None
 
     def _edge(self, call: Call) -> Tensor:
-        """Return the input of a call's Gather node: the output of the unit's AwaitReduce node, or a leaf if nothing is reduced.
-
-        In the first case also sets `call.number`, the sequence number of AwaitReduce in autograd: the one that `reserve` took
-        during the call of the previous unit in this forward, or a new one.
-        """
+        """Return the input of a call's Gather node: a leaf if nothing is reduced, otherwise the output of the unit's AwaitReduce
+        node, whose sequence number in autograd, reserved by `reserve` in this forward or new, becomes `call.number`."""
         engine, trained = self.engine, call.trained
         if not call.sync or not trained.indices:
             return engine.leaf
@@ -167,17 +168,15 @@ class Hooks:
         return self._cast_inputs(call, args, kwargs)
 
     def _cast_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """Return (args, kwargs) cast to the unit's dtype, or None to keep them; set `call.inputs` to their autograd nodes.
-
-        If `unit.views_inputs`, inputs that require a gradient are replaced by views, whose gradients count this call alone.
-        """
+        """Return (args, kwargs) cast to the unit's dtype, or None to keep them; set `call.inputs` to their autograd nodes. If
+        `unit.views_inputs`, replace inputs that require a gradient by views, whose gradients count this call alone."""
         unit, dtype = self.unit, self.unit.inputs
         if dtype is None and not unit.views_inputs:
             if torch.is_grad_enabled():
                 call.inputs = [_torch.node_of(t) for t in tensors_of((args, kwargs)) if t.requires_grad]
             return None
         results: dict[int, Tensor] = {}  # by id of the input, for inputs that occur twice
-        nodes: list[Any] = []
+        call.inputs = nodes = list[Any]()
 
         def cast(may_view: bool, tensor: Tensor) -> Tensor:
             if id(tensor) in results:
@@ -193,9 +192,7 @@ class Hooks:
             return tensor
 
         take, keep = partial(cast, True), partial(cast, False)  # no views in lists and mappings, which are the caller's
-        taken = map_tensors(take, args, keep), {k: map_tensors(take, v, keep) for k, v in kwargs.items()}
-        call.inputs = nodes
-        return taken
+        return map_tensors(take, args, keep), {k: map_tensors(take, v, keep) for k, v in kwargs.items()}
 
     def _passes_gradients(self, args: Any, kwargs: Any) -> bool:
         """Return True if a backward may pass through a call of this unit although its own parameters are frozen."""
@@ -205,14 +202,9 @@ class Hooks:
             return True
         return any(t.requires_grad for t in tensors_of((args, kwargs)))
 
-    def _begin(
-        self, differentiable: bool, by_read: bool = False, is_dummy: bool = False
-    ) -> tuple[Call, Sequence[Tensor]]:
-        """Gather the unit and begin a call; return (call, full parameters for the modules, in autograd's graph if trained).
-
-        Outside of a backward also begins to gather the units that are expected next. The caller ends the call with
-        `_end_forward`.
-        """
+    def _begin(self, differentiable: bool, by_read: bool, is_dummy: bool = False) -> tuple[Call, Sequence[Tensor]]:
+        """Gather the unit and begin a call, which the caller ends with `_end_forward`; outside of a backward also begin to gather
+        the units expected next. Returns (call, full parameters for the modules, in autograd's graph if trained)."""
         unit, engine = self.unit, self.engine
         unit.module_params.check_registry()
         unit.keep_until_stale = False
@@ -298,7 +290,7 @@ class Hooks:
         tensors = [out] if isinstance(out, Tensor) else tensors_of(out)
         watched = list({id(t): t for t in tensors if t.requires_grad}.values())
         to_reach: list[Tensor] = []
-        if engine.depth == 1 and engine.collects():
+        if engine.depth == 1 and engine.nodes_of == _torch.current_graph_task():
             to_reach, engine.pre_backward_nodes = engine.pre_backward_nodes, []
         replaced: dict[int, Tensor] = {}
         if watched and to_reach:
@@ -314,7 +306,7 @@ class Hooks:
         return out
 
     def _make_pre_backward_node(self, call: Call, begin: Callable[[Tensor | None], None]) -> None:
-        if call.reached is not None and self.engine.collects():
+        if call.reached is not None and self.engine.nodes_of == _torch.current_graph_task():
             # Without a kernel. Not `view`, whose backward reshapes the gradient: 15 thousand instructions per unit and step.
             node = call.reached.squeeze()
             _torch.on_gradient(node, begin)

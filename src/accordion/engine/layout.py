@@ -18,10 +18,8 @@ PADDING_SHARE, PADDING_BYTES = 0.05, 64 * KIB  # padding above both limits: cut 
 
 @dataclass(frozen=True)
 class Cut:
-    """The division of one tensor over ranks: rank r keeps rows [r * chunk, (r + 1) * chunk) of dimension `dim`.
-
-    With `dim` None every rank keeps the whole tensor, as one row. Derived numbers are cached, because every step reads them.
-    """
+    """The division of one tensor over ranks: rank r keeps rows [r * chunk, (r + 1) * chunk) of dimension `dim`. With `dim` None
+    every rank keeps the whole tensor, as one row. Derived numbers are cached, because every step reads them."""
 
     shape: tuple[int, ...]
     dim: int | None
@@ -99,22 +97,18 @@ def splits_blocks(shape: Sequence[int], splits: Sequence[int], block: int) -> bo
 def _least_padded(shape: Sequence[int], num_ranks: int, itemsize: int) -> Cut:
     """Return how to divide a tensor over ranks: by rows of dim 0, or on the dim with the least padding if rows need much padding,
     as for fused experts (8, ...) on 64 ranks. 0-d tensors, and small ones that need much padding on every dim, stay whole."""
-    shape = tuple(shape)
+    by_dim = [Cut(tuple(shape), dim, num_ranks) for dim in range(len(shape))]
 
-    def padding(dim: int) -> int:
-        return Cut(shape, dim, num_ranks).padded_numel - prod(shape)
+    def padding(c: Cut) -> int:
+        return c.padded_numel - c.numel
 
-    def bearable(dim: int) -> bool:
-        return padding(dim) <= PADDING_SHARE * prod(shape) or padding(dim) * itemsize <= PADDING_BYTES
+    def bearable(c: Cut) -> bool:
+        return padding(c) <= PADDING_SHARE * c.numel or padding(c) * itemsize <= PADDING_BYTES
 
-    if not shape:
-        return Cut(shape, None, num_ranks)
-    if bearable(0):
-        return Cut(shape, 0, num_ranks)
-    best = min(range(len(shape)), key=padding)
-    if not bearable(best) and prod(shape) * itemsize <= PACK_LIMIT_BYTES:
-        return Cut(shape, None, num_ranks)
-    return Cut(shape, best, num_ranks)
+    best = by_dim[0] if by_dim and bearable(by_dim[0]) else min(by_dim, key=padding, default=None)
+    if best is None or (not bearable(best) and best.numel * itemsize <= PACK_LIMIT_BYTES):
+        return Cut(tuple(shape), None, num_ranks)
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +175,10 @@ def message(
     limit = PACK_LIMIT_BYTES if pack_limit_bytes is None else pack_limit_bytes
     direct, packed, whole = [], [], []
     for i, c in enumerate(cuts):
+        is_even = c.dim == 0 and not (even_only and c.rows % c.num_ranks)
         if c.dim is None:
             whole.append(i)
-        elif c.dim != 0 or (even_only and c.rows % c.num_ranks):
-            packed.append(i)
-        elif c.num_ranks == 1 or c.padded_numel * itemsize >= limit:
+        elif is_even and (c.num_ranks == 1 or c.padded_numel * itemsize >= limit):
             direct.append(i)
         else:
             packed.append(i)

@@ -1,8 +1,5 @@
-"""Callbacks at the moments of a training step, for code outside of the engine that watches a model.
-
-An observer overrides the callbacks it needs and is attached with `engine.observers.attach`. The engine imports no observer:
-checks that ranks agree, checks for NaN and the planner are in other packages.
-"""
+"""Callbacks at the moments of a training step, for code outside of the engine that watches a model. An observer overrides the
+callbacks it needs and is attached with `engine.observers.attach`; the engine imports none."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ class CallInForward(Protocol):
 
     `root`: number of the outermost call, -1 in a backward. `is_dummy`: True if this rank only joins the collectives of ranks
     that call the unit. `needs_full_in_backward`: the backward gathers the unit. `may_come_back`: during the forward, True if a
-    backward may reach this call. `has_begun`: the backward that runs now has reached this call. `begin`: begin the backward of
-    this call, unless it has begun; `begin_for_read` in any case also gathers `fulls`, one of which is about to be read.
+    backward may reach this call. `has_begun`: the backward that runs now has reached this call. `begin_for_read`: begin the
+    backward of this call, unless it has begun, and gather `fulls`, one of which is about to be read.
     """
 
     unit: Unit
@@ -41,8 +38,6 @@ class CallInForward(Protocol):
 
     @property
     def may_come_back(self) -> bool: ...
-
-    def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None: ...
 
     def has_begun(self) -> bool: ...
 

@@ -16,9 +16,8 @@ START, END = -1, -2
 
 
 class UnitOrder:
-    """The order in which units ran: for each unit (by index) and phase, the unit that followed it the last time.
-
-    Results depend on the recorded order alone, never on time or memory, so that all ranks gather the same units in one order.
+    """The order in which units ran: for each unit (by index) and phase, the unit that followed it the last time. Results depend
+    on this alone, never on time or memory, so that all ranks gather the same units in one order.
 
     `budget_bytes`: the most bytes of full parameters to prefetch; None: one unit of any size. `num_bytes`: bytes of each unit's
     full parameters; whoever adds a unit to the model appends them.

@@ -18,10 +18,8 @@ from accordion.engine.layout import Cut
 
 
 class TensorParallelView:
-    """The DTensor that a parameter was before `shard`. Data parallelism shards its local tensor; a call with the gathered local
-    tensor returns the DTensor with the old `mesh` and `placements`, connected to it in autograd's graph.
-
-    `communicators`: one for each mesh axis of several ranks over which the DTensor is divided.
+    """The DTensor that a parameter was before `shard`, which shards its local tensor. A call with the gathered local tensor
+    returns the DTensor, connected to it in autograd's graph. `communicators`: one per mesh axis of several ranks that divides it.
     """
 
     def __init__(
@@ -61,9 +59,8 @@ class Param:
     """A parameter of the model and its sharded form. `places`: (module, attribute name) of each module that reads it.
 
     `cut`: the rows that each rank keeps. `grad_dtype`: dtype of the sharded gradient; None: that in which it is summed.
-    `grad_like`: a DTensor with dtype and placement of the gradient. `extension`: makes the tensor subclass that modules see out
-    of a gathered tensor. `around`: makes the DTensor of tensor parallelism, which modules see, out of a gathered tensor.
-    `context`: the ranks that share the rows.
+    `grad_like`: a DTensor with dtype and placement of the gradient. `extension`, `around`: make what modules see out of a
+    gathered tensor, a tensor subclass or the DTensor of tensor parallelism. `context`: the ranks that share the rows.
     """
 
     name: str

@@ -40,22 +40,21 @@ class PendingReduce:
         self.goes_on = context.shard.num_ranks > 1 and context.replicate.num_ranks > 1
         self._results: Sequence[Tensor | None]
         if context.num_ranks == 1:
-            self._results = [
-                None if g is None else dense(g, g.dtype, copy=not free) for g, free in zip(grads, ours, strict=True)
-            ]
+            pairs = zip(grads, ours, strict=True)
+            self._results = [None if g is None else dense(g, g.dtype, copy=not free) for g, free in pairs]
             self._finish_sums([r for r in self._results if r is not None])
             return
         present: Sequence[Tensor] = grads  # type: ignore[assignment]
         if self.absent:
-            pairs = zip(chosen, grads, strict=True)
-            present = [torch.zeros_like(group.views[i], dtype=sent) if g is None else g for i, g in pairs]
+            views = [group.views[i] for i in chosen]
+            present = [torch.zeros_like(v, dtype=sent) if g is None else g for v, g in zip(views, grads, strict=True)]
             ours = [free or g is None for g, free in zip(grads, ours, strict=True)]
         plans = group.plans(chosen, sent, height)
         reductions = [(SendingReduce if plan.sends else AxisReduce)(plan, context.device) for plan in plans]
         if context.reduce_stream.late:
             for r in reductions:
                 r.poison()
-        flags = group.flags(self.absent, len(chosen), context.shard.num_ranks, sent)
+        flags = group.flags(self.absent, len(chosen), sent)
         reductions[0].load(present, flags, ours)
         self._first, self._last = reductions[0], reductions[-1]
         steps = self._first.steps() if self.goes_on else self._all_steps()

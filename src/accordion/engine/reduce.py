@@ -101,11 +101,7 @@ class AxisReduce:
         self._direct_out = [out[part] for part in plan.direct]
         self._direct: list[Tensor] = []
         pack_shape = (num, msg.row_numel)
-        self._pack = (
-            self._out_pack.view(pack_shape)
-            if plan.sums_in_place
-            else torch.empty(pack_shape, dtype=wire, device=device)
-        )
+        self._pack = self._out_pack.view(pack_shape) if plan.sums_in_place else out.new_empty(pack_shape, dtype=wire)
         self._received: list[Tensor] = []
         if plan.exchange:
             rows, arrives = num - plan.sends, torch.empty(plan.received_numel, dtype=wire, device=device)
@@ -136,9 +132,7 @@ class AxisReduce:
 
     def load(self, grads: Sequence[Tensor], flags: Tensor, ours: Sequence[bool]) -> None:
         """Fill the buffers to send: full gradients `grads`, and `flags` (num_ranks, num_flags), of which row r goes to rank r.
-
-        `ours`: True for gradients that may be overwritten, because nothing else refers to them.
-        """
+        `ours`: True for gradients that may be overwritten, because nothing else refers to them."""
         plan, msg, wire = self._plan, self._msg, self._plan.wire
         for i in plan.taken:
             self.results[i] = dense(grads[i], self.out.dtype, copy=not ours[i])
@@ -234,5 +228,4 @@ def dense(grad: Tensor, dtype: torch.dtype, *, copy: bool) -> Tensor:
 
 def by_rank(grad: Tensor, c: Cut) -> Tensor:
     """Return `grad` with the dim that `c` divides moved to the front, contiguous: the r-th chunk of rows is for rank r."""
-    assert c.dim is not None
     return (grad.movedim(c.dim, 0) if c.dim else grad).contiguous()

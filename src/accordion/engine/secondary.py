@@ -47,10 +47,8 @@ class LeavingBuffer(FullBuffer):
 
 
 class SecondaryGroup(CutGroup):
-    """A group whose full parameters stay sharded over a few ranks (`over`) between a forward and its backward.
-
-    Gathers of the backward use these ranks alone, unless the shards have been written since the forward.
-    """
+    """A group whose full parameters stay sharded over a few ranks (`over`) between a forward and its backward. Gathers of the
+    backward use these ranks alone, unless the shards have been written since the forward."""
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
         assert planned.secondary is not None, "the plan names the ranks"

@@ -21,9 +21,8 @@ NO_VERSION = -1
 
 
 class ShardBuffer:
-    """This rank's shards of one group of parameters: gathers read them, and optimizers step them.
-
-    Here the shards are on the device, so the methods do nothing; subclasses for offload override them.
+    """This rank's shards of one group of parameters: gathers read them, and optimizers step them. Here they are on the device, so
+    the methods do nothing; subclasses for offload override them.
 
     `padded`: each shard as 1-D, padded to an equal size on all ranks, for gathers; `dtype` is theirs, None if they differ.
     `locals`: the shards without padding, in the parameters' own dims, for optimizers. `pack_row`: small shards and the tag as one
@@ -94,11 +93,8 @@ class FlatShards(ShardBuffer):
                 self._places[i] = len(self.flats), at
             self.flats.append(flat)
         self.locals = self.locals_in(self.flats)
-        self.tag = (
-            allocate(msg.num_flags, dtypes[0])
-            if self.pack_row is None
-            else self.pack_row[msg.row_numel - msg.num_flags :]
-        )
+        row = allocate(msg.num_flags, dtypes[0]) if self.pack_row is None else self.pack_row
+        self.tag = row[row.numel() - msg.num_flags :]
 
     def locals_in(self, flats: Sequence[Tensor]) -> list[Tensor]:
         """Return each shard without padding, with its own storage, over the memory of `flats`, the flat buffers or copies."""
@@ -117,10 +113,7 @@ def on_device(device: torch.device) -> ShardBufferMaker:
 
 
 def zeros_on(device: torch.device) -> Allocate:
-    def allocate(numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    return allocate
+    return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)
 
 
 def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, list[int], Message]]:

@@ -46,10 +46,8 @@ class Slices:
         self.slices = [Slice(cut, start, min(start + height, cut.chunk)) for start in starts]
 
     def gathered(self) -> Iterator[tuple[Slice, list[Tensor]]]:
-        """Yield each slice with its rows of each parameter, while the next slice is gathered. Collective.
-
-        The caller does not write shards meanwhile, and drops the rows of a slice before it takes the next one.
-        """
+        """Yield each slice with its rows of each parameter, while the next slice is gathered. The caller does not write shards
+        meanwhile, and drops the rows of a slice before it takes the next one. Collective."""
         buffer = self.group.shard_buffer
         buffer.ready()
         copy = buffer.refresh(self.group.version())
@@ -102,11 +100,9 @@ class SlicedReduce(PendingReduce):
         """Begin to reduce the gradients of the slice `part`, after the reduce of the slice before has ended. `grads`: one per
         trained parameter, each (rows of all ranks with padding, ...)."""
         self.finish()
-        sent, ours = self._group.dtype, [True] * len(grads)
+        group, sent, ours, allocate = self._group, self._group.dtype, [True] * len(grads), self._call.engine.allocate
         grads = [grad.to(sent) for grad in weighted(grads, self._call.weight, zeros=True) if grad is not None]
-        reduce = self._call.engine.allocate(
-            GRADIENTS, PendingReduce, self._group, self._chosen, grads, sent, ours, part.height
-        )
+        reduce = allocate(GRADIENTS, PendingReduce, group, self._chosen, grads, sent, ours, part.height)
         self._under_way = part, reduce
 
     def finish(self, decide: bool = True) -> list[Tensor | None]:

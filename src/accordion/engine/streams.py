@@ -22,9 +22,7 @@ PAUSE_S = 5e-4  # poll interval of a thread that waits for an event
 
 class Waiter(Protocol):
     """Protocol for waits of the host for other ranks, and for errors if these fail; implemented in `safety/divergence.py`.
-
-    `broken`: the reason why collectives are not safe any more, None while they are.
-    """
+    `broken`: the reason why collectives are not safe any more, None while they are."""
 
     broken: str | None
 
@@ -120,11 +118,7 @@ class SideStream:
     def copy(
         self, copies: Callable[[], None], tensors: list[Any], what: str, after: Transfer | None = None
     ) -> Transfer:
-        """Run `copies()` on this side stream, after all work on the compute stream so far, and return the transfer.
-
-        `tensors`: kept alive until the transfer has landed. `what`: what this rank does, for messages. `after`: a transfer
-        after which the copies run, instead of the work on the compute stream.
-        """
+        """Run `copies()` on this side stream, as `start` does with steps, and return the transfer."""
 
         def steps() -> Steps:
             copies()
@@ -171,8 +165,7 @@ class Transfer:
             self.begun_on = side_stream.follow()
         else:
             self.begun_on = side_stream.compute()
-            after._finish()
-            side_stream.wait(after._end)
+            after.join(side_stream)
         if side_stream.late:
             with side_stream.entered():
                 _torch.sleep_on_device()

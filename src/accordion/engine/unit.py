@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.engine.context import ShardingContext
+from accordion.engine.gradients import LocalSums
 from accordion.engine.group import Group
-from accordion.engine.local_sums import LocalSums
 from accordion.engine.module_params import ModuleParams
 from accordion.engine.order import Phase
 from accordion.engine.pending_reduce import PendingReduce
@@ -41,8 +40,7 @@ class TrainedParams:
     """The parameters of a unit that require gradients, as parallel lists, and the autograd node that their calls share.
 
     `indices`: their indices in the unit. `params`: the sharded parameters. `views`: the full ones. `likes`: DTensors with
-    placement and dtype of the sharded gradients. `by_group`: (group, slice of `indices`, indices in the group) of each group
-    with such parameters; a group has the parameters of the unit that are gathered in one dtype.
+    placement and dtype of the sharded gradients. `by_group`: (group, slice of `indices`, indices in the group) per group.
     """
 
     indices: tuple[int, ...]
@@ -51,20 +49,6 @@ class TrainedParams:
     likes: list[Tensor]
     by_group: list[tuple[Group, slice, tuple[int, ...]]]
     reduce_node: ReduceNode | None = None
-
-
-@dataclass(slots=True)
-class GatherState:
-    """The gather that fills the full parameters of one unit, and the compute streams that use them.
-
-    `under_way`, `landed`: its transfers before and after the compute stream waits for them. `opened_on`: the compute stream on
-    which the full parameters were allocated; None on a device without streams. `other_streams`: all other ones that use them.
-    """
-
-    under_way: list[Transfer] = field(default_factory=list)
-    landed: list[Transfer] = field(default_factory=list)
-    opened_on: Any = None
-    other_streams: list[Any] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -89,20 +73,11 @@ def is_layer(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.Linear)) and next(module.children(), None) is None
 
 
-class FullParams(Enum):
-    RESHARDED = "resharded"  # without memory, or stale
-    UNSHARDING = "unsharding"  # a gather fills them
-    UNSHARDED = "unsharded"  # gathered
-
-
-RESHARDED, UNSHARDING, UNSHARDED = FullParams  # read often, and reading through the class takes 0.1 us in Python 3.11
-
-
 class Unit:
     """The parameters of a module that are gathered and freed together. `acquire` and `release` count the `leases`; without any,
     the full parameters are freed, unless the strategy or the unit's policy keeps them."""
 
-    observers: Any  # the engine's `Observers`, which `Engine.add_unit` sets; its module imports this one
+    observers: Any  # the engine's `Observers`, which `Hooks` sets; its module imports this one
 
     def __init__(
         self,
@@ -123,13 +98,15 @@ class Unit:
         self.reads: list[int] = []
         self.params = [p for g in groups for p in g.params]
         self.views = [v for g in groups for v in g.views]
-        self.full_bytes = sum(g.full_bytes for g in groups)
-        self._gathered = [g for g in groups if not g.alias]
+        self._gathered = [g for g in groups if g.full_buffer is not None]
         self._full_buffers = [g.full_buffer for g in groups if g.full_buffer is not None]
         self.leases = 0
-        self.full_params = RESHARDED
+        self.is_unsharded = False  # True if the full parameters are gathered, or a gather is under way
         self.keep_until_stale = False  # keep full parameters without a lease
-        self._gather = GatherState()
+        self._under_way: list[Transfer] = []  # of a gather, until the compute stream waits for them
+        self._landed: list[Transfer] = []  # of the last gather, after that
+        # Compute streams that use the full parameters; the first has allocated them. Empty on a device without streams.
+        self._used_on: list[Any] = []
         for group in groups:
             group.sharded = [p.sharded for p in group.params]
             for param, dtype in zip(group.params, group.grad_dtypes, strict=True):
@@ -143,6 +120,10 @@ class Unit:
         self.views_inputs = context.gather_stream.sleeps and len(self.trained.indices) < len(self.params)
         self.is_layer = is_layer(module)
         self.note_memory()
+
+    @property
+    def full_bytes(self) -> int:
+        return sum(full_buffer.num_bytes for full_buffer in self._full_buffers)
 
     @property
     def needs_full_in_backward(self) -> bool:
@@ -166,10 +147,11 @@ class Unit:
     def drop_stale(self) -> None:
         """Mark the full parameters for a new gather if shards were written since the last one; their memory stays allocated."""
         if self.is_unsharded and any(g.filled != g.version() for g in self._gathered):
-            self._land()
-            self.full_params = RESHARDED
-            if self._gather.other_streams:  # the next gather must wait for streams that read them
-                self.context.gather_stream.join(self._gather.other_streams)
+            if self._under_way:
+                self._land()
+            self.is_unsharded = False
+            if len(self._used_on) > 1:  # the next gather must wait for streams that read them
+                self.context.gather_stream.join(self._used_on[1:])
 
     def see_trained(self) -> bool:
         """Update `trained` and `views_inputs` from the parameters' `requires_grad`; return True if `trained` has changed."""
@@ -185,73 +167,62 @@ class Unit:
     def unshard(self) -> None:
         """Begin to gather the full parameters, unless they are gathered or a gather is under way. `acquire` waits for the gather.
         After an error, such as out of memory, nothing is gathered, and the next use begins again."""
-        if self.full_params is not RESHARDED:
+        if self.is_unsharded:
             return
-        state, transfers = self._gather, self._gather.under_way
+        transfers = self._under_way
         try:
             for group in self.groups:
                 transfer = group.gather()
                 if transfer is not None:
                     transfers.append(transfer)
         except BaseException:
-            for transfer in transfers:
-                transfer.land()
-            for group in self.groups:
-                group.landed()
-            transfers.clear()
+            self._land()
             self._close()
             self.mark_stale()
             raise
-        self.full_params = UNSHARDING if transfers else UNSHARDED
+        self.is_unsharded = True
         for notify in self.observers.unit_unshards:
             notify(self)
-        if state.opened_on is None and transfers:
-            state.opened_on = transfers[0].begun_on
+        if transfers and transfers[0].begun_on is not None and not self._used_on:
+            self._used_on.append(transfers[0].begun_on)
 
     @property
     def is_full(self) -> bool:
-        return self.full_params is UNSHARDED
-
-    @property
-    def is_unsharded(self) -> bool:
-        """Return True if the full parameters are gathered, or a gather is under way (`is_full`: False)."""
-        return self.full_params is not RESHARDED
+        """Return True if the full parameters are gathered, and no gather is under way."""
+        return self.is_unsharded and not self._under_way
 
     def acquire(self) -> int:
         """Take a lease on the full parameters, and return the version of the shards from which they were gathered. Call `unshard`
         before. The compute stream waits for the gather. The memory is freed when every lease was released."""
-        if self.full_params is UNSHARDED:
-            state = self._gather
-            if state.opened_on is not None:  # this compute stream may not have waited for the gather yet
-                stream = self.context.gather_stream.compute()
-                if stream != state.opened_on and stream not in state.other_streams:
-                    state.other_streams.append(stream)
-                    for transfer in state.landed:
-                        transfer.lead(stream)
-            version = self.version()
-        else:
+        if self._under_way:
             self._land()
             version = sum([g.filled for g in self._gathered])
+        else:
+            if self._used_on:  # this compute stream may not have waited for the gather yet
+                stream = self.context.gather_stream.compute()
+                if stream not in self._used_on:
+                    self._used_on.append(stream)
+                    for transfer in self._landed:
+                        transfer.lead(stream)
+            version = self.version()
         self.leases += 1
         return version
 
     def _land(self) -> None:
-        """Let the compute stream wait for the gathers under way, if any, and mark the full parameters as gathered."""
-        state, transfers = self._gather, self._gather.under_way
-        if transfers:
-            for transfer in transfers:
-                transfer.land()
-            for group in self.groups:
-                group.landed()
-            if transfers[0].landed_on is not None:
-                state.other_streams.append(transfers[0].landed_on)
-            state.landed, state.under_way = transfers, []
-        self.full_params = UNSHARDED
+        """Let the compute stream wait for the gathers under way."""
+        transfers = self._under_way
+        for transfer in transfers:
+            transfer.land()
+        for group in self.groups:
+            group.landed()
+        if transfers and transfers[0].landed_on is not None:
+            self._used_on.append(transfers[0].landed_on)
+        self._landed, self._under_way = transfers, []
 
     def dismantle(self) -> None:
         """Drop references to modules and abandon running gathers, because the model is deleted. The host does not wait."""
         self.module_params.forget()
-        for transfer in self._gather.under_way:
+        for transfer in self._under_way:
             transfer.abandon()
 
     def release(self) -> None:
@@ -263,10 +234,10 @@ class Unit:
     def reshard(self, waits: bool = True) -> None:
         """Free the full parameters, unless a lease, the strategy or the unit's policy keeps them, or ranks have diverged.
         `waits`: False to do nothing if the host would have to wait."""
-        if self.leases or self.full_params is RESHARDED or self.context.waiter.broken is not None:
+        if self.leases or not self.is_unsharded or self.context.waiter.broken is not None:
             return
-        if self._gather.under_way:
-            if not waits and not all(transfer.ended for transfer in self._gather.under_way):
+        if self._under_way:
+            if not waits and not all(transfer.ended for transfer in self._under_way):
                 return
             self._land()
         if not (self.context.keeps_full or self.keep_until_stale):
@@ -275,7 +246,7 @@ class Unit:
     def free(self) -> None:
         """Free the full parameters, also those that are kept between uses. There must be no lease; the next use gathers again."""
         assert self.leases == 0, f"unit {self.name!r} is in use"
-        if self._gather.under_way:
+        if self._under_way:
             self._land()
         self._close()
         self.mark_stale()
@@ -287,16 +258,14 @@ class Unit:
         self._memory = [v.data for v in self.views] if is_real else None
 
     def _close(self) -> None:
-        state = self._gather
-        if state.opened_on is not None:
+        if self._used_on:
             side_stream = self.context.gather_stream
-            side_stream.join((*state.other_streams, side_stream.compute()), state.opened_on)
-            state.opened_on = None
-        state.other_streams.clear()
-        state.landed.clear()
+            side_stream.join((*self._used_on[1:], side_stream.compute()), self._used_on[0])
+        self._used_on.clear()
+        self._landed.clear()
         for full_buffer in self._full_buffers:
             full_buffer.close()
-        self.full_params = RESHARDED
+        self.is_unsharded = False
         for notify in self.observers.unit_reshards:
             notify(self)
 
@@ -323,15 +292,14 @@ class Unit:
         address = Tensor.data_ptr
         if self._memory is None or list(map(address, fulls)) == list(map(address, self._memory)):
             return None
-        changed = []
+        error = None
         for full, memory, param in zip(fulls, self._memory, self.params, strict=True):
             if address(full) != address(memory):
                 data, full.data = full.data, memory
                 is_alike = (data.shape, data.dtype, data.device) == (memory.shape, memory.dtype, memory.device)
-                changed += [] if is_alike and torch.equal(data, memory) else [param.name]
-        if not changed:
-            return None
-        return self.lost_write_error(f"assigned other values to the data of parameter {changed[0]!r}")
+                if error is None and not (is_alike and torch.equal(data, memory)):
+                    error = self.lost_write_error(f"assigned other values to the data of parameter {param.name!r}")
+        return error
 
     def lost_write_error(self, change: str) -> UsageError:
         return UsageError(
@@ -370,10 +338,7 @@ class Unit:
         self, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool = True
     ) -> tuple[list[DTensor | None], list[Transfer]]:
         """Wait for the reduces `parts`; return (sharded gradient per trained parameter, copies to host or disk under way).
-
-        `adding`: True for gradients that the caller only adds to others. `decide`: return None, not zeros, for a gradient that
-        no rank has; if this rank lacks one, the host then waits for the device.
-        """
+        `adding`: True for gradients that the caller only adds to others. `decide`: as in `PendingReduce.finish`."""
         local: list[Tensor | None] = []
         copies: list[Transfer] = []
         for (_, at, _), part in zip(trained.by_group, parts, strict=True):
