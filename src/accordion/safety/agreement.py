@@ -9,6 +9,7 @@ the first forward of a kind, and of every forward after they have diverged once.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -99,8 +100,8 @@ class OrderAgreement(Observer):
         self.always = self._at_once = always  # `_at_once`: ranks agree on the start of each pass too
         self._silent = False  # this forward needs no other rank, so one rank may run it alone
         self._is_new = False  # no forward of this kind was seen yet
-        self._num_to_follow = 0  # steps of the last forward that others have done already
-        self._is_late = False  # others have ended this forward
+        # Number of steps that others have done already, as the last forward did them; inf if others have ended this forward.
+        self._num_to_follow: float = 0
         self._in_backward = False  # a backward has begun and not ended
         self._root = 0  # number of the forward
         self.open_dummies: list[tuple[int, Hooks, Call, Sequence[Tensor]]] = []  # dummy calls, with their depth
@@ -114,7 +115,7 @@ class OrderAgreement(Observer):
         if self._silent:
             return
         self._root += 1
-        self._is_new, self._is_late, self._num_to_follow = not self._expected.knows(how), False, 0
+        self._is_new, self._num_to_follow = not self._expected.knows(how), 0
         self.open_dummies.clear()
         # A backward that has begun and not ended was ended by an error, maybe on this rank alone.
         failed, self._in_backward = self._in_backward, False
@@ -212,15 +213,15 @@ class OrderAgreement(Observer):
         the other ranks, unless it repeats steps that they have done. Raises `DivergenceError` if ranks cannot be brought
         together."""
         while True:
-            following: Any = self._expected.following(FORWARD)
+            following: Any = self._expected.following(FORWARD)  # a `UnitCall` or None
             if self._num_to_follow and following is not None:
                 if step.leaves and following.depth < step.depth:
                     return step
                 self._num_to_follow -= 1
-                return UnitCall(*following)
-            if self._is_late and step.leaves:
-                return step
-            if self._is_late:
+                return following
+            if self._num_to_follow == math.inf:
+                if step.leaves:
+                    return step
                 self._monitor.fail(f"this rank {what}, and others have ended that forward; {ADVICE}")
             reports = self._monitor.meet({"what": what, "step": step, **self._position()})
             chosen = step if reports is None else self._decide(reports)
@@ -263,10 +264,8 @@ class OrderAgreement(Observer):
         if isinstance(outcome, UnitCall):
             return outcome
         position = self._position()
-        if outcome.is_for(position) and outcome.num_done is None:
-            self._is_late, self._num_to_follow = True, self._expected.num_left(FORWARD)
-        elif outcome.is_for(position):
-            self._num_to_follow = outcome.num_done - position["num_done"]
+        if outcome.is_for(position):
+            self._num_to_follow = math.inf if outcome.num_done is None else outcome.num_done - position["num_done"]
         return None
 
     def close(self, depth: int) -> None:

@@ -342,16 +342,14 @@ class DivergenceMonitor(Observer):
         """Post to the other ranks that this rank has failed. `text`: how, as the end of a sentence that begins with "rank R"."""
         self._tell({"failed": wording.of_another(text), **self._facts})
 
-    def _tell(self, post: dict[str, Any]) -> None:
+    def _tell(self, post: dict[str, Any] | None) -> None:
         if (hub := self._hub) is not None and post != self._post:
             self._post = post
             hub.post(self._prefix, post)
 
     def forget(self) -> None:
         """Withdraw what this rank has last posted about the model, if anything."""
-        if self._post is not None and (hub := self._hub) is not None:
-            hub.post(self._prefix, None)
-        self._post = None
+        self._tell(None)
 
     def looks(self, device: torch.device) -> bool:
         """Return True if ranks compare the tags that collectives carry to identify their unit: on a CPU always, on other devices
@@ -361,9 +359,7 @@ class DivergenceMonitor(Observer):
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
         """Raise `DivergenceError` unless each row of `rows` (num_ranks, n), the tags of all ranks, equals `expected` (n,). On an
         accelerator the device asserts this instead, without a wait of the host. `what`: text on what this rank does, for the
-        message. Does nothing without other ranks."""
-        if not self.listens:
-            return
+        message. Call this only if `looks` returns True."""
         if rows.device.type != "cpu":
             text = f"ranks are in different units: this rank {what}, and another rank does something else; {wording.ADVICE}"
             _torch.assert_on_device((rows == expected).all(), text)

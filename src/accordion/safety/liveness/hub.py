@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from accordion import _torch
@@ -75,7 +75,9 @@ class Hub:
         self._num_questions = 0
         self.called: set[str] = set()
         self.over: dict[str, messages.MeetingOver] = {}
-        self._first = _FirstRank(self)
+        # On the first rank: arrivals at meetings, by name and rank, and by model and digest of inputs the rank that had it first.
+        self._arrivals: dict[str, dict[int, messages.Arrival]] = {}
+        self._inputs: dict[str, dict[int, int]] = {}
         self._has_reported_end = self._is_explained = False
         self.lease: Callable[[], Any] = lambda: None  # returns the lease, while there is one
 
@@ -237,11 +239,38 @@ class Hub:
         forwards any other one. Every rank answers a question, and stores any other message that is not in `FOR_FIRST`."""
         with self._changed:
             if self._links.leads:  # forwards first, since the message may end its process
-                self._first.pass_on(message)
+                self._pass_on(message)
             if not isinstance(message, FOR_FIRST):
                 self._note(message)
 
-    def send_and_note(self, message: messages.HubMessage, to: Sequence[int]) -> None:
+    def _pass_on(self, message: messages.HubMessage) -> None:
+        """On the first rank, act on a message of a kind in `FOR_FIRST`: count arrivals at meetings, and warn if two ranks have
+        equal inputs. Forward any other message: an answer to the rank that asked, the rest to all."""
+        match message:
+            case messages.Arrival(name=name):
+                arrivals = self._arrivals.setdefault(name, {})
+                arrivals[message.rank] = message
+                if len(arrivals) == message.num:
+                    del self._arrivals[name]
+                    reports = [(rank, arrival.text, arrival.facts) for rank, arrival in sorted(arrivals.items())]
+                    is_same = len({text for _, text, _ in reports}) == 1
+                    over = messages.MeetingOver(rank=self.rank, name=name, reports=None if is_same else reports)
+                    self._send_and_note(over, [] if is_same and message.quiet else arrivals)
+                elif len(arrivals) == 1 and message.wakes:
+                    others = [rank for rank in self.ranks if rank != message.rank]
+                    self._send_and_note(messages.MeetingCalled(rank=message.rank, name=name), others)
+            case messages.InputDigest(rank=rank):
+                ranks = self._inputs.setdefault(message.model, {})
+                other = ranks.setdefault(message.digest, rank)
+                if other != rank and WARNED not in ranks:
+                    ranks[WARNED] = other
+                    log.warning(wording.SAME_INPUTS, *sorted((other, rank)))
+            case messages.PositionAnswer():
+                self._links.send(message, to=message.to)
+            case _:
+                self._links.send(message, but=message.rank)
+
+    def _send_and_note(self, message: messages.HubMessage, to: Collection[int]) -> None:
         """Send a message of the first rank to the ranks `to`, and store it here if this rank is one of them."""
         for rank in to:
             if rank != self.rank:
@@ -272,9 +301,8 @@ class Hub:
                     self.called.discard(message.name)
                     self.over[message.name] = message
             self._changed.notify_all()
-        if self.position.may_wait_on_device and message.rank != self.rank and self._why_not(message.rank):
-            args = (message.rank, self._why_not(message.rank), str(self.position))
-            timer = threading.Timer(NAMED_S, self._log_wait, args)
+        if self.position.may_wait_on_device and message.rank != self.rank and (why := self._why_not(message.rank)):
+            timer = threading.Timer(NAMED_S, self._log_wait, (message.rank, why, str(self.position)))
             timer.daemon = True
             timer.start()
 
@@ -308,42 +336,6 @@ class Hub:
                 text.rstrip("."),
                 place,
             )
-
-
-class _FirstRank:
-    """Duties of the hub's first rank: forward messages, count arrivals at meetings, and warn if two ranks have equal inputs."""
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-        self._arrivals: dict[str, dict[int, messages.Arrival]] = {}
-        self._inputs: dict[str, dict[int, int]] = {}  # by model and digest, the rank that had it first
-
-    def pass_on(self, message: messages.HubMessage) -> None:
-        """Act on a message of a kind in `FOR_FIRST`. Forward any other one: an answer to the rank that asked, the rest to all."""
-        hub = self._hub
-        match message:
-            case messages.Arrival(name=name):
-                arrivals = self._arrivals.setdefault(name, {})
-                arrivals[message.rank] = message
-                if len(arrivals) == message.num:
-                    del self._arrivals[name]
-                    reports = [(rank, arrival.text, arrival.facts) for rank, arrival in sorted(arrivals.items())]
-                    is_same = len({text for _, text, _ in reports}) == 1
-                    over = messages.MeetingOver(rank=hub.rank, name=name, reports=None if is_same else reports)
-                    hub.send_and_note(over, [] if is_same and message.quiet else list(arrivals))
-                elif len(arrivals) == 1 and message.wakes:
-                    others = [rank for rank in hub.ranks if rank != message.rank]
-                    hub.send_and_note(messages.MeetingCalled(rank=message.rank, name=name), others)
-            case messages.InputDigest(rank=rank):
-                ranks = self._inputs.setdefault(message.model, {})
-                other = ranks.setdefault(message.digest, rank)
-                if other != rank and WARNED not in ranks:
-                    ranks[WARNED] = other
-                    log.warning(wording.SAME_INPUTS, *sorted((other, rank)))
-            case messages.PositionAnswer():
-                hub._links.send(message, to=message.to)
-            case _:
-                hub._links.send(message, but=message.rank)
 
 
 class _Lease:
