@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -105,7 +106,7 @@ class OrderAgreement(Observer):
         self._in_backward = False  # a backward has begun and not ended
         self._root = 0  # number of the forward
         self.open_dummies: list[tuple[int, Hooks, Call, Sequence[Tensor]]] = []  # dummy calls, with their depth
-        monitor.listen(self.join_meeting)
+        monitor.join = weakref.WeakMethod(self.join_meeting)
 
     # -- the moments of a step
 
@@ -209,9 +210,8 @@ class OrderAgreement(Observer):
             self._expected.note(FORWARD, step)
 
     def _next(self, step: UnitCall, what: str) -> UnitCall:
-        """Return the step that all ranks take next: `step`, or one for which this rank makes a dummy call. Exchanges reports with
-        the other ranks, unless it repeats steps that they have done. Raises `DivergenceError` if ranks cannot be brought
-        together."""
+        """Return the step that all ranks take next: `step`, or one for which this rank makes a dummy call. Exchanges reports,
+        unless this rank repeats steps that others have done. Raises `DivergenceError` if ranks cannot be brought together."""
         while True:
             following: Any = self._expected.following(FORWARD)  # a `UnitCall` or None
             if self._num_to_follow and following is not None:

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -78,7 +77,8 @@ class DivergenceMonitor(Observer):
         self.cannot_ask = not all(communicator.can_poll for communicator in communicators)
         self.listens = bool(communicators)  # there are other ranks
         self.broken: str | None = None  # why no collective is safe any more: messages of others may still arrive
-        self._join: Callable[[], Callable[[str], dict[int, dict[str, Any]]] | None] = lambda: None
+        # Weak reference to `OrderAgreement.join_meeting`, called if another rank opens a meeting while this rank waits.
+        self.join: Callable[[], Callable[[str], dict[int, dict[str, Any]]] | None] = lambda: None
         self._post: dict[str, Any] | None = None  # this rank's current post
         self._num_met = 0  # meetings
         self.num_since_meeting = 0  # forwards of the whole model
@@ -99,11 +99,6 @@ class DivergenceMonitor(Observer):
         """The hub of the model's ranks. None without other ranks, and after the job's process groups are destroyed."""
         hub = self._own_hub
         return None if hub is None or hub.is_closed else hub
-
-    def listen(self, join: Callable[[str], dict[int, dict[str, Any]]]) -> None:
-        """Register the bound method `join`, to which only a weak reference is kept. If another rank opens a meeting while this
-        rank waits in a collective, `join` is called with text on what this rank does. It joins and returns reports by rank."""
-        self._join = weakref.WeakMethod(join)
 
     def check(self) -> None:
         """Raise `DivergenceError` if ranks of this model have diverged before. Raise `UsageError` if there are other ranks and
@@ -178,10 +173,10 @@ class DivergenceMonitor(Observer):
         self.num_since_meeting = 0
         if (hub := self._hub) is None:
             return None
-        name, what = self._meeting, report["what"]
+        name, what = f"{self._prefix}/{self._num_met}", report["what"]
         hub.arrive(name, len(self.ranks), json.dumps(report), self._facts, wakes=True)
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
-        wait, next_s = _Wait(self.ranks, what), min(REPORT_AFTER_S, lost_s)
+        wait, next_s = _Wait(self.ranks, what), REPORT_AFTER_S
 
         def check(waited_s: float) -> None:
             nonlocal next_s
@@ -202,10 +197,6 @@ class DivergenceMonitor(Observer):
         self.forget()
         self._num_met += 1
         return None if over.reports is None else {r: {**json.loads(text), **facts} for r, text, facts in over.reports}
-
-    @property
-    def _meeting(self) -> str:
-        return f"{self._prefix}/{self._num_met}"
 
     def fail_diverged(self, reports: Mapping[int, Mapping[str, Any]]) -> NoReturn:
         """Raise `DivergenceError` with what each rank does, from the `reports` of a meeting."""
@@ -269,8 +260,8 @@ class DivergenceMonitor(Observer):
                 gone_s = waited_s if gone_s is None else gone_s
                 if waited_s - gone_s >= POLL_S and not work.is_completed():
                     self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
-            if self._meeting in hub.called:
-                join = self._join()
+            if f"{self._prefix}/{self._num_met}" in hub.called:
+                join = self.join()
                 assert join is not None, "`OrderAgreement` lives as long as its engine"
                 reports, called_s = join(what), waited_s if called_s is None else called_s
                 if waited_s - called_s > POLLS * REPORT_AFTER_S and not work.is_completed():
@@ -388,19 +379,19 @@ class DivergenceMonitor(Observer):
     def _fail_mismatch(self, what: str) -> NoReturn:
         """Raise `DivergenceError` because tags or digests differ; the error tells how the steps of ranks differ, or what each
         rank does. Waits up to `POSTS_S` for the posts of all ranks."""
-        post = {"what": what, **self._facts, **self.history()}
+        hub, post = self._hub, {"what": what, **self._facts, **self.history()}
+        assert hub is not None, "other ranks took part in a collective just now, or have sent digests"
         self._tell(post)
-        posts: dict[int, dict[str, Any]] = {}
-        if (hub := self._hub) is not None:  # all ranks detect the mismatch at about the same time
-            poll(lambda: len(hub.posts(self._prefix)) == len(self.ranks), POSTS_S, pause=hub.pause)
-            posts = hub.posts(self._prefix)
+        # All ranks detect the mismatch at about the same time.
+        poll(lambda: len(hub.posts(self._prefix)) == len(self.ranks), POSTS_S, pause=hub.pause)
+        posts = hub.posts(self._prefix)
         text = wording.step_differences(posts)
         if not text:
             if len(posts) == len(self.ranks) and all("what" in post for post in posts.values()):
                 each = wording.doing_of(posts)
             else:
-                others = {rank: one for rank, one in posts.items() if "what" in one and hub and rank != hub.rank}
-                gone = None if hub is None else hub.gone(self.ranks, self._prefix)
+                others = {rank: one for rank, one in posts.items() if "what" in one and rank != hub.rank}
+                gone = hub.gone(self.ranks, self._prefix)
                 ended = "" if gone is None else f"; rank {gone[0]} {gone[1]}"
                 each = f"this rank {what}, {wording.doing_of(others) or 'and another rank does something else'}{ended}"
             text = f"ranks are in different units: {each}; {wording.advice(posts)}"

@@ -221,8 +221,8 @@ def refuse_additions(model: nn.Module, engine: Engine) -> None:
 
 
 class OneCaller(Observer):
-    """Observer that refuses a call of the model in a forked process, unless this rank is `alone`: without other ranks. It also
-    refuses a call from a second thread while a forward runs."""
+    """Observer that raises `UsageError` at a call of the model in a forked process, unless this rank is `alone`: without other
+    ranks. It also raises at a call from a second thread while a forward runs."""
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
@@ -230,7 +230,6 @@ class OneCaller(Observer):
         self._thread: int | None = None
 
     def unit_is_called(self) -> None:
-        """Raise `UsageError` in a forked process (unless `alone`), and if a forward of another thread is in progress."""
         thread = self._thread
         if thread is None:  # the outermost call
             if not self._alone and os.getpid() != self._pid:

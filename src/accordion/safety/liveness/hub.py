@@ -11,6 +11,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from itertools import count
 from typing import Any
 
 from accordion import _torch
@@ -72,7 +73,7 @@ class Hub:
         self._echoes: list[tuple[int, str, str]] = []
         self._posts: dict[str, dict[int, dict[str, Any]]] = {}  # by model and rank
         self._answers: dict[int, dict[int, str]] = {}  # by number of the question
-        self._num_questions = 0
+        self._questions = count()
         self.called: set[str] = set()
         self.over: dict[str, messages.MeetingOver] = {}
         # On the first rank: arrivals at meetings, by name and rank, and by model and digest of inputs the rank that had it first.
@@ -111,8 +112,7 @@ class Hub:
     # -- what this rank reports
 
     def post(self, model: str, report: dict[str, Any] | None) -> None:
-        """Send `report` on the model named `model` to all ranks, in place of the last one; None withdraws that. Keys of `report`,
-        each optional: `what` this rank does, the `ranks` that it waits for, and how it has `failed`."""
+        """Send `report` on the model named `model` to all ranks, in place of the last one; None withdraws that. See `Post`."""
         message = messages.Post(rank=self.rank, model=model, report=report)
         self._note(message)
         self._links.send(message)
@@ -123,25 +123,23 @@ class Hub:
             self._has_reported_end = True
             self._links.send(messages.HasEnded(rank=self.rank, text=text, echo=echo))
 
-    def explain(self, error: BaseException) -> str:
-        """Report that this rank ends with `error`. Returns "", unless a backend raised `error` because of another rank: then
-        waits up to `ECHO_S` for the cause, prints a sentence with the cause, or else with what other ranks do, and returns the
-        sentence. Later calls do nothing and return ""."""
+    def explain(self, error: BaseException) -> None:
+        """Report that this rank ends with `error`. If a backend raised `error` because of another rank, first wait up to `ECHO_S`
+        for the cause, and print a sentence with the cause, or else with what other ranks do. Later calls do nothing."""
         if self._is_explained:
-            return ""
-        self._is_explained, text = True, ""
+            return
+        self._is_explained = True
         if wording.is_backends_echo(error) and not wording.was_interrupted(error):
             this = f"this rank {wording.failure(error, self.position.phase)}"
             self.position.doing = wording.failure(error)
             cause = self.cause(0.0 if wording.is_out_of_time(error) else ECHO_S)
             if cause is not None:
-                text = f"{this}, and rank {cause[0]} {cause[1].rstrip('.')}."
+                why = f"rank {cause[0]} {cause[1].rstrip('.')}."
             else:
                 others = wording.each_of(self.where(self.ranks)) or "no other rank answers"
-                text = f"{this}, and {others}: all ranks must do the same."
-            print(f"accordion: {text}", file=sys.stderr, flush=True)
+                why = f"{others}: all ranks must do the same."
+            print(f"accordion: {this}, and {why}", file=sys.stderr, flush=True)
         self._say_failed(error)
-        return text
 
     def _say_failed(self, error: BaseException) -> None:
         is_echo = wording.is_echo(error) and not wording.was_interrupted(error)
@@ -184,9 +182,9 @@ class Hub:
         with self._changed:
             return dict(sorted(self._posts.get(model, {}).items()))
 
-    def gone(self, ranks: Sequence[int], model: str | None = None) -> tuple[int, str] | None:
+    def gone(self, ranks: Sequence[int], model: str) -> tuple[int, str] | None:
         """Return None if none of `ranks` has ended. Otherwise return (rank, text) of the failure or end that came first, which
-        may be that of another rank. With `model`, failed steps of other models do not count."""
+        may be that of another rank. Failed steps of other models than `model` do not count."""
         gone = next(((rank, text) for rank, text in list(self.ended.items()) if rank in ranks), None)
         return None if gone is None else self.cause(model=model) or gone
 
@@ -203,12 +201,10 @@ class Hub:
         return next(((rank, text) for rank, _, text in causes), None)
 
     def where(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Ask those of `ranks` that have not ended for their positions. Return rank -> text for the ranks that answer within
-        `ANSWER_S`."""
+        """Ask those of `ranks` that have not ended for their positions; return rank -> text of answers within `ANSWER_S`."""
         wanted = {rank for rank in ranks if rank not in (*self.ended, self.rank)}
-        with self._changed:
-            self._num_questions += 1
-            number, answers = self._num_questions, self._answers.setdefault(self._num_questions, {})
+        number = next(self._questions)
+        answers = self._answers[number] = {}
         self._links.send(messages.PositionQuestion(rank=self.rank, number=number))
         if self._links.peers:
             poll(lambda: wanted <= set(answers), ANSWER_S, pause=self.pause)
@@ -235,8 +231,7 @@ class Hub:
     # -- receiving
 
     def receive(self, message: messages.HubMessage) -> None:
-        """Handle `message`, which may come from another rank. The first rank acts on a message of a kind in `FOR_FIRST`, and
-        forwards any other one. Every rank answers a question, and stores any other message that is not in `FOR_FIRST`."""
+        """Answer a question, or store any other `message`. The first rank also passes it on, and only that if in `FOR_FIRST`."""
         with self._changed:
             if self._links.leads:  # forwards first, since the message may end its process
                 self._pass_on(message)

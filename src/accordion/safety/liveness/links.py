@@ -61,9 +61,8 @@ def give_up(connection: socket.socket, timeout_s: float) -> None:
 
 
 class HubLinks:
-    """The connections of this rank: if it is the first one, to all other ranks, otherwise to the first rank. They need no
-    collectives, no devices, and not the job's store, which ends with the rank that runs it. If a process ends in any way, the
-    system closes its connections. `peers`: the sockets of open connections, by the rank at the other end."""
+    """The connections of this rank: if it is the first one, to all other ranks, otherwise to the first rank. If a process ends in
+    any way, the system closes its connections. `peers`: the sockets of open connections, by the rank at the other end."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.ranks, self.rank, self.leads = list(ranks), rank, rank == ranks[0]
