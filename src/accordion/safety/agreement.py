@@ -90,8 +90,7 @@ def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
 
 class OrderAgreement(Observer):
     """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips. `hooks`:
-    one per unit. `always`: ranks agree on each step, even if it repeats the last forward, as with `debug="order"`; set to True
-    once ranks have called different units."""
+    one per unit. `always`: ranks agree on each step (`debug="order"`); set to True once ranks have called different units."""
 
     def __init__(
         self, engine: Engine, hooks: Sequence[Hooks], monitor: DivergenceMonitor, *, always: bool = False
@@ -159,8 +158,7 @@ class OrderAgreement(Observer):
             self.must("begins a backward")
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
-        """If the last backward did not use `unit` at this point, or with `debug="order"`, wait until all ranks are about to use
-        it. Raises `DivergenceError` if a rank will not."""
+        """Unless the last backward used `unit` at this point too, and always with `debug="order"`, wait as `must` does."""
         if not self._expected.note(BACKWARD, (unit.index, unit.trained.indices)) or self._at_once:
             self.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
 
@@ -229,8 +227,7 @@ class OrderAgreement(Observer):
                 return chosen
 
     def must(self, what: str) -> None:
-        """Wait until all ranks are about to do `what`, which has no dummy call. Raises `DivergenceError` if a rank will not do
-        it. Returns at once if there are no other ranks."""
+        """Wait for other ranks, if any, until all are about to do `what`. Raises `DivergenceError` if a rank will not do it."""
         while reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()}):
             if all(r.get("must") == what for r in reports.values()):
                 # One rank may have run silent forwards alone, so numbers may differ.

@@ -69,8 +69,7 @@ class DivergenceMonitor(Observer):
 
     def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:
         """Create the monitor of a model on the global `ranks`. A collective. `communicators`: those that include this rank.
-        `hub`: the connections of the ranks; by default those that the job keeps. If the job has none yet, they are opened, and
-        the thread that reads from them is started."""
+        `hub`: the connections of the ranks; by default that of the job, which `Hub.of_job` creates."""
         communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]
         self.ranks = sorted(ranks)
         # True if ranks wait on their devices, or in works whose wait must not time out, and cannot answer meanwhile.
@@ -101,8 +100,7 @@ class DivergenceMonitor(Observer):
         return None if hub is None or hub.is_closed else hub
 
     def check(self) -> None:
-        """Raise `DivergenceError` if ranks of this model have diverged before. Raise `UsageError` if there are other ranks and
-        this rank has destroyed its process group."""
+        """Raise `DivergenceError` if ranks have diverged before, and `UsageError` if their process group was destroyed."""
         if self.listens and self._hub is None and not dist.is_initialized():
             raise UsageError(
                 "a sharded model was called after dist.destroy_process_group(), so its ranks cannot reach each other; call it "
@@ -287,9 +285,8 @@ class DivergenceMonitor(Observer):
         return True
 
     def _report(self, hub: Hub, wait: _Wait) -> None:
-        """Post that this rank waits. Raise `DivergenceError` if a rank has failed, or if in `POLLS` calls in a row all ranks
-        waited in different places. In call number `SILENT_POLLS`, log a warning that names the ranks without a post. Counts the
-        calls in `wait`."""
+        """Post that this rank waits, and count this in `wait`. Raise `DivergenceError` if a rank has failed, or if all ranks have
+        waited in different places `POLLS` times in a row. At time `SILENT_POLLS`, log which ranks have not posted."""
         doing = self._doing(wait.what)
         self._tell({"ranks": wait.ranks, "what": doing, **self._facts})
         posts = hub.posts(self._prefix)
@@ -309,8 +306,7 @@ class DivergenceMonitor(Observer):
             self.fail(f"ranks wait for each other in different places: {each}; {wording.advice(posts)}")
 
     def _without_post(self, hub: Hub) -> str:
-        """Ask the ranks that have posted nothing what they do. Return text on their answers and on the ranks without an answer;
-        "" if all ranks have posted."""
+        """Ask the ranks that have posted nothing what they do. Return text on each of them; "" if all have posted."""
         posts = hub.posts(self._prefix)
         ranks = [rank for rank in self.ranks if rank not in posts]
         return hub.others(ranks) if ranks else ""
@@ -349,8 +345,7 @@ class DivergenceMonitor(Observer):
 
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
         """Raise `DivergenceError` unless each row of `rows` (num_ranks, n), the tags of all ranks, equals `expected` (n,). On an
-        accelerator the device asserts this instead, without a wait of the host. `what`: text on what this rank does, for the
-        message. Call this only if `looks` returns True."""
+        accelerator the device asserts this, and no host waits. `what`: what this rank does. Call this only if `looks` is true."""
         if rows.device.type != "cpu":
             text = f"ranks are in different units: this rank {what}, and another rank does something else; {wording.ADVICE}"
             _torch.assert_on_device((rows == expected).all(), text)

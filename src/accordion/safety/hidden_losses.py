@@ -27,9 +27,8 @@ class HiddenLosses(Observer):
 
     def __init__(self) -> None:
         self._begins_at_reads: dict[int, bool] = {}  # by unit, after its first backward
-        self._watches: dict[
-            int, torch.autograd.graph.saved_tensors_hooks
-        ] = {}  # of calls in progress, by id of the call
+        # Of calls in progress, by id of the call.
+        self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
         """Install a hook on the tensors that autograd saves in the forward of `call`, unless it is a dummy call or has no
@@ -74,6 +73,5 @@ class HiddenLosses(Observer):
 
 
 def unpack(saved: Any) -> Tensor:
-    """Unpack hook: return the tensor that was saved as `saved`. If it is a full parameter, which `pack` has put into a `partial`,
-    first begin the backward of its call."""
+    """Unpack hook: return the tensor saved as `saved`. A full parameter is a `partial`, which begins its call's backward."""
     return cast(Tensor, saved() if isinstance(saved, partial) else saved)

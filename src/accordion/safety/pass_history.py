@@ -61,8 +61,7 @@ class PassHistory:
         return True
 
     def note(self, phase: Phase, event: Hashable) -> bool:
-        """Record `event` in the pass of this `phase`, and return True if it was the one expected next. If no pass is in progress,
-        record nothing and return False."""
+        """Record `event` in the pass of this `phase`, if one is in progress; return True if it was the one expected next."""
         expected = self.matches(phase, event)
         if not expected and phase in self._open:
             run = self._open[phase]

@@ -161,8 +161,7 @@ class Hub:
         self._links.close()
 
     def _check_main_thread(self) -> None:
-        """If the main thread has ended, report the end of the program or its error, even if other threads (a save) go on. Does
-        nothing if this rank has reported its end before."""
+        """If the main thread has ended, report the end of the program or its error, even if other threads (a save) go on."""
         if self.is_closed or self._has_reported_end or threading.main_thread().is_alive():
             return
         if (error := last_error()) is None:
@@ -231,7 +230,7 @@ class Hub:
     # -- receiving
 
     def receive(self, message: messages.HubMessage) -> None:
-        """Answer a question, or store any other `message`. The first rank also passes it on, and only that if in `FOR_FIRST`."""
+        """On the first rank, pass `message` on. On every rank, answer or store it, unless it is of a kind in `FOR_FIRST`."""
         with self._changed:
             if self._links.leads:  # forwards first, since the message may end its process
                 self._pass_on(message)
@@ -239,8 +238,8 @@ class Hub:
                 self._note(message)
 
     def _pass_on(self, message: messages.HubMessage) -> None:
-        """On the first rank, act on a message of a kind in `FOR_FIRST`: count arrivals at meetings, and warn if two ranks have
-        equal inputs. Forward any other message: an answer to the rank that asked, the rest to all."""
+        """Count arrivals at meetings, warn if two ranks have equal inputs, send an answer to the rank that asked, and any other
+        message to all ranks."""
         match message:
             case messages.Arrival(name=name):
                 arrivals = self._arrivals.setdefault(name, {})
@@ -315,10 +314,8 @@ class Hub:
         """Return text on why `rank` will not join a collective on a device; "" if nothing is known."""
         causes = {model: text for r, model, text in self._causes if r == rank}
         posts = [posts[rank]["what"] for posts in self._posts.values() if "what" in posts.get(rank, {})]
-        if "" in causes:  # its program has ended
-            return causes[""]
-        # A rank that waits with one model has continued after a failed step of another model.
-        return next(iter([*posts, *causes.values()]), "")
+        # The end of its program counts most. A rank that waits with one model has continued after a failed step of another one.
+        return causes.get("") or next(iter([*posts, *causes.values()]), "")
 
     def _log_wait(self, rank: int, text: str, place: str) -> None:
         """Log that `rank` will not join a collective for which this rank may wait on its device. `text`: the reason. `place`:

@@ -147,8 +147,7 @@ class HubLinks:
         threading.Thread(target=self._listen, args=(receive, check), name="accordion-hub", daemon=True).start()
 
     def send(self, message: HubMessage, to: int | None = None, but: int | None = None) -> None:
-        """Send a message to rank `to`, by default to all connected ranks, except rank `but`. Errors of connections are ignored,
-        and nothing is sent after `close`."""
+        """Send a message to rank `to`, by default to all peers except `but`. Ignores errors; does nothing after `close`."""
         line = encoded(message)
         for rank, peer in list(self.peers.items()):
             if rank != but and to in (None, rank) and not self.closed:
@@ -164,8 +163,7 @@ class HubLinks:
                 peer.shutdown(socket.SHUT_WR)
 
     def _aim_crash(self) -> None:
-        """Have `faulthandler` write a crash of this process to a connected rank; if none is connected, to the null device. Does
-        nothing unless `report_crashes` took effect."""
+        """If `report_crashes` took effect, have `faulthandler` write a crash to a connected rank, or else the null device."""
         if self._crash_fd is None:
             return
         peer = None if self.closed else next(iter(self.peers.values()), None)

@@ -230,9 +230,8 @@ def step_differences(histories: Mapping[int, Mapping[str, Any]]) -> str:
     begun, differing = 0, []
     for rank in ranks[1:]:
         for num, step, record in histories[rank]["records"]:
-            if num not in first or first[num] == record:
+            if (theirs := first.get(num, record)) == record:
                 continue
-            theirs = first[num]
             keys = [key for key in {**theirs, **record} if theirs.get(key) != record.get(key)]
             # If only one rank stepped, its options are no news.
             keys = [key for key in keys if (key in theirs) == (key in record)] or keys
