@@ -247,9 +247,8 @@ class OrderAgreement(Observer):
         return {"root": self._root, "num_done": self._expected.num_done(FORWARD)}
 
     def _decide(self, reports: Mapping[int, Mapping[str, Any]]) -> UnitCall | None:
-        """Return the step that all ranks take next. If ranks must catch up first, return None, and have this rank do so if it is
-        one of them. If ranks call different units for the first time, set `always` and log a warning. Raises `DivergenceError` if
-        dummy calls cannot bring ranks together."""
+        """Return the step that all ranks take next, or None if some ranks must catch up first, maybe this one. The first time
+        that ranks diverge, set `always` and log a warning. Raises `DivergenceError` if dummy calls cannot bring them together."""
         outcome = choose(reports.values())
         if outcome is None:
             self._monitor.fail_diverged(reports)

@@ -225,8 +225,7 @@ class DivergenceMonitor(Observer):
     # -- in a collective
 
     def wait(self, pending: Pending, what: str) -> None:
-        """Let the host wait for the works of `pending`. Raises `DivergenceError` if one fails, or a rank has ended or diverged.
-        `what`: text on what this rank does, for messages."""
+        """Let the host wait for the works of `pending`. Raises `DivergenceError` if one fails, or a rank ended or diverged."""
         # Without a timeout of ours, a work waits until the backend's.
         timeout = MEETING_POLL if pending.communicator.can_poll else None
         for work in pending.works:

@@ -174,11 +174,10 @@ def _guard_conversion(guarded: nn.Module, of_unit: Hooks) -> None:
         assert module is not None, "a module's method runs while the module lives"
         if hooks is not None and hooks.engine.depth == 0 and (on_convert := hooks.unit.unit_policy.on_convert):
             on_convert()
-            changed: nn.Module = module._apply(function, recurse)
-            return changed
+            hooks = None  # the module is no longer guarded
         if hooks is None or hooks.engine.suspended:
-            converted: nn.Module = type(module)._apply(module, function, recurse)
-            return converted
+            type(module)._apply(module, function, recurse)
+            return module
         hooks.unit.module_params.convert(module, function)
         parameters, module._parameters = module._parameters, {}
         try:

@@ -105,9 +105,8 @@ class StepWatch(Observer):
             self._versions = None
 
     def backward_begins(self) -> None:
-        """Add the record since the last backward to the digest, and send the digest: in the tags of the first unit with trainable
-        parameters, or to the first rank now and then. Does nothing if all parameters are frozen. Raises `DivergenceError` if
-        digests that were sent to the first rank before have differed."""
+        """Add the record since the last backward to the digest, and send the digest. Does nothing if all parameters are frozen.
+        Raises `DivergenceError` if digests that were sent to the first rank before have differed."""
         first = first_trained(self._engine)
         if first is None:
             return

@@ -181,16 +181,15 @@ class Hub:
         with self._changed:
             return dict(sorted(self._posts.get(model, {}).items()))
 
-    def gone(self, ranks: Sequence[int], model: str) -> tuple[int, str] | None:
+    def gone(self, ranks: Sequence[int], model: str | None = None) -> tuple[int, str] | None:
         """Return None if none of `ranks` has ended. Otherwise return (rank, text) of the failure or end that came first, which
-        may be that of another rank. Failed steps of other models than `model` do not count."""
+        may be that of another rank. With `model`, failed steps of other models do not count."""
         gone = next(((rank, text) for rank, text in list(self.ended.items()) if rank in ranks), None)
         return None if gone is None else self.cause(model=model) or gone
 
     def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
-        """Return (rank, text) of the first failure or end of another rank. If there is none yet, wait up to `wait_s` for one, and
-        return None if there is still none. An error that is the consequence of another failure counts only if no other is known.
-        With `model`, failed steps of other models do not count."""
+        """Return (rank, text) of the first failure or end of another rank, or None if none is known within `wait_s`. A follow-on
+        error counts only if no other is known. With `model`, failed steps of other models do not count."""
 
         def causes_of_model() -> list[tuple[int, str, str]]:
             with self._changed:

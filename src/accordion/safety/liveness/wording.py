@@ -163,8 +163,7 @@ def meanwhile(doing: str, rank: int, text: str) -> str:
 
 
 def doing_of(posts: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return "rank R WHAT" of each rank, joined with commas. `posts`: reports by rank. WHAT is the entry `what` of the report, or
-    "has failed" if there is none."""
+    """Return "rank R WHAT" of each rank, joined with commas. WHAT is the entry `what` of its post, or else "has failed"."""
     return ", ".join(f"rank {rank} {post.get('what', 'has failed')}" for rank, post in posts.items())
 
 
