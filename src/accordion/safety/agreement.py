@@ -211,12 +211,12 @@ class OrderAgreement(Observer):
         """Return the step that all ranks take next: `step`, or one for which this rank makes a dummy call. Exchanges reports,
         unless this rank repeats steps that others have done. Raises `DivergenceError` if ranks cannot be brought together."""
         while True:
-            following: Any = self._expected.following(FORWARD)  # a `UnitCall` or None
+            following: Any = self._expected.following(FORWARD)
             if self._num_to_follow and following is not None:
                 if step.leaves and following.depth < step.depth:
                     return step
                 self._num_to_follow -= 1
-                return following
+                return UnitCall(*following)
             if self._num_to_follow == math.inf:
                 if step.leaves:
                     return step
