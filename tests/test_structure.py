@@ -281,7 +281,7 @@ BUDGETS = {
     "optimizers": 1380,
     "pages": 250,
     "plan": 6100,
-    "safety": 3260,
+    "safety": 3180,
     "sequence": 570,
     "shard": 1520,
     "tasks": 510,

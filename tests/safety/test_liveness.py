@@ -228,12 +228,13 @@ def test_a_wait_that_fails_in_handlers_reports_the_handled_error_and_no_other_wa
     ), text
 
 
-def test_a_wait_that_fails_after_an_interrupt_reports_the_interrupt() -> None:
+def test_a_wait_that_fails_after_an_interrupt_reports_the_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
     for waits in (1, 2):
         text = wording.failure(failed_wait_while_handling(KeyboardInterrupt(), waits), "in the forward of step 2")
         assert text == "was interrupted (Ctrl-C or SIGINT) in the forward of step 2"
         hubs = hubs_of(2)
-        assert hubs[1].explain(failed_wait_while_handling(KeyboardInterrupt(), waits)) == ""
+        hubs[1].explain(failed_wait_while_handling(KeyboardInterrupt(), waits))
+        assert capsys.readouterr().err == ""
         assert hubs[0].cause() == (1, "was interrupted (Ctrl-C or SIGINT)"), "it ends of itself, not because of others"
     gone = failed_wait_while_handling(RuntimeError("gloo: Broken pipe"), 2)
     gone.__context__ = RuntimeError("gloo: Broken pipe")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from accordion.safety.replicas import different
+from accordion.safety.same_on_ranks import different
 from accordion.tensor_checksum import ROW, checksum, checksums
 from tests.support import models
 from tests.support.checks import mesh_of, one_loss

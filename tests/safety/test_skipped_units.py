@@ -354,8 +354,8 @@ def test_pass_history_predicts_the_next_event() -> None:
     expected.begin(0, "kind")
     assert expected.matches(0, "a")
     assert not expected.matches(0, "c")
-    assert (expected.following(0), expected.num_done(0), expected.num_left(0)) == ("b", 1, 2)
+    assert (expected.following(0), expected.num_done(0)) == ("b", 1)
     expected.note(0, "c")
-    assert (expected.following(0), expected.num_done(0), expected.num_left(0)) == (None, 2, 0)
+    assert (expected.following(0), expected.num_done(0)) == (None, 2)
     assert expected.end(0)
     assert expected.num_done(0) is None

@@ -30,7 +30,7 @@ from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError, UsageError
 from accordion.optimizers.wrap import parked_error
 from accordion.park import ParkedModel
-from accordion.safety.replicas import compare_replicas
+from accordion.safety.same_on_ranks import compare_replicas
 from accordion.state import Only, settle
 
 

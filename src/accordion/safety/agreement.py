@@ -9,6 +9,8 @@ the first forward of a kind, and of every forward after they have diverged once.
 from __future__ import annotations
 
 import logging
+import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -88,8 +90,7 @@ def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
 
 class OrderAgreement(Observer):
     """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips. `hooks`:
-    one per unit. `always`: ranks agree on each step, even if it repeats the last forward, as with `debug="order"`; set to True
-    once ranks have called different units."""
+    one per unit. `always`: ranks agree on each step (`debug="order"`); set to True once ranks have called different units."""
 
     def __init__(
         self, engine: Engine, hooks: Sequence[Hooks], monitor: DivergenceMonitor, *, always: bool = False
@@ -99,12 +100,12 @@ class OrderAgreement(Observer):
         self.always = self._at_once = always  # `_at_once`: ranks agree on the start of each pass too
         self._silent = False  # this forward needs no other rank, so one rank may run it alone
         self._is_new = False  # no forward of this kind was seen yet
-        self._num_to_follow = 0  # steps of the last forward that others have done already
-        self._is_late = False  # others have ended this forward
+        # Number of steps that others have done already, as the last forward did them; inf if others have ended this forward.
+        self._num_to_follow: float = 0
         self._in_backward = False  # a backward has begun and not ended
         self._root = 0  # number of the forward
         self.open_dummies: list[tuple[int, Hooks, Call, Sequence[Tensor]]] = []  # dummy calls, with their depth
-        monitor.listen(self.join_meeting)
+        monitor.join = weakref.WeakMethod(self.join_meeting)
 
     # -- the moments of a step
 
@@ -114,7 +115,7 @@ class OrderAgreement(Observer):
         if self._silent:
             return
         self._root += 1
-        self._is_new, self._is_late, self._num_to_follow = not self._expected.knows(how), False, 0
+        self._is_new, self._num_to_follow = not self._expected.knows(how), 0
         self.open_dummies.clear()
         # A backward that has begun and not ended was ended by an error, maybe on this rank alone.
         failed, self._in_backward = self._in_backward, False
@@ -157,8 +158,7 @@ class OrderAgreement(Observer):
             self.must("begins a backward")
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
-        """If the last backward did not use `unit` at this point, or with `debug="order"`, wait until all ranks are about to use
-        it. Raises `DivergenceError` if a rank will not."""
+        """Unless the last backward used `unit` at this point too, and always with `debug="order"`, wait as `must` does."""
         if not self._expected.note(BACKWARD, (unit.index, unit.trained.indices)) or self._at_once:
             self.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
 
@@ -208,9 +208,8 @@ class OrderAgreement(Observer):
             self._expected.note(FORWARD, step)
 
     def _next(self, step: UnitCall, what: str) -> UnitCall:
-        """Return the step that all ranks take next: `step`, or one for which this rank makes a dummy call. Exchanges reports with
-        the other ranks, unless it repeats steps that they have done. Raises `DivergenceError` if ranks cannot be brought
-        together."""
+        """Return the step that all ranks take next: `step`, or one for which this rank makes a dummy call. Exchanges reports,
+        unless this rank repeats steps that others have done. Raises `DivergenceError` if ranks cannot be brought together."""
         while True:
             following: Any = self._expected.following(FORWARD)
             if self._num_to_follow and following is not None:
@@ -218,9 +217,9 @@ class OrderAgreement(Observer):
                     return step
                 self._num_to_follow -= 1
                 return UnitCall(*following)
-            if self._is_late and step.leaves:
-                return step
-            if self._is_late:
+            if self._num_to_follow == math.inf:
+                if step.leaves:
+                    return step
                 self._monitor.fail(f"this rank {what}, and others have ended that forward; {ADVICE}")
             reports = self._monitor.meet({"what": what, "step": step, **self._position()})
             chosen = step if reports is None else self._decide(reports)
@@ -228,8 +227,7 @@ class OrderAgreement(Observer):
                 return chosen
 
     def must(self, what: str) -> None:
-        """Wait until all ranks are about to do `what`, which has no dummy call. Raises `DivergenceError` if a rank will not do
-        it. Returns at once if there are no other ranks."""
+        """Wait for other ranks, if any, until all are about to do `what`. Raises `DivergenceError` if a rank will not do it."""
         while reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()}):
             if all(r.get("must") == what for r in reports.values()):
                 # One rank may have run silent forwards alone, so numbers may differ.
@@ -249,9 +247,8 @@ class OrderAgreement(Observer):
         return {"root": self._root, "num_done": self._expected.num_done(FORWARD)}
 
     def _decide(self, reports: Mapping[int, Mapping[str, Any]]) -> UnitCall | None:
-        """Return the step that all ranks take next. If ranks must catch up first, return None, and have this rank do so if it is
-        one of them. If ranks call different units for the first time, set `always` and log a warning. Raises `DivergenceError` if
-        dummy calls cannot bring ranks together."""
+        """Return the step that all ranks take next, or None if some ranks must catch up first, maybe this one. The first time
+        that ranks diverge, set `always` and log a warning. Raises `DivergenceError` if dummy calls cannot bring them together."""
         outcome = choose(reports.values())
         if outcome is None:
             self._monitor.fail_diverged(reports)
@@ -263,10 +260,8 @@ class OrderAgreement(Observer):
         if isinstance(outcome, UnitCall):
             return outcome
         position = self._position()
-        if outcome.is_for(position) and outcome.num_done is None:
-            self._is_late, self._num_to_follow = True, self._expected.num_left(FORWARD)
-        elif outcome.is_for(position):
-            self._num_to_follow = outcome.num_done - position["num_done"]
+        if outcome.is_for(position):
+            self._num_to_follow = math.inf if outcome.num_done is None else outcome.num_done - position["num_done"]
         return None
 
     def close(self, depth: int) -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,15 +69,15 @@ class DivergenceMonitor(Observer):
 
     def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:
         """Create the monitor of a model on the global `ranks`. A collective. `communicators`: those that include this rank.
-        `hub`: the connections of the ranks; by default those that the job keeps. If the job has none yet, they are opened, and
-        the thread that reads from them is started."""
+        `hub`: the connections of the ranks; by default that of the job, which `Hub.of_job` creates."""
         communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]
         self.ranks = sorted(ranks)
         # True if ranks wait on their devices, or in works whose wait must not time out, and cannot answer meanwhile.
         self.cannot_ask = not all(communicator.can_poll for communicator in communicators)
         self.listens = bool(communicators)  # there are other ranks
         self.broken: str | None = None  # why no collective is safe any more: messages of others may still arrive
-        self._join: Callable[[], Callable[[str], dict[int, dict[str, Any]]] | None] = lambda: None
+        # Weak reference to `OrderAgreement.join_meeting`, called if another rank opens a meeting while this rank waits.
+        self.join: Callable[[], Callable[[str], dict[int, dict[str, Any]]] | None] = lambda: None
         self._post: dict[str, Any] | None = None  # this rank's current post
         self._num_met = 0  # meetings
         self.num_since_meeting = 0  # forwards of the whole model
@@ -100,14 +99,8 @@ class DivergenceMonitor(Observer):
         hub = self._own_hub
         return None if hub is None or hub.is_closed else hub
 
-    def listen(self, join: Callable[[str], dict[int, dict[str, Any]]]) -> None:
-        """Register the bound method `join`, to which only a weak reference is kept. If another rank opens a meeting while this
-        rank waits in a collective, `join` is called with text on what this rank does. It joins and returns reports by rank."""
-        self._join = weakref.WeakMethod(join)
-
     def check(self) -> None:
-        """Raise `DivergenceError` if ranks of this model have diverged before. Raise `UsageError` if there are other ranks and
-        this rank has destroyed its process group."""
+        """Raise `DivergenceError` if ranks have diverged before, and `UsageError` if their process group was destroyed."""
         if self.listens and self._hub is None and not dist.is_initialized():
             raise UsageError(
                 "a sharded model was called after dist.destroy_process_group(), so its ranks cannot reach each other; call it "
@@ -178,10 +171,10 @@ class DivergenceMonitor(Observer):
         self.num_since_meeting = 0
         if (hub := self._hub) is None:
             return None
-        name, what = self._meeting, report["what"]
+        name, what = f"{self._prefix}/{self._num_met}", report["what"]
         hub.arrive(name, len(self.ranks), json.dumps(report), self._facts, wakes=True)
         lost_s = min(LOST_S, _torch.timeout_s_of_job() + MARGIN_S)
-        wait, next_s = _Wait(self.ranks, what), min(REPORT_AFTER_S, lost_s)
+        wait, next_s = _Wait(self.ranks, what), REPORT_AFTER_S
 
         def check(waited_s: float) -> None:
             nonlocal next_s
@@ -202,10 +195,6 @@ class DivergenceMonitor(Observer):
         self.forget()
         self._num_met += 1
         return None if over.reports is None else {r: {**json.loads(text), **facts} for r, text, facts in over.reports}
-
-    @property
-    def _meeting(self) -> str:
-        return f"{self._prefix}/{self._num_met}"
 
     def fail_diverged(self, reports: Mapping[int, Mapping[str, Any]]) -> NoReturn:
         """Raise `DivergenceError` with what each rank does, from the `reports` of a meeting."""
@@ -236,8 +225,7 @@ class DivergenceMonitor(Observer):
     # -- in a collective
 
     def wait(self, pending: Pending, what: str) -> None:
-        """Let the host wait for the works of `pending`. Raises `DivergenceError` if one fails, or a rank has ended or diverged.
-        `what`: text on what this rank does, for messages."""
+        """Let the host wait for the works of `pending`. Raises `DivergenceError` if one fails, or a rank ended or diverged."""
         # Without a timeout of ours, a work waits until the backend's.
         timeout = MEETING_POLL if pending.communicator.can_poll else None
         for work in pending.works:
@@ -269,8 +257,8 @@ class DivergenceMonitor(Observer):
                 gone_s = waited_s if gone_s is None else gone_s
                 if waited_s - gone_s >= POLL_S and not work.is_completed():
                     self._break(wording.meanwhile(self._doing(what), *gone), of_rank=gone[0])
-            if self._meeting in hub.called:
-                join = self._join()
+            if f"{self._prefix}/{self._num_met}" in hub.called:
+                join = self.join()
                 assert join is not None, "`OrderAgreement` lives as long as its engine"
                 reports, called_s = join(what), waited_s if called_s is None else called_s
                 if waited_s - called_s > POLLS * REPORT_AFTER_S and not work.is_completed():
@@ -296,9 +284,8 @@ class DivergenceMonitor(Observer):
         return True
 
     def _report(self, hub: Hub, wait: _Wait) -> None:
-        """Post that this rank waits. Raise `DivergenceError` if a rank has failed, or if in `POLLS` calls in a row all ranks
-        waited in different places. In call number `SILENT_POLLS`, log a warning that names the ranks without a post. Counts the
-        calls in `wait`."""
+        """Post that this rank waits, and count this in `wait`. Raise `DivergenceError` if a rank has failed, or if all ranks have
+        waited in different places `POLLS` times in a row. At time `SILENT_POLLS`, log which ranks have not posted."""
         doing = self._doing(wait.what)
         self._tell({"ranks": wait.ranks, "what": doing, **self._facts})
         posts = hub.posts(self._prefix)
@@ -318,8 +305,7 @@ class DivergenceMonitor(Observer):
             self.fail(f"ranks wait for each other in different places: {each}; {wording.advice(posts)}")
 
     def _without_post(self, hub: Hub) -> str:
-        """Ask the ranks that have posted nothing what they do. Return text on their answers and on the ranks without an answer;
-        "" if all ranks have posted."""
+        """Ask the ranks that have posted nothing what they do. Return text on each of them; "" if all have posted."""
         posts = hub.posts(self._prefix)
         ranks = [rank for rank in self.ranks if rank not in posts]
         return hub.others(ranks) if ranks else ""
@@ -342,16 +328,14 @@ class DivergenceMonitor(Observer):
         """Post to the other ranks that this rank has failed. `text`: how, as the end of a sentence that begins with "rank R"."""
         self._tell({"failed": wording.of_another(text), **self._facts})
 
-    def _tell(self, post: dict[str, Any]) -> None:
+    def _tell(self, post: dict[str, Any] | None) -> None:
         if (hub := self._hub) is not None and post != self._post:
             self._post = post
             hub.post(self._prefix, post)
 
     def forget(self) -> None:
         """Withdraw what this rank has last posted about the model, if anything."""
-        if self._post is not None and (hub := self._hub) is not None:
-            hub.post(self._prefix, None)
-        self._post = None
+        self._tell(None)
 
     def looks(self, device: torch.device) -> bool:
         """Return True if ranks compare the tags that collectives carry to identify their unit: on a CPU always, on other devices
@@ -360,10 +344,7 @@ class DivergenceMonitor(Observer):
 
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
         """Raise `DivergenceError` unless each row of `rows` (num_ranks, n), the tags of all ranks, equals `expected` (n,). On an
-        accelerator the device asserts this instead, without a wait of the host. `what`: text on what this rank does, for the
-        message. Does nothing without other ranks."""
-        if not self.listens:
-            return
+        accelerator the device asserts this, and no host waits. `what`: what this rank does. Call this only if `looks` is true."""
         if rows.device.type != "cpu":
             text = f"ranks are in different units: this rank {what}, and another rank does something else; {wording.ADVICE}"
             _torch.assert_on_device((rows == expected).all(), text)
@@ -392,19 +373,19 @@ class DivergenceMonitor(Observer):
     def _fail_mismatch(self, what: str) -> NoReturn:
         """Raise `DivergenceError` because tags or digests differ; the error tells how the steps of ranks differ, or what each
         rank does. Waits up to `POSTS_S` for the posts of all ranks."""
-        post = {"what": what, **self._facts, **self.history()}
+        hub, post = self._hub, {"what": what, **self._facts, **self.history()}
+        assert hub is not None, "other ranks took part in a collective just now, or have sent digests"
         self._tell(post)
-        posts: dict[int, dict[str, Any]] = {}
-        if (hub := self._hub) is not None:  # all ranks detect the mismatch at about the same time
-            poll(lambda: len(hub.posts(self._prefix)) == len(self.ranks), POSTS_S, pause=hub.pause)
-            posts = hub.posts(self._prefix)
+        # All ranks detect the mismatch at about the same time.
+        poll(lambda: len(hub.posts(self._prefix)) == len(self.ranks), POSTS_S, pause=hub.pause)
+        posts = hub.posts(self._prefix)
         text = wording.step_differences(posts)
         if not text:
             if len(posts) == len(self.ranks) and all("what" in post for post in posts.values()):
                 each = wording.doing_of(posts)
             else:
-                others = {rank: one for rank, one in posts.items() if "what" in one and hub and rank != hub.rank}
-                gone = None if hub is None else hub.gone(self.ranks, self._prefix)
+                others = {rank: one for rank, one in posts.items() if "what" in one and rank != hub.rank}
+                gone = hub.gone(self.ranks, self._prefix)
                 ended = "" if gone is None else f"; rank {gone[0]} {gone[1]}"
                 each = f"this rank {what}, {wording.doing_of(others) or 'and another rank does something else'}{ended}"
             text = f"ranks are in different units: {each}; {wording.advice(posts)}"

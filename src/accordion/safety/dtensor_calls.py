@@ -157,9 +157,8 @@ def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Implement `item`, `float`, `int` and `bool`: return the number in a tensor of one element. On the mesh of a sharded model,
-    the number is reduced over ranks (a collective) unless it is replicated. torch itself would return this rank's part of it, for
-    `grad.norm().item()` a partial sum."""
+    """Implement `item`, `float`, `int` and `bool` of a tensor of one element. On the mesh of a sharded model, the number is
+    reduced over ranks (a collective) unless it is replicated. torch would return this rank's part, such as a partial sum."""
     tensor: DTensor = args[0]
     if not _is_on_our_mesh(tensor):
         return _torch.unanswered(operator, args, kwargs)

@@ -62,8 +62,6 @@ class ForwardWrites(Observer):
         self.interrupted()
 
     def backward_ended(self, reduced: bool) -> None:
-        """If gradients were `reduced`, check the units of this step no more; after the last unit, detach the observer. Does
-        nothing if `always` was set."""
         if self._always or not reduced:
             return
         self._unchecked -= self._checked

@@ -5,7 +5,7 @@ Until a unit's first backward, full parameters that autograd saves are wrapped: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -27,19 +27,18 @@ class HiddenLosses(Observer):
 
     def __init__(self) -> None:
         self._begins_at_reads: dict[int, bool] = {}  # by unit, after its first backward
-        self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}  # by id of their call
-        self._packs: list[Callable[[Tensor], Any]] = []  # hooks of calls in progress
+        # Of calls in progress, by id of the call.
+        self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """Install a hook on the tensors that autograd saves in the forward of `call`. Before a backward reads a full parameter
-        among them, the hook begins the backward of `call`, unless it has begun. No hook is installed for a dummy call, for a call
-        without a backward, for a unit whose first backward needed none, and inside saved-tensor hooks of other code."""
+        """Install a hook on the tensors that autograd saves in the forward of `call`, unless it is a dummy call or has no
+        backward, its unit's first backward needed no hook, or a hook of other code is installed."""
         if self._begins_at_reads.get(call.unit.index) is False and call.needs_full_in_backward:
             return
         if call.is_dummy or not call.may_come_back:
             return
         unit, read, outer = call.unit, partial(self._read, call, fulls), _torch.saving_hook()
-        if outer is not None and outer not in self._packs:
+        if outer is not None and all(outer is not watch.pack_hook for watch in self._watches.values()):
             return
 
         def pack(tensor: Tensor) -> Any:
@@ -48,13 +47,12 @@ class HiddenLosses(Observer):
             return tensor if outer is None else outer(tensor)
 
         watch = self._watches[id(call)] = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        self._packs.append(pack)
         watch.__enter__()
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
         watch = self._watches.pop(id(call), None)
         if watch is not None:
-            self._end(watch)
+            watch.__exit__()
         return out
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
@@ -63,7 +61,7 @@ class HiddenLosses(Observer):
 
     def interrupted(self) -> None:
         for watch in self._watches.values():
-            self._end(watch)
+            watch.__exit__()
         self._watches.clear()
 
     def _read(self, call: CallInForward, fulls: Sequence[Tensor], tensor: Tensor) -> Tensor:
@@ -73,12 +71,7 @@ class HiddenLosses(Observer):
             call.begin_for_read(fulls)
         return tensor
 
-    def _end(self, watch: torch.autograd.graph.saved_tensors_hooks) -> None:
-        self._packs.pop()
-        watch.__exit__()
-
 
 def unpack(saved: Any) -> Tensor:
-    """Unpack hook: return the tensor that was saved as `saved`. If it is a full parameter, which `pack` has put into a `partial`,
-    first begin the backward of its call."""
+    """Unpack hook: return the tensor saved as `saved`. A full parameter is a `partial`, which begins its call's backward."""
     return cast(Tensor, saved() if isinstance(saved, partial) else saved)

@@ -61,8 +61,7 @@ class PassHistory:
         return True
 
     def note(self, phase: Phase, event: Hashable) -> bool:
-        """Record `event` in the pass of this `phase`, and return True if it was the one expected next. If no pass is in progress,
-        record nothing and return False."""
+        """Record `event` in the pass of this `phase`, if one is in progress; return True if it was the one expected next."""
         expected = self.matches(phase, event)
         if not expected and phase in self._open:
             run = self._open[phase]
@@ -80,16 +79,12 @@ class PassHistory:
         """Return the number of events so far in the pass of this `phase`; None if none is in progress."""
         return len(self._open[phase].events) if phase in self._open else None
 
-    def num_left(self, phase: Phase) -> int:
-        """Return the number of events that are still expected in the pass of this `phase`, which must be in progress."""
-        return len(self._open[phase].last) - self._open[phase].at
-
     def knows(self, kind: Hashable) -> bool:
         return kind in self._passes
 
     def end(self, phase: Phase) -> bool:
-        """End the pass of this `phase`, and store it as the last one of its kind. Return True if no event was still expected
-        (`num_left` was 0); False if some were, if the pass was the first of its kind, or if no pass was in progress."""
+        """End the pass of this `phase`, and store it as the last one of its kind. Return True if no event was still
+        expected; False if some were, if the pass was the first of its kind, or if no pass was in progress."""
         run = self._open.pop(phase, None)
         if run is None:
             return False

@@ -174,11 +174,10 @@ def _guard_conversion(guarded: nn.Module, of_unit: Hooks) -> None:
         assert module is not None, "a module's method runs while the module lives"
         if hooks is not None and hooks.engine.depth == 0 and (on_convert := hooks.unit.unit_policy.on_convert):
             on_convert()
-            changed: nn.Module = module._apply(function, recurse)
-            return changed
+            hooks = None  # the module is no longer guarded
         if hooks is None or hooks.engine.suspended:
-            converted: nn.Module = type(module)._apply(module, function, recurse)
-            return converted
+            type(module)._apply(module, function, recurse)
+            return module
         hooks.unit.module_params.convert(module, function)
         parameters, module._parameters = module._parameters, {}
         try:
@@ -221,8 +220,8 @@ def refuse_additions(model: nn.Module, engine: Engine) -> None:
 
 
 class OneCaller(Observer):
-    """Observer that refuses a call of the model in a forked process, unless this rank is `alone`: without other ranks. It also
-    refuses a call from a second thread while a forward runs."""
+    """Observer that raises `UsageError` at a call of the model in a forked process, unless this rank is `alone`: without other
+    ranks. It also raises at a call from a second thread while a forward runs."""
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone
@@ -230,7 +229,6 @@ class OneCaller(Observer):
         self._thread: int | None = None
 
     def unit_is_called(self) -> None:
-        """Raise `UsageError` in a forked process (unless `alone`), and if a forward of another thread is in progress."""
         thread = self._thread
         if thread is None:  # the outermost call
             if not self._alone and os.getpid() != self._pid:

@@ -1,10 +1,10 @@
-"""Check that all ranks call `shard` with equal arguments, model structures and values; values are compared by checksum."""
+"""Check that ranks call `shard` with equal arguments, models and values, and save equal replicas; checksums stand for values."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import logging
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -19,13 +19,15 @@ from accordion import _torch
 from accordion.config import STRATEGIES, Offload, Precision, Strategy
 from accordion.engine.communicator import Communicator, broadcast, extremes, reduced
 from accordion.engine.context import ShardingContext
+from accordion.engine.engine import Engine
 from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError, some_of
+from accordion.safety.agreement import agreement_of
 from accordion.safety.divergence import DivergenceMonitor, monitor_of
+from accordion.safety.liveness.wording import step_differences
 from accordion.sharding import Sharding
 from accordion.tensor_checksum import checksum, checksums
 from accordion.units import Owned
 
-log = logging.getLogger("accordion")
 Result = TypeVar("Result")
 Facts = dict[str, str]
 """Values that must be equal on all ranks, as text, by their names in messages. Messages list differences in this order."""
@@ -42,16 +44,15 @@ def differences(facts: Facts, monitor: DivergenceMonitor, what: str) -> str:
     if digests is None:
         return ""
     rank, first = dist.get_rank(), min(digests)
-    reports = monitor.meet({"what": what, "rank": rank, "facts": facts if rank == first else None})
-    assert reports is not None, "reports have different ranks"
+    # Reports with different ranks are never equal, so a meeting returns them.
+    reports = monitor.meet({"what": what, "rank": rank, "facts": facts if rank == first else None}) or {}
     expected = reports[first]["facts"]
     differing = [
         f"{name} {facts.get(name, 'not at all')} (rank {first}: {expected.get(name, 'not at all')})"
         for name in dict.fromkeys([*expected, *facts])
         if facts.get(name) != expected.get(name)
     ]
-    answers = monitor.meet({"what": what, "rank": rank, "unlike": some_of(differing, SHOWN_FACTS, "; ")})
-    assert answers is not None, "reports have different ranks"
+    answers = monitor.meet({"what": what, "rank": rank, "unlike": some_of(differing, SHOWN_FACTS, "; ")}) or {}
     each = [f"rank {r} has {answer['unlike']}" for r, answer in answers.items() if answer["unlike"]]
     return some_of(each, SHOWN_RANKS, " / ") + " ranks" * (len(each) > SHOWN_RANKS)
 
@@ -95,8 +96,7 @@ def same_structure(
 
 
 def form_of(tensor: object, sync: bool = False) -> str:
-    """Return a tensor's dtype, shape and placements as text, with "on meta" for a meta tensor unless `sync`; else the object's
-    type."""
+    """Return a tensor's dtype, shape, placements and (unless `sync`) if it is on meta as text; else the object's type."""
     if not isinstance(tensor, Tensor):
         return f"of type {type(tensor).__name__}"
     device = " on meta" if tensor.is_meta and not sync else ""
@@ -182,10 +182,8 @@ def same_values(
     communicators = _communicators(context)
     if sync and communicators:
         # One at a time, so that only one full parameter is in memory.
-        named = {f"parameter {o.names[0]!r}": o.original for o in owned}
-        flags = _real_on_first(named, context)
-        real = {id(o) for o, is_real in zip(owned, flags, strict=True) if is_real}
-        return lambda o: first_ranks(o.original, context) if id(o) in real else None
+        real = _real_on_first({f"parameter {o.names[0]!r}": o.original for o in owned}, context)
+        return lambda o: first_ranks(o.original, context) if id(o.original) in real else None
     if communicators:
         _same_on_their_ranks([o for o in owned if id(o) in contexts], contexts, context)
         facts: dict[str, Tensor] = {f"parameter {o.names[0]!r}": o.original for o in owned if id(o) not in contexts}
@@ -230,11 +228,11 @@ def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
     return data
 
 
-def _real_on_first(named: Mapping[str, Tensor], context: ShardingContext) -> list[bool]:
-    """Return a flag for each tensor, equal on all ranks: True if the tensor is not on the meta device on the first rank. Raises
-    `DivergenceError` on every rank if a tensor is on meta there and real on another rank. A collective."""
+def _real_on_first(named: Mapping[str, Tensor], context: ShardingContext) -> set[int]:
+    """Return the ids of the tensors that are not on the meta device on the first rank; these are the same tensors on all ranks.
+    Raises `DivergenceError` on every rank if a tensor is on meta there and real on another rank. A collective."""
     if not named:
-        return []
+        return set()
     is_meta = torch.tensor([tensor.is_meta for tensor in named.values()], dtype=torch.uint8, device=context.device)
     first = is_meta.clone()
     broadcast([first], _communicators(context))
@@ -245,7 +243,7 @@ def _real_on_first(named: Mapping[str, Tensor], context: ShardingContext) -> lis
             f"sync=True takes the first rank's values, but {len(names)} tensors are on the meta device there and real on another "
             f"rank, the first is {names[0]}; load the weights on the first rank, the others may be on meta."
         )
-    return [not flag for flag in first.tolist()]
+    return {id(tensor) for tensor, is_on_meta in zip(named.values(), first.tolist(), strict=True) if not is_on_meta}
 
 
 def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -267,8 +265,8 @@ def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context
     synced: dict[int, Tensor] = {}
     if sync and _communicators(context):
         named = {f"buffer {name!r}": buffer for name, buffer in buffers_of(model, all_of_them=True)}
-        flags = _real_on_first(named, context)
-        synced = {id(b): first_ranks(b, context) for b, is_real in zip(named.values(), flags, strict=True) if is_real}
+        real = _real_on_first(named, context)
+        synced = {id(buffer): first_ranks(buffer, context) for buffer in named.values() if id(buffer) in real}
 
     def place(module: nn.Module, precision: Precision) -> None:
         precision = precisions.get(id(module), precision)
@@ -287,3 +285,43 @@ def _communicators(context: ShardingContext) -> list[Communicator]:
     """Return the communicators of `context` with more than one rank, except those of torch's "fake" backend."""
     communicators = [axis.gather for axis in (context.shard, context.replicate)]
     return [communicator for communicator in communicators if communicator.num_ranks > 1 and not communicator.is_fake]
+
+
+# -- replicas
+
+
+def compare_replicas(engine: Engine) -> None:
+    """Raise `DivergenceError` on every rank if replicas of a shard differ. A collective; does nothing without replicas. The host
+    waits for optimizer steps in progress. Parameters with a mesh of their own are not compared."""
+    context, monitor = engine.context, monitor_of(engine.context)
+    if context.replicate.num_ranks < 2 or context.cut_twice or context.replicate.gather.is_fake:
+        return  # no other rank has the same shards
+    engine.synchronize()
+    params = [param for unit in engine.units for param in unit.params if param.context is context]
+    shards = {param.name: _torch.local_of(param.sharded).detach() for param in params}
+    digests = checksums({name: shard for name, shard in shards.items() if type(shard) is Tensor})
+    agreement_of(engine).must("compares its replicas")  # a rank that is late may still wait in a collective
+    report = {"what": "compares its replicas", "shard": context.shard.rank}
+    reports = monitor.meet({**report, "digest": zlib.crc32(repr(digests).encode())}) or {}
+    first: dict[int, Any] = {}
+    if all(first.setdefault(each["shard"], each["digest"]) == each["digest"] for each in reports.values()):
+        return
+    details = monitor.meet({**report, "digests": digests, **monitor.history()}) or {}
+    raise DivergenceError(
+        step_differences(details)
+        or f"replicas differ: {different(details)}; a rank has modified its own copy of weights; modify weights in the same way "
+        "on all ranks, or load the newest checkpoint on all of them."
+    )
+
+
+def different(details: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return text that names each rank whose values differ from those of the first rank with the same shard, and the parameters;
+    "" if none do. `details`: by rank, a dict with `shard`, the index of its shard, and `digests`, name of a parameter -> text."""
+    first: dict[int, tuple[int, Mapping[str, str]]] = {}
+    each = []
+    for rank, report in sorted(details.items()):
+        other, theirs = first.setdefault(report["shard"], (rank, report["digests"]))
+        names = [name for name, digest in report["digests"].items() if theirs.get(name) != digest]
+        if names:
+            each.append(f"rank {rank} has other values than rank {other} in {some_of(names, SHOWN_FACTS)}")
+    return " / ".join(each)

@@ -1,7 +1,6 @@
 """Check that all ranks step their optimizers in the same way: a digest of what they did is sent with the gradients.
 
-Each backward has a record: the number of optimizer steps before it, their options and numbers of parameters, if gradients were
-cleared and weights modified since, the norm to which gradients were clipped, and if the forward was in eval mode or autocast.
+Each backward has a record of the optimizer steps before it, and of what happened to gradients, weights and settings since.
 Each reduce carries a tag, by which ranks check that they reduce the same unit. For one unit the tag includes a digest of all
 records so far, so no byte more is sent. If the host does not compare tags (on a device, with offload, or if the reduce dtype
 has two bytes), the digest is sent to the first rank now and then. If digests differ, ranks exchange their records.
@@ -106,9 +105,8 @@ class StepWatch(Observer):
             self._versions = None
 
     def backward_begins(self) -> None:
-        """Add the record since the last backward to the digest, and send the digest: in the tags of the first unit with trainable
-        parameters, or to the first rank now and then. Does nothing if all parameters are frozen. Raises `DivergenceError` if
-        digests that were sent to the first rank before have differed."""
+        """Add the record since the last backward to the digest, and send the digest. Does nothing if all parameters are frozen.
+        Raises `DivergenceError` if digests that were sent to the first rank before have differed."""
         first = first_trained(self._engine)
         if first is None:
             return

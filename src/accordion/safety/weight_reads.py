@@ -18,8 +18,7 @@ from accordion.engine.tree import map_tensors
 
 
 class ListeningParameters(dict[str, Any]):
-    """Dict in place of `module._parameters` that calls `read` before `module.weight` returns, but not when `parameters()` or a
-    state dict iterates over the items."""
+    """Dict in place of `module._parameters` that calls `read` before `module.weight` returns, not when items are iterated."""
 
     __slots__ = ("_read",)
 

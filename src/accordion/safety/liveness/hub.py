@@ -10,7 +10,8 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import count
 from typing import Any
 
 from accordion import _torch
@@ -72,10 +73,12 @@ class Hub:
         self._echoes: list[tuple[int, str, str]] = []
         self._posts: dict[str, dict[int, dict[str, Any]]] = {}  # by model and rank
         self._answers: dict[int, dict[int, str]] = {}  # by number of the question
-        self._num_questions = 0
+        self._questions = count()
         self.called: set[str] = set()
         self.over: dict[str, messages.MeetingOver] = {}
-        self._first = _FirstRank(self)
+        # On the first rank: arrivals at meetings, by name and rank, and by model and digest of inputs the rank that had it first.
+        self._arrivals: dict[str, dict[int, messages.Arrival]] = {}
+        self._inputs: dict[str, dict[int, int]] = {}
         self._has_reported_end = self._is_explained = False
         self.lease: Callable[[], Any] = lambda: None  # returns the lease, while there is one
 
@@ -109,8 +112,7 @@ class Hub:
     # -- what this rank reports
 
     def post(self, model: str, report: dict[str, Any] | None) -> None:
-        """Send `report` on the model named `model` to all ranks, in place of the last one; None withdraws that. Keys of `report`,
-        each optional: `what` this rank does, the `ranks` that it waits for, and how it has `failed`."""
+        """Send `report` on the model named `model` to all ranks, in place of the last one; None withdraws that. See `Post`."""
         message = messages.Post(rank=self.rank, model=model, report=report)
         self._note(message)
         self._links.send(message)
@@ -121,25 +123,23 @@ class Hub:
             self._has_reported_end = True
             self._links.send(messages.HasEnded(rank=self.rank, text=text, echo=echo))
 
-    def explain(self, error: BaseException) -> str:
-        """Report that this rank ends with `error`. Returns "", unless a backend raised `error` because of another rank: then
-        waits up to `ECHO_S` for the cause, prints a sentence with the cause, or else with what other ranks do, and returns the
-        sentence. Later calls do nothing and return ""."""
+    def explain(self, error: BaseException) -> None:
+        """Report that this rank ends with `error`. If a backend raised `error` because of another rank, first wait up to `ECHO_S`
+        for the cause, and print a sentence with the cause, or else with what other ranks do. Later calls do nothing."""
         if self._is_explained:
-            return ""
-        self._is_explained, text = True, ""
+            return
+        self._is_explained = True
         if wording.is_backends_echo(error) and not wording.was_interrupted(error):
             this = f"this rank {wording.failure(error, self.position.phase)}"
             self.position.doing = wording.failure(error)
             cause = self.cause(0.0 if wording.is_out_of_time(error) else ECHO_S)
             if cause is not None:
-                text = f"{this}, and rank {cause[0]} {cause[1].rstrip('.')}."
+                why = f"rank {cause[0]} {cause[1].rstrip('.')}."
             else:
                 others = wording.each_of(self.where(self.ranks)) or "no other rank answers"
-                text = f"{this}, and {others}: all ranks must do the same."
-            print(f"accordion: {text}", file=sys.stderr, flush=True)
+                why = f"{others}: all ranks must do the same."
+            print(f"accordion: {this}, and {why}", file=sys.stderr, flush=True)
         self._say_failed(error)
-        return text
 
     def _say_failed(self, error: BaseException) -> None:
         is_echo = wording.is_echo(error) and not wording.was_interrupted(error)
@@ -161,8 +161,7 @@ class Hub:
         self._links.close()
 
     def _check_main_thread(self) -> None:
-        """If the main thread has ended, report the end of the program or its error, even if other threads (a save) go on. Does
-        nothing if this rank has reported its end before."""
+        """If the main thread has ended, report the end of the program or its error, even if other threads (a save) go on."""
         if self.is_closed or self._has_reported_end or threading.main_thread().is_alive():
             return
         if (error := last_error()) is None:
@@ -189,9 +188,8 @@ class Hub:
         return None if gone is None else self.cause(model=model) or gone
 
     def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
-        """Return (rank, text) of the first failure or end of another rank. If there is none yet, wait up to `wait_s` for one, and
-        return None if there is still none. An error that is the consequence of another failure counts only if no other is known.
-        With `model`, failed steps of other models do not count."""
+        """Return (rank, text) of the first failure or end of another rank, or None if none is known within `wait_s`. A follow-on
+        error counts only if no other is known. With `model`, failed steps of other models do not count."""
 
         def causes_of_model() -> list[tuple[int, str, str]]:
             with self._changed:
@@ -201,12 +199,10 @@ class Hub:
         return next(((rank, text) for rank, _, text in causes), None)
 
     def where(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Ask those of `ranks` that have not ended for their positions. Return rank -> text for the ranks that answer within
-        `ANSWER_S`."""
+        """Ask those of `ranks` that have not ended for their positions; return rank -> text of answers within `ANSWER_S`."""
         wanted = {rank for rank in ranks if rank not in (*self.ended, self.rank)}
-        with self._changed:
-            self._num_questions += 1
-            number, answers = self._num_questions, self._answers.setdefault(self._num_questions, {})
+        number = next(self._questions)
+        answers = self._answers[number] = {}
         self._links.send(messages.PositionQuestion(rank=self.rank, number=number))
         if self._links.peers:
             poll(lambda: wanted <= set(answers), ANSWER_S, pause=self.pause)
@@ -233,15 +229,41 @@ class Hub:
     # -- receiving
 
     def receive(self, message: messages.HubMessage) -> None:
-        """Handle `message`, which may come from another rank. The first rank acts on a message of a kind in `FOR_FIRST`, and
-        forwards any other one. Every rank answers a question, and stores any other message that is not in `FOR_FIRST`."""
+        """On the first rank, pass `message` on. On every rank, answer or store it, unless it is of a kind in `FOR_FIRST`."""
         with self._changed:
             if self._links.leads:  # forwards first, since the message may end its process
-                self._first.pass_on(message)
+                self._pass_on(message)
             if not isinstance(message, FOR_FIRST):
                 self._note(message)
 
-    def send_and_note(self, message: messages.HubMessage, to: Sequence[int]) -> None:
+    def _pass_on(self, message: messages.HubMessage) -> None:
+        """Count arrivals at meetings, warn if two ranks have equal inputs, send an answer to the rank that asked, and any other
+        message to all ranks."""
+        match message:
+            case messages.Arrival(name=name):
+                arrivals = self._arrivals.setdefault(name, {})
+                arrivals[message.rank] = message
+                if len(arrivals) == message.num:
+                    del self._arrivals[name]
+                    reports = [(rank, arrival.text, arrival.facts) for rank, arrival in sorted(arrivals.items())]
+                    is_same = len({text for _, text, _ in reports}) == 1
+                    over = messages.MeetingOver(rank=self.rank, name=name, reports=None if is_same else reports)
+                    self._send_and_note(over, [] if is_same and message.quiet else arrivals)
+                elif len(arrivals) == 1 and message.wakes:
+                    others = [rank for rank in self.ranks if rank != message.rank]
+                    self._send_and_note(messages.MeetingCalled(rank=message.rank, name=name), others)
+            case messages.InputDigest(rank=rank):
+                ranks = self._inputs.setdefault(message.model, {})
+                other = ranks.setdefault(message.digest, rank)
+                if other != rank and WARNED not in ranks:
+                    ranks[WARNED] = other
+                    log.warning(wording.SAME_INPUTS, *sorted((other, rank)))
+            case messages.PositionAnswer():
+                self._links.send(message, to=message.to)
+            case _:
+                self._links.send(message, but=message.rank)
+
+    def _send_and_note(self, message: messages.HubMessage, to: Collection[int]) -> None:
         """Send a message of the first rank to the ranks `to`, and store it here if this rank is one of them."""
         for rank in to:
             if rank != self.rank:
@@ -272,9 +294,8 @@ class Hub:
                     self.called.discard(message.name)
                     self.over[message.name] = message
             self._changed.notify_all()
-        if self.position.may_wait_on_device and message.rank != self.rank and self._why_not(message.rank):
-            args = (message.rank, self._why_not(message.rank), str(self.position))
-            timer = threading.Timer(NAMED_S, self._log_wait, args)
+        if self.position.may_wait_on_device and message.rank != self.rank and (why := self._why_not(message.rank)):
+            timer = threading.Timer(NAMED_S, self._log_wait, (message.rank, why, str(self.position)))
             timer.daemon = True
             timer.start()
 
@@ -292,10 +313,8 @@ class Hub:
         """Return text on why `rank` will not join a collective on a device; "" if nothing is known."""
         causes = {model: text for r, model, text in self._causes if r == rank}
         posts = [posts[rank]["what"] for posts in self._posts.values() if "what" in posts.get(rank, {})]
-        if "" in causes:  # its program has ended
-            return causes[""]
-        # A rank that waits with one model has continued after a failed step of another model.
-        return next(iter([*posts, *causes.values()]), "")
+        # The end of its program counts most. A rank that waits with one model has continued after a failed step of another one.
+        return causes.get("") or next(iter([*posts, *causes.values()]), "")
 
     def _log_wait(self, rank: int, text: str, place: str) -> None:
         """Log that `rank` will not join a collective for which this rank may wait on its device. `text`: the reason. `place`:
@@ -308,42 +327,6 @@ class Hub:
                 text.rstrip("."),
                 place,
             )
-
-
-class _FirstRank:
-    """Duties of the hub's first rank: forward messages, count arrivals at meetings, and warn if two ranks have equal inputs."""
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-        self._arrivals: dict[str, dict[int, messages.Arrival]] = {}
-        self._inputs: dict[str, dict[int, int]] = {}  # by model and digest, the rank that had it first
-
-    def pass_on(self, message: messages.HubMessage) -> None:
-        """Act on a message of a kind in `FOR_FIRST`. Forward any other one: an answer to the rank that asked, the rest to all."""
-        hub = self._hub
-        match message:
-            case messages.Arrival(name=name):
-                arrivals = self._arrivals.setdefault(name, {})
-                arrivals[message.rank] = message
-                if len(arrivals) == message.num:
-                    del self._arrivals[name]
-                    reports = [(rank, arrival.text, arrival.facts) for rank, arrival in sorted(arrivals.items())]
-                    is_same = len({text for _, text, _ in reports}) == 1
-                    over = messages.MeetingOver(rank=hub.rank, name=name, reports=None if is_same else reports)
-                    hub.send_and_note(over, [] if is_same and message.quiet else list(arrivals))
-                elif len(arrivals) == 1 and message.wakes:
-                    others = [rank for rank in hub.ranks if rank != message.rank]
-                    hub.send_and_note(messages.MeetingCalled(rank=message.rank, name=name), others)
-            case messages.InputDigest(rank=rank):
-                ranks = self._inputs.setdefault(message.model, {})
-                other = ranks.setdefault(message.digest, rank)
-                if other != rank and WARNED not in ranks:
-                    ranks[WARNED] = other
-                    log.warning(wording.SAME_INPUTS, *sorted((other, rank)))
-            case messages.PositionAnswer():
-                hub._links.send(message, to=message.to)
-            case _:
-                hub._links.send(message, but=message.rank)
 
 
 class _Lease:

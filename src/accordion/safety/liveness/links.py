@@ -61,9 +61,8 @@ def give_up(connection: socket.socket, timeout_s: float) -> None:
 
 
 class HubLinks:
-    """The connections of this rank: if it is the first one, to all other ranks, otherwise to the first rank. They need no
-    collectives, no devices, and not the job's store, which ends with the rank that runs it. If a process ends in any way, the
-    system closes its connections. `peers`: the sockets of open connections, by the rank at the other end."""
+    """The connections of this rank: if it is the first one, to all other ranks, otherwise to the first rank. If a process ends in
+    any way, the system closes its connections. `peers`: the sockets of open connections, by the rank at the other end."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.ranks, self.rank, self.leads = list(ranks), rank, rank == ranks[0]
@@ -148,8 +147,7 @@ class HubLinks:
         threading.Thread(target=self._listen, args=(receive, check), name="accordion-hub", daemon=True).start()
 
     def send(self, message: HubMessage, to: int | None = None, but: int | None = None) -> None:
-        """Send a message to rank `to`, by default to all connected ranks, except rank `but`. Errors of connections are ignored,
-        and nothing is sent after `close`."""
+        """Send a message to rank `to`, by default to all peers except `but`. Ignores errors; does nothing after `close`."""
         line = encoded(message)
         for rank, peer in list(self.peers.items()):
             if rank != but and to in (None, rank) and not self.closed:
@@ -165,8 +163,7 @@ class HubLinks:
                 peer.shutdown(socket.SHUT_WR)
 
     def _aim_crash(self) -> None:
-        """Have `faulthandler` write a crash of this process to a connected rank; if none is connected, to the null device. Does
-        nothing unless `report_crashes` took effect."""
+        """If `report_crashes` took effect, have `faulthandler` write a crash to a connected rank, or else the null device."""
         if self._crash_fd is None:
             return
         peer = None if self.closed else next(iter(self.peers.values()), None)

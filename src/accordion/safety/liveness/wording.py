@@ -163,8 +163,7 @@ def meanwhile(doing: str, rank: int, text: str) -> str:
 
 
 def doing_of(posts: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return "rank R WHAT" of each rank, joined with commas. `posts`: reports by rank. WHAT is the entry `what` of the report, or
-    "has failed" if there is none."""
+    """Return "rank R WHAT" of each rank, joined with commas. WHAT is the entry `what` of its post, or else "has failed"."""
     return ", ".join(f"rank {rank} {post.get('what', 'has failed')}" for rank, post in posts.items())
 
 
@@ -230,9 +229,8 @@ def step_differences(histories: Mapping[int, Mapping[str, Any]]) -> str:
     begun, differing = 0, []
     for rank in ranks[1:]:
         for num, step, record in histories[rank]["records"]:
-            if num not in first or first[num] == record:
+            if (theirs := first.get(num, record)) == record:
                 continue
-            theirs = first[num]
             keys = [key for key in {**theirs, **record} if theirs.get(key) != record.get(key)]
             # If only one rank stepped, its options are no news.
             keys = [key for key in keys if (key in theirs) == (key in record)] or keys
