@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from accordion.errors import UsageError
 from accordion.train.config import DataConfig
-from accordion.train.sources import PIECE_CHARS, Piece, find, split_of
+from accordion.train.sources import PIECE_CHARS, find, split_by_key
 
 TEXTS = [f"document {i}\nwith two lines\n" for i in range(5)]
 
@@ -148,7 +148,7 @@ def test_splits_of_a_datasets_folder_are_kept(tmp_path: Path) -> None:
     parts = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "validation", "test")}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     pieces = list(find(DataConfig(path=str(tmp_path / "saved"))).pieces())
-    assert {piece.text: split_of(piece) for piece in pieces} == {"train": "train", "validation": "validation"}
+    assert {piece.text: piece.split for piece in pieces} == {"train": "train", "validation": "validation"}
 
 
 def test_the_standard_library_is_always_there() -> None:
@@ -157,7 +157,7 @@ def test_the_standard_library_is_always_there() -> None:
     assert source.name == "stdlib"
     assert "argparse.py" in keys
     assert not any("test" in Path(key).parts for key in keys)
-    held = [key for key in keys if split_of(Piece(key, "")) == "validation"]
+    held = [key for key in keys if split_by_key(key) == "validation"]
     assert 0.02 < len(held) / len(keys) < 0.1
 
 

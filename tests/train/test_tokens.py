@@ -14,7 +14,7 @@ from accordion.errors import UsageError
 from accordion.train import sources, token_tables
 from accordion.train.config import Config, DataConfig, ModelConfig
 from accordion.train.examples import run_tokenizer, vocabulary_of
-from accordion.train.sources import Source, find, split_of
+from accordion.train.sources import Source, find
 from accordion.train.token_tables import TokenFiles, cached_tokens
 from accordion.train.tokens import (
     END_OF_TEXT,
@@ -89,7 +89,7 @@ def test_documents_are_tokenized_as_transformers_does(tmp_path: Path, template: 
     files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet)
     theirs = PreTrainedTokenizerFast(tokenizer_object=own)
     for split in token_tables.SPLITS:
-        texts = [piece.text for piece in source.pieces() if split_of(piece) == split]
+        texts = [piece.text for piece in source.pieces() if piece.split == split]
         wanted = [number for text in texts for number in [*theirs(text)["input_ids"], *ends]]
         assert ids_of(files, split) == wanted
 

@@ -28,28 +28,26 @@ class OrderedBatches:
     samples, and each reads the positions of its `share`. `pins`: put batches into pinned memory."""
 
     def __init__(self, dataset: Any, share: Share, seed: int, collate: Collate | None, *, pins: bool) -> None:
-        self.order = GlobalOrder(len(dataset), share, seed)
-        # A loader draws a number when it starts, and a resumed run starts one more. The run's random numbers must not change.
-        self._loader = DataLoader(
-            dataset, batch_sampler=self.order, collate_fn=collate, pin_memory=pins, generator=torch.Generator()
+        self._order = order = GlobalOrder(len(dataset), share, seed)
+        # A loader draws a number when it starts. That must not change the random numbers of the run.
+        draws = torch.Generator()
+        self._batches = iter(
+            DataLoader(dataset, batch_sampler=order, collate_fn=collate, pin_memory=pins, generator=draws)
         )
-        self._batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
-        if self._batches is None:
-            self._batches = iter(self._loader)
         return next(self._batches)
 
     def position(self) -> dict[str, Any]:
-        return self.order.state_dict()
+        return {"num_read": self._order.num_read, "count": self._order.count, "seed": self._order.seed}
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def resume(self, position: dict[str, Any]) -> bool:
-        if (position.get("count"), position.get("seed")) != (self.order.count, self.order.seed):
+        if (position.get("count"), position.get("seed")) != (self._order.count, self._order.seed):
             return False
-        self.order.load_state_dict(position)
+        self._order.num_read = position["num_read"]
         return True
 
 
@@ -235,13 +233,9 @@ def validation_of(data: Any, share: Share, collate: Collate, device: torch.devic
     if not is_loader(data) and not is_indexed(data):
         data = DataLoader(RankSamples(data, share, drops=False), share.micro_batch, collate_fn=collate)
     if is_loader(data):
-        return _in_step(data, device)
+        steps = in_step(_drawn(data), dist.all_reduce, dist.get_world_size(), device)
+        return ((batch, rows_of(batch) if is_new else 0) for batch, is_new, _ in steps)
     return validation_batches(data, range(len(data)), share, collate)
-
-
-def _in_step(loader: Any, device: torch.device) -> Iterator[tuple[Any, int]]:
-    for batch, is_new, _ in in_step(_drawn(loader), dist.all_reduce, dist.get_world_size(), device):
-        yield batch, rows_of(batch) if is_new else 0
 
 
 def _drawn(loader: Any) -> Iterator[Any]:

@@ -26,12 +26,11 @@ from accordion.train.batches import Batches
 from accordion.train.config import JobConfig, max_skips_of
 from accordion.train.data import Share
 from accordion.train.deepspeed import settings_of
-from accordion.train.ending import Best, Ending, Signals
+from accordion.train.ending import Best, Ending, Signals, Skips
 from accordion.train.language_work import LanguageWork
 from accordion.train.launch import RankPlace
-from accordion.train.nonfinite import Skips
 from accordion.train.prepare import Prepared, share_of
-from accordion.train.rates import LearningRates, rates_of
+from accordion.train.rates import LearningRates
 from accordion.train.screen import Screen
 
 
@@ -114,7 +113,7 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
         model=model,
         optimizer=optimizer,
         scaler=theirs.scaler(device.type) if theirs else torch.amp.GradScaler(device.type, enabled=name == "fp16"),
-        rates=rates_of(options, optimizer, work.scheduler(optimizer), theirs, is_own=task_optimizer is not None),
+        rates=LearningRates(options, optimizer, work.scheduler(optimizer), theirs, is_own=task_optimizer is not None),
         batches=work.batches(share, options.seed, pins=not on_cpu),
         sums_locally=config.shard.strategy.grads is Place.REPLICATE,
         decides_on_device=not on_cpu and theirs is None and not engines_of(optimizer) and is_fused,

@@ -81,14 +81,6 @@ def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ra
     return replace(config, train=replace(options, micro_batch=micro_batch, accumulate=each // micro_batch))
 
 
-def newest_in(folder: Path) -> str | None:
-    """Return the path of the newest usable checkpoint in `folder`; None if there is none, or if `folder` cannot be read."""
-    try:
-        return newest(folder).path
-    except CheckpointError:
-        return None
-
-
 def _extra(path: Path) -> Mapping[str, Any]:
     """Return the dict that a run stored as `extra` in the checkpoint `path`, with the keys "step", "config" and more. Raises
     `UsageError` if the checkpoint cannot be read, or was not written by `accordion train`."""

@@ -59,7 +59,7 @@ class Sequences(Dataset[Row]):
 class GlobalOrder(Sampler[list[int]]):
     """Sampler of this rank's micro-batches, as lists of indices, without end. Each epoch has a new order of all `count` samples.
     The samples at the end of an epoch that do not fill a global batch are left out, so that all ranks have equally many batches.
-    `num_read`: samples that all ranks together have read."""
+    `num_read`: samples that all ranks together have read. Set it to go on elsewhere; `count` and `seed` have to be equal then."""
 
     def __init__(self, count: int, share: Share, seed: int) -> None:
         self.count, self.share, self.seed = count, share, seed
@@ -85,14 +85,6 @@ class GlobalOrder(Sampler[list[int]]):
             order = permutation(self.count, self.seed + epoch)
             first = start // each * each + self.share.rank
             yield [int(order[position]) for position in range(first, first + each, self.share.world)]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where the run that saved `state` was. It must have equal `count` and `seed`, on any number of ranks."""
-        assert (state["count"], state["seed"]) == (self.count, self.seed)
-        self.num_read = state["num_read"]
 
 
 def validation_order(count: int, most: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Reasons for a run to end before its last step: preemption, the time limit, or validations that no longer improve."""
+"""Reasons for a run to end before its last step: preemption, the time limit, NaN or inf, or no better validations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
+
+from accordion.errors import NonFiniteError
 
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"; the same command resumes from what was saved
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # with which schedulers announce the end of a job
@@ -113,3 +115,26 @@ class Best:
     def load(self, state: Mapping[str, Any]) -> None:
         self.loss, self.step, self.waited = state["loss"], state["step"], state["waited"]
         self._mark = math.inf if state["mark"] is None else state["mark"]
+
+
+class Skips:
+    """Counts skipped steps: all of them in `total`, and those with NaN or inf since the last finite step in `in_row`. Steps that
+    the gradient scaler skips to lower its scale are in `total` only."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: largest number of steps in a row that may be skipped; 0: the first nonfinite step ends the run."""
+        self._most = most
+        self.total, self.in_row = 0, 0
+
+    def nonfinite(self, step: int, where: str) -> str:
+        """Count a nonfinite step and return a line to report, with the text `where`. Raises `NonFiniteError` if there are more
+        such steps in a row than allowed."""
+        self.in_row += 1
+        self.total += 1
+        if not self._most:
+            raise NonFiniteError(f"step {step}: {where} To skip such steps, set train.on_nonfinite skip.")
+        if self.in_row > self._most:
+            raise NonFiniteError(
+                f"step {step} is not finite, nor are the {self._most} before it, the most that train.on_nonfinite allows: {where}"
+            )
+        return f"step {step} is skipped ({self.in_row} in a row, at most {self._most}): {where}"

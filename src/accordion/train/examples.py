@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,8 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template, around text 
 Span = tuple[int, int]
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Tokens of an example. `ids`: (tokens,) int64. `answers`: (tokens,) bool, True for tokens that count in the loss."""
-
-    ids: np.ndarray
-    answers: np.ndarray
+Example = tuple[np.ndarray, np.ndarray]
+"""(token ids, (tokens,) int64; mask, (tokens,) bool, True for tokens that count in the loss)"""
 
 
 class Encoder:
@@ -61,7 +54,7 @@ class Encoder:
             if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
                 raise UsageError(f"{row.where}: field 'tools' is {type(tools).__name__}; it takes a list of objects.")
             example = self._of_messages(messages, learnt, without_nulls(tools) or None, row.where)
-        if any(learnt) and not example.answers[1:].any():
+        if any(learnt) and not example[1][1:].any():
             raise UsageError(f"{row.where} has no answer left as tokens; there is nothing to learn from it.")
         return example
 
@@ -74,7 +67,7 @@ class Encoder:
         if whole[: len(before)] != before or not answer:
             answer = self._tokenizer(completion, add_special_tokens=False)["input_ids"]
         ids = [*before, *answer, self._tokenizer.eos_token_id]
-        return Example(np.array(ids), np.arange(len(ids)) >= len(before))
+        return np.array(ids), np.arange(len(ids)) >= len(before)
 
     def _plain(self, text: str) -> list[int]:
         """Return the tokens of `text` and those that the tokenizer adds, without an end-of-text token after others."""
@@ -107,7 +100,7 @@ class Encoder:
             answers |= (np.maximum(starts + 1, ends) > start) & (starts < end)
             if not marked:
                 answers &= ~self._blanks_after_an_end(text, ids, starts, (start, end))
-        return Example(ids, answers)
+        return ids, answers
 
     def _blanks_after_an_end(self, text: str, ids: np.ndarray, starts: np.ndarray, span: Span) -> np.ndarray:
         """Return a bool mask, (tokens,): True for the tokens of the answer at `span` after the last special token in it, if all
@@ -306,4 +299,4 @@ def _pieces(source: Source) -> Iterator[Piece]:
             texts = [str(message.get("content") or "") for message in messages_of(row)[0]]
         else:
             texts = [value for value in row.values.values() if isinstance(value, str)]
-        yield Piece(row.where, "\n".join(texts), split="train")
+        yield Piece(row.where, "\n".join(texts), "train")

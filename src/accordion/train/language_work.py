@@ -33,12 +33,14 @@ from accordion.train.batches import OrderedBatches, means_of
 from accordion.train.config import Config, DataConfig
 from accordion.train.data import IGNORED, GlobalOrder, Sequences, Share, validation_batches, validation_order
 from accordion.train.metrics import Validation
-from accordion.train.model import check_loss_of_head, configuration, documents_in_rows, fill
+from accordion.train.model import check_loss_of_head, configuration, documents_in_rows
 from accordion.train.packing import Batch, Collate, ExampleRows
 from accordion.train.screen import Screen
 from accordion.train.sources import Split
 from accordion.train.token_tables import TokenFiles
 from accordion.weights.four_bits import quantize
+from accordion.weights.initialise import initialise
+from accordion.weights.pretrained import load_pretrained
 
 SAMPLE_TOKENS, PROMPT_TOKENS = 64, 16
 SMALL_BYTES = 4 << 30  # smaller models are sampled from full parameters, larger ones sharded, unit by unit
@@ -166,10 +168,14 @@ class LanguageWork:
         return None
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Fill the sharded `model` with random or pretrained weights, and initialise adapters as PEFT does. Leaves torch's
-        generators seeded: differently on each rank if adapters have dropout, otherwise equally. Raises `UsageError` if examples
-        that are packed into one row attend to each other. Collective."""
-        fill(model, self.config.model, seed)
+        """Fill the sharded `model` with random or pretrained weights, which do not depend on the number of ranks, and initialise
+        adapters as PEFT does. Leaves torch's generators seeded: differently on each rank if adapters have dropout, otherwise
+        equally. Raises `UsageError` if examples that are packed into one row attend to each other. Collective."""
+        torch.manual_seed(seed)
+        if self.config.model.path is not None and self.config.model.init == "pretrained":
+            load_pretrained(model, self.config.model.path)
+        else:
+            initialise(model)
         if not self.is_text and self.config.data.packing == "documents":
             check_apart(model, self.sequence)
         if self.config.adapter.dropout:

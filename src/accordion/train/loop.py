@@ -78,7 +78,7 @@ def trained(
         run = run_of(prepared, place, device, signals, screen)
         saves = RunSaves(run)
         cleanups.callback(saves.settle)
-        screen.units(describe(run.model))
+        screen.note(str(describe(run.model)))
         for line in prepared.work.notes(run.share):
             screen.note(line)
         done = saves.resume()
@@ -224,7 +224,7 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
     of = "" if run.ema is None else " of the averaged weights"
     run.screen.note(f"validation loss{of} {validation.loss:.4f} after {step} steps{words}")
     if log is not None:
-        log.validation(step, validation.loss, validation.metrics)
+        log.validation(step, validation)
     return is_best
 
 

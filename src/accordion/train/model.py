@@ -18,8 +18,6 @@ from accordion.models.language import brief
 from accordion.models.llama import TRAINED, llama_config
 from accordion.train.config import DataConfig, ModelConfig
 from accordion.units import UnitChoice, choose_units
-from accordion.weights.initialise import initialise
-from accordion.weights.pretrained import load_pretrained
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,13 +41,15 @@ def check_folder(path: str) -> dict[str, Any]:
 
 def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
     """Return the transformers configuration of `model`, a preset or a folder, with all dropout rates set to 0. Raises
-    `UsageError` if transformers rejects the folder, or if its model has fewer positions than `data.seq_len`."""
+    `UsageError` as `check_folder` does, if transformers rejects the folder, or if its model has fewer positions than
+    `data.seq_len`."""
     from transformers import AutoConfig
 
     if model.path is None:
         shape = TRAINED[model.preset]
         # The default of transformers, 0.02, suits a width of 2048; at 320 training is slower and has spikes.
         return llama_config(shape, max(4096, data.seq_len), initializer_range=shape.hidden**-0.5)
+    check_folder(model.path)
     try:
         config = AutoConfig.from_pretrained(model.path, local_files_only=True)
     except Exception as error:  # transformers raises errors of many kinds
@@ -85,18 +85,6 @@ def check_loss_of_head(model: nn.Module, loss: str, units: UnitChoice) -> None:
             f"model.loss is 'head_rows', but the head of {type(model).__name__} is {'tied' if is_tied else 'no unit'}, so it is "
             "gathered with other parameters; take --model.loss chunked."
         )
-
-
-def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
-    """Fill the shards of `model`, which was built on the meta device, with random weights, or with those in the folder
-    `choice.path` if `choice.init` is "pretrained". The weights do not depend on the number of ranks. Seeds torch's generators
-    with `seed` first. Collective."""
-    torch.manual_seed(seed)
-    if choice.init == "scratch":
-        initialise(model)
-    else:
-        assert choice.path is not None, "pretrained weights come from a folder"
-        load_pretrained(model, choice.path)
 
 
 @contextmanager

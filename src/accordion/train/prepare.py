@@ -15,10 +15,11 @@ from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
 from accordion.train.config import Config, Job, JobConfig, TrainConfig
 from accordion.train.data import Sequences, Share
+from accordion.train.deepspeed import translated
 from accordion.train.examples import Encoder, digest_of_tokenizer, run_tokenizer, vocabulary_of
 from accordion.train.language_work import LanguageWork, check_enough, generation_settings, rows_in, trained_model
 from accordion.train.launch import RankPlace
-from accordion.train.model import check_folder, configuration
+from accordion.train.model import configuration
 from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
 from accordion.train.owner import check_free
 from accordion.train.packing import ExampleRows, preview
@@ -68,8 +69,9 @@ def prepare(
     began_s: float,
     task: object | None = None,
 ) -> Prepared:
-    """Check all inputs of a run, write tokens to the cache and create the run's folders. Returns the checked inputs. Raises
-    `UsageError` for inputs that cannot be used, and `TaskError` if the user's code fails.
+    """Check all inputs of a run, write tokens to the cache and create the run's folders. Returns the checked inputs, with the
+    values that a DeepSpeed file and `train.global_batch` set in `config`. Raises `UsageError` for inputs that cannot be used, and
+    `TaskError` if the user's code fails.
 
     Args:
         place: rank of this process; rank 0 also checks that no other job uses the folders of the run.
@@ -79,8 +81,9 @@ def prepare(
         began_s: `time.time` of this machine when the command started.
         task: the task to train, if `config` names none by class path.
     """
+    replicas, world = 1, place.world
+    config = translated(config, named, world)
     try:
-        replicas, world = 1, place.world
         if config.shard.strategy.hybrid:
             replicas = config.shard.replicas or max(1, world // place.local_world)
         if world % replicas:
@@ -259,8 +262,6 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> None:
 
 def _vocab_of_model(config: Config) -> int:
     """Return the size of the model's vocabulary. Raises `UsageError` if its config.json cannot be used or names no size."""
-    if config.model.path is not None:
-        check_folder(config.model.path)
     vocab = getattr(configuration(config.model, config.data), "vocab_size", None)
     if not isinstance(vocab, int) or vocab < 1:
         raise UsageError(f"model.path {config.model.path!r} is no language model: its config.json has no vocab_size.")

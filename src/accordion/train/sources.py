@@ -99,7 +99,7 @@ def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
     the source. A hash of `key` and the row's number decides the row's split, unless a saved folder names splits. Raises
     `UsageError`, which names the line or row, for a row that cannot be read or lacks a needed field."""
     rows = _saved if path.is_dir() else _table if suffix_of(path) in TABLES else _json
-    yield from rows(path, key, fields)
+    return rows(path, key, fields)
 
 
 def _json(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
@@ -229,13 +229,12 @@ def checked_text(value: object, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a document, or a part of that text. `key`: name of the document. `ends`: this is the last part. `split`: the split
-    that the data names for the document; None if it names none."""
+    """Text of a document, or a part of that text. `key`: name of the document. `ends`: this is the last part."""
 
     key: str
     text: str
+    split: Split
     ends: bool = True
-    split: Split | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +267,7 @@ class Source:
             lines = text.readlines(PIECE_CHARS)
             while lines:
                 piece, lines = "".join(lines), text.readlines(PIECE_CHARS)
-                yield Piece(key, piece, ends=not lines)
+                yield Piece(key, piece, split_by_key(key), ends=not lines)
 
 
 @contextmanager
@@ -295,12 +294,7 @@ def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
     is_json = not path.is_dir() and suffix_of(path) not in TABLES
     for row in read_rows(path, key, fields):
         if is_json or row.values[field] not in (None, ""):
-            yield Piece(row.where, checked_text(row.values[field], f"{row.where}: field {field!r}"), split=row.split)
-
-
-def split_of(piece: Piece) -> Split:
-    """Return the split of the document of `piece`: the one that the data names, or else one by a hash of the document's name."""
-    return piece.split if piece.split is not None else split_by_key(piece.key)
+            yield Piece(row.where, checked_text(row.values[field], f"{row.where}: field {field!r}"), row.split)
 
 
 def find(config: DataConfig) -> Source:
@@ -310,7 +304,9 @@ def find(config: DataConfig) -> Source:
     if config.path is None:
         if config.format != "text":
             raise UsageError(f"data.format {config.format} takes {TAKES}; give --data.path one.")
-        return _stdlib(fields)
+        root, label = Path(sysconfig.get_path("stdlib")), f"the standard library of Python {platform.python_version()}"
+        modules = [p for p in _walk(root, without=NOT_STDLIB_TEXT) if p.suffix == ".py" and p.is_file()]
+        return _source("stdlib", label, {str(p.relative_to(root)): p for p in modules}, fields, {})
     path = Path(config.path)
     unread: dict[str, str] = {}
     if not path.exists():
@@ -359,14 +355,6 @@ def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | N
     except UsageError as error:
         return str(error).removeprefix(f"data file {str(path)!r} ").removeprefix(f"{str(path)!r} ").rstrip(".")
     return None
-
-
-def _stdlib(fields: Fields) -> Source:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = {
-        str(p.relative_to(root)): p for p in _walk(root, without=NOT_STDLIB_TEXT) if p.suffix == ".py" and p.is_file()
-    }
-    return _source("stdlib", f"the standard library of Python {platform.python_version()}", files, fields, {})
 
 
 def _source(name: str, label: str, files: Mapping[str, Path], fields: Fields, unread: Mapping[str, str]) -> Source:

@@ -11,18 +11,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from accordion.checkpoint import RandomState
 from accordion.devices import HostCopy
+from accordion.engine.hooks import engine_of
 from accordion.errors import NonFiniteError
 from accordion.optimizers.wrap import clip_grad_norm_, scale_gradients
+from accordion.safety.finite import FiniteCheck
 from accordion.state import no_sync
 from accordion.train.batches import on_device
 from accordion.train.build import Run
 from accordion.train.metrics import StepMetrics, peak_bytes
-from accordion.train.nonfinite import FLEETING, source_of
 from accordion.train.saves import RunSaves
+
+FLEETING = (
+    "it did not happen again when the step was repeated, so data and weights are not the cause: look for a faulty machine or a "
+    "nondeterministic operation"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +145,7 @@ class Steps:
                 raise NonFiniteError("the gradients are finite, but the sum of their squares is not.")
 
         run.optimizer.zero_grad()
-        where = source_of(run.model, again, figures)
+        where = _source_of(run.model, again, figures)
         RandomState().load_state_dict(after)
         if where is None and run.scaler.is_enabled():
             run.skips.total += 1
@@ -150,6 +156,33 @@ class Steps:
         except NonFiniteError:
             self._saves.settle()
             raise
+
+
+def _source_of(model: nn.Module, again: Callable[[Callable[[Tensor], Tensor]], object], figures: str) -> str | None:
+    """Repeat a step, and return text that names where NaN or inf first appears; None if all values are finite this time. Equal on
+    all ranks. Collective. `again(scale)`: repeats forwards and backwards with the random numbers of the step, and applies `scale`
+    to each loss before its backward. `figures`: the step's loss and norm as text, with which the result begins."""
+    engine = engine_of(model)
+    assert engine is not None, "the main job shards its model"
+    check = FiniteCheck(engine)
+    engine.observers.attach(check)
+    try:
+        again(_finite_everywhere)
+    except NonFiniteError as error:
+        return f"{figures}; {error}"
+    finally:
+        engine.observers.detach(check)
+    return None
+
+
+def _finite_everywhere(loss: Tensor) -> Tensor:
+    """Return `loss`. Raises `NonFiniteError` on every rank if the loss of any rank is NaN or inf. Collective."""
+    losses: list[Tensor] = [torch.empty_like(loss.detach()) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, loss.detach())
+    wrong = next((rank for rank, value in enumerate(losses) if not math.isfinite(float(value))), None)
+    if wrong is not None:
+        raise NonFiniteError(f"the model's outputs are finite and the loss is {float(losses[wrong])} on rank {wrong}.")
+    return loss
 
 
 def _step_if_finite(optimizer: Any, sums: Tensor) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from accordion.errors import UsageError
 from accordion.files import write_whole
 from accordion.train.examples import Encoder
-from accordion.train.sources import Piece, Source, Split, split_of
+from accordion.train.sources import Piece, Source, Split
 from accordion.train.tokens import Say, Vocabulary, key_of
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _encoded(pieces: Iterable[Piece], vocabulary: Vocabulary) -> Iterator[tuple[
     for batch in _batches(pieces):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):
-            yield split_of(piece), before * begins + encoding.ids + after * piece.ends, piece.ends
+            yield piece.split, before * begins + encoding.ids + after * piece.ends, piece.ends
             begins = piece.ends
 
 
@@ -160,13 +160,13 @@ def cached_examples(
         say(f"tokenizing {source.label} (once; kept in {cache / 'examples'})")
         count = 0
         for row in source.rows():
-            example = encoder.example(row)
+            ids, answers = encoder.example(row)
             count += 1
             yield {
                 "held_out": row.split == "validation",
-                "ids": example.ids.astype(kind),
-                "answers": example.answers,
-                "num_answers": int(example.answers.sum()),
+                "ids": ids.astype(kind),
+                "answers": answers,
+                "num_answers": int(answers.sum()),
                 "documents": 1,
             }
         if count < 2:

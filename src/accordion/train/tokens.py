@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from accordion.errors import UsageError
 from accordion.files import write_whole
-from accordion.train.sources import Piece, Source, split_of
+from accordion.train.sources import Piece, Source
 
 FORMAT = 4  # of the cache; increment it when a change of code changes tokens
 END_OF_TEXT = "<|endoftext|>"
@@ -76,7 +76,7 @@ def train_vocabulary(pieces: Iterable[Piece], size: int) -> Vocabulary:
 def _training_text(pieces: Iterable[Piece]) -> Iterator[str]:
     chars, spare = 0, []
     for piece in pieces:
-        if split_of(piece) == "train":
+        if piece.split == "train":
             yield piece.text
             chars += len(piece.text)
         elif chars == 0:
