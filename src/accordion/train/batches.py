@@ -52,11 +52,10 @@ class OrderedBatches:
 
 
 class LoaderBatches:
-    """Endless batches of one rank from a loader. Each epoch starts the loader again, after `set_epoch` if it has that. Random
-    numbers drawn while reading depend on seed and epoch alone, and are equal on all ranks. After `resume`, a loader with
-    `state_dict` goes on from its loaded state; with any other one, the batches of the epoch that were used before are read again
-    and dropped. `counter`: key in `position()` for the amount read in this epoch, to which each batch adds `size`. `next()`
-    raises `UsageError` if an epoch has no batch."""
+    """Endless batches of one rank from a loader, which each epoch starts again, after `set_epoch` if it has that. Random numbers
+    drawn while reading depend on seed and epoch alone, and are equal on all ranks. After `resume`, a loader with `state_dict`
+    goes on from its loaded state; of any other one, the batches of the epoch that were used before are read again and dropped.
+    `counter`: key in `position()`, to which each batch adds `size`. `next()` raises `UsageError` if an epoch has no batch."""
 
     def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
         self._data, self._draws, self._counter, self._size = data, Draws(seed), counter, size
@@ -184,9 +183,8 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
 
 
 def check_kind(data: Any, split: str) -> None:
-    """Raise `UsageError` if `data` is no loader, iterable or dataset, if it is a dataset without samples, or if it is a
-    `DataLoader` with one of torch's own samplers, with which all ranks would read equal samples. `split`: argument of the task's
-    `dataset` method that returned `data`."""
+    """Raise `UsageError` if `data`, which the task returned for `split`, is no loader, iterable or dataset, a dataset without
+    samples, or a `DataLoader` with one of torch's own samplers, with which all ranks would read equal samples."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
     if isinstance(data, DataLoader):
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
@@ -208,8 +206,7 @@ def check_kind(data: Any, split: str) -> None:
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
-    """Return this rank's batches of `data`, the training data of a task. Raises `UsageError` if `data` has a wrong type, has no
-    sample, or would be read whole by every rank."""
+    """Return this rank's batches of `data`, the training data of a task. Raises `UsageError` as `check_kind` does."""
     check_kind(data, "train")
     if is_loader(data):
         return LoaderBatches(data, seed)
@@ -225,10 +222,9 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 
 
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
-    """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank. All ranks must
-    call the model equally often, so a rank that has no samples left gets a batch with number 0. For loaders and iterables, each
-    step of the iterator is collective, and raises `UsageError` if some ranks have batches and others have none at all. Raises
-    `UsageError` if `data` has a wrong type, has no sample, or would be read whole by every rank."""
+    """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank, since all must
+    call the model equally often: a rank without samples left gets a batch with number 0. For loaders and iterables, each step of
+    the iterator is collective, and raises `UsageError` if only some ranks have batches. Raises as `check_kind` does."""
     check_kind(data, "validation")
     if not is_loader(data) and not is_indexed(data):
         data = DataLoader(RankSamples(data, share, drops=False), share.micro_batch, collate_fn=collate)
@@ -252,8 +248,7 @@ def _drawn(loader: Any) -> Iterator[Any]:
 
 def rows_of(batch: Any) -> int:
     """Return the size of dim 0 of the first tensor in `batch`; 1 if that tensor is 0-d, or if there is none."""
-    leaves = tree_leaves(batch)
-    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
     return int(first.shape[0]) if first is not None and first.dim() else 1
 
 
@@ -274,8 +269,8 @@ def means_of(
     values_of: Callable[[Any], Mapping[str, Any]],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return name -> mean over all samples of all ranks; {} without batches. Puts the model into evaluation mode, and at the end
-    restores its mode and the random generators. Collective. `batches`: (batch, number of its samples that count), as many on each
+    """Return name -> mean over all samples of all ranks; {} without batches. The model is in evaluation mode meanwhile; its mode
+    and the random generators are restored. Collective. `batches`: (batch, number of its samples that count), as many on each
     rank. `values_of(batch)` returns name -> mean over the batch, or (sum, count). Raises `UsageError` if a value is no number."""
     drawn, was_training = RandomState().state_dict(), model.training
     model.eval()

@@ -91,9 +91,9 @@ def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
     """Run `accordion train` with the arguments `words`, and return the exit code: prepare the run, start all ranks, wait for
-    them. In a process that torchrun or srun started, runs as that one rank, and ends the process, without a return, if the code
-    is not 0. If `environ` has torchrun's variables for the number of ranks but no rank, this process becomes a torchrun with the
-    same command. Raises `UsageError` or `TaskError` for wrong input, and `SystemExit` after printing help or configuration."""
+    them. In a process that torchrun or srun started, runs as that one rank, and ends the process if the code is not 0. If
+    `environ` has torchrun's variables for the number of ranks but no rank, this process becomes a torchrun with the same command.
+    Raises `UsageError` or `TaskError` for wrong input, and `SystemExit` after printing help or configuration."""
     began_s = time.time()
     (config, named), cache = read(words), cache_folder(environ)
     if launch.place_of(environ) is not None:
@@ -117,8 +117,7 @@ def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
     """Train as the rank `place` that torchrun or srun started, and return the exit code. The first rank of each host prepares the
-    run, then the others do from its cache. A signal meanwhile ends the run after its first step. `named`: keys that the user set.
-    `began_s`: `time.time` at the start of the command."""
+    run, then the others do from its cache. A signal meanwhile ends the run after its first step."""
     launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, _ = launch.choose(config.launch, place, devices_here())

@@ -142,9 +142,9 @@ class Encoder:
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
-        """Return (start, end) of each answer in `text`, the rendered conversation. An answer begins after the rendering of the
-        messages before it and the template's prompt for an answer, and ends with the text that the template puts after it (such
-        as an end token). `where`: the row, for errors. Raises `UsageError` if the template fails or an answer is not found."""
+        """Return (start, end) of each answer in `text`, the rendered conversation: from the end of the messages before it and the
+        template's prompt for an answer, to the end of what the template puts after it (such as an end token). Raises `UsageError`,
+        which names `where`, if the template fails or an answer is not found."""
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -232,10 +232,9 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 
 def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
-    """Return the run's tokenizer, a fast one of transformers: that of `data.tokenizer`, or else that in the model's folder. If
-    neither has one, train it on `source` with up to `model_vocab` tokens, store it in `cache`, and report that to `say`. Raises
-    `UsageError` if the tokenizer cannot be read, is not fast, is missing next to pretrained weights, or lacks the chat template
-    that chats need."""
+    """Return the run's tokenizer, a fast one of transformers: that of `data.tokenizer`, or else that in the model's folder, or
+    else one trained on `source` with up to `model_vocab` tokens, as `cached_vocabulary` does. Raises `UsageError` if it cannot be
+    read, is not fast, is missing next to pretrained weights, or lacks the chat template that chats need."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(
@@ -299,4 +298,4 @@ def _pieces(source: Source) -> Iterator[Piece]:
             texts = [str(message.get("content") or "") for message in messages_of(row)[0]]
         else:
             texts = [value for value in row.values.values() if isinstance(value, str)]
-        yield Piece(row.where, "\n".join(texts), "train")
+        yield Piece("\n".join(texts), "train")

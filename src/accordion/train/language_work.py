@@ -51,9 +51,9 @@ ROWS_OF_TEST = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageWork:
-    """Training of a language model on text or on examples with answers: the methods that the training loop calls. `generation`:
-    content of generation_config.json. `spec`: content of tokenizer.json. `sequence`: mesh of the ranks that share each sequence;
-    None before ranks start, or if each has whole sequences. `counted`: unit of the reported speed."""
+    """Training of a language model on text or on examples with answers. `generation`: content of generation_config.json. `spec`:
+    content of tokenizer.json. `sequence`: mesh of the ranks that share each sequence; None before ranks start, or if each has
+    whole sequences. `counted`: unit of the reported speed."""
 
     config: Config
     files: TokenFiles
@@ -117,13 +117,12 @@ class LanguageWork:
         order = validation_order(len(rows), self.config.train.validation_rows)
         options: dict[str, Any] = {"kind": self.config.model.loss, "sequence": self.sequence}
         batches = validation_batches(rows, order, share, self._collate())
-        losses = means_of(model, batches, lambda batch: {"loss": label_losses(model, batch, **options)}, device)
-        loss = losses["loss"]
-        perplexity = math.exp(min(loss, 700.0))
+        means = means_of(model, batches, lambda batch: {"loss": label_losses(model, batch, **options)}, device)
+        perplexity = math.exp(min(means["loss"], 700.0))
         whose = "" if self.is_text else " of an answer's token"
         read = "all" if len(order) == len(rows) else f"{len(order):,} of"
         words = f" (perplexity {perplexity:,.1f}{whose}; {read} {len(rows):,} rows)"
-        return Validation(loss=loss, words=words)
+        return Validation(loss=means["loss"], words=words)
 
     @torch.no_grad()
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
@@ -195,8 +194,7 @@ class LanguageWork:
         return {}
 
     def described(self, model: nn.Module) -> dict[str, Any]:
-        """Return the settings of model, generation and adapters that checkpoints store for `accordion export` and `generate`, as
-        JSON data with the keys `model_config`, `generation_config` and, with adapters, `adapter`."""
+        """Return the settings of model, generation and adapters that checkpoints store for `accordion export` and `generate`."""
         config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
         config["eos_token_id"] = ends_of(config.get("eos_token_id"), self.generation["eos_token_id"])
         extra = {"model_config": config, "generation_config": dict(self.generation)}
@@ -244,9 +242,8 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 def label_losses(
     model: nn.Module, batch: Batch, *, kind: str = "plain", sequence: DeviceMesh | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum of the cross entropy of the labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32. If
-    ranks share each sequence (`sequence`), both are of this rank's part. `kind`: value of `model.loss`; unless it is "plain", the
-    head computes the loss itself, without the logits of all tokens."""
+    """Return (sum of the cross entropy of the labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32, of
+    this rank's part if ranks share each sequence (`sequence`). `kind`: value of `model.loss`."""
     shown: dict[str, Tensor] = {n: batch[n] for n in ("input_ids", "position_ids", "labels") if n in batch}
     several = "position_ids" in shown
     if several and in_one_row(model):
@@ -335,9 +332,8 @@ def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
 
 
 def trained_model(config: Config) -> nn.Module:
-    """Return the model of `config` on the meta device. With `model.quantize`, its linear layers except the head are replaced by
-    frozen ones of four bits. With adapters, it is a PEFT model in which only the adapters are trained. Raises `UsageError` if
-    transformers cannot build the model, or if it is no causal language model."""
+    """Return the model of `config` on the meta device: quantised if `model.quantize` says so, and with adapters a PEFT model in
+    which only these are trained. Raises `UsageError` if transformers cannot build it, or if it is no causal language model."""
     choice = config.model
     described = configuration(choice, config.data)
     attention = None if choice.attention == "auto" else choice.attention

@@ -107,11 +107,9 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank of this process in an srun step with several tasks; None in any other process.
-
-    A batch script is no rank: it has a job id but no step id. Nor is a program that was started in an interactive shell (`srun
-    --pty`, `salloc`), since the other tasks of that step are shells without a terminal, which have ended.
-    """
+    """Return the rank of this process in an srun step with several tasks; None in any other process."""
+    # A batch script is no rank: it has a job id but no step id. Nor is a program that was started in an interactive shell (`srun
+    # --pty`, `salloc`), since the other tasks of that step are shells without a terminal, which have ended.
     world = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     in_batch_script = "SLURM_JOB_ID" in environ and step is None
@@ -189,13 +187,10 @@ def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[s
 
 
 def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
-    """Run `entry(place, store, *args)` in `nproc` ranks on this machine, wait for them, and return the exit code.
-
-    The first rank that fails reports the reason, and all other ranks are ended. Without `signals`, SIGTERM ends all ranks. With
-    `signals`, SIGTERM and SIGUSR1 are forwarded to the ranks, so that `entry` can save and return `PREEMPTED`;
-    `NothingStartedError` is raised if a signal arrives while no rank can handle it. Raises `KeyboardInterrupt` after Ctrl-C,
-    SIGHUP or SIGQUIT. Silences torch's loggers of the launcher.
-    """
+    """Run `entry(place, store, *args)` in `nproc` ranks on this machine, wait for them, and return the exit code. The first rank
+    that fails reports the reason, and all others are ended. Without `signals`, SIGTERM ends all ranks. With `signals`, SIGTERM
+    and SIGUSR1 are forwarded to the ranks, so that `entry` can save and return `PREEMPTED`, and `NothingStartedError` is raised
+    if no rank can handle one. Raises `KeyboardInterrupt` after Ctrl-C, SIGHUP or SIGQUIT. Silences torch's loggers."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported in one line instead
@@ -353,13 +348,11 @@ def _report_to_hubs(error: BaseException) -> None:
 
 
 def of_this_start(store: Store, place: RankPlace) -> Store:
-    """Return the job's store with a prefix of keys that is equal on all ranks, and that no earlier start used. Collective.
-
-    Needed because torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of an ended rank
-    cannot connect. Machines count restarts separately, so a count does not identify a start. Instead each rank writes a random
-    word, and rank 0 answers each word with the prefix until all ranks have read it. Rank 0 raises `DistStoreError` if a rank is
-    missing after `START_S`.
-    """
+    """Return the job's store with a prefix of keys that is equal on all ranks, and that no earlier start used. Collective. Rank 0
+    raises `DistStoreError` if a rank is missing after `START_S`."""
+    # torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of an ended rank cannot connect.
+    # Machines count restarts separately, so a count does not identify a start. Instead each rank writes a random word, and rank 0
+    # answers each word with the prefix until all ranks have read it.
     token, words = secrets.token_hex(8), dict[int, str]()
     if place.rank != 0:
         is_new = False
@@ -396,11 +389,9 @@ def of_this_start(store: Store, place: RankPlace) -> Store:
 
 def give_up_store(store: Store, timeout_s: float) -> None:
     """Make requests to the job's store fail after `timeout_s` without an answer from its machine. Linux only; elsewhere, and for
-    stores other than a `TCPStore`, does nothing.
-
-    torch's client would wait until the system drops the connection, on Linux after 15 minutes. torch does not expose the client's
-    sockets, so they are selected from the descriptors of this process by the store's port.
-    """
+    stores other than a `TCPStore`, does nothing."""
+    # torch's client would wait until the system drops the connection, on Linux after 15 minutes. torch does not expose the
+    # client's sockets, so they are selected from the descriptors of this process by the store's port.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     descriptors = Path("/proc/self/fd")

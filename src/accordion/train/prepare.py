@@ -69,18 +69,11 @@ def prepare(
     began_s: float,
     task: object | None = None,
 ) -> Prepared:
-    """Check all inputs of a run, write tokens to the cache and create the run's folders. Returns the checked inputs, with the
-    values that a DeepSpeed file and `train.global_batch` set in `config`. Raises `UsageError` for inputs that cannot be used, and
-    `TaskError` if the user's code fails.
-
-    Args:
-        place: rank of this process; rank 0 also checks that no other job uses the folders of the run.
-        cache: folder for tokenizers and tokens, created if it does not exist.
-        screen: shows notes and a preview of examples.
-        named: keys that the user set.
-        began_s: `time.time` of this machine when the command started.
-        task: the task to train, if `config` names none by class path.
-    """
+    """Check all inputs of a run, write tokens to the folder `cache`, which is created if needed, and create the run's folders.
+    Returns the checked inputs, with the values that a DeepSpeed file and `train.global_batch` set in `config`. Raises
+    `UsageError` for inputs that cannot be used, on rank 0 also if another job uses the folders, and `TaskError` if the user's
+    code fails. `screen`: shows notes and a preview of examples. `named`: keys that the user set. `began_s`: `time.time` of this
+    machine when the command started. `task`: the task to train, if `config` names none by class path."""
     replicas, world = 1, place.world
     config = translated(config, named, world)
     try:
@@ -146,8 +139,8 @@ def _folders(
 
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check the task `work` and return the inputs of its run. Builds the model, reads a batch, and if the model is small and on
-    the CPU, computes the loss of the batch. Raises `UsageError` for wrong inputs, and `TaskError` if the user's code fails."""
+    """Check the task `work` as `tried` does and return the inputs of its run. Raises `UsageError` for wrong inputs, and
+    `TaskError` if the user's code fails."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
     folders, resume, config = _folders(config, task.name, place, screen, named)
@@ -261,7 +254,6 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> None:
 
 
 def _vocab_of_model(config: Config) -> int:
-    """Return the size of the model's vocabulary. Raises `UsageError` if its config.json cannot be used or names no size."""
     vocab = getattr(configuration(config.model, config.data), "vocab_size", None)
     if not isinstance(vocab, int) or vocab < 1:
         raise UsageError(f"model.path {config.model.path!r} is no language model: its config.json has no vocab_size.")

@@ -60,11 +60,9 @@ class LearningRates:
 
 
 def share_at(step: int, options: TrainConfig) -> float:
-    """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then as `train.schedule` says.
-
-    x is 0 at the end of the warmup and 1 at the last step, and f is `final_lr`. constant: 1. linear: `1 - (1 - f) x`. cosine:
-    `f + (1 - f)(1 + cos(pi x)) / 2`. wsd: 1, then linear from 1 to f in the last `decay_steps` steps (0: a fifth of all).
-    """
+    """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then as `train.schedule` says. x is 0 at the end of
+    the warmup and 1 at the last step, and f is `final_lr`. constant: 1. linear: `1 - (1 - f) x`. cosine: `f + (1 - f)(1 + cos(pi
+    x)) / 2`. wsd: 1, then linear from 1 to f in the last `decay_steps` steps (0: a fifth of all)."""
     if step <= options.warmup:
         return step / options.warmup
     done, left, final = step - options.warmup, max(1, options.steps - options.warmup), options.final_lr

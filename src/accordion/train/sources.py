@@ -229,9 +229,8 @@ def checked_text(value: object, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a document, or a part of that text. `key`: name of the document. `ends`: this is the last part."""
+    """Text of a document, or a part of that text. `ends`: this is the last part."""
 
-    key: str
     text: str
     split: Split
     ends: bool = True
@@ -267,7 +266,7 @@ class Source:
             lines = text.readlines(PIECE_CHARS)
             while lines:
                 piece, lines = "".join(lines), text.readlines(PIECE_CHARS)
-                yield Piece(key, piece, split_by_key(key), ends=not lines)
+                yield Piece(piece, split_by_key(key), ends=not lines)
 
 
 @contextmanager
@@ -294,7 +293,7 @@ def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
     is_json = not path.is_dir() and suffix_of(path) not in TABLES
     for row in read_rows(path, key, fields):
         if is_json or row.values[field] not in (None, ""):
-            yield Piece(row.where, checked_text(row.values[field], f"{row.where}: field {field!r}"), row.split)
+            yield Piece(checked_text(row.values[field], f"{row.where}: field {field!r}"), row.split)
 
 
 def find(config: DataConfig) -> Source:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from accordion.checkpoint import RandomState
 from accordion.devices import HostCopy
@@ -44,12 +44,10 @@ class Taken:
 
 
 class Steps:
-    """Runs training steps and records their metrics. Call `settle` before a save, a validation or the end of the run.
-
-    If `run.decides_on_device`, the host reads the metrics of a step after the backward of the next step, so that the device
-    always has work. A nonfinite step is then repeated one step later, to find the source of NaN or inf; the weights have not
-    changed since, because the device skipped the optimizer step. Afterwards the gradients of the next step are computed again.
-    """
+    """Runs training steps and records their metrics. Call `settle` before a save, a validation or the end of the run. If
+    `run.decides_on_device`, the host reads the metrics of a step after the backward of the next one, so that the device always
+    has work. A nonfinite step is then repeated one step later, with unchanged weights because the device skipped its optimizer
+    step. Afterwards the gradients of the next step are computed again."""
 
     def __init__(self, run: Run, saves: RunSaves, record: Callable[[StepMetrics], None]) -> None:
         """`record`: called with the metrics of each step, in order. `saves`: waited for before a `NonFiniteError`."""
@@ -87,10 +85,9 @@ class Steps:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and record the metrics of the last step, if they are not recorded yet. If loss and gradients are finite, also take
-        the optimizer step unless the device has, and update learning rates and averaged weights. Otherwise repeat the step to
-        find the cause, and zero the gradients. Returns True unless the step was repeated. Collective. Raises `NonFiniteError` if
-        the run has to end."""
+        """Read and record the metrics of the last step, if not done yet. If loss and gradients are finite, also take the optimizer
+        step unless the device has, and update learning rates and averaged weights. Otherwise repeat the step to find the cause,
+        zero the gradients, and return False. Collective. Raises `NonFiniteError` if the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True
@@ -132,20 +129,10 @@ class Steps:
 
     def _leave_out(self, taken: Taken, figures: str, scale: float) -> None:
         """Repeat a nonfinite step at scale 1 to find the source of NaN or inf, and report that the step is skipped. With a
-        gradient scaler, a step that is finite at scale 1 counts as an overflow. Raises `NonFiniteError` if `train.on_nonfinite`
-        allows no more skipped steps."""
+        gradient scaler, a step that is finite at scale 1 counts as an overflow. Raises `NonFiniteError` for one skip too many."""
         run, after = self._run, RandomState().state_dict()
-
-        def again(scale: Callable[[Tensor], Tensor]) -> None:
-            RandomState().load_state_dict(taken.drawn)
-            _backward(run, taken.seen, scale)
-            norm = clip_grad_norm_(run.model, math.inf)
-            dist.all_reduce(norm)
-            if not math.isfinite(float(norm)):
-                raise NonFiniteError("the gradients are finite, but the sum of their squares is not.")
-
         run.optimizer.zero_grad()
-        where = _source_of(run.model, again, figures)
+        where = _source_of(run, taken, figures)
         RandomState().load_state_dict(after)
         if where is None and run.scaler.is_enabled():
             run.skips.total += 1
@@ -158,16 +145,20 @@ class Steps:
             raise
 
 
-def _source_of(model: nn.Module, again: Callable[[Callable[[Tensor], Tensor]], object], figures: str) -> str | None:
-    """Repeat a step, and return text that names where NaN or inf first appears; None if all values are finite this time. Equal on
-    all ranks. Collective. `again(scale)`: repeats forwards and backwards with the random numbers of the step, and applies `scale`
-    to each loss before its backward. `figures`: the step's loss and norm as text, with which the result begins."""
-    engine = engine_of(model)
+def _source_of(run: Run, taken: Taken, figures: str) -> str | None:
+    """Repeat forwards and backwards of a step with its random numbers, and return text that names where NaN or inf first appears;
+    None if all values are finite this time. Equal on all ranks. Collective. `figures`: begins the text."""
+    engine = engine_of(run.model)
     assert engine is not None, "the main job shards its model"
     check = FiniteCheck(engine)
     engine.observers.attach(check)
+    RandomState().load_state_dict(taken.drawn)
     try:
-        again(_finite_everywhere)
+        _backward(run, taken.seen, _finite_everywhere)
+        norm = clip_grad_norm_(run.model, math.inf)
+        dist.all_reduce(norm)
+        if not math.isfinite(float(norm)):
+            raise NonFiniteError("the gradients are finite, but the sum of their squares is not.")
     except NonFiniteError as error:
         return f"{figures}; {error}"
     finally:
