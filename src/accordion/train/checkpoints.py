@@ -68,7 +68,7 @@ def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str
 def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
     """Return `config` with as many sequences in a step, on `num_ranks` ranks (or groups that share each sequence), as the run
     that saved the checkpoint `path` had: sets `train.accumulate`, and lowers `train.micro_batch` if it does not divide a rank's
-    share. Returns `config` itself if `path` is None, if `num_ranks` does not divide that number, or if keys of the user decide."""
+    share. Returns `config` itself if `path` is None, if `num_ranks` does not divide that number, or if the user's keys decide."""
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
     before = None if path is None or decided else setting(path, BATCH)

@@ -334,19 +334,17 @@ def _check_text(config: Config) -> None:
 def fine_tuning(config: Job, named: Collection[str]) -> Job:
     """Return `config` with the default learning rate of fine-tuning, if the run starts from pretrained weights; otherwise, and if
     the user set a learning rate or an optimizer, return `config` itself. `named`: keys that the user set."""
-    if not isinstance(config, Config) or config.model.init != "pretrained":
-        return config
-    if "train.lr" in named or "optimizer" in config.parts:
+    starts_anew = not isinstance(config, Config) or config.model.init != "pretrained"
+    if starts_anew or "train.lr" in named or "optimizer" in config.parts:
         return config
     lr = TUNING_LR if config.adapter.kind == "none" else ADAPTER_LR
     return replace(config, train=replace(config.train, lr=lr))
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with `train.accumulate` computed from `train.global_batch` for `num_ranks` ranks; `config` itself if no
-    global batch is set. `named`: keys that the user set. Raises `UsageError` if the global batch is no multiple of the
-    micro-batches of all ranks, if the user set `train.accumulate` or `train.deepspeed` too, or if `shard.sequence` does not
-    divide the ranks."""
+    """Return `config` with `train.accumulate` computed from `train.global_batch`, if that is set, for `num_ranks` ranks. Raises
+    `UsageError` if the global batch is no multiple of the micro-batches of all ranks, if the user set `train.accumulate` or
+    `train.deepspeed` too (`named`), or if `shard.sequence` does not divide the ranks."""
     options, sequence, num_groups = config.train, config.shard.sequence, config.shard.num_groups(num_ranks)
     if not options.global_batch:
         return config

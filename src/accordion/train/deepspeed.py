@@ -18,8 +18,8 @@ MICRO, ACCUMULATION, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumul
 
 def settings_of(config: JobConfig, precision: str) -> Settings | None:
     """Read the file that the key `train.deepspeed` names, and return its settings; None if the key is not set. A value "auto" in
-    the file becomes the value of the run's key. `precision`: "bf16", "fp16", "fp32" or "auto"; it enables the dtypes that are
-    "auto" in the file. Raises `UsageError` if the file cannot be read, or has a wrong or unsupported setting."""
+    the file becomes the value of the run's key, or `precision`: "bf16", "fp16", "fp32" or "auto". Raises `UsageError` if the file
+    cannot be read, or has a wrong or unsupported setting."""
     if config.train.deepspeed is None:
         return None
     run = config.train

@@ -21,8 +21,8 @@ SLOW_DISK = 100e6  # bytes/s; assumed speed of a rank's writes until a save was 
 
 class Signals(AbstractContextManager["Signals"]):
     """Records SIGTERM and SIGUSR1 in `came` instead of ending the process, so that the current step or save can finish. The
-    constructor sets the signal handlers. Leaving the context restores the previous handlers, and then raises the recorded signals
-    again, unless the body ended with `SystemExit`. Outside of the main thread, nothing is recorded."""
+    constructor sets the handlers. Leaving the context restores the previous ones, and raises the recorded signals again, unless
+    the body ended with `SystemExit`. Outside of the main thread, nothing is recorded."""
 
     def __init__(self) -> None:
         self.came: set[int] = set()
@@ -59,8 +59,7 @@ class Ending:
         self._longest_s[what] = max(self._longest_s[what], seconds)
 
     def wish(self) -> int:
-        """Return `IS_PREEMPTED` after a signal, `TIME_IS_OVER` if another step may pass the time limit, `SAVES` if the last call
-        of `ask` asks for a save, else `GOES_ON`."""
+        """Return `IS_PREEMPTED` after a signal, `TIME_IS_OVER` if another step may pass the time limit, or as `ask` was called."""
         if self._signals.came:
             return IS_PREEMPTED
         goes_on = SAVES if self._asks else GOES_ON
@@ -127,8 +126,7 @@ class Skips:
         self.total, self.in_row = 0, 0
 
     def nonfinite(self, step: int, where: str) -> str:
-        """Count a nonfinite step and return a line to report, with the text `where`. Raises `NonFiniteError` if there are more
-        such steps in a row than allowed."""
+        """Count a nonfinite step and return a line to report, with `where`. Raises `NonFiniteError` for one too many in a row."""
         self.in_row += 1
         self.total += 1
         if not self._most:

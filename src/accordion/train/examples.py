@@ -115,8 +115,7 @@ class Encoder:
         return mask
 
     def _render_marked(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return (rendered chat, (start, end) of each answer that the template marks in it). Raises `UsageError` if the template
-        fails or marks none."""
+        """Return (rendered chat, (start, end) of each marked answer). Raises `UsageError` if the template fails or marks none."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -143,8 +142,8 @@ class Encoder:
 
     def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
         """Return (start, end) of each answer in `text`, the rendered conversation: from the end of the messages before it and the
-        template's prompt for an answer, to the end of what the template puts after it (such as an end token). Raises `UsageError`,
-        which names `where`, if the template fails or an answer is not found."""
+        template's prompt for an answer, to the end of what the template puts after it (such as an end token). Raises
+        `UsageError`, which names `where`, if the template fails or an answer is not found."""
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":

@@ -98,8 +98,7 @@ class LanguageWork:
         return GlobalOrder(len(rows_in(self.files, "train", data)), share, 0).notes(unit_of(data), who)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the loss of this rank's part of `batch`: the mean over tokens if the data is text, else (sum over answer tokens,
-        their number)."""
+        """Return the loss of this rank's part of `batch`: the mean over tokens of text, or (sum over answer tokens, number)."""
         total, count = label_losses(model, batch, kind=self.config.model.loss, sequence=self.sequence)
         num_tokens = batch["labels"].numel() // self.config.shard.sequence
         return total / num_tokens if self.is_text else (total, count)
@@ -111,8 +110,7 @@ class LanguageWork:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        """Return the mean loss over all validation labels that are not `IGNORED`, and text for the user with the perplexity and
-        the number of rows. Collective."""
+        """Return the mean loss over all validation labels that are not `IGNORED`, with text for the user. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
         options: dict[str, Any] = {"kind": self.config.model.loss, "sequence": self.sequence}
@@ -272,8 +270,7 @@ def in_one_row(model: nn.Module) -> bool:
 
 
 def logits_at(model: nn.Module, whole: dict[str, Tensor], places: Sequence[int], sequence: DeviceMesh | None) -> Tensor:
-    """Return the logits of the tokens `places` in the sequences `whole`, (b, places, vocab), equal on the ranks of `sequence`,
-    which share each sequence. Collective."""
+    """Return the logits of the tokens `places` in `whole`, (b, places, vocab), equal on the ranks of `sequence`. Collective."""
     at = torch.tensor(places, device=whole["input_ids"].device)
     if sequence is None:
         return model(**whole, use_cache=False).logits[:, at]  # type: ignore[no-any-return]

@@ -139,8 +139,7 @@ def _folders(
 
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check the task `work` as `tried` does and return the inputs of its run. Raises `UsageError` for wrong inputs, and
-    `TaskError` if the user's code fails."""
+    """Check the task `work`, also as `tried` does, and return the inputs of its run. Raises `UsageError` or `TaskError`."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
     folders, resume, config = _folders(config, task.name, place, screen, named)

@@ -30,8 +30,7 @@ class RunSaves:
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
         """Wait for the previous save, then save a checkpoint of the run after `step`. Collective. `last`: not in the background.
-        `name`: of its folder, by default that of the step. Raises `CheckpointError` if the previous save failed, or if this one
-        fails in the foreground."""
+        `name`: of its folder, by default of the step. Raises `CheckpointError` if the previous save or this one has failed."""
         run = self._run
         saver_of(run.model).wait()
         self.poll()

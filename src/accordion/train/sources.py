@@ -95,9 +95,9 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a file or of a folder saved by `datasets`, with the fields named in `fields`. `key`: name of the file in
-    the source. A hash of `key` and the row's number decides the row's split, unless a saved folder names splits. Raises
-    `UsageError`, which names the line or row, for a row that cannot be read or lacks a needed field."""
+    """Return an iterator over the rows of a file or of a folder saved by `datasets`. A hash of `key`, its name in the source, and
+    of the row's number decides the row's split, unless a saved folder names splits. The iterator raises `UsageError`, which names
+    the line or row, for a row that cannot be read or lacks a needed field."""
     rows = _saved if path.is_dir() else _table if suffix_of(path) in TABLES else _json
     return rows(path, key, fields)
 
@@ -137,8 +137,7 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
 
 
 def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if the file is unreadable, has two columns of one name,
-    or lacks a needed one."""
+    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if it is unreadable, or lacks a column or has two."""
     what, number = f"data file {str(path)!r}", 0
     try:
         names, tables = _tables(path, fields)
@@ -183,9 +182,8 @@ def _tables(path: Path, fields: Fields) -> tuple[list[str], Iterator[Any]]:
 
 
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a folder saved by `datasets`. If the folder has a split "train" and one for validation, rows keep their
-    splits, and other splits of the folder are left out. Otherwise a hash chooses each row's split. Raises `UsageError` if the
-    folder cannot be read, or if a needed field is missing."""
+    """Yield the rows of a folder saved by `datasets`. If it has a split "train" and one for validation, rows keep their splits,
+    and other splits are left out. Raises `UsageError` if the folder cannot be read, or if a needed field is missing."""
     import datasets
 
     try:
@@ -250,7 +248,7 @@ class Source:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield all documents in a fixed order; long text files in pieces. In tables, rows without text are left out. Raises
-        `UsageError`, which names the file and the line or row, for text that cannot be read."""
+        `UsageError`, which names file and line, for text that cannot be read."""
         for key, path in self.files:
             with _named(path):
                 yield from _rows_as_pieces(path, key, self.fields) if _has_rows(path) else self._text(path, key)
@@ -298,7 +296,7 @@ def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
 
 def find(config: DataConfig) -> Source:
     """Return the source that `data.path` names; without a path, the source files of Python's standard library. Files of a folder
-    that cannot be read are in `unread` of the source. Raises `UsageError` if nothing can be read as `data.format` says."""
+    that cannot be read are `unread`. Raises `UsageError` if nothing can be read as `data.format` says."""
     fields = FIELDS.get(config.format) or Fields((config.text_field,), key="data.text_field")
     if config.path is None:
         if config.format != "text":

@@ -85,9 +85,9 @@ class Steps:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and record the metrics of the last step, if not done yet. If loss and gradients are finite, also take the optimizer
-        step unless the device has, and update learning rates and averaged weights. Otherwise repeat the step to find the cause,
-        zero the gradients, and return False. Collective. Raises `NonFiniteError` if the run has to end."""
+        """Read and record the metrics of the last step, if not done yet. If loss and gradients are finite, also take the
+        optimizer step unless the device has, and update learning rates and averaged weights. Otherwise repeat the step to find
+        the cause, zero the gradients, and return False. Collective. Raises `NonFiniteError` if the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True

@@ -48,8 +48,7 @@ class Vocabulary:
         return tokenizer
 
     def around(self) -> tuple[list[int], list[int]]:
-        """Return (special tokens before each document, special tokens after it). They are the tokens that tokenizer.json adds;
-        the second list also has the end-of-text token, at its end if tokenizer.json does not add that."""
+        """Return (special tokens before a document, after it), by tokenizer.json; the second has the end-of-text token too."""
         whole = self.tokenizer().encode("a")
         added = "".join(map(str, whole.special_tokens_mask))  # as in "1100001"
         first = len(added) - len(added.lstrip("1"))
@@ -118,8 +117,7 @@ def key_of(*parts: str) -> str:
 
 
 def check_fits(size: int, model_vocab: int, where: str) -> None:
-    """Raise `UsageError` if a tokenizer with ids below `size` does not fit a model with `model_vocab` tokens. `where`: path or
-    name of the tokenizer, for the message."""
+    """Raise `UsageError`, which names `where`, if a tokenizer has ids up to `size` - 1, and the model fewer, `model_vocab`."""
     if size > model_vocab:
         raise UsageError(
             f"the tokenizer of {where} has ids up to {size - 1}, but the model has a vocabulary of {model_vocab}; take the "

@@ -76,8 +76,7 @@ def run(words: list[str]) -> int:
 
 
 def picture(folders: Sequence[Path], width: int) -> Table:
-    """Return a table with a panel for each run, as many side by side as fit into `width` columns. Raises `UsageError` if a folder
-    is not of a run."""
+    """Return a table of runs, as many side by side as fit into `width` columns. Raises `UsageError` if a folder is of no run."""
     num = max(1, min(len(folders), width // NARROWEST))
     grid = Table.grid(expand=True)
     for _ in range(num):
