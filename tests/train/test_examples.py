@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -275,6 +276,7 @@ def test_the_end_of_an_answer_is_added_to_the_end_tokens(tmp_path: Path) -> None
     (folder / "generation_config.json").write_text('{"eos_token_id": [9, 0], "temperature": 0.7}')
     settings = generation_settings(config, [7])
     assert settings == {"eos_token_id": [9, 0, 7], "temperature": 0.7}
-    said = LanguageWork(config=config, files=None, generation=settings, spec="").described(model)
+    files: Any = SimpleNamespace(digest="a", tokenizer_digest="b")
+    said = LanguageWork(config=config, files=files, generation=settings, spec="").progress(model)
     assert said["generation_config"] == settings
     assert said["model_config"]["eos_token_id"] == [0, 9, 7]

@@ -62,9 +62,8 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
     else:  # "package.module:Corpus" -> "Corpus"
         name = (name or path).rpartition(".")[2]
     with of_the_task(f"{target.__name__}()"):
-        task = replace(of_object(target(**part.options)), name=name)
-    optimizer = optimizer_of(parts)
-    return task if optimizer is None else replace(task, optimizer=optimizer)
+        task = of_object(target(**part.options))
+    return replace(task, name=name, optimizer=optimizer_of(parts) or task.optimizer)
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
@@ -137,13 +136,17 @@ def model_of(task: LoadedTask) -> nn.Module:
 
 
 def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
-    """Call the task's `dataset(split)`, with `rank` and `world` if it takes them, and return its result: data, or None."""
+    """Call the task's `dataset(split)`, with `rank` and `world` if it takes them, and return its result: data, or for validation
+    None. Raises `UsageError` if there is no training data."""
     places = {"rank": rank, "world": world}
     try:
         takes = inspect.signature(task.dataset).parameters
     except (TypeError, ValueError):
         takes = {}  # type: ignore[assignment]
-    return task.dataset(split, **{name: value for name, value in places.items() if name in takes})
+    data = task.dataset(split, **{name: value for name, value in places.items() if name in takes})
+    if data is None and split == "train":
+        raise UsageError(f"the task {task.name!r} has no training data: its dataset('train') returned None.")
+    return data
 
 
 def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -164,8 +167,6 @@ def example_of(task: LoadedTask, micro_batch: int) -> Any:
     """Return a training batch of `task`: the first of its loader, or its first `micro_batch` samples (all, if there are fewer),
     collated. Raises `UsageError` if there is no data or no sample."""
     data = data_of(task, "train", 0, 1)
-    if data is None:
-        raise UsageError(f"the task {task.name!r} has no training data: its dataset('train') returned None.")
     values = (data[i] for i in range(len(data))) if is_indexed(data) and not is_loader(data) else iter(data)
     samples = list(islice(values, 1 if is_loader(data) else micro_batch))
     if not samples:

@@ -59,7 +59,7 @@ class Ending:
         self._longest_s[what] = max(self._longest_s[what], seconds)
 
     def wish(self) -> int:
-        """Return `IS_PREEMPTED` after a signal, `TIME_IS_OVER` if another step may pass the time limit, or as `ask` was called."""
+        """Return `IS_PREEMPTED` after a signal, `TIME_IS_OVER` if another step may pass the time limit, else what `ask` says."""
         if self._signals.came:
             return IS_PREEMPTED
         goes_on = SAVES if self._asks else GOES_ON

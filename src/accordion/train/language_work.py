@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence, Sized
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -80,7 +80,16 @@ class LanguageWork:
         }
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
-        return {**self.described(model), "data": self.data, "tokenizer": self.files.tokenizer_digest}
+        """Return what checkpoints store: settings of model, generation and adapters for `accordion export` and `generate`, and
+        which data and tokenizer these are."""
+        config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
+        config["eos_token_id"] = ends_of(config.get("eos_token_id"), self.generation["eos_token_id"])
+        extra: dict[str, Any] = {"model_config": config, "generation_config": dict(self.generation)}
+        if self.config.adapter.kind != "none":
+            assert self.config.model.path is not None, "adapters have a pretrained base"
+            base = str(Path(self.config.model.path).absolute())
+            extra["adapter"] = {**asdict(self.config.adapter), "base": base, "quantize": self.config.model.quantize}
+        return {**extra, "data": self.data, "tokenizer": self.files.tokenizer_digest}
 
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:
         return bool(extra["data"] == self.data)
@@ -191,18 +200,6 @@ class LanguageWork:
     def state(self) -> dict[str, Any]:
         return {}
 
-    def described(self, model: nn.Module) -> dict[str, Any]:
-        """Return the settings of model, generation and adapters that checkpoints store for `accordion export` and `generate`."""
-        config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
-        config["eos_token_id"] = ends_of(config.get("eos_token_id"), self.generation["eos_token_id"])
-        extra = {"model_config": config, "generation_config": dict(self.generation)}
-        if self.config.adapter.kind == "none":
-            return extra
-        assert self.config.model.path is not None, "adapters have a pretrained base"
-        base = str(Path(self.config.model.path).absolute())
-        adapter = {**asdict(self.config.adapter), "base": base, "quantize": self.config.model.quantize}
-        return {**extra, "adapter": adapter}
-
 
 def rows_in(files: TokenFiles, split: Split, data: DataConfig) -> Sequences | ExampleRows:
     if data.format == "text":
@@ -249,18 +246,16 @@ def label_losses(
     if sequence is not None:
         shown = own_part(shown, sequence)
     labels: Tensor = shown.pop("labels")
-    with documents_in_rows(several=several), ExitStack() as stack:
-        if kind != "plain":
-            head: Any = model.get_output_embeddings()  # type: ignore[operator]
-            options = {"ignore_index": IGNORED, "reduction": "sum", "head_rows": kind == "head_rows"}
-            stack.enter_context(head_returns_loss(head, labels, **options))
-        logits = model(**shown, use_cache=False).logits  # (b, tokens, vocab), or the loss
-    if kind != "plain":
-        total = logits
+    options: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
+    if kind == "plain":
+        with documents_in_rows(several=several):
+            logits = model(**shown, use_cache=False).logits  # (b, tokens, vocab)
+        total = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), **options)
     else:
-        total = functional.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        head_rows = kind == "head_rows"
+        with documents_in_rows(several=several), head_returns_loss(head, labels, head_rows=head_rows, **options):
+            total = model(**shown, use_cache=False).logits  # the loss, which the head computes in their place
     return total, (labels != IGNORED).sum().float()
 
 

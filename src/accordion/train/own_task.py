@@ -188,8 +188,6 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
     `check_kind` does, `UsageError` if there is too little data for `options`, and `TaskError` if the user's code fails."""
     with of_the_task("dataset('train')"):
         data = data_of(work.loaded, "train", share.rank, share.world)
-        if data is None:
-            raise UsageError(f"the task {work.loaded.name!r} has no training data: its dataset('train') returned None.")
         check_kind(data, "train")
     with of_the_task("dataset('validation')"):
         held_out = data_of(work.loaded, "validation", share.rank, share.world)

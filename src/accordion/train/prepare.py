@@ -30,6 +30,7 @@ from accordion.train.tokens import Say, check_fits
 from accordion.train.trackers import check_trackers
 from accordion.units import choose_units
 from accordion.weights.four_bits import num_weights
+from accordion.weights.pretrained import check_pretrained
 
 Work = LanguageWork | OwnTask
 """Model, data, losses and validation of a run on a language model or on a task. Pickled to each rank."""
@@ -215,12 +216,10 @@ def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFile
 def _check_model(config: Config, resume: Path | None, say: Say) -> None:
     """Raise `UsageError` if packing, units, `shard.sequence`, pretrained weights or the checkpoint `resume` do not fit the model.
     Shows with `say` the learning rate of fine-tuning, and with adapters the number of trained parameters."""
-    from accordion.weights.pretrained import check_pretrained
-
     model = trained_model(config)
     choose_units(model, config.shard.units)
     if config.shard.sequence > 1:
-        from accordion.sequence.registry import checked
+        from accordion.sequence.registry import checked  # imports transformers
 
         checked(computing(model), config.shard.sequence)
     if config.data.format != "text" and config.data.packing == "documents":
