@@ -83,7 +83,7 @@ def _extra(path: Path) -> Mapping[str, Any]:
     """Return the dict that a run stored as `extra` in the checkpoint `path`, with the keys "step", "config" and more. Raises
     `UsageError` if the checkpoint cannot be read, or was not written by `accordion train`."""
     try:
-        extra = read_manifest(checkpoint_at(path)).extra
+        extra: Mapping[str, Any] = read_manifest(checkpoint_at(path)).extra
     except (CheckpointError, OSError) as error:
         raise UsageError(str(error)) from None
     is_of_run = isinstance(extra, dict) and isinstance(extra.get("step"), int) and isinstance(extra.get("config"), dict)

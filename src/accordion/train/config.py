@@ -334,8 +334,9 @@ def _check_text(config: Config) -> None:
 def fine_tuning(config: Job, named: Collection[str]) -> Job:
     """Return `config` with the default learning rate of fine-tuning, if the run starts from pretrained weights; otherwise, and if
     the user set a learning rate or an optimizer, return `config` itself. `named`: keys that the user set."""
-    starts_anew = not isinstance(config, Config) or config.model.init != "pretrained"
-    if starts_anew or "train.lr" in named or "optimizer" in config.parts:
+    if not isinstance(config, Config) or config.model.init != "pretrained":
+        return config
+    if "train.lr" in named or "optimizer" in config.parts:
         return config
     lr = TUNING_LR if config.adapter.kind == "none" else ADAPTER_LR
     return replace(config, train=replace(config.train, lr=lr))
