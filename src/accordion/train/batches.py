@@ -186,10 +186,9 @@ def check_kind(data: Any, split: str) -> None:
     """Raise `UsageError` if `data`, which the task returned for `split`, is no loader, iterable or dataset, a dataset without
     samples, or a `DataLoader` with one of torch's own samplers, with which all ranks would read equal samples."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
-    if isinstance(data, DataLoader):
+    if isinstance(data, DataLoader):  # of an iterable dataset it has neither of these samplers
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
-        sampled = plain and type(data.sampler) in (SequentialSampler, RandomSampler)
-        if sampled and not isinstance(data.dataset, IterableDataset):
+        if plain and type(data.sampler) in (SequentialSampler, RandomSampler):
             raise UsageError(
                 f"{what} with torch's {type(data.sampler).__name__}, by which every rank would read the same samples; return "
                 "the dataset, of which each rank reads its share, or a loader of this rank's samples: dataset(split, rank, "

@@ -254,20 +254,23 @@ def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path,
     return tokenizer
 
 
-def vocabulary_of(tokenizer: Any, config: Config) -> Vocabulary:
+def vocabulary_of(tokenizer: Any, config: Config, model_vocab: int) -> Vocabulary:
     """Return `tokenizer`, one of transformers, as plain data. The end-of-text token is that of the tokenizer; for text, that of
-    the model's config.json comes first, if it names one. Raises `UsageError` if there is no end-of-text token."""
+    the model's config.json comes first, if it names one. Raises `UsageError` if there is none, or if an id is `model_vocab` or
+    larger."""
     end = tokenizer.eos_token_id
     if config.data.format == "text" and config.model.path is not None:
         end = next(iter(ends_of(check_folder(config.model.path).get("eos_token_id"), end)), None)
     if end is None:
         raise UsageError("the tokenizer names no end-of-text token; set eos_token in its tokenizer_config.json.")
-    return Vocabulary(
-        spec=tokenizer.backend_tokenizer.to_str(),
-        size=1 + max([*tokenizer.get_vocab().values(), end]),  # ids may have gaps
-        end_id=end,
-        special_as_text=config.data.special_tokens == "text",
-    )
+    largest = max([*tokenizer.get_vocab().values(), end])  # ids may have gaps
+    if largest >= model_vocab:
+        raise UsageError(
+            f"the tokenizer of {config.data.tokenizer or config.model.path or config.model.preset} has ids up to {largest}, but "
+            f"the model has a vocabulary of {model_vocab}; take the model's own tokenizer, or set vocab_size in config.json."
+        )
+    spec, special_as_text = tokenizer.backend_tokenizer.to_str(), config.data.special_tokens == "text"
+    return Vocabulary(spec=spec, size=1 + largest, end_id=end, special_as_text=special_as_text)
 
 
 def _tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:

@@ -6,8 +6,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +66,15 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any], on_step
     prepared = launch.once_per_host(
         place, store, lambda: prepare(job, place, cache, screen, named=frozenset(values), began_s=began_s, task=task)
     )
-    with Signals() as signals:
-        # A rank that has reported its end can do nothing more in its group, so a program reports in its own group itself.
-        with ExitStack() as cleanups, nullcontext() if in_group else _reported_to_other_ranks():
+    with Signals() as signals, ExitStack() as cleanups:
+        try:
             outcome = loop.trained(place, store, prepared, device, signals, cleanups, on_step)
+        except BaseException as error:
+            # A rank that has reported its end can do nothing more in its group, so a program reports in its own group itself.
+            for hub in () if in_group else hubs_of_job():
+                with suppress(Exception):  # must not hide the error itself
+                    hub.explain(error)
+            raise
         if outcome.state == "preempted" and threading.current_thread() is threading.main_thread():
             sys.exit(PREEMPTED)
     return _result(prepared, outcome)
@@ -88,18 +93,6 @@ def _result(prepared: Prepared, outcome: loop.Outcome) -> Fit:
         loss=last.get("loss"),
         checkpoint=checkpoint,
     )
-
-
-@contextmanager
-def _reported_to_other_ranks() -> Iterator[None]:
-    """Context manager that reports an exception of its body to the ranks that share the model, and raises it again."""
-    try:
-        yield
-    except BaseException as error:
-        for hub in hubs_of_job():
-            with suppress(Exception):  # must not hide the error itself
-                hub.explain(error)
-        raise
 
 
 def _values(config: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

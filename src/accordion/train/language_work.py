@@ -51,9 +51,8 @@ ROWS_OF_TEST = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageWork:
-    """Training of a language model on text or on examples with answers. `generation`: content of generation_config.json. `spec`:
-    content of tokenizer.json. `sequence`: mesh of the ranks that share each sequence; None before ranks start, or if each has
-    whole sequences. `counted`: unit of the reported speed."""
+    """Training of a language model on text or examples. `generation`: content of generation_config.json. `spec`: content of
+    tokenizer.json. `sequence`: mesh of the ranks that share each sequence; None before ranks start, or if none do."""
 
     config: Config
     files: TokenFiles

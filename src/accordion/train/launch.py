@@ -230,9 +230,9 @@ class NothingStartedError(BaseException):
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
-    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts, and ignores SIGHUP, which a closed
-    terminal sends. While no rank runs, a signal raises `NothingStartedError`. Outside of the main thread it does nothing. The
-    constructor sets the handlers."""
+    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts, and ignores SIGHUP of a closed
+    terminal; not outside of the main thread. The constructor sets the handlers. While no rank runs, a signal raises
+    `NothingStartedError`."""
 
     def __init__(self) -> None:
         self.came = False

@@ -40,8 +40,7 @@ from accordion.weights.initialise import initialise
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
     """A user's task: the object `task`, or if that is None, an object of the class named in `parts`. `size`: number of training
-    samples; None if unknown. `counted`: unit of the reported speed. `loaded` (the task's functions) and `validation` (its data)
-    are computed at first use and not pickled."""
+    samples; None if unknown. `loaded` (its functions) and `validation` (its data) are computed at first use and not pickled."""
 
     parts: Mapping[str, PartConfig]
     task: object | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 
-from accordion.errors import CheckpointError, UsageError, some_of
+from accordion.errors import CheckpointError, UsageError, check_installed, some_of
 from accordion.models.stored import computing, end_of_turn, ends_of
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
@@ -26,8 +26,7 @@ from accordion.train.packing import ExampleRows, preview
 from accordion.train.screen import Screen
 from accordion.train.sources import SHOWN, Source, Split, find
 from accordion.train.token_tables import SPLITS, TokenFiles, cached_examples, cached_tokens
-from accordion.train.tokens import Say, check_fits
-from accordion.train.trackers import check_trackers
+from accordion.train.tokens import Say
 from accordion.units import choose_units
 from accordion.weights.four_bits import num_weights
 from accordion.weights.pretrained import check_pretrained
@@ -40,9 +39,8 @@ Folders = dict[str, Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from; None for a fresh start.
-    `config`: the configuration, with the batch size of the run that saved `resume`, unless the user set another. `replicas`:
-    copies of the sharded model. `began_s`: `time.time` of this machine when the command started."""
+    """The checked inputs of a run, from which its ranks start. `config` has the batch size of the run that saved the checkpoint
+    `resume`, unless the user set another. `replicas`: copies of the model. `began_s`: `time.time` of the command's start."""
 
     config: JobConfig
     work: Work
@@ -91,7 +89,9 @@ def prepare(
                 raise UsageError(
                     f"{key} is {url!r}, a URL; a run writes to file systems only, so give a path (acc.save takes URLs)."
                 )
-        check_trackers(config.log)
+        for name in ("wandb", "mlflow"):  # a missing TensorBoard is only reported
+            if getattr(config.log, name) is not None:
+                check_installed(f"log.{name}", [name], "log")
         if isinstance(config, Config):
             optimizer = optimizer_of(config.parts)
             check_own_keys(optimizer, None, config)
@@ -163,11 +163,12 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, 
     source, say, data, folder = find(config.data), screen.note, config.data, config.model.path
     model = config.model.preset if folder is None else Path(folder).resolve().name
     folders, resume, config = _folders(config, f"{model}-{source.name}", place, screen, named)
-    model_vocab = _vocab_of_model(config)
+    model_vocab = getattr(configuration(config.model, data), "vocab_size", None)
+    if not isinstance(model_vocab, int) or model_vocab < 1:
+        raise UsageError(f"model.path {folder!r} is no language model: its config.json has no vocab_size.")
     _check_model(config, resume, say)
     tokenizer = run_tokenizer(config, source, model_vocab, cache, say)
-    vocabulary = vocabulary_of(tokenizer, config)
-    check_fits(vocabulary.size, model_vocab, data.tokenizer or config.model.path or config.model.preset)
+    vocabulary = vocabulary_of(tokenizer, config, model_vocab)
     digest = vocabulary.digest if data.format == "text" else digest_of_tokenizer(tokenizer, data.format)
     if resume is not None:
         checkpoints.check_run(resume, config.train.steps, digest)
@@ -249,10 +250,3 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> None:
     trained, total = sum(p.numel() for p in model.parameters() if p.requires_grad), num_weights(model)
     if trained < total:
         say(f"adapters: {trained:,} of {total:,} parameters are trained")
-
-
-def _vocab_of_model(config: Config) -> int:
-    vocab = getattr(configuration(config.model, config.data), "vocab_size", None)
-    if not isinstance(vocab, int) or vocab < 1:
-        raise UsageError(f"model.path {config.model.path!r} is no language model: its config.json has no vocab_size.")
-    return vocab

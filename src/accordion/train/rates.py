@@ -14,9 +14,8 @@ from accordion.train.config import TrainConfig
 
 
 class LearningRates:
-    """Sets the learning rates of `optimizer` as `scheduler` does. If that is None, they follow the scheduler of the DeepSpeed
-    settings `theirs`, or else `train.schedule`. Exception: the rate of a user's own optimizer (`is_own`) does not change if there
-    is no `scheduler` and `train.schedule` is "auto"."""
+    """Sets the learning rates of `optimizer` as `scheduler` does, or if that is None, the one of the DeepSpeed settings `theirs`,
+    or else `train.schedule`; if that is "auto", the rate of a user's own optimizer (`is_own`) does not change."""
 
     def __init__(
         self, options: TrainConfig, optimizer: Optimizer, scheduler: Any, theirs: Settings | None, *, is_own: bool

@@ -95,9 +95,8 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Return an iterator over the rows of a file or of a folder saved by `datasets`. A hash of `key`, its name in the source, and
-    of the row's number decides the row's split, unless a saved folder names splits. The iterator raises `UsageError`, which names
-    the line or row, for a row that cannot be read or lacks a needed field."""
+    """Return an iterator over the rows of a file or of a folder saved by `datasets`, which raises `UsageError` for a row that
+    cannot be read or lacks a needed field. Unless a folder names splits, a hash of `key` and the row's number decides."""
     rows = _saved if path.is_dir() else _table if suffix_of(path) in TABLES else _json
     return rows(path, key, fields)
 

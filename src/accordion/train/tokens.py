@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from accordion.errors import UsageError
 from accordion.files import write_whole
 from accordion.train.sources import Piece, Source
 
@@ -114,12 +113,3 @@ def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache:
 def key_of(*parts: str) -> str:
     """Return the name of a cache file: a hash of `parts`, which determine its content, and of `FORMAT`."""
     return hashlib.sha256("\n".join([str(FORMAT), *parts]).encode()).hexdigest()[:24]
-
-
-def check_fits(size: int, model_vocab: int, where: str) -> None:
-    """Raise `UsageError`, which names `where`, if a tokenizer has ids up to `size` - 1, and the model fewer, `model_vocab`."""
-    if size > model_vocab:
-        raise UsageError(
-            f"the tokenizer of {where} has ids up to {size - 1}, but the model has a vocabulary of {model_vocab}; take the "
-            "model's own tokenizer, or set vocab_size in config.json."
-        )

@@ -10,20 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accordion.errors import UsageError, check_installed
+from accordion.errors import UsageError
 from accordion.files import write_whole
-from accordion.train.config import JobConfig, LogConfig, flat
+from accordion.train.config import JobConfig, flat
 
 IDS = "trackers.json"  # in the run folder: tracker -> id of this run there
-PACKAGES = ("wandb", "mlflow")
 FLUSH_S = 10  # maximum age of a figure before TensorBoard writes it
-
-
-def check_trackers(log: LogConfig) -> None:
-    """Raise `UsageError` if `log` names wandb or mlflow and that package is not installed. TensorBoard is not checked here."""
-    for name in PACKAGES:
-        if getattr(log, name) is not None:
-            check_installed(f"log.{name}", [name], "log")
 
 
 def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
