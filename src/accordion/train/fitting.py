@@ -71,7 +71,7 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any], on_step
             outcome = loop.trained(place, store, prepared, device, signals, cleanups, on_step)
         except BaseException as error:
             # A rank that has reported its end can do nothing more in its group, so a program reports in its own group itself.
-            for hub in () if in_group else hubs_of_job():
+            for hub in [] if in_group else hubs_of_job():
                 with suppress(Exception):  # must not hide the error itself
                     hub.explain(error)
             raise

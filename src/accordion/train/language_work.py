@@ -293,14 +293,12 @@ def check_apart(model: nn.Module, sequence: DeviceMesh | None = None) -> None:
     if in_one_row(model):
         ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
     with documents_in_rows(several=True):
-        shown = {"input_ids": ids, "position_ids": positions}
-        logits = logits_at(model, shown, range(ids.shape[1]), sequence)
+        logits = logits_at(model, {"input_ids": ids, "position_ids": positions}, range(ids.shape[1]), sequence)
     bound = 1e-3 if logits.dtype == torch.float32 else 5e-2
     logits = logits.float().reshape(2, len(first) + len(second), -1)
     model.train(was_training)
     trailing, leading = logits[0, len(first) :], logits[1, : len(second)]
-    are_equal = (trailing - leading).abs().max() <= bound * trailing.abs().max()
-    everywhere = are_equal.to(torch.int64)
+    everywhere = ((trailing - leading).abs().max() <= bound * trailing.abs().max()).to(torch.int64)
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
     if not int(everywhere):
         raise UsageError(
