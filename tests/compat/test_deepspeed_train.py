@@ -18,7 +18,7 @@ from accordion.compat.deepspeed import read
 from accordion.config import FULL_SHARD, Offload
 from accordion.errors import UsageError
 from accordion.sharding import precision_named
-from accordion.train import command
+from accordion.train import command, prepare
 from accordion.train.config import ShardConfig, as_yaml
 from accordion.train.deepspeed import translated
 from accordion.train.rates import share_at
@@ -180,7 +180,11 @@ def test_the_command_starts_ranks_with_the_settings_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(command, "prepare", lambda config, *_, **__: SimpleNamespace(config=config, expected=None))
+    monkeypatch.setattr(
+        prepare,
+        "_of_language",
+        lambda config, *_: prepare.Prepared(config=config, work=None, folders={}, resume=None),  # type: ignore[arg-type]
+    )
     monkeypatch.setattr(
         command.launch, "start", lambda entry, args, world, signals: started.append((args[0], world)) or 0
     )
