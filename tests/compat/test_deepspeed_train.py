@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
