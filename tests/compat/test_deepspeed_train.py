@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from accordion.compat.deepspeed import read
 from accordion.config import FULL_SHARD, Offload
 from accordion.errors import UsageError
 from accordion.sharding import precision_named
-from accordion.train import command
+from accordion.train import command, prepare
 from accordion.train.config import ShardConfig, as_yaml
 from accordion.train.deepspeed import translated
 from accordion.train.rates import share_at
@@ -78,9 +77,7 @@ def test_arguments_of_a_command_line():
 def run_of(tmp_path: Path, content: dict[str, Any], *words: str, num_ranks: int = 2) -> Any:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(content))
-    all_words = ["--train.deepspeed", str(file), *words]
-    config = command.read(all_words)
-    return translated(config, frozenset(command._values(all_words)), num_ranks)
+    return translated(*command.read(["--train.deepspeed", str(file), *words]), num_ranks)
 
 
 def test_a_run_uses_the_settings_of_the_file(tmp_path: Path) -> None:
@@ -162,7 +159,7 @@ def test_a_run_file_conflicts_too_and_its_record_does_not(tmp_path: Path) -> Non
     recorded = run_of(tmp_path, {"gradient_clipping": 0.5, "zero_optimization": {"stage": 1}})
     run.write_text(as_yaml(recorded))
     words = ["--config", str(run)]
-    assert translated(command.read(words), frozenset(command._values(words)), 2) == recorded
+    assert translated(*command.read(words), 2) == recorded
 
 
 def test_the_rates_of_a_run_are_those_of_the_file(tmp_path: Path) -> None:
@@ -174,15 +171,19 @@ def test_the_rates_of_a_run_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_deepspeed_is_short_for_its_key(tmp_path: Path) -> None:
-    assert command.read(["--deepspeed", "a.json"]) == command.read(["--train.deepspeed=a.json"])
-    assert command.read(["--deepspeed=a.json"]).train.deepspeed == "a.json"
+    assert command.read(["--deepspeed", "a.json"])[0] == command.read(["--train.deepspeed=a.json"])[0]
+    assert command.read(["--deepspeed=a.json"])[0].train.deepspeed == "a.json"
 
 
 def test_the_command_starts_ranks_with_the_settings_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(command, "prepare", lambda config, *_, **__: SimpleNamespace(config=config, expected=None))
+    monkeypatch.setattr(
+        prepare,
+        "_of_language",
+        lambda config, *_: prepare.Prepared(config=config, work=None, folders={}, resume=None),  # type: ignore[arg-type]
+    )
     monkeypatch.setattr(
         command.launch, "start", lambda entry, args, world, signals: started.append((args[0], world)) or 0
     )

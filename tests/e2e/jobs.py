@@ -13,7 +13,6 @@ from torch.distributed import PrefixStore, Store
 
 from accordion.train import loop
 from accordion.train.command import read
-from accordion.train.deepspeed import translated
 from accordion.train.launch import RankPlace
 from accordion.train.prepare import prepare
 from accordion.train.screen import Screen
@@ -54,8 +53,7 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
 def job_of(words: list[str], world: int) -> tuple[Any, ...]:
     """Return the job of `several` that `accordion train *words` starts on `world` ranks of one machine, in this folder."""
     place = RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="a test")
-    config = translated(read(words), (), world)
-    return prepare(config, place, Path("cache"), Screen(speaks=False), began_s=0.0), "cpu"
+    return prepare(read(words)[0], place, Path("cache"), Screen(speaks=False), began_s=0.0), "cpu"
 
 
 def several(place: RankPlace, store: Store, jobs: list[tuple[Any, ...]]) -> None:

@@ -50,7 +50,7 @@ def test_the_batch_script_and_the_command_of_the_page_are_valid(monkeypatch: pyt
     assert options["ntasks-per-node"] == options["gpus-per-node"]
     assert re.fullmatch(r"USR1@\d+", options["signal"])  # to the ranks; B:USR1 would go to the shell alone
     page = (ROOT / "docs" / "clusters.md").read_text()
-    assert [command.read(words_of(commands)).run.dir for commands in (text, page)] == [SHARED] * 2
+    assert [command.read(words_of(commands))[0].run.dir for commands in (text, page)] == [SHARED] * 2
 
 
 def trainjob() -> dict[str, Any]:

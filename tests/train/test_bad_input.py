@@ -425,7 +425,7 @@ def test_options_of_a_task_are_flags_keys_and_help(place: Path, capsys: pytest.C
         TASK.replace("class Task:", 'class Task:\n    """T.\n\n    Args:\n        width: of it\n    """')
     )
     Path("run.yaml").write_text("task: {class_path: options.py, width: 3, rate: 0.5}\ntrain: {steps: 4}\n")
-    values = flat(command.read(["--config", "run.yaml", "--task.name", "b", "--task.deep"]))
+    values = flat(command.read(["--config", "run.yaml", "--task.name", "b", "--task.deep"])[0])
     found = {key: values[f"task.{key}"] for key in ("class_path", "width", "name", "deep", "rate")}
     assert found == {"class_path": "options.py", "width": 3, "name": "b", "deep": True, "rate": 0.5}
     assert values["train.steps"] == 4

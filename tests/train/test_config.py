@@ -15,14 +15,14 @@ from accordion.train.config import Config, TrainConfig, check, flat, spread
 
 def test_defaults_are_valid() -> None:
     check(Config())
-    assert command.read([]) == Config()
+    assert command.read([])[0] == Config()
 
 
 def test_flags_and_run_file_have_the_same_names(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("train:\n  steps: 7\n  lr: 1e-4\nmodel: {preset: llama-tiny}\ndata.seq_len: 64\n")
     flags = ["--train.steps", "7", "--train.lr=1e-4", "--model.preset", "llama-tiny", "--data.seq_len", "64"]
-    assert command.read(["--config", str(file)]) == command.read(flags)
+    assert command.read(["--config", str(file)])[0] == command.read(flags)[0]
 
 
 @pytest.mark.parametrize("order", [0, 1])
@@ -30,16 +30,16 @@ def test_flags_override_the_file_in_any_order(tmp_path: Path, order: int) -> Non
     file = tmp_path / "run.yaml"
     file.write_text("train: {steps: 7}\n")
     words = [["--config", str(file)], ["--train.steps", "9"]]
-    assert command.read(words[order] + words[1 - order]).train.steps == 9
+    assert command.read(words[order] + words[1 - order])[0].train.steps == 9
 
 
 def test_pretrained_weights_have_their_own_default_learning_rate() -> None:
     tuned = ["--model.path", "llama", "--model.init", "pretrained"]
-    assert command.read(["--model.path", "llama"]).train.lr == TrainConfig().lr
-    assert command.read(tuned).train.lr == 2e-5
-    assert command.read([*tuned, "--adapter", "lora"]).train.lr == 2e-4
-    assert command.read([*tuned, "--train.lr", "1e-3"]).train.lr == 1e-3
-    assert command.read([*tuned, "--optimizer", "adamw"]).train.lr == TrainConfig().lr
+    assert command.read(["--model.path", "llama"])[0].train.lr == TrainConfig().lr
+    assert command.read(tuned)[0].train.lr == 2e-5
+    assert command.read([*tuned, "--adapter", "lora"])[0].train.lr == 2e-4
+    assert command.read([*tuned, "--train.lr", "1e-3"])[0].train.lr == 1e-3
+    assert command.read([*tuned, "--optimizer", "adamw"])[0].train.lr == TrainConfig().lr
 
 
 def test_printed_configuration_is_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +48,7 @@ def test_printed_configuration_is_a_run_file(tmp_path: Path, capsys: pytest.Capt
     assert stop.value.code in (0, None)
     file = tmp_path / "run.yaml"
     file.write_text(capsys.readouterr().out)
-    config = command.read(["--config", str(file)])
+    config = command.read(["--config", str(file)])[0]
     assert config.train == replace(TrainConfig(), steps=5, lr=1e-5)
 
 
@@ -150,7 +150,7 @@ def test_numbers_have_limits(key: str) -> None:
 
 def test_shard_keys_are_a_sharding() -> None:
     flags = ["--shard.offload", "optimizer=host,device_bytes=2GiB", "--shard.units", "A,B", "--shard.precision", "bf16"]
-    shard = command.read(flags).shard
+    shard = command.read(flags)[0].shard
     assert isinstance(shard, Sharding)
     assert (shard.offload.optimizer, shard.offload.device_bytes, shard.units) == ("host", 2 << 30, ["A", "B"])
     assert shard.as_config() == {
@@ -186,7 +186,7 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, content: str, expected: st
 def test_unambiguous_numbers_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("train: {steps: 1_000, lr: 0.01, seed: 0, clip: 0.5}\nrun: {dir: '007'}\n")
-    train = command.read(["--config", str(file), "--data.path", "010"]).train
+    train = command.read(["--config", str(file), "--data.path", "010"])[0].train
     assert (train.steps, train.lr, train.seed, train.clip) == (1000, 0.01, 0, 0.5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,29 +73,29 @@ def by_hand(kind: str, messages: list[dict[str, str]]) -> list[tuple[str, bool]]
 def test_tokens_of_answers_in_a_chat_are_learnt(kind: str, template: str) -> None:
     """Compares characters, because tokenizers report no starts of tokens in bytes."""
     words = tokenizer(template)
-    found = Encoder(words, "chat").example(row(messages=TALK))
+    ids, answers = Encoder(words, "chat").example(row(messages=TALK))
     parts = by_hand(kind, TALK)
     text = "".join(part for part, _ in parts)
-    assert words.decode(found.ids) == text
+    assert words.decode(ids) == text
     mine = [flag for part, flag in parts for _ in part.encode()]
     at = 0
-    for number, answer in zip(found.ids, found.answers, strict=True):
+    for number, answer in zip(ids, answers, strict=True):
         piece = words.convert_ids_to_tokens(int(number))
         length = len(piece.encode()) if number in words.all_special_ids else len(piece)  # else a character is a byte
         assert answer == mine[at], (kind, at, piece)
         at += length
     assert at == len(mine)
-    assert found.answers.sum() == sum(found.answers)
-    assert 0 < found.answers.sum() < len(found.ids)
+    assert answers.sum() == sum(answers)
+    assert 0 < answers.sum() < len(ids)
 
 
 def test_marked_answers_are_those_of_transformers() -> None:
     """Except answers that begin with a blank that is missing from its token's span."""
     words = tokenizer(MARKED.replace("' ' + m.content", "m.content"))
     theirs = words.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
-    found = Encoder(words, "chat").example(row(messages=TALK))
-    assert found.ids.tolist() == theirs["input_ids"]
-    assert found.answers.astype(int).tolist() == theirs["assistant_masks"]
+    ids, answers = Encoder(words, "chat").example(row(messages=TALK))
+    assert ids.tolist() == theirs["input_ids"]
+    assert answers.astype(int).tolist() == theirs["assistant_masks"]
 
 
 @pytest.mark.parametrize("around", [False, True], ids=["plain", "tokens around a text"])
@@ -106,13 +107,13 @@ def test_a_completion_is_learnt_and_its_end(prompt: str, completion: str, around
         special = [(word, words.convert_tokens_to_ids(word)) for word in ("b", words.eos_token)]
         template = processors.TemplateProcessing(single=f"b $A {words.eos_token}", special_tokens=special)
         words.backend_tokenizer.post_processor = template
-    example = Encoder(words, "prompt").example(row(prompt=prompt, completion=completion))
+    ids, answers = Encoder(words, "prompt").example(row(prompt=prompt, completion=completion))
     before = words(prompt)["input_ids"]
     before = before[:-1] if around else before
-    assert example.ids[: len(before)].tolist() == before
-    assert words.decode(example.ids[len(before) : -1]) == completion
-    assert example.ids[-1] == words.eos_token_id
-    assert example.answers.tolist() == [False] * len(before) + [True] * (len(example.ids) - len(before))
+    assert ids[: len(before)].tolist() == before
+    assert words.decode(ids[len(before) : -1]) == completion
+    assert ids[-1] == words.eos_token_id
+    assert answers.tolist() == [False] * len(before) + [True] * (len(ids) - len(before))
 
 
 SAY = {"role": "user", "content": "a"}
@@ -160,8 +161,8 @@ CALLS = (
 
 def learnt_of(words: Any, encoder: Encoder, **values: Any) -> tuple[str, str]:
     """Return the whole text of an example, and the part that is learnt."""
-    made = encoder.example(row(**values))
-    return words.decode(made.ids), words.decode(made.ids[made.answers])
+    ids, answers = encoder.example(row(**values))
+    return words.decode(ids), words.decode(ids[answers])
 
 
 @pytest.mark.parametrize("as_text", [False, True])
@@ -257,13 +258,13 @@ def test_rows_are_read_from_each_format(tmp_path: Path, kind: str) -> None:
 
 def test_the_preview_shows_what_is_learnt(tmp_path: Path) -> None:
     words = tokenizer(CHATML)
-    made = Encoder(words, "chat").example(row(messages=TALK))
-    (parts,) = preview(examples_of(made.ids, made.answers, [len(made.ids)]), words, 512)
+    ids, answers = Encoder(words, "chat").example(row(messages=TALK))
+    (parts,) = preview(examples_of(ids, answers, [len(ids)]), words, 512)
     assert [part for part, learnt in parts if learnt] == [
         "jumps over — ünïcode 🦊 too<|im_end|>",
         "sleeps  lazily<|im_end|>",
     ]
-    assert "".join(part for part, _ in parts) == words.decode(made.ids)
+    assert "".join(part for part, _ in parts) == words.decode(ids)
 
 
 def test_the_end_of_an_answer_is_added_to_the_end_tokens(tmp_path: Path) -> None:
@@ -275,6 +276,7 @@ def test_the_end_of_an_answer_is_added_to_the_end_tokens(tmp_path: Path) -> None
     (folder / "generation_config.json").write_text('{"eos_token_id": [9, 0], "temperature": 0.7}')
     settings = generation_settings(config, [7])
     assert settings == {"eos_token_id": [9, 0, 7], "temperature": 0.7}
-    said = LanguageWork(config=config, files=None, generation=settings, spec="").described(model)
+    files: Any = SimpleNamespace(digest="a", tokenizer_digest="b")
+    said = LanguageWork(config=config, files=files, generation=settings, spec="").progress(model)
     assert said["generation_config"] == settings
     assert said["model_config"]["eos_token_id"] == [0, 9, 7]

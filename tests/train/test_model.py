@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, mask
 import accordion as acc
 from accordion.models.language import language_model
 from accordion.models.llama import TRAINED
-from accordion.train.config import DataConfig, ModelConfig
+from accordion.train.config import Config, DataConfig, ModelConfig
 from accordion.train.data import IGNORED
-from accordion.train.language_work import label_losses
-from accordion.train.model import check_folder, check_loss_of_head, configuration, fill
+from accordion.train.language_work import LanguageWork, label_losses
+from accordion.train.model import check_folder, check_loss_of_head, configuration
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TINY = ModelConfig(preset="llama-tiny")
@@ -36,7 +36,8 @@ def filled(mesh: DeviceMesh, choices: list[tuple[ModelConfig, int]]) -> list[dic
     found = []
     for choice, seed in choices:
         model = acc.shard(language_model(configuration(choice, DataConfig()), "a test"), mesh)
-        fill(model, choice, seed)
+        work = LanguageWork(config=Config(model=choice), files=None, generation={}, spec="")  # type: ignore[arg-type]
+        work.fill(model, seed, on_meta=True)
         assert model.training
         found.append(acc.full_state_dict(model))
     return found

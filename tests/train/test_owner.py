@@ -16,17 +16,17 @@ from torch.distributed import HashStore
 from accordion.errors import UsageError
 from accordion.train import owner
 from accordion.train.launch import first_does, job_of
-from accordion.train.owner import FILE, Claim, check_free
+from accordion.train.owner import FILE, check_free, claim
 from tests.e2e.jobs import until
 from tests.support import forked
 
 
 def holds(words: list[str]) -> None:
     """Own a folder as a job."""
-    claim = Claim({"run.dir": Path(words[0])}, words[1] or None, 0, print)
+    owned = claim({"run.dir": Path(words[0])}, words[1] or None, 0, print)
     print("holds", flush=True)
     time.sleep(600)
-    claim.release()
+    owned.close()
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +52,8 @@ def other(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield start
 
 
-def claimed(folder: Path, job: str | None = None, wait_s: float = 0.0, say: Callable[[str], None] = print) -> Claim:
-    return Claim({"run.dir": folder}, job, wait_s, say)
+def claimed(folder: Path, job: str | None = None, wait_s: float = 0.0, say: Callable[[str], None] = print) -> ExitStack:
+    return claim({"run.dir": folder}, job, wait_s, say)
 
 
 def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path: Path, other: Other) -> None:
@@ -67,9 +67,9 @@ def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path: Path, other
     holder.wait()
     assert (tmp_path / FILE).exists()
     check_free({"run.dir": tmp_path}, None)
-    claim = claimed(tmp_path)
+    owned = claimed(tmp_path)
     assert (tmp_path / FILE).read_text().startswith(f"process {os.getpid()} on ")
-    claim.release()
+    owned.close()
     check_free({"run.dir": tmp_path}, None)
     assert not list(tmp_path.iterdir())
 
@@ -84,20 +84,20 @@ def test_a_restart_waits_for_the_earlier_start_of_its_job(tmp_path: Path, other:
     assert len(said) == 1
     assert f"process {holder.pid} on" in said[0]
     os.kill(holder.pid, signal.SIGKILL)
-    claimed(tmp_path, "torchrun 5", wait_s=60).release()
+    claimed(tmp_path, "torchrun 5", wait_s=60).close()
 
 
 def test_the_checkpoints_of_a_run_are_claimed_too(tmp_path: Path) -> None:
     for name in ("a", "b", "kept"):
         (tmp_path / name).mkdir()
-    first = Claim({"run.dir": tmp_path / "a", "checkpoint.dir": tmp_path / "kept"}, None, 0, print)
+    first = claim({"run.dir": tmp_path / "a", "checkpoint.dir": tmp_path / "kept"}, None, 0, print)
     with pytest.raises(UsageError, match=r"checkpoint\.dir .*kept' is in use by another job"):
-        Claim({"run.dir": tmp_path / "b", "checkpoint.dir": tmp_path / "kept"}, None, 0, print)
+        claim({"run.dir": tmp_path / "b", "checkpoint.dir": tmp_path / "kept"}, None, 0, print)
     assert not list((tmp_path / "b").iterdir())
-    first.release()
+    first.close()
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    both = Claim({"run.dir": tmp_path / "a", "checkpoint.dir": tmp_path / "link"}, None, 0, print)  # one folder
-    both.release()
+    both = claim({"run.dir": tmp_path / "a", "checkpoint.dir": tmp_path / "link"}, None, 0, print)  # one folder
+    both.close()
 
 
 def test_one_of_many_concurrent_claims_succeeds(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_one_of_many_concurrent_claims_succeeds(tmp_path: Path) -> None:
         got = 0
         while got < 25:
             try:
-                claim = claimed(tmp_path)
+                owned = claimed(tmp_path)
             except UsageError:
                 continue
             with held.get_lock():
@@ -118,7 +118,7 @@ def test_one_of_many_concurrent_claims_succeeds(tmp_path: Path) -> None:
             time.sleep(0.001)
             with held.get_lock():
                 held.value -= 1
-            claim.release()
+            owned.close()
             got += 1
 
     workers = [context.Process(target=work) for _ in range(4)]

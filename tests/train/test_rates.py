@@ -14,7 +14,7 @@ from accordion.tasks.loaded import optimizer_of
 from accordion.train import command
 from accordion.train.config import TrainConfig
 from accordion.train.own_task import check_optimizer
-from accordion.train.rates import rates_of, share_at
+from accordion.train.rates import LearningRates, share_at
 
 N, WARM = 100, 10
 FORMULAS = {  # of step t = 11 .. 100, behind the warmup
@@ -41,12 +41,12 @@ def test_groups_of_an_optimizer_keep_their_proportions() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.4, 0.1)]
     optimizer = torch.optim.SGD(groups)
     options = TrainConfig(steps=10, warmup=0, schedule="linear", final_lr=0.0)
-    rates = rates_of(options, optimizer, None, None, is_own=True)
+    rates = LearningRates(options, optimizer, None, None, is_own=True)
     for group in optimizer.param_groups:
         group["lr"] = 123.0
     assert rates.before(5) == pytest.approx(0.2)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.05])
-    left = rates_of(TrainConfig(warmup=50), torch.optim.SGD(groups), None, None, is_own=True)
+    left = LearningRates(TrainConfig(warmup=50), torch.optim.SGD(groups), None, None, is_own=True)
     assert left.before(1) == 0.2  # as it is
 
 
@@ -64,7 +64,7 @@ class Counting(torch.optim.SGD):
 def test_a_resumed_optimizer_has_the_runs_options_and_the_checkpoints_counts() -> None:
     old, new = (Counting([torch.nn.Parameter(torch.zeros(1))], **options) for options in (OLD, NEW))
     old.param_groups[0]["count"] = 5
-    rates = rates_of(TrainConfig(), new, None, None, is_own=True)
+    rates = LearningRates(TrainConfig(), new, None, None, is_own=True)
     new.load_state_dict(old.state_dict())
     rates.resume()
     (group,) = new.param_groups
@@ -73,7 +73,7 @@ def test_a_resumed_optimizer_has_the_runs_options_and_the_checkpoints_counts() -
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "torch.optim.RMSprop", "torch.optim:Adam"])
 def test_optimizers_are_found_by_name(name: str) -> None:
-    config = command.read(["--optimizer", name, "--optimizer.lr", "0.25"])
+    config = command.read(["--optimizer", name, "--optimizer.lr", "0.25"])[0]
     make = optimizer_of(config.parts)
     assert make is not None
     made = make([torch.nn.Parameter(torch.zeros(2))])
@@ -85,10 +85,10 @@ def test_optimizers_are_found_by_name(name: str) -> None:
 def test_options_may_be_several_numbers(tmp_path: Any) -> None:
     run_file = tmp_path / "run.yaml"
     run_file.write_text("optimizer: {class_path: adamw, betas: [0.5, 0.75], fused: true}\n")
-    by_flags = command.read(["--optimizer", "adamw", "--optimizer.betas", "0.5,0.75", "--optimizer.fused", "true"])
-    assert by_flags == command.read(["--config", str(run_file)])
+    by_flags = command.read(["--optimizer", "adamw", "--optimizer.betas", "0.5,0.75", "--optimizer.fused", "true"])[0]
+    assert by_flags == command.read(["--config", str(run_file)])[0]
     assert by_flags.parts["optimizer"].options["betas"] == (0.5, 0.75)
-    assert command.read(["--optimizer", "Rprop"]).parts["optimizer"].options["step_sizes"] == (1e-06, 50)
+    assert command.read(["--optimizer", "Rprop"])[0].parts["optimizer"].options["step_sizes"] == (1e-06, 50)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_options_may_be_several_numbers(tmp_path: Any) -> None:
     ],
 )
 def test_an_optimizer_that_refuses_its_options_is_reported_before_ranks_start(words: list[str], expected: str) -> None:
-    make = optimizer_of(command.read(["--optimizer", *words]).parts)
+    make = optimizer_of(command.read(["--optimizer", *words])[0].parts)
     with pytest.raises(UsageError) as error:
         check_optimizer(make)
     assert expected in str(error.value)

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from accordion.describe import Report, UnitReport
 from accordion.train import trackers
 from accordion.train.config import Config, LogConfig
-from accordion.train.metrics import MetricsLog, StepMetrics, lines_in, peak_bytes
+from accordion.train.metrics import MetricsLog, StepMetrics, Validation, peak_bytes, steps_in, text_of
 from accordion.train.screen import Screen
 from accordion.train.trackers import trackers_of
 from tests.support.disks import fill, mounted
@@ -47,7 +47,7 @@ def test_a_line_and_scalars_for_each_step(tmp_path: Path) -> None:
     with record(tmp_path) as log:
         log.step(line(1))
         log.step(line(2, math.nan))
-        log.validation(2, 2.25)
+        log.validation(2, Validation(loss=2.25))
     first, second = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert list(first) == ["step", "loss", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes", "skipped"]
     assert (first["step"], first["loss"], first["peak_bytes"]) == (1, 2.5, 3 << 29)
@@ -78,19 +78,19 @@ def test_without_tensorboard_a_line_says_how_to_install_it(tmp_path: Path, monke
 
 def test_a_resumed_record_is_kept_if_the_disk_is_full(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=64k") as disk:
-        with MetricsLog(disk, 0, print) as log:
+        with MetricsLog(disk, 0, print, {}) as log:
             for step in range(1, 6):
                 log.step(line(step))
         fill(disk)
         before = (disk / "metrics.jsonl").read_text()
         with pytest.raises(OSError, match="No space left"):
-            MetricsLog(disk, 3, print)
+            MetricsLog(disk, 3, print, {})
         assert (disk / "metrics.jsonl").read_text() == before
 
 
 def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     said: list[str] = []
-    with mounted(tmp_path / "disk", "size=64k") as disk, MetricsLog(disk, 0, said.append) as log:
+    with mounted(tmp_path / "disk", "size=64k") as disk, MetricsLog(disk, 0, said.append, {}) as log:
         log.step(line(1))
         fill(disk)
         for step in range(2, 40):
@@ -98,7 +98,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
         assert said == [
             f"no longer recorded in {disk}/metrics.jsonl: No space left on device; training goes on",
         ]
-        whole = [content["step"] for _, content in lines_in(disk / "metrics.jsonl")]
+        whole = [content["step"] for _, content in steps_in(text_of(disk / "metrics.jsonl"))]
         assert whole == list(range(1, len(whole) + 1))
 
 
@@ -162,8 +162,8 @@ def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_lines_that_are_no_steps_are_skipped_by_all_readers_of_the_record(tmp_path: Path) -> None:
     whole = [json.dumps({"step": step, "loss": 2.0}) for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(["7", whole[0], "[1]", "{}", whole[1], '{"step": 3, "lo']))
-    assert [content["step"] for _, content in lines_in(tmp_path / "metrics.jsonl")] == [1, 2]
-    MetricsLog(tmp_path, 2, print).__exit__(None, None, None)
+    assert [content["step"] for _, content in steps_in(text_of(tmp_path / "metrics.jsonl"))] == [1, 2]
+    MetricsLog(tmp_path, 2, print, {}).__exit__(None, None, None)
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == whole
 
 
@@ -181,7 +181,7 @@ def test_figures_are_logged_to_wandb_until_it_fails(tmp_path: Path, monkeypatch:
         opened = trackers_of(config, tmp_path, int(goes_on), said.append)
         with MetricsLog(tmp_path, 0, said.append, opened) as log:
             log.step(line(1))
-            log.validation(1, 2.0)
+            log.validation(1, Validation(loss=2.0))
             if goes_on:
                 log.step(line(3))
                 log.step(line(4))
@@ -223,7 +223,7 @@ def test_figures_are_logged_to_mlflow(tmp_path: Path, monkeypatch: pytest.Monkey
     for done in (0, 1):
         with MetricsLog(tmp_path, done, said.append, trackers_of(config, tmp_path, done, said.append)) as log:
             log.step(line(done + 1))
-            log.validation(done + 1, 2.0)
+            log.validation(done + 1, Validation(loss=2.0))
     assert [call.kwargs["run_id"] for call in mlflow.start_run.mock_calls] == [None, "r"]
     (settings,) = mlflow.log_params.mock_calls[0].args
     assert settings["log.mlflow"] == "mine"

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from accordion.errors import UsageError
 from accordion.train.config import DataConfig
-from accordion.train.sources import PIECE_CHARS, Piece, find, split_of
+from accordion.train.sources import PIECE_CHARS, find, split_by_key
 
 TEXTS = [f"document {i}\nwith two lines\n" for i in range(5)]
 
@@ -98,7 +98,6 @@ def test_every_kind_gives_the_same_documents(tmp_path: Path, kind: str | Callabl
     source = find(DataConfig(path=str(file(tmp_path, kind) if isinstance(kind, str) else kind(tmp_path))))
     assert [piece.text for piece in source.pieces()] == TEXTS
     assert all(piece.ends for piece in source.pieces())
-    assert len({piece.key for piece in source.pieces()}) == len(TEXTS)
 
 
 def test_a_text_file_is_one_document_in_pieces(tmp_path: Path) -> None:
@@ -110,7 +109,6 @@ def test_a_text_file_is_one_document_in_pieces(tmp_path: Path) -> None:
     assert len(pieces) > 1
     assert [p.ends for p in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "".join(p.text for p in pieces) == text
-    assert len({p.key for p in pieces}) == 1
 
 
 def test_unread_files_of_a_folder_are_listed(tmp_path: Path) -> None:
@@ -125,7 +123,7 @@ def test_unread_files_of_a_folder_are_listed(tmp_path: Path) -> None:
     (tmp_path / "lost.txt").symlink_to("nowhere")
     (tmp_path / "table.csv").write_text("name\na\n")
     source = find(DataConfig(path=str(tmp_path)))
-    assert [piece.key for piece in source.pieces()] == [os.path.join("sub", "a.txt")]
+    assert [key for key, _ in source.files] == [os.path.join("sub", "a.txt")]
     assert source.unread == {
         "image.png": "has a NUL byte, and is no UTF-8 text",
         "latin.txt": "is no UTF-8 text (byte 0xe9); convert it, or give a JSONL or parquet file its usual suffix",
@@ -148,7 +146,7 @@ def test_splits_of_a_datasets_folder_are_kept(tmp_path: Path) -> None:
     parts = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "validation", "test")}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     pieces = list(find(DataConfig(path=str(tmp_path / "saved"))).pieces())
-    assert {piece.text: split_of(piece) for piece in pieces} == {"train": "train", "validation": "validation"}
+    assert {piece.text: piece.split for piece in pieces} == {"train": "train", "validation": "validation"}
 
 
 def test_the_standard_library_is_always_there() -> None:
@@ -157,7 +155,7 @@ def test_the_standard_library_is_always_there() -> None:
     assert source.name == "stdlib"
     assert "argparse.py" in keys
     assert not any("test" in Path(key).parts for key in keys)
-    held = [key for key in keys if split_of(Piece(key, "")) == "validation"]
+    held = [key for key in keys if split_by_key(key) == "validation"]
     assert 0.02 < len(held) / len(keys) < 0.1
 
 

@@ -107,10 +107,8 @@ def shape_of(name: str) -> BenchModel:
     if name not in TRAINED and not Path(name).is_dir():
         raise UsageError(f"model {name!r} is neither a folder nor a preset; {nearest(name, [*GPTS, *TRAINED])}")
     from accordion.models.language import language_model
-    from accordion.train.model import check_folder, configuration
+    from accordion.train.model import configuration
 
-    if name not in TRAINED:
-        check_folder(name)
     choice = ModelConfig(preset=name) if name in TRAINED else ModelConfig(path=name)
     config: Any = configuration(choice, DataConfig())
     language_model(config, f"model {name!r}")

@@ -36,10 +36,9 @@ class PartConfig:
 
 
 def target_of(key: str, class_path: str) -> Callable[..., Any]:
-    """Import and return the class or function at `class_path`: `file.py` (its `Task`), `file.py:Name`, `package.module.Name` or
-    `package.module:Name`. If the configuration key `key` begins with "optimizer", a name in `OPTIMIZERS` is allowed too. Adds the
-    folder of the file, or for a module the current folder, to `sys.path`. Raises `UsageError` if there is no such class or
-    function, and `TaskError` if the import fails."""
+    """Import and return the class or function at `class_path`, see `PartConfig`; a name in `OPTIMIZERS` is allowed if the
+    configuration key `key` begins with "optimizer". Adds the folder of the file, or for a module the current folder, to
+    `sys.path`. Raises `UsageError` if there is no such class or function, and `TaskError` if the import fails."""
     module_path, colon, name = class_path.partition(":")
     if key.startswith("optimizer") and class_path.isidentifier():
         if class_path.lower() not in OPTIMIZERS:
@@ -72,8 +71,7 @@ def target_of(key: str, class_path: str) -> Callable[..., Any]:
 
 
 def _of_file(key: str, file: str) -> ModuleType:
-    """Import `file` unless it was imported before, and return its module. Adds the file's folder to `sys.path`, as Python does
-    for a script. Raises `UsageError`, which names `key`, if there is no such file, and `TaskError` if the import fails."""
+    """Import `file`, unless it was before, and return its module. Adds its folder to `sys.path`. Raises as `target_of` does."""
     path = Path(file).absolute()
     if not path.is_file():
         raise UsageError(f"{key} {file!r} does not exist; name a Python file, or package.module:Name.")
@@ -118,10 +116,9 @@ def _of_package(key: str, name: str) -> ModuleType:
 
 
 def options_kind(key: str, class_path: str) -> type[Any]:
-    """Return a new dataclass of the options of the class or function at `class_path`: a field `class_path`, and one for each
-    parameter that a flag can set, with its default or None. The docstring of the dataclass has the help texts, taken from `Args:`
-    of the class. `key`: "task" or "optimizer". Raises `UsageError` if there is no such class, if a parameter is named
-    `class_path`, or if no flag can set one that has no default; `TaskError` if the import fails."""
+    """Return a new dataclass of the options of the class or function at `class_path`, with the texts under its `Args:` as help: a
+    field `class_path`, and one for each parameter that a flag can set. `key`: "task" or "optimizer". Raises as `target_of` does,
+    and `UsageError` if a parameter is named `class_path`, or if no flag can set one without a default."""
     target = target_of(key, class_path)
     text = (inspect.getdoc(target) or "").partition("Args:")[2]
     texts = dict(re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}\S.*)*)", text, re.MULTILINE))
@@ -146,8 +143,7 @@ def options_kind(key: str, class_path: str) -> type[Any]:
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
     """Return a `PartConfig` for the class at `values["class_path"]`. Each of its options has the value in `values` (name ->
-    value), or else its default. Other `values` are ignored. `key`: "task" or "optimizer". Raises `UsageError` if there is no such
-    class, or if an option has neither value nor default, and `TaskError` if the import fails."""
+    value), or else its default. Raises as `target_of` does, and `UsageError` if an option has neither."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():
@@ -161,8 +157,7 @@ def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
 
 def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return name -> parameter for the parameters of `target` that can be passed by name, without the first `TAKEN[key]`, which
-    the run itself passes. Annotations that are text are evaluated if that is possible. `key`: "task" or "optimizer". Returns {}
-    if `target` has no signature that Python can read."""
+    the run itself passes. Annotations that are text are evaluated if possible. Returns {} if Python can read no signature."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):

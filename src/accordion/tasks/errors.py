@@ -20,12 +20,9 @@ INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), syscon
 class TaskError(AccordionError):
     """Raised for an exception of the user's code. `shown`: its traceback as text, with the user's frames alone if it has any."""
 
-    def __init__(self, what: str, shown: str) -> None:
-        super().__init__(what, shown)
+    def __init__(self, what: str, shown: str = "") -> None:
+        super().__init__(what)  # pickles restore `shown` as an attribute
         self.shown = shown
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 @contextmanager

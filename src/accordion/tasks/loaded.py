@@ -49,9 +49,8 @@ class LoadedTask:
 
 
 def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
-    """Make an object of the class `parts["task"]` and return its methods as a `LoadedTask`, with the optimizer
-    `parts["optimizer"]` if there is one. Raises `UsageError` if a class is missing or is no task, and `TaskError` if the user's
-    code fails."""
+    """Make an object of the class `parts["task"]` and return its methods, with the optimizer `parts["optimizer"]` if there is
+    one. Raises `UsageError` if a class is missing or is no task, and `TaskError` if the user's code fails."""
     part = parts["task"]
     target = target_of("task", part.class_path)
     if not inspect.isclass(target):
@@ -63,9 +62,8 @@ def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
     else:  # "package.module:Corpus" -> "Corpus"
         name = (name or path).rpartition(".")[2]
     with of_the_task(f"{target.__name__}()"):
-        task = replace(of_object(target(**part.options)), name=name)
-    optimizer = optimizer_of(parts)
-    return task if optimizer is None else replace(task, optimizer=optimizer)
+        task = of_object(target(**part.options))
+    return replace(task, name=name, optimizer=optimizer_of(parts) or task.optimizer)
 
 
 def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] | None:
@@ -89,21 +87,15 @@ def of_object(task: object) -> LoadedTask:
     """Return the methods and units of `task`, an object with the interface `Task`, as a `LoadedTask` with the name of its class.
     Raises `UsageError` if a needed method is missing, or if an attribute with the name of a method cannot be called."""
     kind = type(task).__name__
-    for name in NEEDED:
-        if not callable(getattr(task, name, None)):
-            raise UsageError(
-                f"{kind} is no task: it has no method {name}({', '.join(NEEDED[name])}); a task has model, dataset and loss."
-            )
     functions: dict[str, Any] = {}
     for name, takes in {**NEEDED, **OPTIONAL}.items():
-        value = getattr(task, name, None)
-        if value is None:
-            continue
-        if not callable(value):
-            raise UsageError(
-                f"{kind}.{name} is a {type(value).__name__}; it must be a method {name}({', '.join(takes)})."
-            )
-        functions[name] = value
+        value, method = getattr(task, name, None), f"{name}({', '.join(takes)})"
+        if callable(value):
+            functions[name] = value
+        elif name in NEEDED:
+            raise UsageError(f"{kind} is no task: it has no method {method}; a task has model, dataset and loss.")
+        elif value is not None:
+            raise UsageError(f"{kind}.{name} is a {type(value).__name__}; it must be a method {method}.")
     return LoadedTask(name=kind, units=getattr(task, "units", None), **functions)
 
 
@@ -144,13 +136,17 @@ def model_of(task: LoadedTask) -> nn.Module:
 
 
 def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
-    """Call the task's `dataset(split)`, with `rank` and `world` if it takes them, and return its result: data, or None."""
+    """Call the task's `dataset(split)`, with `rank` and `world` if it takes them, and return its result: data, or for validation
+    None. Raises `UsageError` if there is no training data."""
     places = {"rank": rank, "world": world}
     try:
         takes = inspect.signature(task.dataset).parameters
     except (TypeError, ValueError):
         takes = {}  # type: ignore[assignment]
-    return task.dataset(split, **{name: value for name, value in places.items() if name in takes})
+    data = task.dataset(split, **{name: value for name, value in places.items() if name in takes})
+    if data is None and split == "train":
+        raise UsageError(f"the task {task.name!r} has no training data: its dataset('train') returned None.")
+    return data
 
 
 def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
@@ -168,11 +164,9 @@ def mean_loss(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor:
 
 
 def example_of(task: LoadedTask, micro_batch: int) -> Any:
-    """Return a training batch of `task`: the first of its loader, or if its data is samples, the first `micro_batch` of them (or
-    all, if there are fewer), collated. Raises `UsageError` if there is no data or no sample."""
+    """Return a training batch of `task`: the first of its loader, or its first `micro_batch` samples (all, if there are fewer),
+    collated. Raises `UsageError` if there is no data or no sample."""
     data = data_of(task, "train", 0, 1)
-    if data is None:
-        raise UsageError(f"the task {task.name!r} has no training data: its dataset('train') returned None.")
     values = (data[i] for i in range(len(data))) if is_indexed(data) and not is_loader(data) else iter(data)
     samples = list(islice(values, 1 if is_loader(data) else micro_batch))
     if not samples:

@@ -30,8 +30,7 @@ class Task(Protocol):
 
     def dataset(self, split: str) -> Any:
         """Return the data of "train" or "validation", None if there is none: a dataset with `__len__` and `__getitem__`, an
-        iterable of samples, or a loader of batches. May also take `rank` and `world`, for a loader that reads this rank's
-        share."""
+        iterable of samples, or a loader of batches. May also take `rank` and `world`, for a loader of this rank's share."""
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:

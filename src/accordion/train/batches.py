@@ -28,37 +28,34 @@ class OrderedBatches:
     samples, and each reads the positions of its `share`. `pins`: put batches into pinned memory."""
 
     def __init__(self, dataset: Any, share: Share, seed: int, collate: Collate | None, *, pins: bool) -> None:
-        self.order = GlobalOrder(len(dataset), share, seed)
-        # A loader draws a number when it starts, and a resumed run starts one more. The run's random numbers must not change.
-        self._loader = DataLoader(
-            dataset, batch_sampler=self.order, collate_fn=collate, pin_memory=pins, generator=torch.Generator()
+        self._order = order = GlobalOrder(len(dataset), share, seed)
+        # A loader draws a number when it starts. That must not change the random numbers of the run.
+        draws = torch.Generator()
+        self._batches = iter(
+            DataLoader(dataset, batch_sampler=order, collate_fn=collate, pin_memory=pins, generator=draws)
         )
-        self._batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
-        if self._batches is None:
-            self._batches = iter(self._loader)
         return next(self._batches)
 
     def position(self) -> dict[str, Any]:
-        return self.order.state_dict()
+        return {"num_read": self._order.num_read, "count": self._order.count, "seed": self._order.seed}
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def resume(self, position: dict[str, Any]) -> bool:
-        if (position.get("count"), position.get("seed")) != (self.order.count, self.order.seed):
+        if (position.get("count"), position.get("seed")) != (self._order.count, self._order.seed):
             return False
-        self.order.load_state_dict(position)
+        self._order.num_read = position["num_read"]
         return True
 
 
 class LoaderBatches:
-    """Endless batches of one rank from a loader. Each epoch starts the loader again, after `set_epoch` if it has that. Random
-    numbers drawn while reading depend on seed and epoch alone, and are equal on all ranks. After `resume`, a loader with
-    `state_dict` goes on from its loaded state; with any other one, the batches of the epoch that were used before are read again
-    and dropped. `counter`: key in `position()` for the amount read in this epoch, to which each batch adds `size`. `next()`
-    raises `UsageError` if an epoch has no batch."""
+    """Endless batches of one rank from a loader, which each epoch starts again, after `set_epoch` if it has that. Random numbers
+    drawn while reading depend on seed and epoch alone, and are equal on all ranks. After `resume`, a loader with `state_dict`
+    goes on from its loaded state; of any other one, the batches of the epoch that were used before are read again and dropped.
+    `counter`: key in `position()`, to which each batch adds `size`. `next()` raises `UsageError` if an epoch has no batch."""
 
     def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
         self._data, self._draws, self._counter, self._size = data, Draws(seed), counter, size
@@ -186,14 +183,12 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
 
 
 def check_kind(data: Any, split: str) -> None:
-    """Raise `UsageError` if `data` is no loader, iterable or dataset, if it is a dataset without samples, or if it is a
-    `DataLoader` with one of torch's own samplers, with which all ranks would read equal samples. `split`: argument of the task's
-    `dataset` method that returned `data`."""
+    """Raise `UsageError` if `data`, which the task returned for `split`, is no loader, iterable or dataset, a dataset without
+    samples, or a `DataLoader` with one of torch's own samplers, with which all ranks would read equal samples."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
-    if isinstance(data, DataLoader):
+    if isinstance(data, DataLoader):  # of an iterable dataset it has neither of these samplers
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
-        sampled = plain and type(data.sampler) in (SequentialSampler, RandomSampler)
-        if sampled and not isinstance(data.dataset, IterableDataset):
+        if plain and type(data.sampler) in (SequentialSampler, RandomSampler):
             raise UsageError(
                 f"{what} with torch's {type(data.sampler).__name__}, by which every rank would read the same samples; return "
                 "the dataset, of which each rank reads its share, or a loader of this rank's samples: dataset(split, rank, "
@@ -210,8 +205,7 @@ def check_kind(data: Any, split: str) -> None:
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
-    """Return this rank's batches of `data`, the training data of a task. Raises `UsageError` if `data` has a wrong type, has no
-    sample, or would be read whole by every rank."""
+    """Return this rank's batches of `data`, the training data of a task. Raises `UsageError` as `check_kind` does."""
     check_kind(data, "train")
     if is_loader(data):
         return LoaderBatches(data, seed)
@@ -227,21 +221,16 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 
 
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
-    """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank. All ranks must
-    call the model equally often, so a rank that has no samples left gets a batch with number 0. For loaders and iterables, each
-    step of the iterator is collective, and raises `UsageError` if some ranks have batches and others have none at all. Raises
-    `UsageError` if `data` has a wrong type, has no sample, or would be read whole by every rank."""
+    """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank, since all must
+    call the model equally often: a rank without samples left gets a batch with number 0. For loaders and iterables, each step of
+    the iterator is collective, and raises `UsageError` if only some ranks have batches. Raises as `check_kind` does."""
     check_kind(data, "validation")
     if not is_loader(data) and not is_indexed(data):
         data = DataLoader(RankSamples(data, share, drops=False), share.micro_batch, collate_fn=collate)
     if is_loader(data):
-        return _in_step(data, device)
+        steps = in_step(_drawn(data), dist.all_reduce, dist.get_world_size(), device)
+        return ((batch, rows_of(batch) if is_new else 0) for batch, is_new, _ in steps)
     return validation_batches(data, range(len(data)), share, collate)
-
-
-def _in_step(loader: Any, device: torch.device) -> Iterator[tuple[Any, int]]:
-    for batch, is_new, _ in in_step(_drawn(loader), dist.all_reduce, dist.get_world_size(), device):
-        yield batch, rows_of(batch) if is_new else 0
 
 
 def _drawn(loader: Any) -> Iterator[Any]:
@@ -258,8 +247,7 @@ def _drawn(loader: Any) -> Iterator[Any]:
 
 def rows_of(batch: Any) -> int:
     """Return the size of dim 0 of the first tensor in `batch`; 1 if that tensor is 0-d, or if there is none."""
-    leaves = tree_leaves(batch)
-    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
     return int(first.shape[0]) if first is not None and first.dim() else 1
 
 
@@ -280,8 +268,8 @@ def means_of(
     values_of: Callable[[Any], Mapping[str, Any]],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return name -> mean over all samples of all ranks; {} without batches. Puts the model into evaluation mode, and at the end
-    restores its mode and the random generators. Collective. `batches`: (batch, number of its samples that count), as many on each
+    """Return name -> mean over all samples of all ranks; {} without batches. The model is in evaluation mode meanwhile; its mode
+    and the random generators are restored. Collective. `batches`: (batch, number of its samples that count), as many on each
     rank. `values_of(batch)` returns name -> mean over the batch, or (sum, count). Raises `UsageError` if a value is no number."""
     drawn, was_training = RandomState().state_dict(), model.training
     model.eval()

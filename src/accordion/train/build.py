@@ -26,23 +26,19 @@ from accordion.train.batches import Batches
 from accordion.train.config import JobConfig, max_skips_of
 from accordion.train.data import Share
 from accordion.train.deepspeed import settings_of
-from accordion.train.ending import Best, Ending, Signals
+from accordion.train.ending import Best, Ending, Signals, Skips
 from accordion.train.language_work import LanguageWork
 from accordion.train.launch import RankPlace
-from accordion.train.nonfinite import Skips
 from accordion.train.prepare import Prepared, share_of
-from accordion.train.rates import LearningRates, rates_of
+from accordion.train.rates import LearningRates
 from accordion.train.screen import Screen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One rank of a run: its inputs, and the objects built from them.
-
-    `share`: samples that this rank reads. `sums_locally`: sum the gradients of a step's micro-batches on each rank, and reduce
-    them across ranks once. `decides_on_device`: the fused optimizer itself, on the device, skips a step whose loss or gradients
-    are not finite, so the host need not wait for them. `ema`: averaged weights; None if the run has none.
-    """
+    """One rank of a run: its inputs, and the objects built from them. `share`: samples that it reads. `sums_locally`: sum the
+    gradients of a step's micro-batches on each rank, and reduce them across ranks once. `decides_on_device`: the fused optimizer
+    itself, on the device, skips a nonfinite step, so the host need not wait. `ema`: averaged weights; None if there are none."""
 
     prepared: Prepared
     place: RankPlace
@@ -114,7 +110,7 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
         model=model,
         optimizer=optimizer,
         scaler=theirs.scaler(device.type) if theirs else torch.amp.GradScaler(device.type, enabled=name == "fp16"),
-        rates=rates_of(options, optimizer, work.scheduler(optimizer), theirs, is_own=task_optimizer is not None),
+        rates=LearningRates(options, optimizer, work.scheduler(optimizer), theirs, is_own=task_optimizer is not None),
         batches=work.batches(share, options.seed, pins=not on_cpu),
         sums_locally=config.shard.strategy.grads is Place.REPLICATE,
         decides_on_device=not on_cpu and theirs is None and not engines_of(optimizer) and is_fused,
@@ -138,9 +134,8 @@ def _with_sequences(prepared: Prepared, place: RankPlace, device: torch.device) 
 def _sharded_model(
     prepared: Prepared, place: RankPlace, device: torch.device, precision: Precision, theirs: Settings | None
 ) -> nn.Module:
-    """Build the model, shard it as the keys `shard.*` describe, and fill it. Parameters have the dtype `precision.params`. Other
-    dtypes and the reduce op are those of the DeepSpeed configuration `theirs`, or defaults if that is None. Without the key
-    `shard.units`, the task chooses the units. Collective."""
+    """Build the model, shard it as the keys `shard.*` describe, and fill it. Parameters have the dtype `precision.params`; other
+    dtypes and the reduce op are those of the DeepSpeed configuration `theirs`, or defaults. Collective."""
     work, shard, seed = prepared.work, prepared.config.shard, prepared.config.train.seed
     base = theirs.sharding if theirs else Sharding()
     model = work.model(seed)
@@ -164,8 +159,7 @@ def _optimizer(
     model: nn.Module, config: JobConfig, theirs: Settings | None, own: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
     """Return the optimizer for the trained parameters of `model`: the user's `own`, else that of the DeepSpeed configuration
-    `theirs`, else AdamW without weight decay for vectors. `wrap_optimizer` wraps it, except an `own` one whose step is not
-    elementwise."""
+    `theirs`, else AdamW without weight decay for vectors. It is wrapped, except an `own` one whose step is not elementwise."""
     options = config.train
     if own is not None:
         return wrap_optimizer(own) if is_elementwise(own) else own

@@ -28,10 +28,9 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path | None:
-    """Return the checkpoint to resume from: the newest usable one in `folder`, the run's folder of checkpoints. If there is none,
-    return the path that the key `checkpoint.resume` names; None, for a fresh start, if that is "auto". `say`: shows a line about
-    unusable newer checkpoints, or about a named path that is not used. Raises `UsageError` if all checkpoints in `folder` are
-    unusable, if the named path is no folder, or if it is an older checkpoint in `folder`."""
+    """Return the checkpoint to resume from: the newest usable one in the run's `folder` of checkpoints, else the path that
+    `checkpoint.resume` names, or None if that is "auto". `say`: shows a line about unusable newer checkpoints, or a path that is
+    not used. Raises `UsageError` if all checkpoints are unusable, or if the path is no folder, or an older one in `folder`."""
     try:
         latest = newest(folder)
     except CheckpointError as error:
@@ -67,10 +66,9 @@ def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str
 
 
 def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with as many sequences in a step, on `num_ranks` ranks (or groups of ranks that share each sequence), as
-    the run that saved the checkpoint `path` had. That sets `train.accumulate`, and lowers `train.micro_batch` if it does not
-    divide a rank's share. Returns `config` itself if `path` is None, if `num_ranks` does not divide that number, or if the user's
-    keys (`named`) or `train.global_batch` determine it."""
+    """Return `config` with as many sequences in a step, on `num_ranks` ranks (or groups that share each sequence), as the run
+    that saved the checkpoint `path` had: sets `train.accumulate`, and lowers `train.micro_batch` if it does not divide a rank's
+    share. Returns `config` itself if `path` is None, if `num_ranks` does not divide that number, or if the user's keys decide."""
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
     before = None if path is None or decided else setting(path, BATCH)
@@ -81,34 +79,22 @@ def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ra
     return replace(config, train=replace(options, micro_batch=micro_batch, accumulate=each // micro_batch))
 
 
-def newest_in(folder: Path) -> str | None:
-    """Return the path of the newest usable checkpoint in `folder`; None if there is none, or if `folder` cannot be read."""
-    try:
-        return newest(folder).path
-    except CheckpointError:
-        return None
-
-
 def _extra(path: Path) -> Mapping[str, Any]:
     """Return the dict that a run stored as `extra` in the checkpoint `path`, with the keys "step", "config" and more. Raises
     `UsageError` if the checkpoint cannot be read, or was not written by `accordion train`."""
     try:
-        extra = opened(checkpoint_at(path)).manifest.extra
+        extra: Mapping[str, Any] = opened(checkpoint_at(path)).manifest.extra
     except (CheckpointError, OSError) as error:
         raise UsageError(str(error)) from None
-    kinds = {"step": int, "config": dict}
-    if (
-        not isinstance(extra, dict)
-        or not {"tokenizer", "task"} & set(extra)
-        or not all(isinstance(extra.get(key), kind) for key, kind in kinds.items())
-    ):
+    is_of_run = isinstance(extra, dict) and isinstance(extra.get("step"), int) and isinstance(extra.get("config"), dict)
+    if not is_of_run or not {"tokenizer", "task"} & set(extra):
         raise UsageError(f"{str(path)!r} is a checkpoint, but not one of `accordion train`.")
     return extra
 
 
 def setting(path: Path, key: str) -> Any:
     """Return the value of the configuration key `key` in the run that saved the checkpoint `path`; None if that run had no such
-    key. Raises `UsageError` if the checkpoint cannot be read, or was not written by `accordion train`."""
+    key. Raises `UsageError` as `_extra` does."""
     return _extra(path)["config"].get(key)
 
 
@@ -122,9 +108,8 @@ def best_in(folder: Path) -> tuple[float, int] | None:
 
 
 def keep_as_best(folder: Path, step: int) -> None:
-    """Copy the checkpoint after `step`, in `folder`, to the checkpoint `best` there, with hard links if possible. Does nothing if
-    the checkpoint does not exist, if it does not record `step` as the best, or if it was copied already. Raises `CheckpointError`
-    if copying fails."""
+    """Copy the checkpoint after `step`, in `folder`, to `best` there, with hard links if possible. Does nothing if it does not
+    exist, does not record `step` as the best, or was copied already. Raises `CheckpointError` if copying fails."""
     source, target = Local(path_of(folder, step)), Local(folder / BEST)
     try:
         best = _extra(source.path).get("best")

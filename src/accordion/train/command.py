@@ -18,7 +18,6 @@ from accordion.options import made, options_of, values_of
 from accordion.tasks.classes import CLASS_PATH, TAKEN, options_kind, part_of
 from accordion.train import launch, loop
 from accordion.train.config import Config, JobConfig, as_yaml, check, fine_tuning
-from accordion.train.deepspeed import translated
 from accordion.train.ending import PREEMPTED, Signals
 from accordion.train.prepare import prepare
 from accordion.train.run_files import content_of, flattened, split, values_of_file
@@ -44,33 +43,12 @@ SHORT = {  # a flag's short form -> what it stands for
 }
 
 
-def read(words: list[str]) -> JobConfig:
-    """Return the configuration given by `words` and by the run files that they name; flags override files, in any order. Raises
-    `UsageError` for wrong keys or values, and `SystemExit` after printing help or the configuration if `words` ask for it."""
-    config = _config_of(_values(words))
-    check(config)
-    return config
-
-
-def _config_of(values: Mapping[str, Any]) -> JobConfig:
-    """Return the configuration with `values` (`group.key` -> value) and defaults for other keys: a `JobConfig` if one of the keys
-    names a task, else a `Config`. Does not check limits of values. Raises `UsageError` for an unknown task or optimizer."""
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        group, _, name = key.partition(".")
-        groups.setdefault(group, {})[name] = value
-    parts = {name: part_of(name, groups[name]) for name in TAKEN if groups.get(name, {}).get(CLASS_PATH) is not None}
-    others = {key: value for key, value in values.items() if key.partition(".")[0] not in parts}
-    config: JobConfig = made(JobConfig if "task" in parts else Config, others)
-    return fine_tuning(replace(config, parts=parts), values)
-
-
-def _values(words: list[str]) -> dict[str, Any]:
-    """Return `group.key` -> value for the keys in `words` and in the run files that they name; other keys are missing. Raises
-    `UsageError` for wrong keys or values, and `SystemExit` after printing help or the configuration if `words` ask for it."""
+def read(words: list[str]) -> tuple[JobConfig, frozenset[str]]:
+    """Return (configuration given by `words` and by the run files that they name, keys that these set); flags override files, in
+    any order. A configuration without a task is a `Config`. Raises `UsageError` for wrong keys or values, or for an unknown task
+    or optimizer, and `SystemExit` after printing help or the configuration if `words` ask for it."""
     pairs = (word.partition("=") for word in words)
     files, flags = split([SHORT.get(name, name) + equals + value for name, equals, value in pairs])
-    prints = any(word in PRINTS for word in flags)
     paths = class_paths(files, flags)
     base = JobConfig if "task" in paths else Config
     kinds = {name: options_kind(name, path) for name, path in paths.items()}
@@ -84,10 +62,14 @@ def _values(words: list[str]) -> dict[str, Any]:
     for file in files:
         values |= values_of_file(file, options_of(kind))
     values |= from_flags
-    if prints:
-        print(as_yaml(_config_of(values)), end="")
+    own = {name: {k.partition(".")[2]: v for k, v in values.items() if k.startswith(f"{name}.")} for name in paths}
+    parts = {name: part_of(name, options) for name, options in own.items()}
+    config = fine_tuning(replace(made(base, values), parts=parts), values)
+    if any(word in PRINTS for word in flags):
+        print(as_yaml(config), end="")
         raise SystemExit(0)
-    return values
+    check(config)
+    return config, frozenset(values)
 
 
 def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
@@ -109,13 +91,11 @@ def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
     """Run `accordion train` with the arguments `words`, and return the exit code: prepare the run, start all ranks, wait for
-    them. In a process that torchrun or srun started, runs as that one rank, and ends the process, without a return, if the code
-    is not 0. If `environ` has torchrun's variables for the number of ranks but no rank, this process becomes a torchrun with the
-    same command. Raises `UsageError` or `TaskError` for wrong input, and `SystemExit` after printing help or configuration."""
+    them. In a process that torchrun or srun started, runs as that one rank, and ends the process if the code is not 0. If
+    `environ` has torchrun's variables for the number of ranks but no rank, this process becomes a torchrun with the same command.
+    Raises `UsageError` or `TaskError` for wrong input, and `SystemExit` after printing help or configuration."""
     began_s = time.time()
-    values = _values(words)
-    config, named, cache = _config_of(values), frozenset(values), cache_folder(environ)
-    check(config)
+    (config, named), cache = read(words), cache_folder(environ)
     if launch.place_of(environ) is not None:
         launch.guarded(_started_rank, config, named, cache, began_s)
         return 0
@@ -125,7 +105,6 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     try:
         with launch.Forwarding() as signals:
             device, world = launch.choose(config.launch, None, devices_here())
-            config = translated(config, named, world)
             place = launch.RankPlace(rank=0, world=world, local_rank=0, local_world=world, starter="accordion train")
             prepared = prepare(config, place, cache, Screen(), named=named, began_s=began_s)
             return launch.start(loop.train, (prepared, device), world, signals)
@@ -138,12 +117,10 @@ def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
     """Train as the rank `place` that torchrun or srun started, and return the exit code. The first rank of each host prepares the
-    run, then the others do from its cache. A signal meanwhile ends the run after its first step. `named`: keys that the user set.
-    `began_s`: `time.time` at the start of the command."""
+    run, then the others do from its cache. A signal meanwhile ends the run after its first step."""
     launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, _ = launch.choose(config.launch, place, devices_here())
-    config = translated(config, named, place.world)
     screen = Screen(speaks=place.rank == 0)
     prepared = launch.once_per_host(
         place, store, lambda: prepare(config, place, cache, screen, named=named, began_s=began_s)

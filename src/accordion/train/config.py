@@ -343,10 +343,9 @@ def fine_tuning(config: Job, named: Collection[str]) -> Job:
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with `train.accumulate` computed from `train.global_batch` for `num_ranks` ranks; `config` itself if no
-    global batch is set. `named`: keys that the user set. Raises `UsageError` if the global batch is no multiple of the
-    micro-batches of all ranks, if the user set `train.accumulate` or `train.deepspeed` too, or if `shard.sequence` does not
-    divide the ranks."""
+    """Return `config` with `train.accumulate` computed from `train.global_batch`, if that is set, for `num_ranks` ranks. Raises
+    `UsageError` if the global batch is no multiple of the micro-batches of all ranks, if the user set `train.accumulate` or
+    `train.deepspeed` too (`named`), or if `shard.sequence` does not divide the ranks."""
     options, sequence, num_groups = config.train, config.shard.sequence, config.shard.num_groups(num_ranks)
     if not options.global_batch:
         return config

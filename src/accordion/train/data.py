@@ -19,9 +19,8 @@ Row = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's share of every global batch: position `p` in the order of all samples belongs to rank `p % world`. A global
-    batch has `world * micro_batch * accumulate` positions. With the same global batch, any number of ranks reads the same samples
-    in every step."""
+    """One rank's share of every global batch: position `p` in the order of all samples belongs to rank `p % world`. With the same
+    global batch, any number of ranks reads the same samples in every step."""
 
     rank: int
     world: int
@@ -41,7 +40,7 @@ def permutation(count: int, seed: int) -> np.ndarray:
 
 class Sequences(Dataset[Row]):
     """Dataset of windows of `seq_len + 1` packed tokens: the inputs, and one more token for the labels. Consecutive windows share
-    one token. `rest`: include a last window that is shorter; otherwise its tokens are not used."""
+    one token. `rest`: include a last window that is shorter."""
 
     def __init__(self, tokens: Any, seq_len: int, *, rest: bool = False) -> None:  # an array of numpy or of Arrow
         self.tokens, self.seq_len = tokens, seq_len
@@ -59,7 +58,7 @@ class Sequences(Dataset[Row]):
 class GlobalOrder(Sampler[list[int]]):
     """Sampler of this rank's micro-batches, as lists of indices, without end. Each epoch has a new order of all `count` samples.
     The samples at the end of an epoch that do not fill a global batch are left out, so that all ranks have equally many batches.
-    `num_read`: samples that all ranks together have read."""
+    `num_read`: samples that all ranks together have read. Set it to go on elsewhere; `count` and `seed` have to be equal then."""
 
     def __init__(self, count: int, share: Share, seed: int) -> None:
         self.count, self.share, self.seed = count, share, seed
@@ -67,8 +66,7 @@ class GlobalOrder(Sampler[list[int]]):
         self.num_read = 0
 
     def notes(self, what: str, who: str = "ranks") -> list[str]:
-        """Return lines for the user on the sizes of a step and of an epoch. `what`: name of the samples, such as "sequences".
-        `who`: what reads a share of them."""
+        """Return lines for the user on the sizes of a step and of an epoch, with names of the samples and of their readers."""
         sizes = f"{self.share.world} {who} x {self.share.micro_batch} x {self.share.accumulate}"
         num_dropped = self.count - self.steps_per_epoch * self.share.global_batch
         uneven = f"; the remaining {num_dropped} do not fill a step and are left out" if num_dropped else ""
@@ -85,14 +83,6 @@ class GlobalOrder(Sampler[list[int]]):
             order = permutation(self.count, self.seed + epoch)
             first = start // each * each + self.share.rank
             yield [int(order[position]) for position in range(first, first + each, self.share.world)]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"num_read": self.num_read, "count": self.count, "seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where the run that saved `state` was. It must have equal `count` and `seed`, on any number of ranks."""
-        assert (state["count"], state["seed"]) == (self.count, self.seed)
-        self.num_read = state["num_read"]
 
 
 def validation_order(count: int, most: int) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""Reasons for a run to end before its last step: preemption, the time limit, or validations that no longer improve."""
+"""Reasons for a run to end before its last step: preemption, the time limit, NaN or inf, or no better validations."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+from accordion.errors import NonFiniteError
+
 PREEMPTED = 75  # exit code: EX_TEMPFAIL of sysexits.h, "try again"; the same command resumes from what was saved
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # with which schedulers announce the end of a job
 GOES_ON, SAVES, TIME_IS_OVER, IS_PREEMPTED = range(4)  # wishes of a rank; the largest of all ranks decides
@@ -19,8 +21,8 @@ SLOW_DISK = 100e6  # bytes/s; assumed speed of a rank's writes until a save was 
 
 class Signals(AbstractContextManager["Signals"]):
     """Records SIGTERM and SIGUSR1 in `came` instead of ending the process, so that the current step or save can finish. The
-    constructor sets the signal handlers. Leaving the context restores the previous handlers, and then raises the recorded signals
-    again, unless the body ended with `SystemExit`. Outside of the main thread, nothing is recorded."""
+    constructor sets the handlers. Leaving the context restores the previous ones, and raises the recorded signals again, unless
+    the body ended with `SystemExit`. Outside of the main thread, nothing is recorded."""
 
     def __init__(self) -> None:
         self.came: set[int] = set()
@@ -57,8 +59,7 @@ class Ending:
         self._longest_s[what] = max(self._longest_s[what], seconds)
 
     def wish(self) -> int:
-        """Return `IS_PREEMPTED` after a signal, `TIME_IS_OVER` if another step may pass the time limit, `SAVES` if the last call
-        of `ask` asks for a save, else `GOES_ON`."""
+        """Return `IS_PREEMPTED` after a signal, `TIME_IS_OVER` if another step may pass the time limit, else what `ask` says."""
         if self._signals.came:
             return IS_PREEMPTED
         goes_on = SAVES if self._asks else GOES_ON
@@ -113,3 +114,25 @@ class Best:
     def load(self, state: Mapping[str, Any]) -> None:
         self.loss, self.step, self.waited = state["loss"], state["step"], state["waited"]
         self._mark = math.inf if state["mark"] is None else state["mark"]
+
+
+class Skips:
+    """Counts skipped steps: all of them in `total`, and those with NaN or inf since the last finite step in `in_row`. Steps that
+    the gradient scaler skips to lower its scale are in `total` only."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: largest number of steps in a row that may be skipped; 0: the first nonfinite step ends the run."""
+        self._most = most
+        self.total, self.in_row = 0, 0
+
+    def nonfinite(self, step: int, where: str) -> str:
+        """Count a nonfinite step and return a line to report, with `where`. Raises `NonFiniteError` for one too many in a row."""
+        self.in_row += 1
+        self.total += 1
+        if not self._most:
+            raise NonFiniteError(f"step {step}: {where} To skip such steps, set train.on_nonfinite skip.")
+        if self.in_row > self._most:
+            raise NonFiniteError(
+                f"step {step} is not finite, nor are the {self._most} before it, the most that train.on_nonfinite allows: {where}"
+            )
+        return f"step {step} is skipped ({self.in_row} in a row, at most {self._most}): {where}"

@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,8 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # in a template, around text 
 Span = tuple[int, int]
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """Tokens of an example. `ids`: (tokens,) int64. `answers`: (tokens,) bool, True for tokens that count in the loss."""
-
-    ids: np.ndarray
-    answers: np.ndarray
+Example = tuple[np.ndarray, np.ndarray]
+"""(token ids, (tokens,) int64; mask, (tokens,) bool, True for tokens that count in the loss)"""
 
 
 class Encoder:
@@ -61,7 +54,7 @@ class Encoder:
             if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
                 raise UsageError(f"{row.where}: field 'tools' is {type(tools).__name__}; it takes a list of objects.")
             example = self._of_messages(messages, learnt, without_nulls(tools) or None, row.where)
-        if any(learnt) and not example.answers[1:].any():
+        if any(learnt) and not example[1][1:].any():
             raise UsageError(f"{row.where} has no answer left as tokens; there is nothing to learn from it.")
         return example
 
@@ -74,7 +67,7 @@ class Encoder:
         if whole[: len(before)] != before or not answer:
             answer = self._tokenizer(completion, add_special_tokens=False)["input_ids"]
         ids = [*before, *answer, self._tokenizer.eos_token_id]
-        return Example(np.array(ids), np.arange(len(ids)) >= len(before))
+        return np.array(ids), np.arange(len(ids)) >= len(before)
 
     def _plain(self, text: str) -> list[int]:
         """Return the tokens of `text` and those that the tokenizer adds, without an end-of-text token after others."""
@@ -107,7 +100,7 @@ class Encoder:
             answers |= (np.maximum(starts + 1, ends) > start) & (starts < end)
             if not marked:
                 answers &= ~self._blanks_after_an_end(text, ids, starts, (start, end))
-        return Example(ids, answers)
+        return ids, answers
 
     def _blanks_after_an_end(self, text: str, ids: np.ndarray, starts: np.ndarray, span: Span) -> np.ndarray:
         """Return a bool mask, (tokens,): True for the tokens of the answer at `span` after the last special token in it, if all
@@ -122,8 +115,7 @@ class Encoder:
         return mask
 
     def _render_marked(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return (rendered chat, (start, end) of each answer that the template marks in it). Raises `UsageError` if the template
-        fails or marks none."""
+        """Return (rendered chat, (start, end) of each marked answer). Raises `UsageError` if the template fails or marks none."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -149,9 +141,9 @@ class Encoder:
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
-        """Return (start, end) of each answer in `text`, the rendered conversation. An answer begins after the rendering of the
-        messages before it and the template's prompt for an answer, and ends with the text that the template puts after it (such
-        as an end token). `where`: the row, for errors. Raises `UsageError` if the template fails or an answer is not found."""
+        """Return (start, end) of each answer in `text`, the rendered conversation: from the end of the messages before it and the
+        template's prompt for an answer, to the end of what the template puts after it (such as an end token). Raises
+        `UsageError`, which names `where`, if the template fails or an answer is not found."""
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -239,10 +231,9 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 
 def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
-    """Return the run's tokenizer, a fast one of transformers: that of `data.tokenizer`, or else that in the model's folder. If
-    neither has one, train it on `source` with up to `model_vocab` tokens, store it in `cache`, and report that to `say`. Raises
-    `UsageError` if the tokenizer cannot be read, is not fast, is missing next to pretrained weights, or lacks the chat template
-    that chats need."""
+    """Return the run's tokenizer, a fast one of transformers: that of `data.tokenizer`, or else that in the model's folder, or
+    else one trained on `source` with up to `model_vocab` tokens, as `cached_vocabulary` does. Raises `UsageError` if it cannot be
+    read, is not fast, is missing next to pretrained weights, or lacks the chat template that chats need."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(
@@ -263,20 +254,23 @@ def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path,
     return tokenizer
 
 
-def vocabulary_of(tokenizer: Any, config: Config) -> Vocabulary:
+def vocabulary_of(tokenizer: Any, config: Config, model_vocab: int) -> Vocabulary:
     """Return `tokenizer`, one of transformers, as plain data. The end-of-text token is that of the tokenizer; for text, that of
-    the model's config.json comes first, if it names one. Raises `UsageError` if there is no end-of-text token."""
+    the model's config.json comes first, if it names one. Raises `UsageError` if there is none, or if an id is `model_vocab` or
+    larger."""
     end = tokenizer.eos_token_id
     if config.data.format == "text" and config.model.path is not None:
         end = next(iter(ends_of(check_folder(config.model.path).get("eos_token_id"), end)), None)
     if end is None:
         raise UsageError("the tokenizer names no end-of-text token; set eos_token in its tokenizer_config.json.")
-    return Vocabulary(
-        spec=tokenizer.backend_tokenizer.to_str(),
-        size=1 + max([*tokenizer.get_vocab().values(), end]),  # ids may have gaps
-        end_id=end,
-        special_as_text=config.data.special_tokens == "text",
-    )
+    largest = max([*tokenizer.get_vocab().values(), end])  # ids may have gaps
+    if largest >= model_vocab:
+        raise UsageError(
+            f"the tokenizer of {config.data.tokenizer or config.model.path or config.model.preset} has ids up to {largest}, but "
+            f"the model has a vocabulary of {model_vocab}; take the model's own tokenizer, or set vocab_size in config.json."
+        )
+    spec, special_as_text = tokenizer.backend_tokenizer.to_str(), config.data.special_tokens == "text"
+    return Vocabulary(spec=spec, size=1 + largest, end_id=end, special_as_text=special_as_text)
 
 
 def _tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
@@ -306,4 +300,4 @@ def _pieces(source: Source) -> Iterator[Piece]:
             texts = [str(message.get("content") or "") for message in messages_of(row)[0]]
         else:
             texts = [value for value in row.values.values() if isinstance(value, str)]
-        yield Piece(row.where, "\n".join(texts), split="train")
+        yield Piece("\n".join(texts), "train")

@@ -32,9 +32,8 @@ class Failure:
 
 @contextmanager
 def recorded(run_dir: Path, rank: int, num_ranks: int) -> Iterator[None]:
-    """Context manager that writes an `Exception` of its body into `failure-RANK.json` in `run_dir`, and raises it again. If
-    another rank may have caused it, first asks all other ranks what they do, which takes a second if one does not answer. If that
-    or writing fails, no file is written."""
+    """Context manager that writes an `Exception` of its body into `failure-RANK.json` in `run_dir`, if it can, and raises it
+    again. If another rank may have caused it, first asks all others what they do, which takes a second if one does not answer."""
     try:
         yield
     except Exception as error:

@@ -6,26 +6,25 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import Store
 
+from accordion.checkpoint.prune import newest
 from accordion.devices import devices_here
-from accordion.errors import UsageError, nearest
+from accordion.errors import CheckpointError, UsageError, nearest
 from accordion.models.stored import cache_folder
 from accordion.options import made, options_of
 from accordion.safety.liveness.hub import hubs_of_job
-from accordion.train import checkpoints, launch, loop
+from accordion.train import launch, loop
 from accordion.train.config import JobConfig, check
-from accordion.train.deepspeed import translated
 from accordion.train.ending import PREEMPTED, Signals
 from accordion.train.launch import RankPlace
-from accordion.train.metrics import METRICS, lines_in
+from accordion.train.metrics import METRICS, steps_in, text_of
 from accordion.train.prepare import Prepared, prepare
 from accordion.train.run_files import values_of_file
 from accordion.train.screen import Screen
@@ -51,58 +50,49 @@ def fitted(task: object, config: str | None, options: Mapping[str, Any], on_step
     values = _values(config, options)
     job: JobConfig = made(JobConfig, values)
     check(job)
-    store: Store | None
     in_group = dist.is_initialized()
-    place, store = launch.place_in_group() if in_group else (launch.place_of(os.environ), None)
-    if place is None and job.launch.nproc > 1:
+    alone = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit")
+    place, store = launch.place_in_group() if in_group else (launch.place_of(os.environ) or alone, HashStore())
+    if place is alone and job.launch.nproc > 1:
         raise UsageError(
             f"launch.nproc is {job.launch.nproc}, and fit trains in its own process; start the program with torchrun "
             f"--nproc-per-node {job.launch.nproc}, or leave it out."
         )
-    alone = replace(job.launch, nproc=1) if place is None else job.launch
-    device, world = launch.choose(alone, place, devices_here())
-    named = frozenset(values)
-    job = translated(job, named, world)
-    screen = Screen(speaks=place is None or place.rank == 0)
-    if place is None:
-        place, store = RankPlace(rank=0, world=1, local_rank=0, local_world=1, starter="fit"), HashStore()
-    elif store is None:
+    device, _ = launch.choose(job.launch, place, devices_here())
+    if not in_group and place is not alone:
         store = launch.joined(place)
         launch.give_up_store(store, job.launch.timeout_s)
+    screen = Screen(speaks=place.rank == 0)
     prepared = launch.once_per_host(
-        place, store, lambda: prepare(job, place, cache, screen, named=named, began_s=began_s, task=task)
+        place, store, lambda: prepare(job, place, cache, screen, named=frozenset(values), began_s=began_s, task=task)
     )
-    with Signals() as signals:
-        # A rank that has reported its end can do nothing more in its group, so a program reports in its own group itself.
-        with ExitStack() as cleanups, nullcontext() if in_group else _reported_to_other_ranks():
+    with Signals() as signals, ExitStack() as cleanups:
+        try:
             outcome = loop.trained(place, store, prepared, device, signals, cleanups, on_step)
+        except BaseException as error:
+            # A rank that has reported its end can do nothing more in its group, so a program reports in its own group itself.
+            for hub in [] if in_group else hubs_of_job():
+                with suppress(Exception):  # must not hide the error itself
+                    hub.explain(error)
+            raise
         if outcome.state == "preempted" and threading.current_thread() is threading.main_thread():
             sys.exit(PREEMPTED)
     return _result(prepared, outcome)
 
 
 def _result(prepared: Prepared, outcome: loop.Outcome) -> Fit:
-    _, last = [("", {}), *lines_in(prepared.run_dir / METRICS)][-1]
+    _, last = [("", {}), *steps_in(text_of(prepared.run_dir / METRICS))][-1]
+    checkpoint = None
+    with suppress(CheckpointError):
+        checkpoint = newest(prepared.checkpoint_dir).path
     return Fit(
         run_dir=str(prepared.run_dir),
         state=outcome.state,
         why=outcome.why,
         step=last.get("step", 0),
         loss=last.get("loss"),
-        checkpoint=checkpoints.newest_in(prepared.checkpoint_dir),
+        checkpoint=checkpoint,
     )
-
-
-@contextmanager
-def _reported_to_other_ranks() -> Iterator[None]:
-    """Context manager that reports an exception of its body to the ranks that share the model, and raises it again."""
-    try:
-        yield
-    except BaseException as error:
-        for hub in hubs_of_job():
-            with suppress(Exception):  # must not hide the error itself
-                hub.explain(error)
-        raise
 
 
 def _values(config: str | None, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence, Sized
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,14 @@ from accordion.train.batches import OrderedBatches, means_of
 from accordion.train.config import Config, DataConfig
 from accordion.train.data import IGNORED, GlobalOrder, Sequences, Share, validation_batches, validation_order
 from accordion.train.metrics import Validation
-from accordion.train.model import check_loss_of_head, configuration, documents_in_rows, fill
+from accordion.train.model import check_loss_of_head, configuration, documents_in_rows
 from accordion.train.packing import Batch, Collate, ExampleRows
 from accordion.train.screen import Screen
 from accordion.train.sources import Split
 from accordion.train.token_tables import TokenFiles
 from accordion.weights.four_bits import quantize
+from accordion.weights.initialise import initialise
+from accordion.weights.pretrained import load_pretrained
 
 SAMPLE_TOKENS, PROMPT_TOKENS = 64, 16
 SMALL_BYTES = 4 << 30  # smaller models are sampled from full parameters, larger ones sharded, unit by unit
@@ -48,9 +50,8 @@ ROWS_OF_TEST = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageWork:
-    """Training of a language model on text or on examples with answers: the methods that the training loop calls. `generation`:
-    content of generation_config.json. `spec`: content of tokenizer.json. `sequence`: mesh of the ranks that share each sequence;
-    None before ranks start, or if each has whole sequences. `counted`: unit of the reported speed."""
+    """Training of a language model on text or examples. `generation`: content of generation_config.json. `spec`: content of
+    tokenizer.json. `sequence`: mesh of the ranks that share each sequence; None before ranks start, or if none do."""
 
     config: Config
     files: TokenFiles
@@ -77,7 +78,16 @@ class LanguageWork:
         }
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
-        return {**self.described(model), "data": self.data, "tokenizer": self.files.tokenizer_digest}
+        """Return what checkpoints store: settings of model, generation and adapters for `accordion export` and `generate`, and
+        which data and tokenizer these are."""
+        config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
+        config["eos_token_id"] = ends_of(config.get("eos_token_id"), self.generation["eos_token_id"])
+        extra: dict[str, Any] = {"model_config": config, "generation_config": dict(self.generation)}
+        if self.config.adapter.kind != "none":
+            assert self.config.model.path is not None, "adapters have a pretrained base"
+            base = str(Path(self.config.model.path).absolute())
+            extra["adapter"] = {**asdict(self.config.adapter), "base": base, "quantize": self.config.model.quantize}
+        return {**extra, "data": self.data, "tokenizer": self.files.tokenizer_digest}
 
     def has_data_of(self, extra: Mapping[str, Any]) -> bool:
         return bool(extra["data"] == self.data)
@@ -95,8 +105,7 @@ class LanguageWork:
         return GlobalOrder(len(rows_in(self.files, "train", data)), share, 0).notes(unit_of(data), who)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the loss of this rank's part of `batch`: the mean over tokens if the data is text, else (sum over answer tokens,
-        their number)."""
+        """Return the loss of this rank's part of `batch`: the mean over tokens of text, or (sum over answer tokens, number)."""
         total, count = label_losses(model, batch, kind=self.config.model.loss, sequence=self.sequence)
         num_tokens = batch["labels"].numel() // self.config.shard.sequence
         return total / num_tokens if self.is_text else (total, count)
@@ -108,19 +117,17 @@ class LanguageWork:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        """Return the mean loss over all validation labels that are not `IGNORED`, and text for the user with the perplexity and
-        the number of rows. Collective."""
+        """Return the mean loss over all validation labels that are not `IGNORED`, with text for the user. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
         options: dict[str, Any] = {"kind": self.config.model.loss, "sequence": self.sequence}
         batches = validation_batches(rows, order, share, self._collate())
-        losses = means_of(model, batches, lambda batch: {"loss": label_losses(model, batch, **options)}, device)
-        loss = losses["loss"]
-        perplexity = math.exp(min(loss, 700.0))
+        means = means_of(model, batches, lambda batch: {"loss": label_losses(model, batch, **options)}, device)
+        perplexity = math.exp(min(means["loss"], 700.0))
         whose = "" if self.is_text else " of an answer's token"
         read = "all" if len(order) == len(rows) else f"{len(order):,} of"
         words = f" (perplexity {perplexity:,.1f}{whose}; {read} {len(rows):,} rows)"
-        return Validation(loss=loss, words=words)
+        return Validation(loss=means["loss"], words=words)
 
     @torch.no_grad()
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
@@ -165,10 +172,14 @@ class LanguageWork:
         return None
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Fill the sharded `model` with random or pretrained weights, and initialise adapters as PEFT does. Leaves torch's
-        generators seeded: differently on each rank if adapters have dropout, otherwise equally. Raises `UsageError` if examples
-        that are packed into one row attend to each other. Collective."""
-        fill(model, self.config.model, seed)
+        """Fill the sharded `model` with random or pretrained weights, which do not depend on the number of ranks, and initialise
+        adapters as PEFT does. Leaves torch's generators seeded: differently on each rank if adapters have dropout, otherwise
+        equally. Raises `UsageError` if examples that are packed into one row attend to each other. Collective."""
+        torch.manual_seed(seed)
+        if self.config.model.path is not None and self.config.model.init == "pretrained":
+            load_pretrained(model, self.config.model.path)
+        else:
+            initialise(model)
         if not self.is_text and self.config.data.packing == "documents":
             check_apart(model, self.sequence)
         if self.config.adapter.dropout:
@@ -186,19 +197,6 @@ class LanguageWork:
 
     def state(self) -> dict[str, Any]:
         return {}
-
-    def described(self, model: nn.Module) -> dict[str, Any]:
-        """Return the settings of model, generation and adapters that checkpoints store for `accordion export` and `generate`, as
-        JSON data with the keys `model_config`, `generation_config` and, with adapters, `adapter`."""
-        config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
-        config["eos_token_id"] = ends_of(config.get("eos_token_id"), self.generation["eos_token_id"])
-        extra = {"model_config": config, "generation_config": dict(self.generation)}
-        if self.config.adapter.kind == "none":
-            return extra
-        assert self.config.model.path is not None, "adapters have a pretrained base"
-        base = str(Path(self.config.model.path).absolute())
-        adapter = {**asdict(self.config.adapter), "base": base, "quantize": self.config.model.quantize}
-        return {**extra, "adapter": adapter}
 
 
 def rows_in(files: TokenFiles, split: Split, data: DataConfig) -> Sequences | ExampleRows:
@@ -237,9 +235,8 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 def label_losses(
     model: nn.Module, batch: Batch, *, kind: str = "plain", sequence: DeviceMesh | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum of the cross entropy of the labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32. If
-    ranks share each sequence (`sequence`), both are of this rank's part. `kind`: value of `model.loss`; unless it is "plain", the
-    head computes the loss itself, without the logits of all tokens."""
+    """Return (sum of the cross entropy of the labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32, of
+    this rank's part if ranks share each sequence (`sequence`). `kind`: value of `model.loss`."""
     shown: dict[str, Tensor] = {n: batch[n] for n in ("input_ids", "position_ids", "labels") if n in batch}
     several = "position_ids" in shown
     if several and in_one_row(model):
@@ -247,18 +244,16 @@ def label_losses(
     if sequence is not None:
         shown = own_part(shown, sequence)
     labels: Tensor = shown.pop("labels")
-    with documents_in_rows(several=several), ExitStack() as stack:
-        if kind != "plain":
-            head: Any = model.get_output_embeddings()  # type: ignore[operator]
-            options = {"ignore_index": IGNORED, "reduction": "sum", "head_rows": kind == "head_rows"}
-            stack.enter_context(head_returns_loss(head, labels, **options))
-        logits = model(**shown, use_cache=False).logits  # (b, tokens, vocab), or the loss
-    if kind != "plain":
-        total = logits
+    options: dict[str, Any] = {"ignore_index": IGNORED, "reduction": "sum"}
+    if kind == "plain":
+        with documents_in_rows(several=several):
+            logits = model(**shown, use_cache=False).logits  # (b, tokens, vocab)
+        total = functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), **options)
     else:
-        total = functional.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        head_rows = kind == "head_rows"
+        with documents_in_rows(several=several), head_returns_loss(head, labels, head_rows=head_rows, **options):
+            total = model(**shown, use_cache=False).logits  # the loss, which the head computes in their place
     return total, (labels != IGNORED).sum().float()
 
 
@@ -268,8 +263,7 @@ def in_one_row(model: nn.Module) -> bool:
 
 
 def logits_at(model: nn.Module, whole: dict[str, Tensor], places: Sequence[int], sequence: DeviceMesh | None) -> Tensor:
-    """Return the logits of the tokens `places` in the sequences `whole`, (b, places, vocab), equal on the ranks of `sequence`,
-    which share each sequence. Collective."""
+    """Return the logits of the tokens `places` in `whole`, (b, places, vocab), equal on the ranks of `sequence`. Collective."""
     at = torch.tensor(places, device=whole["input_ids"].device)
     if sequence is None:
         return model(**whole, use_cache=False).logits[:, at]  # type: ignore[no-any-return]
@@ -298,14 +292,12 @@ def check_apart(model: nn.Module, sequence: DeviceMesh | None = None) -> None:
     if in_one_row(model):
         ids, positions = ids.reshape(1, -1), positions.reshape(1, -1)
     with documents_in_rows(several=True):
-        shown = {"input_ids": ids, "position_ids": positions}
-        logits = logits_at(model, shown, range(ids.shape[1]), sequence)
+        logits = logits_at(model, {"input_ids": ids, "position_ids": positions}, range(ids.shape[1]), sequence)
     bound = 1e-3 if logits.dtype == torch.float32 else 5e-2
     logits = logits.float().reshape(2, len(first) + len(second), -1)
     model.train(was_training)
     trailing, leading = logits[0, len(first) :], logits[1, : len(second)]
-    are_equal = (trailing - leading).abs().max() <= bound * trailing.abs().max()
-    everywhere = are_equal.to(torch.int64)
+    everywhere = ((trailing - leading).abs().max() <= bound * trailing.abs().max()).to(torch.int64)
     dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
     if not int(everywhere):
         raise UsageError(
@@ -328,9 +320,8 @@ def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
 
 
 def trained_model(config: Config) -> nn.Module:
-    """Return the model of `config` on the meta device. With `model.quantize`, its linear layers except the head are replaced by
-    frozen ones of four bits. With adapters, it is a PEFT model in which only the adapters are trained. Raises `UsageError` if
-    transformers cannot build the model, or if it is no causal language model."""
+    """Return the model of `config` on the meta device: quantised if `model.quantize` says so, and with adapters a PEFT model in
+    which only these are trained. Raises `UsageError` if transformers cannot build it, or if it is no causal language model."""
     choice = config.model
     described = configuration(choice, config.data)
     attention = None if choice.attention == "auto" else choice.attention

@@ -43,7 +43,6 @@ from accordion.safety.liveness import wording
 from accordion.safety.liveness.hub import hubs_of_job
 from accordion.safety.liveness.links import give_up
 from accordion.safety.liveness.polling import once_after, poll
-from accordion.safety.liveness.wording import is_echo
 from accordion.safety.own_process import keep_freed_memory
 from accordion.tasks.errors import is_own, own_traceback
 from accordion.train.config import LaunchConfig as Choice
@@ -107,11 +106,9 @@ def place_of(environ: Mapping[str, str]) -> RankPlace | None:
 
 
 def _slurm_place(environ: Mapping[str, str]) -> RankPlace | None:
-    """Return the rank of this process in an srun step with several tasks; None in any other process.
-
-    A batch script is no rank: it has a job id but no step id. Nor is a program that was started in an interactive shell (`srun
-    --pty`, `salloc`), since the other tasks of that step are shells without a terminal, which have ended.
-    """
+    """Return the rank of this process in an srun step with several tasks; None in any other process."""
+    # A batch script is no rank: it has a job id but no step id. Nor is a program that was started in an interactive shell (`srun
+    # --pty`, `salloc`), since the other tasks of that step are shells without a terminal, which have ended.
     world = int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1")))
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
     in_batch_script = "SLURM_JOB_ID" in environ and step is None
@@ -144,8 +141,7 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 
 def place_in_group() -> tuple[RankPlace, Store]:
-    """Return this rank's place in the program's process group, and the group's store with a prefix of keys that no other call
-    used. Collective."""
+    """Return this rank's place in the program's process group, and the group's store with an unused prefix. Collective."""
     rank, word = dist.get_rank(), secrets.token_hex(8)
     of_ranks = [("", "")] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (socket.gethostname(), word))
@@ -189,13 +185,10 @@ def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[s
 
 
 def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
-    """Run `entry(place, store, *args)` in `nproc` ranks on this machine, wait for them, and return the exit code.
-
-    The first rank that fails reports the reason, and all other ranks are ended. Without `signals`, SIGTERM ends all ranks. With
-    `signals`, SIGTERM and SIGUSR1 are forwarded to the ranks, so that `entry` can save and return `PREEMPTED`;
-    `NothingStartedError` is raised if a signal arrives while no rank can handle it. Raises `KeyboardInterrupt` after Ctrl-C,
-    SIGHUP or SIGQUIT. Silences torch's loggers of the launcher.
-    """
+    """Run `entry(place, store, *args)` in `nproc` ranks on this machine, wait for them, and return the exit code. The first rank
+    that fails reports the reason, and all others are ended. Without `signals`, SIGTERM ends all ranks. With `signals`, SIGTERM
+    and SIGUSR1 are forwarded to the ranks, so that `entry` can save and return `PREEMPTED`, and `NothingStartedError` is raised
+    if no rank can handle one. Raises `KeyboardInterrupt` after Ctrl-C, SIGHUP or SIGQUIT. Silences torch's loggers."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported in one line instead
@@ -237,20 +230,18 @@ class NothingStartedError(BaseException):
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
-    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts, and ignores SIGHUP, which a closed
-    terminal sends. While no rank runs, a signal raises `NothingStartedError`. Outside of the main thread it does nothing."""
+    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts, and ignores SIGHUP of a closed
+    terminal; not outside of the main thread. The constructor sets the handlers. While no rank runs, a signal raises
+    `NothingStartedError`."""
 
     def __init__(self) -> None:
         self.came = False
         # Children of this process that are no ranks; None before ranks start.
-        self._others: set[int | None] | None = None
+        self._others: set[int] | None = None
         self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Forwarding:
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._forward) for number in SIGNALS}
             self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        return self
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
@@ -258,16 +249,15 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
     def ranks_start(self) -> None:
         """Forward later signals to the child processes that start from now on, the ranks."""
-        self._others = {child.pid for child in multiprocessing.active_children()}
+        self._others = {child.pid for child in multiprocessing.active_children() if child.pid is not None}
 
     def _forward(self, number: int, frame: object) -> None:
         self.came = True
-        children = {child.pid for child in multiprocessing.active_children()}
+        children = {child.pid for child in multiprocessing.active_children() if child.pid is not None}
         ranks = set() if self._others is None else children - self._others
         for rank in ranks:
-            if rank is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(rank, number)
+            with suppress(ProcessLookupError):
+                os.kill(rank, number)
         if not ranks:
             raise NothingStartedError
 
@@ -275,8 +265,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 def _failed(error: ChildFailedError, *, asked: bool) -> int:
     """Print which ranks a signal ended, and return the exit code of the job. `asked`: this process forwarded signals to the
     ranks. Raises `NothingStartedError` if `asked` is True and these signals ended all ranks before they could save."""
-    by_signal = {PREEMPTED, *(-number for number in SIGNALS)}
-    if error.get_first_failure()[1].exitcode == PREEMPTED:
+    by_signal, first = {PREEMPTED, *(-number for number in SIGNALS)}, error.get_first_failure()[1].exitcode
+    if first == PREEMPTED:
         return PREEMPTED
     if asked and {failure.exitcode for failure in error.failures.values()} <= by_signal:
         raise NothingStartedError from error
@@ -286,15 +276,14 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
         how = "interrupted" if failure.exitcode == INTERRUPTED else f"ended by {failure.signal_name()}"
         if failure.exitcode < 0 or failure.exitcode == INTERRUPTED:
             print(f"accordion: rank {rank} was {how}; the others were stopped.", file=sys.stderr)
-    first = error.get_first_failure()[1].exitcode
     return first if first > 0 else BY_SIGNAL - first
 
 
 def guarded(entry: Entry, *args: Any) -> None:
     """Run `entry(place, store, *args)` as one rank of a launcher. Returns if `entry` returns 0 or None; otherwise ends the
-    process at once, with the code that `entry` returned, or that of its error. The rank that fails first prints its error. Ranks
-    that fail because of it print nothing and have its exit code. Also sets up the process: faulthandler, garbage collection,
-    levels of loggers, number of torch's threads, and its end if the launcher's agent is killed."""
+    process at once, with the code that `entry` returned, or that of its error. The rank that fails first prints its error; ranks
+    that fail because of it have its exit code. Also sets up faulthandler, garbage collection, levels of loggers, number of
+    torch's threads, and the end of the process if the launcher's agent is killed."""
     with lasting_output():
         if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
             # Kill a rank if its agent is killed. Otherwise ranks of `start` get SIGINT, as for Ctrl-C, and ranks of torchrun
@@ -326,10 +315,8 @@ def guarded(entry: Entry, *args: Any) -> None:
 
 
 def joined(place: RankPlace) -> Store:
-    """Connect to the job's store at `place.address`, which rank 0 opens unless torchrun has, and return it with a prefix of keys
-    that no earlier start used. Collective. If that takes long, rank 0 prints how many ranks have started, and how to run
-    without the others. Raises `AccordionError` if the store cannot be opened or reached, and on rank 0 `DistStoreError` if not
-    all ranks start within `START_S`."""
+    """Connect to the job's store at `place.address`, which rank 0 opens unless torchrun has, and return what `of_this_start`
+    does. Collective. Raises `AccordionError` if the store cannot be opened or reached."""
     keeps = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # "True": torchrun serves it
     host, _, port = place.address.rpartition(":")
     try:
@@ -349,17 +336,15 @@ def joined(place: RankPlace) -> Store:
 def _report_to_hubs(error: BaseException) -> None:
     # Python's exit handlers, which report the end of a rank to the others, are skipped by `os._exit`.
     for hub in hubs_of_job():
-        hub.say_ended(wording.failure(error, hub.position.phase), echo=is_echo(error))
+        hub.say_ended(wording.failure(error, hub.position.phase), echo=wording.is_echo(error))
 
 
 def of_this_start(store: Store, place: RankPlace) -> Store:
-    """Return the job's store with a prefix of keys that is equal on all ranks, and that no earlier start used. Collective.
-
-    Needed because torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of an ended rank
-    cannot connect. Machines count restarts separately, so a count does not identify a start. Instead each rank writes a random
-    word, and rank 0 answers each word with the prefix until all ranks have read it. Rank 0 raises `DistStoreError` if a rank is
-    missing after `START_S`.
-    """
+    """Return the job's store with a prefix of keys that is equal on all ranks, and that no earlier start used. Collective. Rank 0
+    prints how many ranks have started if that takes long, and raises `DistStoreError` if one is missing after `START_S`."""
+    # torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of an ended rank cannot connect.
+    # Machines count restarts separately, so a count does not identify a start. Instead each rank writes a random word, and rank 0
+    # answers each word with the prefix until all ranks have read it.
     token, words = secrets.token_hex(8), dict[int, str]()
     if place.rank != 0:
         is_new = False
@@ -396,11 +381,9 @@ def of_this_start(store: Store, place: RankPlace) -> Store:
 
 def give_up_store(store: Store, timeout_s: float) -> None:
     """Make requests to the job's store fail after `timeout_s` without an answer from its machine. Linux only; elsewhere, and for
-    stores other than a `TCPStore`, does nothing.
-
-    torch's client would wait until the system drops the connection, on Linux after 15 minutes. torch does not expose the client's
-    sockets, so they are selected from the descriptors of this process by the store's port.
-    """
+    stores other than a `TCPStore`, does nothing."""
+    # torch's client would wait until the system drops the connection, on Linux after 15 minutes. torch does not expose the
+    # client's sockets, so they are selected from the descriptors of this process by the store's port.
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     descriptors = Path("/proc/self/fd")
@@ -418,8 +401,8 @@ def _report(error: Exception, rank: int, store: Store) -> int:
     """Print `error` if this rank failed first, and return the exit code of the rank that failed first. Waits `SECONDARY_S`
     before, if another rank may have caused `error`. If the job's store is gone, prints that, and returns the code of `error`."""
     code = 2 if isinstance(error, UsageError) else DIVERGED if isinstance(error, DivergenceError) else 1
-    if isinstance(error, RuntimeError) or is_echo(error):
-        code = 1 if is_echo(error) else code
+    if isinstance(error, RuntimeError) or wording.is_echo(error):
+        code = 1 if wording.is_echo(error) else code
         time.sleep(SECONDARY_S)
     try:
         first = store.compare_set(FAILED, "", f"{rank} {code}").decode()

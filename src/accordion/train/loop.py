@@ -22,7 +22,7 @@ from accordion.train.ending import IS_PREEMPTED, PREEMPTED, TIME_IS_OVER, Signal
 from accordion.train.failures import FILES, recorded
 from accordion.train.launch import RankPlace, first_does, join_group
 from accordion.train.metrics import MetricsLog, StepMetrics
-from accordion.train.owner import Claim
+from accordion.train.owner import claim
 from accordion.train.prepare import Prepared
 from accordion.train.run_files import RUN_CONFIG
 from accordion.train.saves import RunSaves
@@ -65,9 +65,9 @@ def trained(
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
-        claim = first_does(place.rank == 0, store, "accordion/first", lambda: _claim(prepared, place, screen))
-        if claim is not None:
-            cleanups.callback(claim.release)
+        owned = first_does(place.rank == 0, store, "accordion/first", lambda: _claimed(prepared, place, screen))
+        if owned is not None:
+            cleanups.callback(owned.close)
         stack.enter_context(recorded(prepared.run_dir, place.rank, place.world))
         if dist.is_initialized():  # the program's own
             device = torch.device(kind, 0 if kind == "cpu" else torch.accelerator.current_device_index())
@@ -78,7 +78,7 @@ def trained(
         run = run_of(prepared, place, device, signals, screen)
         saves = RunSaves(run)
         cleanups.callback(saves.settle)
-        screen.units(describe(run.model))
+        screen.note(str(describe(run.model)))
         for line in prepared.work.notes(run.share):
             screen.note(line)
         done = saves.resume()
@@ -91,8 +91,7 @@ def trained(
 
 
 def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, on_step: OnStep | None) -> tuple[int, Outcome]:
-    """Run the steps after the first `done`, and return (number of steps done in all, outcome). `log`: None on ranks other than 0.
-    `on_step`: called with the metrics of each step. Collective."""
+    """Run the steps after the first `done`, and return (number of steps done in all, outcome). Collective."""
     screen = run.screen
 
     def record(metrics: StepMetrics) -> None:
@@ -185,19 +184,19 @@ def _over(run: Run, step: int) -> Outcome | None:
     return None
 
 
-def _claim(prepared: Prepared, place: RankPlace, screen: Screen) -> Claim:
-    """Take ownership of the run's folders and return it. Removes the files in which ranks of an earlier start reported a failure.
-    Raises `UsageError` if another job owns a folder."""
+def _claimed(prepared: Prepared, place: RankPlace, screen: Screen) -> ExitStack:
+    """Take ownership of the run's folders, remove the files in which ranks of an earlier start reported a failure, and return a
+    stack whose `close` releases the folders. Raises `UsageError` if another job owns a folder."""
     # Ranks of an earlier start end by themselves: after a timeout in a collective, and one more in a request to the store.
-    claim = Claim(prepared.folders, place.job, 2 * prepared.config.launch.timeout_s, screen.note)
+    owned = claim(prepared.folders, place.job, 2 * prepared.config.launch.timeout_s, screen.note)
     for path in prepared.run_dir.glob(FILES):
         path.unlink(missing_ok=True)
-    return claim
+    return owned
 
 
 def _open_record(run: Run, done: int) -> MetricsLog:
     """Write config.yaml into the run folder, and return the log of metrics with open trackers, to go on after the first `done`
-    steps. Called on rank 0 only. Raises `UsageError` if the folder cannot be written."""
+    steps. Raises `UsageError` if the folder cannot be written."""
     folder, say = run.prepared.run_dir, run.screen.note
     try:
         (folder / RUN_CONFIG).write_text(as_yaml(run.config), encoding="utf-8")
@@ -210,8 +209,8 @@ def _open_record(run: Run, done: int) -> MetricsLog:
 
 
 def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
-    """Validate, and report the result on screen, and to `log` if that is not None. Return True, on all ranks, if the loss is the
-    lowest so far and `train.keep_best` is set; otherwise False, also if there is no validation data. Collective."""
+    """Validate, and report the result. Return True, on all ranks, if the loss is the lowest so far and `train.keep_best` is set;
+    otherwise False, also if there is no validation data. Collective."""
     began_s, best = time.perf_counter(), run.best
     with run.averaged():
         validation = run.prepared.work.validate(run.model, run.share, run.device)
@@ -224,7 +223,7 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
     of = "" if run.ema is None else " of the averaged weights"
     run.screen.note(f"validation loss{of} {validation.loss:.4f} after {step} steps{words}")
     if log is not None:
-        log.validation(step, validation.loss, validation.metrics)
+        log.validation(step, validation)
     return is_best
 
 

@@ -7,6 +7,7 @@ import math
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,29 +57,23 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class MetricsLog:
+class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Context manager that writes `metrics.jsonl` and passes metrics to trackers. If the file or a tracker cannot be written (a
     full disk, a removed folder), this is reported, training continues, and no later step is written there."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        first_step: int,
-        say: Callable[[str], None],
-        trackers: Mapping[str, RunTracker] | None = None,
+        self, run_dir: Path, first_step: int, say: Callable[[str], None], trackers: Mapping[str, RunTracker]
     ) -> None:
         """Open the file, create it if it is missing, and remove its lines on steps after `first_step`. Raises `OSError` if this
         fails. `say`: shows a line. `trackers`: name -> open tracker; leaving the context closes them."""
-        self._trackers = dict(trackers or {})
-        path, self._say = run_dir / METRICS, say
+        self._trackers, self._say = dict(trackers), say
+        path = run_dir / METRICS
         self._path: Path | None = path
-        text = "".join(f"{line}\n" for line, content in lines_in(path) if content["step"] <= first_step)
-        if path.exists() and text != path.read_text(encoding="utf-8", errors="replace"):
+        before = text_of(path)
+        text = "".join(f"{line}\n" for line, content in steps_in(before) if content["step"] <= first_step)
+        if text != before:
             write_whole(path, text)
         path.touch()
-
-    def __enter__(self) -> MetricsLog:
-        return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._each(lambda tracker: tracker.close(failed=error is not None))
@@ -96,9 +91,9 @@ class MetricsLog:
         figures = {key: value for key, value in values.items() if key != "step" and value is not None}
         self._each(lambda tracker: tracker.log(figures, metrics.step))
 
-    def validation(self, step: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
+    def validation(self, step: int, result: Validation) -> None:
         """Pass the results of a validation to trackers, with the prefix `validation_`, but not to `metrics.jsonl`."""
-        figures = {f"validation_{name}": value for name, value in {"loss": loss, **(metrics or {})}.items()}
+        figures = {f"validation_{name}": value for name, value in {"loss": result.loss, **result.metrics}.items()}
         self._each(lambda tracker: tracker.log(figures, step))
 
     def _each(self, do: Callable[[RunTracker], None]) -> None:
@@ -110,9 +105,9 @@ class MetricsLog:
                 self._say(f"no longer recorded in {name}: {' '.join(str(error).split())}; training goes on")
 
 
-def lines_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (line, its content) for each line of the file `path` that is JSON with a step; nothing if there is no file."""
-    yield from steps_in(path.read_text(encoding="utf-8", errors="replace") if path.exists() else "")
+def text_of(path: Path) -> str:
+    """Return the text of the file `path`, with a sign for each byte that is no UTF-8; "" if there is no file."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def steps_in(text: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -18,16 +18,14 @@ from accordion.models.language import brief
 from accordion.models.llama import TRAINED, llama_config
 from accordion.train.config import DataConfig, ModelConfig
 from accordion.units import UnitChoice, choose_units
-from accordion.weights.initialise import initialise
-from accordion.weights.pretrained import load_pretrained
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
 def check_folder(path: str) -> dict[str, Any]:
-    """Return the content of config.json in the folder `path`, the value of `model.path`. Raises `UsageError` if the folder or the
-    file cannot be read, if the file names no model_type, or if the file says that the weights are quantised."""
+    """Return the content of config.json in the folder `path`, the value of `model.path`. Raises `UsageError` if it cannot be
+    read, names no model_type, or says that the weights are quantised."""
     folder = Path(path)
     if not folder.is_dir():
         raise UsageError(f"model.path {path!r} is no folder; give one with config.json, or take a model.preset.")
@@ -43,13 +41,14 @@ def check_folder(path: str) -> dict[str, Any]:
 
 def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
     """Return the transformers configuration of `model`, a preset or a folder, with all dropout rates set to 0. Raises
-    `UsageError` if transformers rejects the folder, or if its model has fewer positions than `data.seq_len`."""
+    `UsageError` if the folder cannot be used, or if its model has fewer positions than `data.seq_len`."""
     from transformers import AutoConfig
 
     if model.path is None:
         shape = TRAINED[model.preset]
         # The default of transformers, 0.02, suits a width of 2048; at 320 training is slower and has spikes.
         return llama_config(shape, max(4096, data.seq_len), initializer_range=shape.hidden**-0.5)
+    check_folder(model.path)
     try:
         config = AutoConfig.from_pretrained(model.path, local_files_only=True)
     except Exception as error:  # transformers raises errors of many kinds
@@ -64,9 +63,8 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
 
 
 def check_loss_of_head(model: nn.Module, loss: str, units: UnitChoice) -> None:
-    """Raise `UsageError` if the head of `model`, on the meta device, cannot compute the loss. `loss`: "chunked" or "head_rows".
-    The head can if it is linear, and the logits are its unchanged output. For "head_rows" the head must also be one of the units
-    that `units` chooses, and must not share its weight with another layer."""
+    """Raise `UsageError` unless the head of `model`, on the meta device, can compute the loss: it is linear, and the logits are
+    its unchanged output. If `loss` is "head_rows", and not "chunked", it must also be a unit that `units` chooses, and untied."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     outputs, logits = list[Any](), None
     if type(head) is nn.Linear:
@@ -87,23 +85,10 @@ def check_loss_of_head(model: nn.Module, loss: str, units: UnitChoice) -> None:
         )
 
 
-def fill(model: nn.Module, choice: ModelConfig, seed: int) -> None:
-    """Fill the shards of `model`, which was built on the meta device, with random weights, or with those in the folder
-    `choice.path` if `choice.init` is "pretrained". The weights do not depend on the number of ranks. Seeds torch's generators
-    with `seed` first. Collective."""
-    torch.manual_seed(seed)
-    if choice.init == "scratch":
-        initialise(model)
-    else:
-        assert choice.path is not None, "pretrained weights come from a folder"
-        load_pretrained(model, choice.path)
-
-
 @contextmanager
 def documents_in_rows(*, several: bool) -> Iterator[None]:
-    """Context manager in which transformers finds the documents in a row without waiting for the device. Replaces a function of
-    transformers while its body runs, if this version has that function. `several`: a row has several documents, and a new one
-    starts wherever the position ids do not go up by one; if False, a row is one document."""
+    """Context manager in which transformers, one function of which is replaced, finds the documents in a row without waiting for
+    the device. `several`: a document starts wherever the position ids do not go up by one; if False, a row is one document."""
     # transformers' function reads the position ids in each forward, so the host waits for the device. No argument of a forward
     # avoids that alone: a mask is read too or disables flash attention, and a cache keeps all keys.
     from transformers import masking_utils

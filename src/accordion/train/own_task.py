@@ -39,9 +39,8 @@ from accordion.weights.initialise import initialise
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
-    """A user's task, as the training loop calls it: the object `task`, or if that is None, an object of the class named in
-    `parts`. `size`: number of training samples; None if unknown. `counted`: unit of the reported speed. `loaded` (the task's
-    functions) and `validation` (its data) are computed at first use and not pickled."""
+    """A user's task: the object `task`, or if that is None, an object of the class named in `parts`. `size`: number of training
+    samples; None if unknown. `loaded` (its functions) and `validation` (its data) are computed at first use and not pickled."""
 
     parts: Mapping[str, PartConfig]
     task: object | None = None
@@ -94,8 +93,7 @@ class OwnTask:
         return loss_of(self.loaded, model, batch)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Return the number of samples that all ranks read in a step. If `size` is unknown, estimate it: the samples in
-        `batches`, the micro-batches of this rank, times the number of ranks."""
+        """Return the number of samples that all ranks read in a step; an estimate from this rank's `batches` without `size`."""
         return share.global_batch if self.size is not None else share.world * sum(rows_of(batch) for batch in batches)
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
@@ -116,9 +114,8 @@ class OwnTask:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation | None:
-        """Return the mean loss and metrics over the validation samples of all ranks; None if there are none. If the task returns
-        the mean of a batch, the number of samples in the batch is its weight. Collective. Raises `UsageError` if a metric is
-        named "loss" or is no number."""
+        """Return the mean loss and metrics over the validation samples of all ranks; None if there are none. The weight of a mean
+        is the number of samples in the batch. Collective. Raises `UsageError` if a metric is named "loss" or is no number."""
         if self.validation is None:
             return None
 
@@ -165,9 +162,8 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
 
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
-    """Call `make` with the parameters of a small layer, to see if it makes an optimizer; do nothing if `make` is None. Raises
-    `UsageError` if `make` rejects its options, or if it returns no optimizer or one whose step needs a closure. Other exceptions
-    of the user's own code pass."""
+    """Call `make`, unless it is None, with the parameters of a small layer. Raises `UsageError` if it rejects its options, or
+    returns no optimizer or one whose step needs a closure. Other exceptions of the user's own code pass."""
     if make is None:
         return
     params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))
@@ -187,13 +183,10 @@ def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
 
 
 def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
-    """Call `dataset` of the task for both splits, and return the number of training samples; None for an iterable or a loader.
-    Raises `UsageError` if there is no training data, if data has a wrong type or is too little for a step, or if `options` need
-    validation data and there is none. Raises `TaskError` if the user's code fails."""
+    """Call `dataset` of the task for both splits, and return the number of training samples; None if unknown. Raises as
+    `check_kind` does, `UsageError` if there is too little data for `options`, and `TaskError` if the user's code fails."""
     with of_the_task("dataset('train')"):
         data = data_of(work.loaded, "train", share.rank, share.world)
-        if data is None:
-            raise UsageError(f"the task {work.loaded.name!r} has no training data: its dataset('train') returned None.")
         check_kind(data, "train")
     with of_the_task("dataset('validation')"):
         held_out = data_of(work.loaded, "validation", share.rank, share.world)

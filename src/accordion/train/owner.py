@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -41,54 +42,44 @@ def holder_of(folder: Path) -> str | None:
         return None
 
 
-class Claim:
-    """Ownership of folders until `release`, or until this process ends."""
+def claim(folders: Mapping[str, Path], job: str | None, wait_s: float, say: Callable[[str], None]) -> ExitStack:
+    """Take `folders` (configuration key -> existing folder) until `close` of the result, or until this process ends. Call `close`
+    only when no thread of this job writes there any more. If another job owns a folder, wait up to `EXIT_S` for it to exit; if an
+    earlier start of this job does, wait up to `wait_s` seconds. Raises `UsageError` if a folder does not become free or its lock
+    file cannot be opened; then no folder is taken. `job`: the launcher's name for this job. `say`: shows a line."""
+    taken = set[Path]()
+    with ExitStack() as stack:
+        for setting, folder in folders.items():
+            if (real := folder.resolve()) not in taken:
+                taken.add(real)
+                stack.callback(_locked(setting, real, job, wait_s, say).release)
+                stack.callback((real / FILE).unlink, missing_ok=True)
+        return stack.pop_all()
 
-    def __init__(self, folders: Mapping[str, Path], job: str | None, wait_s: float, say: Callable[[str], None]) -> None:
-        """Take `folders` (configuration key -> existing folder). If another job owns one, wait up to `EXIT_S` for it to exit; if
-        an earlier start of this job does, wait up to `wait_s` seconds. Raises `UsageError` if a folder does not become free or
-        its lock file cannot be opened; then no folder is taken. `job`: the launcher's name for this job. `say`: shows a line."""
-        self._job, self._wait_s, self._say = job, wait_s, say
-        self._locks: dict[Path, FileLock] = {}
+
+def _locked(setting: str, folder: Path, job: str | None, wait_s: float, say: Callable[[str], None]) -> FileLock:
+    lock, began, is_reported = FileLock(folder / FILE, thread_local=False), time.monotonic(), False
+    while True:
         try:
-            for setting, folder in folders.items():
-                if (real := folder.resolve()) not in self._locks:
-                    self._locks[real] = self._take(setting, real)
-        except BaseException:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        """Release the folders and remove their owner files. Call it only when no thread of this job writes there any more."""
-        for folder, lock in self._locks.items():
-            (folder / FILE).unlink(missing_ok=True)
-            lock.release()
-        self._locks.clear()
-
-    def _take(self, setting: str, folder: Path) -> FileLock:
-        lock, began, is_reported = FileLock(folder / FILE, thread_local=False), time.monotonic(), False
-        while True:
-            try:
-                lock.acquire(blocking=False)
-                since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-                name = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
-                (folder / FILE).write_text(name if self._job is None else f"{name} of {self._job}")
-                return lock
-            except Timeout:
-                pass
-            except OSError as error:
-                raise UsageError(
-                    f"{str(error.filename or folder / FILE)!r}, which names the folder's owner, cannot be opened: "
-                    f"{error.strerror}."
-                ) from None
-            owner, waited = _name_in(folder), time.monotonic() - began
-            again = self._job is not None and owner.endswith(f" of {self._job}")
-            if waited > (self._wait_s if again else EXIT_S):
-                raise _taken(setting, folder, owner)
-            if again and not is_reported and waited > EXIT_S:
-                is_reported = True
-                self._say(f"waiting for an earlier start of this job to release {setting} {str(folder)!r}: {owner}")
-            time.sleep(POLL_S)
+            lock.acquire(blocking=False)
+            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+            name = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+            (folder / FILE).write_text(name if job is None else f"{name} of {job}")
+            return lock
+        except Timeout:
+            pass
+        except OSError as error:
+            raise UsageError(
+                f"{str(error.filename or folder / FILE)!r}, which names the folder's owner, cannot be opened: {error.strerror}."
+            ) from None
+        owner, waited = _name_in(folder), time.monotonic() - began
+        again = job is not None and owner.endswith(f" of {job}")
+        if waited > (wait_s if again else EXIT_S):
+            raise _taken(setting, folder, owner)
+        if again and not is_reported and waited > EXIT_S:
+            is_reported = True
+            say(f"waiting for an earlier start of this job to release {setting} {str(folder)!r}: {owner}")
+        time.sleep(POLL_S)
 
 
 def _name_in(folder: Path) -> str:

@@ -8,27 +8,28 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 
-from accordion.errors import CheckpointError, UsageError, some_of
+from accordion.errors import CheckpointError, UsageError, check_installed, some_of
 from accordion.models.stored import computing, end_of_turn, ends_of
 from accordion.tasks.errors import of_the_task
 from accordion.tasks.loaded import optimizer_of
 from accordion.train import checkpoints
 from accordion.train.config import Config, Job, JobConfig, TrainConfig
 from accordion.train.data import Sequences, Share
+from accordion.train.deepspeed import translated
 from accordion.train.examples import Encoder, digest_of_tokenizer, run_tokenizer, vocabulary_of
 from accordion.train.language_work import LanguageWork, check_enough, generation_settings, rows_in, trained_model
 from accordion.train.launch import RankPlace
-from accordion.train.model import check_folder, configuration
+from accordion.train.model import configuration
 from accordion.train.own_task import OwnTask, check_data, check_optimizer, check_own_keys, tried
 from accordion.train.owner import check_free
 from accordion.train.packing import ExampleRows, preview
 from accordion.train.screen import Screen
 from accordion.train.sources import SHOWN, Source, Split, find
 from accordion.train.token_tables import SPLITS, TokenFiles, cached_examples, cached_tokens
-from accordion.train.tokens import Say, check_fits
-from accordion.train.trackers import check_trackers
+from accordion.train.tokens import Say
 from accordion.units import choose_units
 from accordion.weights.four_bits import num_weights
+from accordion.weights.pretrained import check_pretrained
 
 Work = LanguageWork | OwnTask
 """Model, data, losses and validation of a run on a language model or on a task. Pickled to each rank."""
@@ -38,9 +39,8 @@ Folders = dict[str, Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from; None for a fresh start.
-    `config`: the configuration, with the batch size of the run that saved `resume`, unless the user set another. `replicas`:
-    copies of the sharded model. `began_s`: `time.time` of this machine when the command started."""
+    """The checked inputs of a run, from which its ranks start. `config` has the batch size of the run that saved the checkpoint
+    `resume`, unless the user set another. `replicas`: copies of the model. `began_s`: `time.time` of the command's start."""
 
     config: JobConfig
     work: Work
@@ -68,19 +68,14 @@ def prepare(
     began_s: float,
     task: object | None = None,
 ) -> Prepared:
-    """Check all inputs of a run, write tokens to the cache and create the run's folders. Returns the checked inputs. Raises
-    `UsageError` for inputs that cannot be used, and `TaskError` if the user's code fails.
-
-    Args:
-        place: rank of this process; rank 0 also checks that no other job uses the folders of the run.
-        cache: folder for tokenizers and tokens, created if it does not exist.
-        screen: shows notes and a preview of examples.
-        named: keys that the user set.
-        began_s: `time.time` of this machine when the command started.
-        task: the task to train, if `config` names none by class path.
-    """
+    """Check all inputs of a run, write tokens to the folder `cache`, which is created if needed, and create the run's folders.
+    Returns the checked inputs, with the values that a DeepSpeed file and `train.global_batch` set in `config`. Raises
+    `UsageError` for inputs that cannot be used, on rank 0 also if another job uses the folders, and `TaskError` if the user's
+    code fails. `screen`: shows notes and a preview of examples. `named`: keys that the user set. `began_s`: `time.time` of this
+    machine when the command started. `task`: the task to train, if `config` names none by class path."""
+    replicas, world = 1, place.world
+    config = translated(config, named, world)
     try:
-        replicas, world = 1, place.world
         if config.shard.strategy.hybrid:
             replicas = config.shard.replicas or max(1, world // place.local_world)
         if world % replicas:
@@ -94,7 +89,9 @@ def prepare(
                 raise UsageError(
                     f"{key} is {url!r}, a URL; a run writes to file systems only, so give a path (acc.save takes URLs)."
                 )
-        check_trackers(config.log)
+        for name in ("wandb", "mlflow"):  # a missing TensorBoard is only reported
+            if getattr(config.log, name) is not None:
+                check_installed(f"log.{name}", [name], "log")
         if isinstance(config, Config):
             optimizer = optimizer_of(config.parts)
             check_own_keys(optimizer, None, config)
@@ -143,8 +140,7 @@ def _folders(
 
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check the task `work` and return the inputs of its run. Builds the model, reads a batch, and if the model is small and on
-    the CPU, computes the loss of the batch. Raises `UsageError` for wrong inputs, and `TaskError` if the user's code fails."""
+    """Check the task `work`, also as `tried` does, and return the inputs of its run. Raises `UsageError` or `TaskError`."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
     folders, resume, config = _folders(config, task.name, place, screen, named)
@@ -167,11 +163,12 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, 
     source, say, data, folder = find(config.data), screen.note, config.data, config.model.path
     model = config.model.preset if folder is None else Path(folder).resolve().name
     folders, resume, config = _folders(config, f"{model}-{source.name}", place, screen, named)
-    model_vocab = _vocab_of_model(config)
+    model_vocab = getattr(configuration(config.model, data), "vocab_size", None)
+    if not isinstance(model_vocab, int) or model_vocab < 1:
+        raise UsageError(f"model.path {folder!r} is no language model: its config.json has no vocab_size.")
     _check_model(config, resume, say)
     tokenizer = run_tokenizer(config, source, model_vocab, cache, say)
-    vocabulary = vocabulary_of(tokenizer, config)
-    check_fits(vocabulary.size, model_vocab, data.tokenizer or config.model.path or config.model.preset)
+    vocabulary = vocabulary_of(tokenizer, config, model_vocab)
     digest = vocabulary.digest if data.format == "text" else digest_of_tokenizer(tokenizer, data.format)
     if resume is not None:
         checkpoints.check_run(resume, config.train.steps, digest)
@@ -220,12 +217,10 @@ def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFile
 def _check_model(config: Config, resume: Path | None, say: Say) -> None:
     """Raise `UsageError` if packing, units, `shard.sequence`, pretrained weights or the checkpoint `resume` do not fit the model.
     Shows with `say` the learning rate of fine-tuning, and with adapters the number of trained parameters."""
-    from accordion.weights.pretrained import check_pretrained
-
     model = trained_model(config)
     choose_units(model, config.shard.units)
     if config.shard.sequence > 1:
-        from accordion.sequence.registry import checked
+        from accordion.sequence.registry import checked  # imports transformers
 
         checked(computing(model), config.shard.sequence)
     if config.data.format != "text" and config.data.packing == "documents":
@@ -255,13 +250,3 @@ def _check_model(config: Config, resume: Path | None, say: Say) -> None:
     trained, total = sum(p.numel() for p in model.parameters() if p.requires_grad), num_weights(model)
     if trained < total:
         say(f"adapters: {trained:,} of {total:,} parameters are trained")
-
-
-def _vocab_of_model(config: Config) -> int:
-    """Return the size of the model's vocabulary. Raises `UsageError` if its config.json cannot be used or names no size."""
-    if config.model.path is not None:
-        check_folder(config.model.path)
-    vocab = getattr(configuration(config.model, config.data), "vocab_size", None)
-    if not isinstance(vocab, int) or vocab < 1:
-        raise UsageError(f"model.path {config.model.path!r} is no language model: its config.json has no vocab_size.")
-    return vocab

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -15,24 +14,27 @@ from accordion.train.config import TrainConfig
 
 
 class LearningRates:
-    """Sets the learning rates of an optimizer, by the function `prescribed` or by `scheduler`; without either they do not change.
-    `prescribed(step, first)` returns the rate in step 1, 2, ... of a parameter group whose initial rate was `first`."""
+    """Sets the learning rates of `optimizer` as `scheduler` does, or if that is None, the one of the DeepSpeed settings `theirs`,
+    or else `train.schedule`; if that is "auto", the rate of a user's own optimizer (`is_own`) does not change."""
 
     def __init__(
-        self, optimizer: Optimizer, prescribed: Callable[[int, float], float] | None = None, scheduler: Any = None
+        self, options: TrainConfig, optimizer: Optimizer, scheduler: Any, theirs: Settings | None, *, is_own: bool
     ) -> None:
-        self._optimizer, self._prescribed, self._scheduler = optimizer, prescribed, scheduler
+        self._train, self._optimizer, self._scheduler = options, optimizer, scheduler
+        self._schedule = None if theirs is None else theirs.scheduler
+        self._is_fixed = scheduler is not None or (is_own and options.schedule == "auto")
         self._options = [
             {key: deepcopy(value) for key, value in group.items() if key != "params"}
             for group in optimizer.param_groups
         ]
 
     def before(self, step: int) -> float:
-        """Set the rates of all groups for `step`, if `prescribed` is given. Returns the rate of the first group, 0.0 if it has
+        """Set the rates of all groups for `step`, if they follow a schedule. Returns the rate of the first group, 0.0 if it has
         none. `step`: number of the step, from 1 on, without counting skipped steps."""
-        if self._prescribed is not None:
+        if not self._is_fixed:
             for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
-                group["lr"] = self._prescribed(step, float(options["lr"]))
+                first, theirs = float(options["lr"]), self._schedule
+                group["lr"] = theirs.lr(step - 1, self._train.lr) if theirs else first * share_at(step, self._train)
         return float(self._optimizer.param_groups[0].get("lr", 0.0))
 
     def after(self) -> None:
@@ -56,26 +58,10 @@ class LearningRates:
             group.update({key: value for key, value in options.items() if key in takes})
 
 
-def rates_of(
-    options: TrainConfig, optimizer: Optimizer, scheduler: Any, theirs: Settings | None, *, is_own: bool
-) -> LearningRates:
-    """Return the learning rates that `scheduler` sets. If it is None, they follow the scheduler of the DeepSpeed settings
-    `theirs`, or else `train.schedule`. Exception: the rate of a user's own optimizer (`is_own`) does not change if there is no
-    `scheduler` and `train.schedule` is "auto"."""
-    if scheduler is not None or (is_own and options.schedule == "auto"):
-        return LearningRates(optimizer, scheduler=scheduler)
-    if theirs is not None and theirs.scheduler is not None:
-        schedule = theirs.scheduler
-        return LearningRates(optimizer, lambda step, first: schedule.lr(step - 1, options.lr))
-    return LearningRates(optimizer, lambda step, first: first * share_at(step, options))
-
-
 def share_at(step: int, options: TrainConfig) -> float:
-    """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then as `train.schedule` says.
-
-    x is 0 at the end of the warmup and 1 at the last step, and f is `final_lr`. constant: 1. linear: `1 - (1 - f) x`. cosine:
-    `f + (1 - f)(1 + cos(pi x)) / 2`. wsd: 1, then linear from 1 to f in the last `decay_steps` steps (0: a fifth of all).
-    """
+    """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then as `train.schedule` says. x is 0 at the end of
+    the warmup and 1 at the last step, and f is `final_lr`. constant: 1. linear: `1 - (1 - f) x`. cosine: `f + (1 - f)(1 + cos(pi
+    x)) / 2`. wsd: 1, then linear from 1 to f in the last `decay_steps` steps (0: a fifth of all)."""
     if step <= options.warmup:
         return step / options.warmup
     done, left, final = step - options.warmup, max(1, options.steps - options.warmup), options.final_lr

@@ -92,8 +92,7 @@ def content_of(file: str) -> dict[str, Any]:
 
 
 def config_of_run(folder: Path) -> dict[str, Any]:
-    """Return the configuration that a run wrote into `folder`, `group.key` -> text. Raises `UsageError` if there is none, or if
-    it cannot be read."""
+    """Return the configuration that a run wrote into `folder`, `group.key` -> text. Raises `UsageError` if it cannot be read."""
     path = folder / RUN_CONFIG
     if not path.is_file():
         raise UsageError(

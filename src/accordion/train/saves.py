@@ -29,9 +29,8 @@ class RunSaves:
         self._under_way: tuple[Saving, float, int | None] | None = None
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
-        """Wait for the previous save, then save a checkpoint of the run after `step`. Collective. `last`: do not save in the
-        background. `name`: of the checkpoint's folder; None: named after the step. Raises `CheckpointError` if the previous save
-        failed, or if this one fails in the foreground; the next call raises a failure in the background."""
+        """Wait for the previous save, then save a checkpoint of the run after `step`. Collective. `last`: not in the background.
+        `name`: of its folder, by default of the step. Raises `CheckpointError` if the previous save or this one has failed."""
         run = self._run
         saver_of(run.model).wait()
         self.poll()
@@ -61,7 +60,7 @@ class RunSaves:
 
     def poll(self) -> None:
         """If a save has finished since the last call, record how long it took, and with `train.keep_best`, copy its checkpoint
-        to `best` if its validation loss is the lowest so far. Does nothing while the save is running, or if there is none."""
+        to `best` if its validation loss is the lowest so far."""
         if self._under_way is None or not self._under_way[0].is_done:
             return
         (_, began_s, step), self._under_way = self._under_way, None
@@ -75,9 +74,8 @@ class RunSaves:
             saver_of(self._run.model).wait()
 
     def resume(self) -> int:
-        """Load the checkpoint `prepared.resume` into the objects of the run, and show settings that changed since. Returns the
-        number of steps done; 0, without loading, if `prepared.resume` is None. Raises `CheckpointError` if the checkpoint cannot
-        be loaded. Collective."""
+        """Load the checkpoint `prepared.resume`, if there is one, into the objects of the run, and show settings that changed
+        since. Returns the number of steps done. Raises `CheckpointError` if the checkpoint cannot be loaded. Collective."""
         run, path = self._run, self._run.prepared.resume
         if path is None:
             return 0
@@ -124,18 +122,20 @@ class RunSaves:
 
     def _settings(self) -> dict[str, Any]:
         """Return `group.key` -> value of the run's configuration, and with them its number of ranks and its global batch."""
-        run = self._run
-        return {**flat(run.config), "ranks": run.place.world, checkpoints.BATCH: run.share.global_batch}
+        return {
+            **flat(self._run.config),
+            "ranks": self._run.place.world,
+            checkpoints.BATCH: self._run.share.global_batch,
+        }
 
     def _state(self) -> dict[str, Any]:
         """Return name -> object with `state_dict`, for all objects whose state a checkpoint stores for each rank."""
         run = self._run
         average = {} if run.ema is None else {"ema": run.ema}
-        random = {"random": RandomState()}
-        return {**random, **average, **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
+        own = {"random": RandomState(), **average}
+        return {**own, **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
 
     def _link_best(self, step: int) -> None:
-        """On rank 0, with `train.keep_best`, copy the checkpoint after `step` to the checkpoint `best`, with hard links if
-        possible, if its validation loss is the lowest so far. Raises `CheckpointError` if copying fails."""
+        """On rank 0, with `train.keep_best`, call `keep_as_best` for the checkpoint after `step`."""
         if self._run.config.train.keep_best and self._run.place.rank == 0:
             checkpoints.keep_as_best(self.folder, step)

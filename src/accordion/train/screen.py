@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 from rich.text import Text
 
-from accordion.describe import Report, human
+from accordion.describe import human
 from accordion.output import lasting_stream
 from accordion.train.metrics import StepMetrics
 
@@ -45,9 +45,6 @@ class Screen(AbstractContextManager["Screen"]):
 
     def note(self, text: str) -> None:
         self._console.print(Text(text))
-
-    def units(self, report: Report) -> None:
-        self.note(str(report))
 
     def start(self, done: int, total: int) -> None:
         """Record that the run has `total` steps. If the output is a terminal, start the progress bar at `done` of them."""
@@ -89,8 +86,7 @@ class Screen(AbstractContextManager["Screen"]):
             self._progress = None
 
     def examples(self, shown: Sequence[Sequence[tuple[str, bool]]]) -> None:
-        """Show examples, each a list of (text, True if it counts in the loss), marked by brightness, or by ⟦ ⟧ in plain
-        output."""
+        """Show examples, each a list of (text, True if it counts in the loss), marked by brightness or by ⟦ ⟧."""
         legend = "dimmed: not learnt" if self._live else "learnt: ⟦ ⟧"
         for number, parts in enumerate(shown, 1):
             self._console.print(Text.assemble((f"example {number}", "bold"), f" ({legend})"))

@@ -95,11 +95,10 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a file or of a folder saved by `datasets`, with the fields named in `fields`. `key`: name of the file in
-    the source. A hash of `key` and the row's number decides the row's split, unless a saved folder names splits. Raises
-    `UsageError`, which names the line or row, for a row that cannot be read or lacks a needed field."""
+    """Return an iterator over the rows of a file or of a folder saved by `datasets`, which raises `UsageError` for a row that
+    cannot be read or lacks a needed field. Unless a folder names splits, a hash of `key` and the row's number decides."""
     rows = _saved if path.is_dir() else _table if suffix_of(path) in TABLES else _json
-    yield from rows(path, key, fields)
+    return rows(path, key, fields)
 
 
 def _json(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
@@ -137,8 +136,7 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
 
 
 def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if the file is unreadable, has two columns of one name,
-    or lacks a needed one."""
+    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if it is unreadable, or lacks a column or has two."""
     what, number = f"data file {str(path)!r}", 0
     try:
         names, tables = _tables(path, fields)
@@ -183,9 +181,8 @@ def _tables(path: Path, fields: Fields) -> tuple[list[str], Iterator[Any]]:
 
 
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a folder saved by `datasets`. If the folder has a split "train" and one for validation, rows keep their
-    splits, and other splits of the folder are left out. Otherwise a hash chooses each row's split. Raises `UsageError` if the
-    folder cannot be read, or if a needed field is missing."""
+    """Yield the rows of a folder saved by `datasets`. If it has a split "train" and one for validation, rows keep their splits,
+    and other splits are left out. Raises `UsageError` if the folder cannot be read, or if a needed field is missing."""
     import datasets
 
     try:
@@ -229,13 +226,11 @@ def checked_text(value: object, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a document, or a part of that text. `key`: name of the document. `ends`: this is the last part. `split`: the split
-    that the data names for the document; None if it names none."""
+    """Text of a document, or a part of that text. `ends`: this is the last part."""
 
-    key: str
     text: str
+    split: Split
     ends: bool = True
-    split: Split | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +247,7 @@ class Source:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield all documents in a fixed order; long text files in pieces. In tables, rows without text are left out. Raises
-        `UsageError`, which names the file and the line or row, for text that cannot be read."""
+        `UsageError`, which names file and line, for text that cannot be read."""
         for key, path in self.files:
             with _named(path):
                 yield from _rows_as_pieces(path, key, self.fields) if _has_rows(path) else self._text(path, key)
@@ -268,7 +263,7 @@ class Source:
             lines = text.readlines(PIECE_CHARS)
             while lines:
                 piece, lines = "".join(lines), text.readlines(PIECE_CHARS)
-                yield Piece(key, piece, ends=not lines)
+                yield Piece(piece, split_by_key(key), ends=not lines)
 
 
 @contextmanager
@@ -295,22 +290,19 @@ def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
     is_json = not path.is_dir() and suffix_of(path) not in TABLES
     for row in read_rows(path, key, fields):
         if is_json or row.values[field] not in (None, ""):
-            yield Piece(row.where, checked_text(row.values[field], f"{row.where}: field {field!r}"), split=row.split)
-
-
-def split_of(piece: Piece) -> Split:
-    """Return the split of the document of `piece`: the one that the data names, or else one by a hash of the document's name."""
-    return piece.split if piece.split is not None else split_by_key(piece.key)
+            yield Piece(checked_text(row.values[field], f"{row.where}: field {field!r}"), row.split)
 
 
 def find(config: DataConfig) -> Source:
     """Return the source that `data.path` names; without a path, the source files of Python's standard library. Files of a folder
-    that cannot be read are in `unread` of the source. Raises `UsageError` if nothing can be read as `data.format` says."""
+    that cannot be read are `unread`. Raises `UsageError` if nothing can be read as `data.format` says."""
     fields = FIELDS.get(config.format) or Fields((config.text_field,), key="data.text_field")
     if config.path is None:
         if config.format != "text":
             raise UsageError(f"data.format {config.format} takes {TAKES}; give --data.path one.")
-        return _stdlib(fields)
+        root, label = Path(sysconfig.get_path("stdlib")), f"the standard library of Python {platform.python_version()}"
+        modules = [p for p in _walk(root, without=NOT_STDLIB_TEXT) if p.suffix == ".py" and p.is_file()]
+        return _source("stdlib", label, {str(p.relative_to(root)): p for p in modules}, fields, {})
     path = Path(config.path)
     unread: dict[str, str] = {}
     if not path.exists():
@@ -359,14 +351,6 @@ def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | N
     except UsageError as error:
         return str(error).removeprefix(f"data file {str(path)!r} ").removeprefix(f"{str(path)!r} ").rstrip(".")
     return None
-
-
-def _stdlib(fields: Fields) -> Source:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = {
-        str(p.relative_to(root)): p for p in _walk(root, without=NOT_STDLIB_TEXT) if p.suffix == ".py" and p.is_file()
-    }
-    return _source("stdlib", f"the standard library of Python {platform.python_version()}", files, fields, {})
 
 
 def _source(name: str, label: str, files: Mapping[str, Path], fields: Fields, unread: Mapping[str, str]) -> Source:

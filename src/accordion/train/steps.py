@@ -15,14 +15,20 @@ from torch import Tensor
 
 from accordion.checkpoint import RandomState
 from accordion.devices import HostCopy
+from accordion.engine.hooks import engine_of
 from accordion.errors import NonFiniteError
 from accordion.optimizers.wrap import clip_grad_norm_, scale_gradients
+from accordion.safety.finite import FiniteCheck
 from accordion.state import no_sync
 from accordion.train.batches import on_device
 from accordion.train.build import Run
 from accordion.train.metrics import StepMetrics, peak_bytes
-from accordion.train.nonfinite import FLEETING, source_of
 from accordion.train.saves import RunSaves
+
+FLEETING = (
+    "it did not happen again when the step was repeated, so data and weights are not the cause: look for a faulty machine or a "
+    "nondeterministic operation"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +44,10 @@ class Taken:
 
 
 class Steps:
-    """Runs training steps and records their metrics. Call `settle` before a save, a validation or the end of the run.
-
-    If `run.decides_on_device`, the host reads the metrics of a step after the backward of the next step, so that the device
-    always has work. A nonfinite step is then repeated one step later, to find the source of NaN or inf; the weights have not
-    changed since, because the device skipped the optimizer step. Afterwards the gradients of the next step are computed again.
-    """
+    """Runs training steps and records their metrics. Call `settle` before a save, a validation or the end of the run. If
+    `run.decides_on_device`, the host reads the metrics of a step after the backward of the next one, so that the device always
+    has work. A nonfinite step is then repeated one step later, with unchanged weights because the device skipped its optimizer
+    step. Afterwards the gradients of the next step are computed again."""
 
     def __init__(self, run: Run, saves: RunSaves, record: Callable[[StepMetrics], None]) -> None:
         """`record`: called with the metrics of each step, in order. `saves`: waited for before a `NonFiniteError`."""
@@ -81,10 +85,9 @@ class Steps:
             self.settle()
 
     def settle(self) -> bool:
-        """Read and record the metrics of the last step, if they are not recorded yet. If loss and gradients are finite, also take
-        the optimizer step unless the device has, and update learning rates and averaged weights. Otherwise repeat the step to
-        find the cause, and zero the gradients. Returns True unless the step was repeated. Collective. Raises `NonFiniteError` if
-        the run has to end."""
+        """Read and record the metrics of the last step, if not done yet. If loss and gradients are finite, also take the
+        optimizer step unless the device has, and update learning rates and averaged weights. Otherwise repeat the step to find
+        the cause, zero the gradients, and return False. Collective. Raises `NonFiniteError` if the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True
@@ -126,20 +129,10 @@ class Steps:
 
     def _leave_out(self, taken: Taken, figures: str, scale: float) -> None:
         """Repeat a nonfinite step at scale 1 to find the source of NaN or inf, and report that the step is skipped. With a
-        gradient scaler, a step that is finite at scale 1 counts as an overflow. Raises `NonFiniteError` if `train.on_nonfinite`
-        allows no more skipped steps."""
+        gradient scaler, a step that is finite at scale 1 counts as an overflow. Raises `NonFiniteError` for one skip too many."""
         run, after = self._run, RandomState().state_dict()
-
-        def again(scale: Callable[[Tensor], Tensor]) -> None:
-            RandomState().load_state_dict(taken.drawn)
-            _backward(run, taken.seen, scale)
-            norm = clip_grad_norm_(run.model, math.inf)
-            dist.all_reduce(norm)
-            if not math.isfinite(float(norm)):
-                raise NonFiniteError("the gradients are finite, but the sum of their squares is not.")
-
         run.optimizer.zero_grad()
-        where = source_of(run.model, again, figures)
+        where = _source_of(run, taken, figures)
         RandomState().load_state_dict(after)
         if where is None and run.scaler.is_enabled():
             run.skips.total += 1
@@ -150,6 +143,37 @@ class Steps:
         except NonFiniteError:
             self._saves.settle()
             raise
+
+
+def _source_of(run: Run, taken: Taken, figures: str) -> str | None:
+    """Repeat forwards and backwards of a step with its random numbers, and return text that names where NaN or inf first appears;
+    None if all values are finite this time. Equal on all ranks. Collective. `figures`: begins the text."""
+    engine = engine_of(run.model)
+    assert engine is not None, "the main job shards its model"
+    check = FiniteCheck(engine)
+    engine.observers.attach(check)
+    RandomState().load_state_dict(taken.drawn)
+    try:
+        _backward(run, taken.seen, _finite_everywhere)
+        norm = clip_grad_norm_(run.model, math.inf)
+        dist.all_reduce(norm)
+        if not math.isfinite(float(norm)):
+            raise NonFiniteError("the gradients are finite, but the sum of their squares is not.")
+    except NonFiniteError as error:
+        return f"{figures}; {error}"
+    finally:
+        engine.observers.detach(check)
+    return None
+
+
+def _finite_everywhere(loss: Tensor) -> Tensor:
+    """Return `loss`. Raises `NonFiniteError` on every rank if the loss of any rank is NaN or inf. Collective."""
+    losses: list[Tensor] = [torch.empty_like(loss.detach()) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, loss.detach())
+    wrong = next((rank for rank, value in enumerate(losses) if not math.isfinite(float(value))), None)
+    if wrong is not None:
+        raise NonFiniteError(f"the model's outputs are finite and the loss is {float(losses[wrong])} on rank {wrong}.")
+    return loss
 
 
 def _step_if_finite(optimizer: Any, sums: Tensor) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from accordion.errors import UsageError
 from accordion.files import write_whole
 from accordion.train.examples import Encoder
-from accordion.train.sources import Piece, Source, Split, split_of
+from accordion.train.sources import Piece, Source, Split
 from accordion.train.tokens import Say, Vocabulary, key_of
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ ROWS_AT_ONCE = 64  # rows of a table written at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
-    """Paths of the Arrow files with the tokens of the data. `text` or `examples` opens them, memory-mapped, and returns a split.
-    `num_train`, `num_validation`: number of tokens if the data is text, else of examples. `digest`: hash of the tokens, equal on
-    ranks that read equal data. `tokenizer_digest`: hash of the tokenizer."""
+    """Arrow files with the tokens of the data. `text` or `examples` opens them, memory-mapped, and returns a split. `num_train`,
+    `num_validation`: number of tokens if the data is text, else of examples. `digest`: hash of the tokens."""
 
     files: tuple[str, ...]
     num_train: int
@@ -75,7 +74,7 @@ def _encoded(pieces: Iterable[Piece], vocabulary: Vocabulary) -> Iterator[tuple[
     for batch in _batches(pieces):
         encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):
-            yield split_of(piece), before * begins + encoding.ids + after * piece.ends, piece.ends
+            yield piece.split, before * begins + encoding.ids + after * piece.ends, piece.ends
             begins = piece.ends
 
 
@@ -151,22 +150,21 @@ class Examples:
 def cached_examples(
     source: Source, encoder: Encoder, tokenizer_digest: str, size: int, cache: Path, say: Say
 ) -> TokenFiles:
-    """Return the files with the examples of `source`. If the folder `cache` does not have them, tokenizes the examples, writes
-    the files, and reports that to `say`. `size`: number of tokens in the vocabulary. Raises `UsageError` if a row is no valid
-    example, if there are fewer than two examples, or if the cache is damaged."""
+    """Return the files with the examples of `source`, as `cached_tokens` does. `size`: number of tokens in the vocabulary. Raises
+    `UsageError` if a row is no valid example, if there are fewer than two, or if the cache is damaged."""
     kind = _dtype(size)
 
     def rows() -> Iterator[dict[str, Any]]:
         say(f"tokenizing {source.label} (once; kept in {cache / 'examples'})")
         count = 0
         for row in source.rows():
-            example = encoder.example(row)
+            ids, answers = encoder.example(row)
             count += 1
             yield {
                 "held_out": row.split == "validation",
-                "ids": example.ids.astype(kind),
-                "answers": example.answers,
-                "num_answers": int(example.answers.sum()),
+                "ids": ids.astype(kind),
+                "answers": answers,
+                "num_answers": int(answers.sum()),
                 "documents": 1,
             }
         if count < 2:
@@ -204,8 +202,7 @@ def _cached(
     splits_of: Callable[[Any], Mapping[Split, Any]],
 ) -> TokenFiles:
     """Return the files in the folder `cache` with the tokens of `source`; if they do not exist, write them from `rows()` first.
-    `columns`: name -> dtype, or [dtype] for lists. `splits_of(table)`: split -> its tokens or examples, to count them. Raises
-    `UsageError` if the cache is damaged."""
+    `columns`: name -> dtype, or [dtype] for lists. `splits_of(table)`: split -> content. Raises `UsageError` if it is damaged."""
     import datasets
     import pyarrow as pa
     from datasets.exceptions import DatasetGenerationError

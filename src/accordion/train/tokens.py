@@ -12,9 +12,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from accordion.errors import UsageError
 from accordion.files import write_whole
-from accordion.train.sources import Piece, Source, split_of
+from accordion.train.sources import Piece, Source
 
 FORMAT = 4  # of the cache; increment it when a change of code changes tokens
 END_OF_TEXT = "<|endoftext|>"
@@ -48,8 +47,7 @@ class Vocabulary:
         return tokenizer
 
     def around(self) -> tuple[list[int], list[int]]:
-        """Return (special tokens before each document, special tokens after it). They are the tokens that tokenizer.json adds;
-        the second list also has the end-of-text token, at its end if tokenizer.json does not add that."""
+        """Return (special tokens before a document, after it), by tokenizer.json; the second has the end-of-text token too."""
         whole = self.tokenizer().encode("a")
         added = "".join(map(str, whole.special_tokens_mask))  # as in "1100001"
         first = len(added) - len(added.lstrip("1"))
@@ -76,7 +74,7 @@ def train_vocabulary(pieces: Iterable[Piece], size: int) -> Vocabulary:
 def _training_text(pieces: Iterable[Piece]) -> Iterator[str]:
     chars, spare = 0, []
     for piece in pieces:
-        if split_of(piece) == "train":
+        if piece.split == "train":
             yield piece.text
             chars += len(piece.text)
         elif chars == 0:
@@ -115,13 +113,3 @@ def cached_vocabulary(source: Source, pieces: Iterable[Piece], size: int, cache:
 def key_of(*parts: str) -> str:
     """Return the name of a cache file: a hash of `parts`, which determine its content, and of `FORMAT`."""
     return hashlib.sha256("\n".join([str(FORMAT), *parts]).encode()).hexdigest()[:24]
-
-
-def check_fits(size: int, model_vocab: int, where: str) -> None:
-    """Raise `UsageError` if a tokenizer with ids below `size` does not fit a model with `model_vocab` tokens. `where`: path or
-    name of the tokenizer, for the message."""
-    if size > model_vocab:
-        raise UsageError(
-            f"the tokenizer of {where} has ids up to {size - 1}, but the model has a vocabulary of {model_vocab}; take the "
-            "model's own tokenizer, or set vocab_size in config.json."
-        )

@@ -10,36 +10,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accordion.errors import UsageError, check_installed
+from accordion.errors import UsageError
 from accordion.files import write_whole
-from accordion.train.config import JobConfig, LogConfig, flat
+from accordion.train.config import JobConfig, flat
 
 IDS = "trackers.json"  # in the run folder: tracker -> id of this run there
-PACKAGES = ("wandb", "mlflow")
 FLUSH_S = 10  # maximum age of a figure before TensorBoard writes it
-
-
-def check_trackers(log: LogConfig) -> None:
-    """Raise `UsageError` if `log` names wandb or mlflow and that package is not installed. TensorBoard is not checked here."""
-    for name in PACKAGES:
-        if getattr(log, name) is not None:
-            check_installed(f"log.{name}", [name], "log")
 
 
 def trackers_of(config: JobConfig, run_dir: Path, first_step: int, say: Callable[[str], None]) -> dict[str, RunTracker]:
     """Open the trackers that `config.log` names, store the ids of their runs in `run_dir`, and return name -> tracker. If one
     cannot be opened, reports that to `say` and leaves it out. `first_step`: number of steps done before; 0 starts new runs."""
-    named: dict[str, tuple[bool, RunTracker]] = {
-        "tensorboard": (config.log.tensorboard, _TensorBoard()),
-        "wandb": (config.log.wandb is not None, _Wandb()),
-        "mlflow": (config.log.mlflow is not None, _Mlflow()),
-    }
+    kinds: dict[str, type[RunTracker]] = {"tensorboard": _TensorBoard, "wandb": _Wandb, "mlflow": _Mlflow}
     ids, opened = dict[str, str](), dict[str, RunTracker]()
     if first_step:
         with suppress(OSError, ValueError):  # no file, or a damaged one: new runs
             stored = json.loads((run_dir / IDS).read_text(encoding="utf-8"))
             ids = {k: v for k, v in stored.items() if isinstance(v, str)} if isinstance(stored, dict) else {}
-    for name, tracker in [(name, tracker) for name, (is_named, tracker) in named.items() if is_named]:
+    for name, tracker in [(name, kind()) for name, kind in kinds.items() if getattr(config.log, name)]:
         try:
             theirs = tracker.open(config, run_dir, first_step, ids.get(name))
         except Exception as error:  # clients of services raise errors of any kind

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from accordion import options as flags
@@ -76,12 +76,9 @@ def run(words: list[str]) -> int:
 
 
 def picture(folders: Sequence[Path], width: int) -> Table:
-    """Return a table with a panel for each run, as many side by side as fit into `width` columns. Raises `UsageError` if a folder
-    is not of a run."""
+    """Return a table of runs, as many side by side as fit into `width` columns. Raises `UsageError` if a folder is of no run."""
     num = max(1, min(len(folders), width // NARROWEST))
-    grid = Table.grid(expand=True)
-    for _ in range(num):
-        grid.add_column(ratio=1)
+    grid = Table.grid(*(Column(ratio=1) for _ in range(num)), expand=True)
     panels = [_panel(folder, width // num - 4) for folder in folders]
     for first in range(0, len(panels), num):
         grid.add_row(*panels[first : first + num])
@@ -93,9 +90,8 @@ def _panel(folder: Path, width: int) -> Panel:
     total = int(text) if text.isdecimal() else 0
     steps, changed_s = _steps_of(folder / METRICS)
     last, times_s = steps[-1]["step"] if steps else 0, _values(steps, "step_s")[-RECENT:]
-    rows = Table.grid(padding=(0, 1))
-    rows.add_column(style="dim", no_wrap=True, justify="right")
-    rows.add_column(overflow="fold")
+    labels = Column(style="dim", no_wrap=True, justify="right")
+    rows = Table.grid(labels, Column(overflow="fold"), padding=(0, 1))
     for name, (key, form) in CHARTS.items():
         if values := _values(steps, key):
             rows.add_row(name, f"{values[-1]:<9{form}}{_chart(values, width - 21)}")
