@@ -131,7 +131,7 @@ def traced(row: Row) -> Row:
         precision=acc.Precision(params=torch.bfloat16, reduce=reduce),
     )  # fmt: skip
     run, kernels = choice.setup(), Kernels(loss=row.loss)
-    log, _ = log_of(language_subject(config_of(row), row.model, row.micro_batch, row.seq, kernels), run)
+    log = log_of(language_subject(config_of(row), row.model, row.micro_batch, row.seq, kernels), run)
     step = step_of_choice(log, run, choice, cluster, "middle")
     return replace(
         row,

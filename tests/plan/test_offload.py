@@ -15,13 +15,13 @@ from accordion.engine.hooks import engine_of
 from accordion.offload.activations.stores import NUM_STAGES
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.plan.choice import Choice
-from accordion.plan.events import Alloc, Category, Enter, Event, Land, Launch, Log, Op, StepPart, StepPhase
+from accordion.plan.events import Alloc, Category, Enter, Event, Launch, Log, Op, StepPart, StepPhase, Wait
 from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, inputs_of, offloaded
 from accordion.plan.hardware import GB, GIB, GPUS, HOST_MEMORY_GBPS, MARGIN, REACHED, Cluster
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.host_work import host_work, with_host_work
 from accordion.plan.replay.peak import peak_of
-from accordion.plan.replay.timeline import Step, simulate
+from accordion.plan.replay.timeline import Step, StreamClock
 from accordion.plan.search.evaluate import HOST_MARGIN, Evaluator
 from accordion.plan.trace.setup import TrainingSetup
 from accordion.plan.trace.trace import trace
@@ -54,17 +54,17 @@ def log_of(units: int, forward_s: float) -> Log:
 
     events: list[Event] = [Enter(StepPart(StepPhase.FORWARD, -1)), Launch(100, "gather")]
     for u in range(units):
-        events += [Enter(StepPart(StepPhase.FORWARD, u)), Land(100 + u)]
+        events += [Enter(StepPart(StepPhase.FORWARD, u)), Wait(100 + u, "compute")]
         events += [Launch(101 + u, "gather")] if u + 1 < units else []
         events.append(product(forward_s))
     events += [Enter(StepPart(StepPhase.BACKWARD, -1)), Launch(200 + units - 1, "gather")]
     for u in reversed(range(units)):
-        events += [Enter(StepPart(StepPhase.BACKWARD, u)), Land(200 + u)]
+        events += [Enter(StepPart(StepPhase.BACKWARD, u)), Wait(200 + u, "compute")]
         events += [Launch(199 + u, "gather")] if u else []
         events += [product(2 * forward_s), Alloc(u, 4 * ELEMENTS, Category.GRADIENTS, "compute", "reduce")]
         events.append(Launch(300 + u, "reduce"))
-        events += [Land(301 + u)] if u + 1 < units else []
-    events += [Land(300), Enter(StepPart(StepPhase.STEP, -1))]
+        events += [Wait(301 + u, "compute")] if u + 1 < units else []
+    events += [Wait(300, "compute"), Enter(StepPart(StepPhase.STEP, -1))]
     kernels = (("_foreach_norm.Scalar", 4), ("_foreach_mul_.Tensor", 8), ("_fused_adamw_.default", 28))
     events += [Op(f"aten.{name}", 0.0, units * each * ELEMENTS, "float32", "compute") for name, each in kernels]
     kinds = ((Category.PARAMETERS, 4), (Category.OPTIMIZER, 8))
@@ -92,7 +92,7 @@ def log_of(units: int, forward_s: float) -> Log:
 )
 def test_time_of_a_step_on_the_host_matches_arithmetic(offload, units, forward_s, seconds):
     log, asked, costs = log_of(units, forward_s), choice(offload=OFFLOADS[offload]), costs_of(CLUSTER, "middle", RANKS)
-    step = simulate(offloaded(log, asked.offload, compute_bytes=2), costs)
+    step = StreamClock(costs).run(offloaded(log, asked.offload, compute_bytes=2))
     step = with_host_work(step, host_work(log, asked, 2), asked, units, costs)
     assert step.seconds == pytest.approx(seconds + units * CLIP_S, rel=1e-3)
     assert step.exposed_s == pytest.approx(step.seconds - 3 * units * forward_s, rel=1e-3)

@@ -16,7 +16,7 @@ from accordion.plan.hardware import BY_KIND, GIB, GPUS, REACHED, Cluster
 from accordion.plan.replay.cost import costs_of
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import memory_of
-from accordion.plan.replay.timeline import simulate
+from accordion.plan.replay.timeline import StreamClock
 from accordion.plan.trace.setup import TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.plan.workload import subject_of
@@ -207,7 +207,7 @@ def trace_of(layers: int) -> Log:
 
 def test_the_published_run_by_a_line_through_two_and_three_blocks():
     logs = [trace_of(layers) for layers in (2, 3)]
-    two, three = ((peak_of(log).num_bytes / GIB, simulate(log, COSTS).seconds) for log in logs)
+    two, three = ((peak_of(log).num_bytes / GIB, StreamClock(COSTS).run(log).seconds) for log in logs)
     allocated, seconds = (a + 30 * (b - a) for a, b in zip(two, three, strict=True))
     assert BATCH * SEQ / seconds == pytest.approx(TOKENS_PER_S, rel=0.15)
     assert 0.8 * RESERVED_GIB < allocated < RESERVED_GIB  # reserved bytes are no straight line
@@ -217,7 +217,7 @@ def test_the_published_run_by_a_line_through_two_and_three_blocks():
 def test_the_published_run_of_torchtitan():
     log = trace_of(32)
     memory = memory_of(log)
-    steps = {name: simulate(log, costs_of(COSTS.cluster, name, 8)) for name in REACHED}
+    steps = {name: StreamClock(costs_of(COSTS.cluster, name, 8)).run(log) for name in REACHED}
     reserved = {name: num_bytes / GIB for name, num_bytes in memory.reserved_bytes.items()}
     rates = {name: BATCH * SEQ / step.seconds for name, step in steps.items()}
     print(

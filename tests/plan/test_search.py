@@ -264,10 +264,10 @@ def traced_once():
     """Trace each log once for all searches of the same model."""
     known, plain = dict[str, Log](), traces.log_of
 
-    def log_of(subject: Subject, run: TrainingSetup) -> tuple[Log, str]:
+    def log_of(subject: Subject, run: TrainingSetup) -> Log:
         if repr(run) not in known:
-            known[repr(run)], _ = plain(subject, run)
-        return known[repr(run)], ""
+            known[repr(run)] = plain(subject, run)
+        return known[repr(run)]
 
     return log_of
 

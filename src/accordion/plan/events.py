@@ -103,13 +103,6 @@ class Launch:
 
 
 @dataclass(slots=True)
-class Land:
-    """The compute stream waits for the end of the transfer that `Launch` numbered `transfer`."""
-
-    transfer: int
-
-
-@dataclass(slots=True)
 class Mark:
     """A device event is recorded on `stream`, after the work there so far. `transfer`: number that identifies the event."""
 
@@ -132,7 +125,7 @@ class Enter:
     place: StepPart
 
 
-Event = Alloc | Free | Op | Collective | Launch | Land | Mark | Wait | Enter
+Event = Alloc | Free | Op | Collective | Launch | Mark | Wait | Enter
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -42,6 +42,15 @@ FIGURES = (
     *("peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes"),
     *("step_s", "exposed_comm_s", "tokens_per_s_per_gpu", "mfu"),
 )
+NUMBERS = (
+    "replicas",
+    "micro_batch",
+    "accumulate",
+    "no_sync",
+    "gpus",
+    "expert_parallel",
+    "sequence",
+)  # fields of `Choice`
 PLACE = ("phase", "unit", "operator")  # fields of `MemoryPeak`
 UNCALIBRATED = "uncalibrated: rates are assumed, no step was measured"
 NOT_KNOWN = (
@@ -174,11 +183,7 @@ class Plan:
             "disk_gbps": cluster.disk_gbps,
             "optimizer": space.optimizer,
             "engine": space.engine,
-            "loss": kernels.loss,
-            "attention": kernels.attention,
-            "mlp_tiles": kernels.mlp_tiles,
-            "lora_rank": kernels.lora_rank,
-            "quantize": kernels.quantize,
+            **{name: getattr(kernels, name) for name in ("loss", "attention", "mlp_tiles", "lora_rank", "quantize")},
             "precision": {
                 key: str(getattr(space.precision, key) or "as the model's").removeprefix("torch.")
                 for key in ("params", "reduce", "master")
@@ -241,13 +246,7 @@ class Plan:
         return {
             **words,
             "units": AUTO if choice.sharding.units is None else words["units"],
-            "replicas": choice.replicas,
-            "micro_batch": choice.micro_batch,
-            "accumulate": choice.accumulate,
-            "no_sync": choice.no_sync,
-            "gpus": choice.gpus,
-            "expert_parallel": choice.expert_parallel,
-            "sequence": choice.sequence,
+            **{name: getattr(choice, name) for name in NUMBERS},
             "optimizer": self.space.optimizer,
             "engine": self.space.engine,
         }

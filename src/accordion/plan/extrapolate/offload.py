@@ -12,6 +12,7 @@ from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.plan.choice import Choice
 from accordion.plan.events import (
+    COMPUTE,
     REPLICATE,
     STORE,
     Alloc,
@@ -19,12 +20,12 @@ from accordion.plan.events import (
     Enter,
     Event,
     Free,
-    Land,
     Launch,
     Log,
     Op,
     StepPart,
     StepPhase,
+    Wait,
     begins,
 )
 from accordion.plan.hardware import Cluster
@@ -83,7 +84,7 @@ def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
                 copied = []
         elif isinstance(event, Launch) and event.transfer in reduces:
             reducing[event.transfer], unreduced = unreduced, []
-        elif isinstance(event, Land) and event.transfer in reducing:
+        elif isinstance(event, Wait) and event.stream == COMPUTE and event.transfer in reducing:
             yield from map(Free, copied)
             copied = reducing.pop(event.transfer)
         elif isinstance(event, Alloc) and event.number in gradients:

@@ -14,12 +14,12 @@ from accordion.plan.events import (
     STEPPER,
     STORE,
     Enter,
-    Land,
     Launch,
     Log,
     Op,
     StepPart,
     StepPhase,
+    Wait,
     begins,
 )
 from accordion.plan.extrapolate.offload import (
@@ -89,7 +89,7 @@ def _gathered_units(log: Log) -> list[int]:
             visits.append([event.place.unit, 0])
         elif isinstance(event, Launch):
             streams[event.transfer] = event.stream
-        elif isinstance(event, Land) and streams.get(event.transfer) == "gather":
+        elif isinstance(event, Wait) and streams.get(event.transfer) == "gather":
             visits[-1][1] = 1
     return [unit for unit, gathered in visits if gathered or "gather" not in streams.values()]
 

@@ -19,7 +19,6 @@ from accordion.plan.events import (
     STORE,
     Collective,
     Enter,
-    Land,
     Launch,
     Log,
     Mark,
@@ -49,21 +48,14 @@ class Step:
     by_place: Mapping[StepPart, tuple[float, float]]  # (seconds, waits among them) of the compute stream
 
 
-def simulate(log: Log, costs: Costs) -> Step:
-    """Return the time of the step in `log`, whose streams run in parallel.
-
-    As in the engine, a transfer starts after the compute stream's work so far, runs in order on its stream, and the compute
-    stream waits for it at its `Land` event. The host takes `costs.rates.caller_s` for each kernel.
-    """
-    return StreamClock(costs).run(log)
-
-
 class StreamClock:
-    """Advances the time of each stream event by event, and sums it by kind of work and by part of the step. `run` returns the
-    sums. `handlers`: type of event -> name of the method that handles it; events of other types take no time."""
+    """Advances the time of each stream event by event, and sums it by kind of work and by part of the step. Streams run in
+    parallel. As in the engine, a transfer starts after the compute stream's work so far and runs in order on its stream. The
+    host takes `costs.rates.caller_s` for each kernel. `run` returns the sums. `handlers`: type of event -> name of the method
+    that handles it; events of other types take no time."""
 
     handlers: ClassVar[Mapping[type, str]] = {
-        Op: "work", Collective: "work", Enter: "enter", Launch: "launch", Mark: "mark", Land: "land", Wait: "wait",
+        Op: "work", Collective: "work", Enter: "enter", Launch: "launch", Mark: "mark", Wait: "wait",
     }  # fmt: skip
 
     def __init__(self, costs: Costs) -> None:
@@ -141,17 +133,12 @@ class StreamClock:
         self._ends[event.transfer] = self._busy[event.stream]
         self._streams[event.transfer] = event.stream
 
-    def land(self, event: Land) -> None:
-        self._wait_for(event.transfer, COMPUTE)
-
     def wait(self, event: Wait) -> None:
-        self._wait_for(event.transfer, event.stream)
-        if event.stream in self._running:
-            self._ends[self._running[event.stream]] = self._busy[event.stream]
-
-    def _wait_for(self, transfer: int, stream: str) -> None:
+        transfer, stream = event.transfer, event.stream
         waited = max(0.0, self._ends.get(transfer, 0.0) - self._busy[stream])
         self._wait(stream, waited, self._streams.get(transfer, ""))
+        if stream in self._running:
+            self._ends[self._running[stream]] = self._busy[stream]
 
 
 def kind_of(event: Op | Collective) -> str:
@@ -172,7 +159,6 @@ def kind_of(event: Op | Collective) -> str:
 
 # -- named parts of a step's time
 
-MESSAGES = ("gather", "exchange", "scatter_sum", "sum")
 WAITED_FOR = {  # stream -> what a wait for it is called
     "gather": "waiting for parameters (gather)",
     "copy in": "waiting for parameters (gather)",
@@ -186,6 +172,7 @@ WAITED_FOR = {  # stream -> what a wait for it is called
 OTHER_STREAMS = {  # kind of work -> its name
     "gather": "all-gather", "exchange": "all-to-all of gradients", "scatter_sum": "reduce-scatter", "sum": "all-reduce",
     FETCH: "copies from the host", STORE: "copies to the host", HOST: "the caller's work on the host",
+    STEPPER: STEPPER, DISK_STREAM: DISK_STREAM,
 }  # fmt: skip
 
 
@@ -205,8 +192,9 @@ def by_kind(step: Step) -> list[TimePart]:
     waits: dict[str, float] = defaultdict(float)
     for stream, seconds in step.waits.items():
         waits[WAITED_FOR.get(stream, "waiting for others")] += seconds
-    others = (*MESSAGES, FETCH, STORE, HOST, STEPPER, DISK_STREAM)
-    compute = {name: s for name, s in step.by_kind.items() if name not in others and not name.endswith(KERNELS_OF)}
+    compute = {
+        name: s for name, s in step.by_kind.items() if name not in OTHER_STREAMS and not name.endswith(KERNELS_OF)
+    }
     parts = [TimePart(name=name, seconds=s) for name, s in compute.items() if s > 0]
     parts += [TimePart(name=name, seconds=s, waited=s) for name, s in waits.items() if s > 0]
     hidden = [

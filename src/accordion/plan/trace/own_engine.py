@@ -37,7 +37,6 @@ from accordion.plan.events import (
     REPLICATE,
     STORE,
     Category,
-    Land,
     Launch,
     StepPhase,
     Wait,
@@ -50,6 +49,7 @@ from accordion.shard.api import shard_over
 from accordion.shard.topology import CommunicatorMaker
 from accordion.sharding import MeshChoice
 from accordion.state import no_sync
+from accordion.workers.null_group import Done
 
 CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.GRADIENTS}
 
@@ -65,17 +65,19 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
     shard_over(silent(tracker, run), model, mesh, replace(run.sharding, meshes=meshes), make_arena=arena)
     engine = engine_of(model)
     assert engine is not None
+    groups = [group for unit in engine.units for group in unit.groups]
     if run.device == "cuda":
         engine.context.shard.one_node = run.shards <= run.node
         engine.context.replicate.one_node = run.ranks <= run.node
-        for context in [g.context for unit in engine.units for g in unit.groups if g.context is not engine.context]:
-            context.shard.one_node = run.ranks <= run.node
+        for group in groups:
+            if group.context is not engine.context:
+                group.context.shard.one_node = run.ranks <= run.node
     watch(engine, tracker)
     if run.sharding.offload.asks:
         tiers = tiers_of(engine)
         vars(tiers)["stepper"] = AtOnce(partial(tracker.on, _host_stream(run)))
         vars(tiers)["pool"] = AtOnce(tracker.paused)
-        for group in [group for unit in engine.units for group in unit.groups]:
+        for group in groups:
             if isinstance(group.shard_buffer, OffDeviceShards):
                 group.shard_buffer.grads.comes_from_device = run.device == "cuda"
                 # The fake slots of one arena share a storage, so each would count the others as holders of its memory.
@@ -106,16 +108,6 @@ class AtOnce:
         with self._wrapper():
             future.set_result(work(*args))
         return future
-
-
-class _Done:
-    """Stand-in for a finished `torch.distributed.Work` of a backend without streams."""
-
-    def wait(self, timeout: object = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class SilentCommunicator(Communicator):
@@ -151,14 +143,14 @@ class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
     nor logged by `send_each`."""
 
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
-        return [_Done() for _ in messages]
+        return [Done() for _ in messages]
 
 
 def silent(tracker: Tracker, run: TrainingSetup) -> CommunicatorMaker:
     """Return a function of (process group, device) that creates a communicator which logs collectives and sends nothing."""
     if run.device == "cuda":
         return partial(SilentCommunicator, tracker, ())
-    return partial(SilentGlooCommunicator, tracker, (_Done(),))
+    return partial(SilentGlooCommunicator, tracker, (Done(),))
 
 
 class TracedArena(Arena):
@@ -247,7 +239,7 @@ class _Traced(Transfer):
             super()._run()
 
     def land(self) -> None:
-        self.tracker.events.append(Land(self.number))
+        self.tracker.events.append(Wait(self.number, COMPUTE))
         super().land()
 
     def join(self, side_stream: SideStream) -> None:

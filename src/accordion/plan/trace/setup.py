@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from accordion.config import Strategy
 from accordion.sharding import Sharding
-from accordion.units import UnitChoice, only_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +47,6 @@ class TrainingSetup:
         sharding: Any = self.sharding
         if not isinstance(sharding, Sharding):
             object.__setattr__(self, "sharding", Sharding.from_config(sharding))
-
-    @property
-    def units(self) -> UnitChoice:
-        """The choice of units in `sharding`. With engine "fsdp2" and no choice, the blocks are the units, as is usual there."""
-        return only_blocks() if self.sharding.units is None and self.engine == "fsdp2" else self.sharding.units
 
     @property
     def strategy(self) -> Strategy:

@@ -58,7 +58,7 @@ class Tracker(StorageWatch):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self.phase, self.stream = StepPhase.BUILD, COMPUTE
+        self.stream = COMPUTE
         self.place = StepPart(StepPhase.BUILD, -1)
         self.category: Category | None = None
         self.live: dict[int, Alloc] = {}  # by the storage's key
@@ -76,7 +76,7 @@ class Tracker(StorageWatch):
     # -- called by the traced engine
 
     def enter(self, phase: StepPhase, unit: int = -1) -> None:
-        self.phase, self.place = phase, StepPart(phase, unit)
+        self.place = StepPart(phase, unit)
         self.events.append(Enter(self.place))
 
     @contextmanager
@@ -160,11 +160,11 @@ class Tracker(StorageWatch):
 
     def _log_new(self, storage: torch.UntypedStorage) -> None:
         if self.watch(storage):
-            by_phase = BY_PHASE.get(self.phase, Category.OTHER)
+            by_phase = BY_PHASE.get(self.place.phase, Category.OTHER)
             self._take(storage, self.category or (Category.ACTIVATIONS if self._recomputes() else by_phase))
 
     def _recomputes(self) -> bool:
-        return self.phase is StepPhase.BACKWARD and torch.is_grad_enabled()
+        return self.place.phase is StepPhase.BACKWARD and torch.is_grad_enabled()
 
     def _take(self, storage: torch.UntypedStorage, category: Category) -> None:
         if storage.nbytes():
