@@ -199,6 +199,6 @@ def run_of(architecture: str, case: str, engine: str = "accordion") -> TrainingS
         accumulate=c.accumulate,
         expert_parallel=c.expert_parallel,
         sequence=c.sequence,
-        sharding=sharding,
+        sharding=acc.Sharding(**sharding),
         device="cpu",
     )

@@ -12,7 +12,7 @@ from torch import nn
 import accordion as acc
 from accordion.plan.events import ALL_TO_ALL, EXPERT_DATA, EXPERTS, Collective, Op
 from accordion.plan.hardware import GB, GPUS, LATENCY_S, REACHED, Cluster
-from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.timeline import OF_TOKENS
 from accordion.plan.result import Plan
 from accordion.plan.trace.experts import experts_in
@@ -51,7 +51,7 @@ def test_messages_with_experts_over_four_of_sixteen_ranks_match_arithmetic(folde
     gathered = [p.chosen.memory.peak.highest["gathered"] for p in (plain, spread)]
     assert gathered[0] - gathered[1] > 2 * experts * 3 // 4
     step = spread.chosen.steps["middle"]
-    costs = costs_of(spread.cluster, "middle", 16, experts=4)
+    costs = Costs(spread.cluster, "middle", 16, experts=4)
     by_hand = sum(costs.of_collective(Collective(ALL_TO_ALL, n, EXPERTS, "compute")) for n in tokens)
     assert step.by_kind[OF_TOKENS] == pytest.approx(by_hand)
     assert OF_TOKENS not in plain.chosen.steps["middle"].by_kind
@@ -65,14 +65,14 @@ def test_an_all_to_all_leaves_the_node_on_the_network_link_of_each_card() -> Non
     cluster, rates, num_bytes = Cluster(gpu=GPUS["h100"], node=8, network_gbps=50.0), REACHED["middle"], 1 << 30
 
     def seconds(experts: int) -> float:
-        costs = costs_of(cluster, "middle", 64, experts=experts)
+        costs = Costs(cluster, "middle", 64, experts=experts)
         return costs.of_collective(Collective(ALL_TO_ALL, num_bytes, EXPERTS, "compute"))
 
     inside = num_bytes * 3 / 4 / (450 * GB * rates.link) + GPUS["h100"].latency_s
     assert seconds(4) == pytest.approx(inside)
     outside = num_bytes * 24 / 32 / (50 * GB * rates.network) + LATENCY_S["network"]
     assert seconds(32) == pytest.approx(outside)
-    axes = costs_of(cluster, "middle", 64, experts=4).axes
+    axes = Costs(cluster, "middle", 64, experts=4).axes
     assert (axes[EXPERT_DATA].ranks, axes[EXPERT_DATA].on_node) == (16, 2)
 
 

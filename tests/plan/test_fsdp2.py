@@ -9,7 +9,7 @@ import pytest
 import accordion as acc
 from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Log, Op
 from accordion.plan.hardware import Cluster
-from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import StreamClock
@@ -61,7 +61,7 @@ def test_a_deep_model_under_fsdp2_is_extended_exactly():
     assert len(set(map(id, quick.events))) < len(quick.events), "no block was repeated"
     a, b = peak_of(whole), peak_of(quick)
     assert (a.num_bytes, a.breakdown, a.unit, a.operator) == (b.num_bytes, b.breakdown, b.unit, b.operator)
-    costs = costs_of(Cluster(), "middle", 8)
+    costs = Costs(Cluster(), "middle", 8)
     assert StreamClock(costs).run(quick).seconds == pytest.approx(StreamClock(costs).run(whole).seconds, rel=1e-3)
 
 

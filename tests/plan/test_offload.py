@@ -16,10 +16,9 @@ from accordion.offload.activations.stores import NUM_STAGES
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.plan.choice import Choice
 from accordion.plan.events import Alloc, Category, Enter, Event, Launch, Log, Op, StepPart, StepPhase, Wait
-from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, inputs_of, offloaded
 from accordion.plan.hardware import GB, GIB, GPUS, HOST_MEMORY_GBPS, MARGIN, REACHED, Cluster
-from accordion.plan.replay.cost import costs_of
-from accordion.plan.replay.host_work import host_work, with_host_work
+from accordion.plan.replay.cost import Costs
+from accordion.plan.replay.offload import disk_bytes, host_bytes, host_work, inputs_of, offloaded, with_host_work
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.timeline import Step, StreamClock
 from accordion.plan.search.evaluate import HOST_MARGIN, Evaluator
@@ -91,7 +90,7 @@ def log_of(units: int, forward_s: float) -> Log:
     ],
 )
 def test_time_of_a_step_on_the_host_matches_arithmetic(offload, units, forward_s, seconds):
-    log, asked, costs = log_of(units, forward_s), choice(offload=OFFLOADS[offload]), costs_of(CLUSTER, "middle", RANKS)
+    log, asked, costs = log_of(units, forward_s), choice(offload=OFFLOADS[offload]), Costs(CLUSTER, "middle", RANKS)
     step = StreamClock(costs).run(offloaded(log, asked.offload, compute_bytes=2))
     step = with_host_work(step, host_work(log, asked, 2), asked, units, costs)
     assert step.seconds == pytest.approx(seconds + units * CLIP_S, rel=1e-3)
@@ -128,7 +127,7 @@ def test_a_single_rank_is_planned_as_the_engine_runs_it():
     asked = choice(gpus=1, micro_batch=2, offload=OFFLOADS["disk"])
     evaluator = Evaluator(looked, lambda text: None)
     candidate = evaluator.candidate(asked)
-    whole = TrainingSetup(ranks=1, sharding={"offload": acc.Offload(params="host", optimizer="host")})
+    whole = TrainingSetup(ranks=1, sharding=acc.Sharding(offload=acc.Offload(params="host", optimizer="host")))
     assert candidate.memory is not None
     assert candidate.memory.peak.num_bytes == peak_of(trace(gpt(3), whole)).num_bytes
     assert candidate.memory.peak.highest["gathered"] > 0
@@ -143,7 +142,7 @@ def test_a_plan_runs_on_one_thread(step, monkeypatch):
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (begun.append(self.name), start(self))[1])
     offload = acc.Offload(optimizer="host", step=step)
-    log = trace(gpt(2), TrainingSetup(ranks=1, node=1, sharding={"offload": offload}))
+    log = trace(gpt(2), TrainingSetup(ranks=1, node=1, sharding=acc.Sharding(offload=offload)))
     assert peak_of(log).num_bytes > 0
     assert not [name for name in begun if name.startswith("accordion")]
 
@@ -203,7 +202,7 @@ def test_a_step_takes_at_least_as_long_as_its_disk(units: int, forward_s: float,
     log = Log(held=[], events=[Enter(StepPart(StepPhase.FORWARD, -1)), *copies], units=[])
     device_s = 4 * units * forward_s
     step = Step(seconds=device_s, exposed_s=0.0, flops=0.0, by_kind={}, waits={}, by_place={})
-    costs, asked = costs_of(SLOW_DISK, "middle", 2), recomputing("disk")
+    costs, asked = Costs(SLOW_DISK, "middle", 2), recomputing("disk")
     assert with_host_work(step, host_work(log, asked, 2), asked, units, costs).seconds == pytest.approx(seconds)
     assert with_host_work(step, host_work(log, recomputing("host"), 2), asked, units, costs) is step
 

@@ -13,15 +13,15 @@ from torch import nn
 import accordion as acc
 from accordion import cli
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Launch, Log, Op, StepPart, StepPhase, Wait
-from accordion.plan.extrapolate.depth import num_traced
 from accordion.plan.hardware import GPUS, LAUNCH_S, MARGIN, OUTSIDE_BYTES, REACHED, Cluster, gpu_named
 from accordion.plan.replay.allocator import Allocator, reserved_bytes
-from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import StreamClock
 from accordion.plan.result import Plan
 from accordion.plan.search.traces import Family, UnlikeError
+from accordion.plan.trace.depth import num_traced
 from accordion.plan.trace.trace import trace
 from tests.plan.builders import BF16, ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, gpt, planned, run_of, total, traced
 from tests.support.sample import sampled
@@ -178,7 +178,7 @@ def test_the_allocator_reserves_as_many_bytes_as_torchs(expandable, events, rese
 
 
 def test_a_prefetched_gather_is_hidden_and_others_are_exposed():
-    costs = costs_of(Cluster(), "middle", 8)
+    costs = Costs(Cluster(), "middle", 8)
     product = Op("aten.mm.default", 989e12 * GPUS["h100"].products, 0, "bfloat16", "compute")  # one second
     gather = Collective("gather", int(0.5 * 450e9 * 0.73 * 8 / 7), "shard", "gather")  # half a second
     start = [Enter(StepPart(StepPhase.FORWARD, -1)), Launch(1, "gather"), gather]
@@ -192,7 +192,7 @@ def test_a_prefetched_gather_is_hidden_and_others_are_exposed():
 
 
 def test_no_kernel_starts_before_a_slow_host_has_launched_it():
-    low, middle = (costs_of(Cluster(), rate, 8) for rate in ("low", "middle"))
+    low, middle = (Costs(Cluster(), rate, 8) for rate in ("low", "middle"))
     small, begin = [Op("aten.add.Tensor", 0, 0, "bfloat16", "compute")] * 100, Enter(StepPart(StepPhase.FORWARD, -1))
     assert StreamClock(low).run(log(begin, *small)).seconds == pytest.approx(100 * 25e-6 + LAUNCH_S)
     assert StreamClock(middle).run(log(begin, *small)).seconds == pytest.approx(100 * LAUNCH_S)
@@ -206,7 +206,7 @@ def test_an_axis_that_leaves_the_node_pays_the_network():
     message = Collective("gather", 10**9, "shard", "gather")
     across = Collective("gather", 10**9, "replicate", "gather")
     near, far, inside, copies = (
-        costs_of(cluster, "middle", ranks, shards=shards).of_collective(sent)
+        Costs(cluster, "middle", ranks, shards=shards).of_collective(sent)
         for ranks, shards, sent in ((8, None, message), (16, None, message), (16, 8, message), (16, 8, across))
     )
     network = REACHED["middle"].network * cluster.network_gbps * 1e9  # of each card's own link
@@ -215,8 +215,8 @@ def test_an_axis_that_leaves_the_node_pays_the_network():
     assert near < far
     assert inside == near
     fast = replace(cluster, network_gbps=1e5)  # no faster than the links inside of the node, which it takes as well
-    assert costs_of(fast, "middle", 16).of_collective(message) == pytest.approx(near, rel=0.1)
-    assert costs_of(cluster, "middle", 1).of_collective(message) == 0
+    assert Costs(fast, "middle", 16).of_collective(message) == pytest.approx(near, rel=0.1)
+    assert Costs(cluster, "middle", 1).of_collective(message) == 0
 
 
 # -- the whole, as people call it

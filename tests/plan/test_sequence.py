@@ -9,7 +9,7 @@ import pytest
 import accordion as acc
 from accordion.plan.events import ALL_TO_ALL, SEQUENCE, Collective, Op
 from accordion.plan.hardware import gpu_named
-from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.timeline import OF_HEADS
 from accordion.plan.result import Plan
 from accordion.plan.trained_models import Kernels
@@ -49,7 +49,7 @@ def test_messages_and_activations_of_one_two_and_four_ranks(folder: Path, recomp
         passes = 2 + (recomputed == "full")
         messages = sent(plan, ALL_TO_ALL, axis=SEQUENCE)
         assert sorted(messages) == sorted([there, back] * passes * LAYERS)
-        costs = costs_of(plan.cluster, "middle", 8, sequence=n)
+        costs = Costs(plan.cluster, "middle", 8, sequence=n)
         by_hand = sum(costs.of_collective(Collective(ALL_TO_ALL, m, SEQUENCE, "compute")) for m in messages)
         assert step.by_kind[OF_HEADS] == pytest.approx(by_hand)
         assert plan.as_dict()["config"]["sequence"] == n

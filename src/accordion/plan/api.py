@@ -12,8 +12,8 @@ from accordion.config import DEVICE, Place, Precision
 from accordion.errors import UsageError
 from accordion.plan.choice import NO_OFFLOAD, Choice, Search, moved_as, traced_as
 from accordion.plan.events import Log
-from accordion.plan.extrapolate.offload import offloaded
 from accordion.plan.hardware import Cluster, cluster_of, with_attention
+from accordion.plan.replay.offload import offloaded
 from accordion.plan.result import Plan
 from accordion.plan.search.evaluate import Say
 from accordion.plan.search.search import SearchResult, search_in

@@ -11,12 +11,12 @@ from torch import nn
 
 from accordion.plan.choice import Choice
 from accordion.plan.events import Enter, Log, StepPhase, begins
-from accordion.plan.extrapolate.depth import IrregularError, Shortened, extend, longest_run, num_traced
 from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
-from accordion.plan.replay.cost import Costs, costs_of
+from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import MemoryPeak, peak_of
 from accordion.plan.replay.timeline import Step, StreamClock
+from accordion.plan.trace.depth import Extension, IrregularError, longest_run, num_traced
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 
@@ -67,9 +67,9 @@ def log_of(subject: Subject, run: TrainingSetup) -> Log:
     holder: Any = model.get_submodule(blocks.container)
     del holder[count:]  # from here on, `model` is the shortened model
     scale = num_trained / _num_trained(model)
-    how = Shortened(blocks=blocks, traced=count, period=period, optimizer_scale=scale, later=later)
     try:
-        return extend(trace(replace(subject, make=lambda: model), run), how)
+        log = trace(replace(subject, make=lambda: model), run)
+        return Extension(log, blocks, traced=count, period=period, later=later, scale=scale).log()
     except (IrregularError, IndexError, KeyError):
         return trace(subject, run)
 
@@ -98,7 +98,7 @@ def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle"
 def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
     shards = run.shards if run.strategy.hybrid else None
     near, experts = run.sharding.kept_over, run.expert_parallel
-    return costs_of(cluster, rate, run.ranks, shards=shards, near=near, experts=experts, sequence=run.sequence)
+    return Costs(cluster, rate, run.ranks, shards=shards, near=near, experts=experts, sequence=run.sequence)
 
 
 # -- accumulation: the traced micro-batches, and more of them like the second one

@@ -8,7 +8,7 @@ from itertools import product
 
 from accordion.config import DEVICE, Offload, Place, Precision
 from accordion.errors import UsageError
-from accordion.plan.choice import Choice, Search
+from accordion.plan.choice import Choice, Search, moved_as
 from accordion.plan.hardware import Cluster
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Subject, TrainingSetup
@@ -44,8 +44,20 @@ class Space:
     pure: bool = False
 
     def setup(self, choice: Choice) -> TrainingSetup:
-        """Return the setup of a trace of `choice` with the optimizer, engine and size of machines of this space."""
-        return choice.setup(self.cluster.node, self.optimizer, self.engine)
+        """Return the setup of a trace of `choice`, with `num_traced` micro-batches and with the host in place of a disk."""
+        choice = moved_as(choice)
+        return TrainingSetup(
+            engine=self.engine,
+            ranks=choice.gpus,
+            node=self.cluster.node,
+            replicas=choice.replicas,
+            expert_parallel=choice.expert_parallel,
+            sequence=choice.sequence,
+            accumulate=choice.accumulate,
+            no_sync=choice.no_sync,
+            optimizer=self.optimizer,
+            sharding=choice.sharding,
+        )
 
     @property
     def precision(self) -> Precision:

@@ -196,12 +196,6 @@ class _Event:
         if self.number is not None:
             self._tracker.events.append(Wait(self.number, self._tracker.stream if stream is None else stream.name))
 
-    def synchronize(self) -> None:
-        """Do nothing, because a trace has no time."""
-
-    def query(self) -> bool:
-        return True
-
 
 class _Stream:
     """Stand-in for a device stream; `name` is its name in logged events."""
@@ -217,6 +211,3 @@ class _Stream:
 
     def wait_stream(self, other: _Stream) -> None:
         self.wait_event(other.record_event())
-
-    def synchronize(self) -> None:
-        """Do nothing, because a trace has no time."""

@@ -41,12 +41,11 @@ from accordion.plan.events import (
     StepPhase,
     Wait,
 )
-from accordion.plan.trace.experts import ALL_AXES, silent_exchange, spread_experts
+from accordion.plan.trace.experts import ALL_AXES, spread_experts
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Rig, TrainingSetup
 from accordion.plan.trace.tracker import Tracker, storages_of
 from accordion.shard.api import shard_over
-from accordion.shard.topology import CommunicatorMaker
 from accordion.sharding import MeshChoice
 from accordion.state import no_sync
 from accordion.workers.null_group import Done
@@ -60,9 +59,10 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
     meshes: MeshChoice | None = None
     if run.expert_parallel > 1:
         with tracker.paused():
-            meshes, mesh = spread_experts(model, mesh, silent_exchange(tracker)), _torch.flattened_mesh(mesh, ALL_AXES)
+            meshes, mesh = spread_experts(model, mesh, tracker.exchange), _torch.flattened_mesh(mesh, ALL_AXES)
+    communicator = SilentCommunicator if run.device == "cuda" else SilentGlooCommunicator
     arena = partial(TracedArena, tracker, run)
-    shard_over(silent(tracker, run), model, mesh, replace(run.sharding, meshes=meshes), make_arena=arena)
+    shard_over(partial(communicator, tracker), model, mesh, replace(run.sharding, meshes=meshes), make_arena=arena)
     engine = engine_of(model)
     assert engine is not None
     groups = [group for unit in engine.units for group in unit.groups]
@@ -111,19 +111,20 @@ class AtOnce:
 
 
 class SilentCommunicator(Communicator):
-    """A communicator that logs each collective of several ranks in `tracker` and sends nothing. `works`: handles of works in the
-    `Pending` that each collective returns."""
+    """A communicator that logs each collective of several ranks in `tracker` and sends nothing."""
 
-    def __init__(self, tracker: Tracker, works: Sequence[Any], group: Any, device: torch.device) -> None:
+    works: Sequence[Any] = ()  # in the `Pending` that each collective returns
+
+    def __init__(self, tracker: Tracker, group: Any, device: torch.device) -> None:
         super().__init__(group, device)
-        self._tracker, self._works = tracker, works
+        self._tracker = tracker
 
     def _logged(self, kind: str, tensors: Sequence[Tensor]) -> Pending:
         if self.num_ranks == 1 or not tensors:
             return Pending(self)
         num_bytes = sum(t.numel() * t.itemsize for t in tensors)
         self._tracker.collective(kind, num_bytes, self._tracker.axes.get(id(self), "shard"))
-        return Pending(self, self._works)
+        return Pending(self, self.works)
 
     def gather(self, fulls: list[Tensor], shards: list[Tensor]) -> Pending:
         return self._logged("gather", fulls)
@@ -142,15 +143,10 @@ class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
     """The silent communicator for CPU ranks. Large tensors, which gloo sends in messages between pairs of ranks, are neither sent
     nor logged by `send_each`."""
 
+    works = (Done(),)
+
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
         return [Done() for _ in messages]
-
-
-def silent(tracker: Tracker, run: TrainingSetup) -> CommunicatorMaker:
-    """Return a function of (process group, device) that creates a communicator which logs collectives and sends nothing."""
-    if run.device == "cuda":
-        return partial(SilentCommunicator, tracker, ())
-    return partial(SilentGlooCommunicator, tracker, (Done(),))
 
 
 class TracedArena(Arena):

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
@@ -15,6 +16,7 @@ from accordion.observe.storage_watch import StorageWatch
 from accordion.plan.events import (
     ALL_TO_ALL,
     COMPUTE,
+    EXPERTS,
     SEQUENCE,
     Alloc,
     Category,
@@ -116,6 +118,11 @@ class Tracker(StorageWatch):
 
     def collective(self, kind: str, num_bytes: int, axis: str) -> None:
         self.events.append(Collective(kind, num_bytes, axis, self.stream))
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Log an all-to-all over the ranks that share experts; send nothing, and return new, uninitialized rows."""
+        self.collective(ALL_TO_ALL, rows.nbytes, EXPERTS)
+        return torch.empty_like(rows)
 
     # -- operators and storages
 

@@ -91,23 +91,6 @@ class IrregularError(Exception):
     """Raised if the events of the middle blocks do not repeat. The whole model must be traced then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortened:
-    """How a deep model was shortened for a trace."""
-
-    blocks: EqualBlocks  # of the deep model
-    traced: int  # blocks that were traced
-    period: int  # distance of blocks with equal events
-    optimizer_scale: float  # elements that the optimizer steps: the deep model's, relative to the shortened model's
-    later: int = 0  # in the backward, a block's last transfer is waited for `1 + later` blocks after it
-
-
-def extend(log: Log, short: Shortened) -> Log:
-    """Return the log of a deep model, derived from `log`, the log of that model shortened as in `short`. Raises `IrregularError`,
-    `KeyError` or `IndexError` if the events of the blocks do not repeat."""
-    return _Extension(log, short).log()
-
-
 def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> int:
     """Return the number of allocations that are live after the step in `events`, minus that before it. `allocs`: the allocations
     that are live before the step. Raises `IrregularError` if the step frees memory that is not allocated."""
@@ -122,16 +105,25 @@ def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> 
     return len(live) - len(allocs)
 
 
-class _Extension:
-    """Builds the deep model's log, which `log` returns. Allocations and transfers get new numbers, one for each origin there."""
+class Extension:
+    """Derives the log of a deep model, which `log` returns, from the log of that model with fewer blocks. Allocations and
+    transfers get new numbers, one for each origin there. Constructor and `log` raise `IrregularError`, `KeyError` or `IndexError`
+    if the events of the blocks do not repeat.
 
-    def __init__(self, log: Log, short: Shortened) -> None:
-        self._log, self._first, self._each = log, short.blocks.first_unit, short.blocks.each
-        self._traced, self._period, self._later = short.traced, short.period, short.later
-        self._scale = short.optimizer_scale
-        self._end = self._first + short.traced * self._each  # the first unit after the blocks
-        self._start = HEAD + short.period  # the repeated blocks: [start, start + period)
-        self._total, self._added = short.blocks.count, short.blocks.count - short.traced  # blocks
+    Args:
+        log: the log of the model with fewer blocks.
+        blocks: the equal blocks of the deep model.
+        traced: number of blocks in `log`.
+        period, later: as in `num_traced`.
+        scale: elements that the optimizer steps: the deep model's, relative to those of the model with fewer blocks.
+    """
+
+    def __init__(self, log: Log, blocks: EqualBlocks, *, traced: int, period: int, later: int, scale: float) -> None:
+        self._log, self._first, self._each = log, blocks.first_unit, blocks.each
+        self._traced, self._period, self._later, self._scale = traced, period, later, scale
+        self._end = self._first + traced * self._each  # the first unit after the blocks
+        self._start = HEAD + period  # the repeated blocks: [start, start + period)
+        self._total, self._added = blocks.count, blocks.count - traced  # blocks
         self._origins: dict[object, _Origin] = {}  # in `log`, by `_key`
         self._segments = self._split()
         self._check()
