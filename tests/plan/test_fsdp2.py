@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import accordion as acc
-from accordion.plan.events import COMPUTE, Alloc, Category, Collective, Log, Op
+from accordion.plan.events import Alloc, Category, Collective, Log, Op, Streams
 from accordion.plan.hardware import Cluster
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import peak_of
@@ -39,9 +39,9 @@ def test_each_stream_of_fsdp2_has_its_own_work_and_memory():
     assert messages.count(("scatter_sum", "reduce")) == units
     operators = [(e.name, e.stream) for e in log.events if isinstance(e, Op)]
     assert operators.count(("fsdp.all_gather_copy_in.default", "copy in")) == 2 * units - 1
-    assert operators.count(("fsdp.split_with_sizes_copy.default", COMPUTE)) == 2 * units - 1
+    assert operators.count(("fsdp.split_with_sizes_copy.default", Streams.COMPUTE)) == 2 * units - 1
     packs = ("fsdp.chunk_cat.default", "fsdp.chunk_cat_mixed_dtype.default")  # the second from torch 2.15 on
-    assert sum(operators.count((packed, COMPUTE)) for packed in packs) == units
+    assert sum(operators.count((packed, Streams.COMPUTE)) for packed in packs) == units
     allocated = {(e.stream, e.category) for e in log.events if isinstance(e, Alloc)}
     assert {("copy in", Category.GATHERED), ("reduce", Category.GRADIENTS)} <= allocated
     assert {unit for unit in log.units if unit} == {"blocks.0", "blocks.1", "blocks.2"}

@@ -5,20 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log2
 
-from accordion.plan.events import (
-    ALL_TO_ALL,
-    DISK_STREAM,
-    EXPERT_DATA,
-    EXPERTS,
-    FETCH,
-    HOST,
-    NEAR,
-    SEQUENCE,
-    STEPPER,
-    STORE,
-    Collective,
-    Op,
-)
+from accordion.plan.events import ALL_TO_ALL, Axes, Collective, Op, Streams
 from accordion.plan.hardware import (
     ATTENTION_BACKWARD,
     DRAG,
@@ -75,10 +62,10 @@ class Costs:
         self.axes = {  # by name, as in `Collective.axis`
             "shard": MeshAxis(ranks=inside, on_node=min(inside, machine)),
             "replicate": MeshAxis(ranks=across, on_node=max(1, machine // inside) if shards else machine),
-            NEAR: MeshAxis(ranks=near, on_node=min(near, machine)),
-            EXPERTS: MeshAxis(ranks=experts, on_node=min(experts, machine)),
-            SEQUENCE: MeshAxis(ranks=sequence, on_node=min(sequence, machine)),
-            EXPERT_DATA: MeshAxis(ranks=ranks // experts, on_node=max(1, machine // experts)),
+            Axes.NEAR: MeshAxis(ranks=near, on_node=min(near, machine)),
+            Axes.EXPERTS: MeshAxis(ranks=experts, on_node=min(experts, machine)),
+            Axes.SEQUENCE: MeshAxis(ranks=sequence, on_node=min(sequence, machine)),
+            Axes.EXPERT_DATA: MeshAxis(ranks=ranks // experts, on_node=max(1, machine // experts)),
         }
         # A factor on the time of device work with many ranks, since all wait for the slowest.
         self.drag = 1 + DRAG * log2(max(1.0, ranks / MANY_RANKS))
@@ -88,10 +75,11 @@ class Costs:
         collective."""
         if isinstance(op, Collective):
             return self.of_collective(op)
-        if op.stream in (FETCH, STORE):  # a copy reads and writes each byte, and sends it over the link once
+        if op.stream in (Streams.FETCH, Streams.STORE):
+            # A copy reads and writes each byte, and sends it over the link once.
             return op.num_bytes / 2 / (self.cluster.gpu.host_gbps * GB * self.rates.link) + LATENCY_S["node"]
-        if op.stream in (HOST, STEPPER, DISK_STREAM):
-            gbps = self.cluster.disk_gbps if op.stream == DISK_STREAM else HOST_MEMORY_GBPS
+        if op.stream in (Streams.HOST, Streams.STEPPER, Streams.DISK):
+            gbps = self.cluster.disk_gbps if op.stream == Streams.DISK else HOST_MEMORY_GBPS
             return op.num_bytes * self.on_machine / (gbps * GB * self.rates.host)
         gpu = self.cluster.gpu
         speed = (1.0, gpu.fast, gpu.slow)[self.rates.end]

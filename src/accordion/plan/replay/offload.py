@@ -12,12 +12,6 @@ from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.plan.choice import Choice
 from accordion.plan.events import (
-    COMPUTE,
-    DISK_STREAM,
-    FETCH,
-    REPLICATE,
-    STEPPER,
-    STORE,
     Alloc,
     Category,
     Enter,
@@ -28,6 +22,7 @@ from accordion.plan.events import (
     Op,
     StepPart,
     StepPhase,
+    Streams,
     Wait,
     begins,
 )
@@ -73,7 +68,7 @@ def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
     engine waits for their copy to the host then."""
     gradients = offloaded_gradients(log)
     launches = [event for event in log.events if isinstance(event, Launch)]
-    last = REPLICATE if any(event.stream == REPLICATE for event in launches) else "reduce"
+    last = Streams.REPLICATE if any(event.stream == Streams.REPLICATE for event in launches) else "reduce"
     reduces = {event.transfer for event in launches if event.stream == last}
     unreduced: list[int] = []
     reducing: dict[int, list[int]] = {}  # by transfer
@@ -94,7 +89,7 @@ def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
                 copied = []
         elif isinstance(event, Launch) and event.transfer in reduces:
             reducing[event.transfer], unreduced = unreduced, []
-        elif isinstance(event, Wait) and event.stream == COMPUTE and event.transfer in reducing:
+        elif isinstance(event, Wait) and event.stream == Streams.COMPUTE and event.transfer in reducing:
             yield from map(Free, copied)
             copied = reducing.pop(event.transfer)
         elif isinstance(event, Alloc) and event.number in gradients:
@@ -156,7 +151,7 @@ def inputs_of(log: Log) -> list[int]:
     for event in log.events:
         if isinstance(event, Enter) and begins(event.place):
             batches.append([])
-        elif isinstance(event, Op) and event.stream == STORE:
+        elif isinstance(event, Op) and event.stream == Streams.STORE:
             batches[-1].append(room_for(event.num_bytes // COPIED))
     return max(batches, key=sum)
 
@@ -194,13 +189,13 @@ def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
 
 
 def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
-    """Return stream -> bytes that one rank reads and writes in a step of `choice`. Streams are `FETCH` and `STORE` (copies from
-    and to the host), `STEPPER` (the optimizer), `HOST` (clipping, sums of gradients) and `DISK_STREAM`; one without work has 0
-    or is left out. `log`: the log without offloaded states. `compute_bytes`: bytes per element of the compute dtype."""
+    """Return stream -> bytes that one rank reads and writes in a step of `choice`. Of `Streams`: FETCH and STORE (copies from and
+    to the host), STEPPER (the optimizer), HOST (clipping, sums of gradients) and DISK; one without work has 0 or is left out.
+    `log`: the log without offloaded states. `compute_bytes`: bytes per element of the compute dtype."""
     offload, states, work = choice.offload, state_by_unit(log), dict[str, float]()
     if folder_of(offload.activations):  # the last inputs are still in the staging buffers
         inputs = inputs_of(log)
-        work[DISK_STREAM] = choice.accumulate * (sum(inputs) + sum(inputs[:-NUM_STAGES]))
+        work[Streams.DISK] = choice.accumulate * (sum(inputs) + sum(inputs[:-NUM_STAGES]))
     if not offload.is_any:
         return work
     clipped, stepped = _step_bytes(log)
@@ -210,13 +205,13 @@ def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
     # A backward that reduces marks the copies on the device as stale.
     times = choice.accumulate if offload.params == HOST or choice.each_reduces else 1
     gathered = _gathered_units(log) if offload.params == HOST else list(rows)
-    work[FETCH] = COPIED * times * sum(rows.get(unit, 0) for unit in gathered)
-    work[STORE] = COPIED * choice.accumulate * gradients
-    work[HOST] = clipped + ADDED * (choice.accumulate - 1) * gradients
+    work[Streams.FETCH] = COPIED * times * sum(rows.get(unit, 0) for unit in gathered)
+    work[Streams.STORE] = COPIED * choice.accumulate * gradients
+    work[Streams.HOST] = clipped + ADDED * (choice.accumulate - 1) * gradients
     written = (MASTER_BYTES + compute_bytes) / GRADIENT_BYTES if compute_bytes != MASTER_BYTES else 0.0
-    work[STEPPER] = stepped + written * gradients
+    work[Streams.STEPPER] = stepped + written * gradients
     if folder_of(offload.optimizer):
-        work[DISK_STREAM] = work.get(DISK_STREAM, 0.0) + COPIED * sum(state.state_bytes for state in states.values())
+        work[Streams.DISK] = work.get(Streams.DISK, 0.0) + COPIED * sum(state.state_bytes for state in states.values())
     return work
 
 
@@ -262,13 +257,13 @@ def with_host_work(step: Step, work: Mapping[str, float], choice: Choice, num_un
         return step
     forward_s = sum(s for place, (s, _) in step.by_place.items() if place.phase is StepPhase.FORWARD)
     first_s, lead = forward_s / choice.accumulate, min(1.0, 2 / max(1, num_units))
-    fetch_s, store_s, disk_s = (seconds.get(stream, 0.0) for stream in (FETCH, STORE, DISK_STREAM))
-    stepped_s = max(seconds[STEPPER], disk_s) if STEPPER in seconds else 0.0
+    fetch_s, store_s, disk_s = (seconds.get(stream, 0.0) for stream in (Streams.FETCH, Streams.STORE, Streams.DISK))
+    stepped_s = max(seconds[Streams.STEPPER], disk_s) if Streams.STEPPER in seconds else 0.0
     begins_s = max(lead * stepped_s, stepped_s - (1 - lead) * first_s)
     always = choice.offload.params == HOST  # copied for each gather, not once in the first forward
     fetched_s = max(lead / 4 * fetch_s, fetch_s - step.seconds) if always else max(0.0, fetch_s - first_s)
     stored_s = max(lead * store_s, store_s - (step.seconds - forward_s))
-    total_s = step.seconds + begins_s + fetched_s + stored_s + seconds.get(HOST, 0.0)
+    total_s = step.seconds + begins_s + fetched_s + stored_s + seconds.get(Streams.HOST, 0.0)
     total_s = max(total_s, disk_s)
     waited_s = total_s - step.seconds
     start = StepPart(StepPhase.FORWARD, -1)
@@ -278,6 +273,6 @@ def with_host_work(step: Step, work: Mapping[str, float], choice: Choice, num_un
         seconds=total_s,
         exposed_s=step.exposed_s + waited_s,
         by_kind={**step.by_kind, **{s: step.by_kind.get(s, 0.0) + took for s, took in seconds.items()}},
-        waits={**step.waits, HOST: step.waits.get(HOST, 0.0) + waited_s},
+        waits={**step.waits, Streams.HOST: step.waits.get(Streams.HOST, 0.0) + waited_s},
         by_place={**step.by_place, start: (at_start[0] + waited_s, at_start[1] + waited_s)},
     )

@@ -9,14 +9,7 @@ from typing import ClassVar
 
 from accordion.plan.events import (
     ALL_TO_ALL,
-    COMPUTE,
-    DISK_STREAM,
-    FETCH,
-    HOST,
-    REPLICATE,
-    SEQUENCE,
-    STEPPER,
-    STORE,
+    Axes,
     Collective,
     Enter,
     Launch,
@@ -25,11 +18,13 @@ from accordion.plan.events import (
     Op,
     StepPart,
     StepPhase,
+    Streams,
     Wait,
 )
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import name_of
 
+COMPUTE = Streams.COMPUTE  # a global name, because it is looked up for each event
 KERNELS_OF = " stream's kernels"
 IN_LINE = "messages in line"  # kind of collectives on the compute stream itself, such as the sum of norms
 OF_TOKENS = "all-to-all of tokens"
@@ -146,9 +141,9 @@ def kind_of(event: Op | Collective) -> str:
     if isinstance(event, Collective):
         if event.stream != COMPUTE:
             return event.kind
-        of_axis = OF_HEADS if event.axis == SEQUENCE else OF_TOKENS
+        of_axis = OF_HEADS if event.axis == Axes.SEQUENCE else OF_TOKENS
         return of_axis if event.kind == ALL_TO_ALL else IN_LINE
-    if event.stream in (FETCH, STORE):
+    if event.stream in (Streams.FETCH, Streams.STORE):
         return event.stream
     if event.stream != COMPUTE:
         return f"{event.stream}{KERNELS_OF}"
@@ -164,15 +159,15 @@ WAITED_FOR = {  # stream -> what a wait for it is called
     "copy in": "waiting for parameters (gather)",
     "reduce": "waiting for gradients (reduce)",
     "all-reduce": "waiting for gradients between nodes",
-    REPLICATE: "waiting for gradients between nodes",
-    FETCH: "waiting for the host",
-    STORE: "waiting for the host",
-    HOST: "waiting for the host",
+    Streams.REPLICATE: "waiting for gradients between nodes",
+    Streams.FETCH: "waiting for the host",
+    Streams.STORE: "waiting for the host",
+    Streams.HOST: "waiting for the host",
 }
 OTHER_STREAMS = {  # kind of work -> its name
     "gather": "all-gather", "exchange": "all-to-all of gradients", "scatter_sum": "reduce-scatter", "sum": "all-reduce",
-    FETCH: "copies from the host", STORE: "copies to the host", HOST: "the caller's work on the host",
-    STEPPER: STEPPER, DISK_STREAM: DISK_STREAM,
+    Streams.FETCH: "copies from the host", Streams.STORE: "copies to the host", Streams.HOST: "the caller's work on the host",
+    Streams.STEPPER: Streams.STEPPER, Streams.DISK: Streams.DISK,
 }  # fmt: skip
 
 

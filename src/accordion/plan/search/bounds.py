@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from accordion.config import DEVICE, FULL_SHARD, HOST, ActivationCheckpointing, Place
 from accordion.plan.choice import NO_OFFLOAD, Choice
-from accordion.plan.events import COMPUTE, Collective, Enter, Log, Op, StepPhase, begins
+from accordion.plan.events import Collective, Enter, Log, Op, StepPhase, Streams, begins
 from accordion.plan.hardware import Cluster
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.offload import GRADIENT_BYTES, MASTER_BYTES
@@ -87,7 +87,7 @@ def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Clus
             name = log.units[event.place.unit] if event.place.unit >= 0 else ""
             is_block = phase is StepPhase.FORWARD and any(map(str.isdecimal, name.split(".")))
         elif isinstance(event, Op):
-            if is_block and event.stream == COMPUTE:
+            if is_block and event.stream == Streams.COMPUTE:
                 blocks_s += costs.of(event)
                 light_s += 0.0 if event.flops else costs.of(event)
         elif isinstance(event, Collective) and event.axis == "shard":

@@ -17,7 +17,7 @@ from accordion import _torch
 from accordion.config import Place, Precision, Strategy
 from accordion.engine.unit import is_layer
 from accordion.errors import UsageError
-from accordion.plan.events import COMPUTE, Mark, StepPhase, Wait
+from accordion.plan.events import Mark, StepPhase, Streams, Wait
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Rig, TrainingSetup
 from accordion.plan.trace.tracker import Tracker, storages_of
@@ -159,7 +159,7 @@ def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
 def _named_streams(tracker: Tracker) -> Iterator[None]:
     """Context manager in which `torch.cpu` creates streams and events that `tracker` logs; torch's own do nothing."""
     names = iter(STREAMS)
-    streams = {COMPUTE: _Stream(COMPUTE, tracker)}
+    streams = {Streams.COMPUTE: _Stream(Streams.COMPUTE, tracker)}
 
     def stream(priority: int = 0) -> _Stream:
         name = next(names)

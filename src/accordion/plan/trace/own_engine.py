@@ -28,19 +28,7 @@ from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.offload.tiers import Tiers
 from accordion.optimizers.wrap import clip_grad_norm_, wrap_optimizer
-from accordion.plan.events import (
-    COMPUTE,
-    EXPERT_DATA,
-    FETCH,
-    HOST,
-    NEAR,
-    REPLICATE,
-    STORE,
-    Category,
-    Launch,
-    StepPhase,
-    Wait,
-)
+from accordion.plan.events import Axes, Category, Launch, StepPhase, Streams, Wait
 from accordion.plan.trace.experts import ALL_AXES, spread_experts
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Rig, TrainingSetup
@@ -164,8 +152,8 @@ def silenced(tracker: Tracker, run: TrainingSetup) -> AbstractContextManager[Non
 
 
 def _host_stream(run: TrainingSetup) -> str:
-    """Return the stream under which host memory is logged: `COMPUTE` for CPU ranks, whose device memory is host memory."""
-    return HOST if run.device == "cuda" else COMPUTE
+    """Return the stream under which host memory is logged: COMPUTE for CPU ranks, whose device memory is host memory."""
+    return Streams.HOST if run.device == "cuda" else Streams.COMPUTE
 
 
 # -- observers
@@ -178,17 +166,17 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
         axis = group.context.shard
-        tracker.axes |= {id(axis.gather): EXPERT_DATA, id(axis.reduce): EXPERT_DATA}
+        tracker.axes |= {id(axis.gather): Axes.EXPERT_DATA, id(axis.reduce): Axes.EXPERT_DATA}
     # Groups that keep a shard per node: their backward gathers over neighbouring ranks, and `close` copies that shard.
     for group in [g for unit in engine.units for g in unit.groups if hasattr(g, "over")]:
-        tracker.axes[id(group.over)] = NEAR
+        tracker.axes[id(group.over)] = Axes.NEAR
         buffer: Any = group.full_buffer
         vars(buffer)["close"] = tracker.new_memory_as(Category.GATHERED)(buffer.close)
-    streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, FETCH: context.fetch_stream}
+    streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, Streams.FETCH: context.fetch_stream}
     if context.replicate_stream is not context.reduce_stream:
-        streams[REPLICATE] = context.replicate_stream
+        streams[Streams.REPLICATE] = context.replicate_stream
     if isinstance(context.shard_buffers, Tiers):
-        streams[STORE] = context.shard_buffers.store_stream
+        streams[Streams.STORE] = context.shard_buffers.store_stream
     for name, stream in streams.items():
         stream.makes = partial(_Traced, name, tracker)
     engine.observers.attach(StepTrace(tracker))
@@ -235,12 +223,12 @@ class _Traced(Transfer):
             super()._run()
 
     def land(self) -> None:
-        self.tracker.events.append(Wait(self.number, COMPUTE))
+        self.tracker.events.append(Wait(self.number, Streams.COMPUTE))
         super().land()
 
     def join(self, side_stream: SideStream) -> None:
         if self.name == "reduce":
-            self.tracker.events.append(Wait(self.number, REPLICATE))
+            self.tracker.events.append(Wait(self.number, Streams.REPLICATE))
         super().join(side_stream)
 
 

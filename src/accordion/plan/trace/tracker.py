@@ -15,10 +15,8 @@ from accordion import _torch
 from accordion.observe.storage_watch import StorageWatch
 from accordion.plan.events import (
     ALL_TO_ALL,
-    COMPUTE,
-    EXPERTS,
-    SEQUENCE,
     Alloc,
+    Axes,
     Category,
     Collective,
     Enter,
@@ -27,6 +25,7 @@ from accordion.plan.events import (
     Op,
     StepPart,
     StepPhase,
+    Streams,
 )
 from accordion.plan.trace.memo import Memo
 from accordion.plan.trace.operators import bytes_moved_by, flops_of, num_bytes, row_of, tensors_of
@@ -60,7 +59,7 @@ class Tracker(StorageWatch):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self.stream = COMPUTE
+        self.stream = Streams.COMPUTE
         self.place = StepPart(StepPhase.BUILD, -1)
         self.category: Category | None = None
         self.live: dict[int, Alloc] = {}  # by the storage's key
@@ -121,7 +120,7 @@ class Tracker(StorageWatch):
 
     def exchange(self, rows: Tensor) -> Tensor:
         """Log an all-to-all over the ranks that share experts; send nothing, and return new, uninitialized rows."""
-        self.collective(ALL_TO_ALL, rows.nbytes, EXPERTS)
+        self.collective(ALL_TO_ALL, rows.nbytes, Axes.EXPERTS)
         return torch.empty_like(rows)
 
     # -- operators and storages
@@ -153,7 +152,7 @@ class Tracker(StorageWatch):
             kind, index = COLLECTIVES.get(func.__name__.partition(".")[0], ("", None))
             if kind:
                 full = tensors_of(out if index is None else args[index])
-                axis = {"sum": self.sum_axis, ALL_TO_ALL: SEQUENCE}.get(kind, "shard")
+                axis = {"sum": self.sum_axis, ALL_TO_ALL: Axes.SEQUENCE}.get(kind, "shard")
                 self.collective(kind, sum(map(num_bytes, full)), axis)
         else:
             self._record(func, args, kwargs, out)
