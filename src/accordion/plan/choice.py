@@ -9,13 +9,7 @@ from typing import Any
 from accordion.config import (
     DEVICE,
     DISK,
-    FULL_SHARD,
     HOST,
-    HYBRID_SHARD,
-    HYBRID_SHARD_OPTIM,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    SHARD_OPTIM,
     Offload,
     Place,
     Strategy,
@@ -28,7 +22,11 @@ from accordion.plan.hardware import LARGEST
 from accordion.sharding import Sharding, offload_named, offload_words, unit_words
 
 ON_DISK = f"{DISK}FOLDER"  # a disk in a folder that is not chosen yet; a plan prints it like this
-STRATEGIES = (FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_OPTIM, SHARD_OPTIM, NO_SHARD)
+STRATEGIES = tuple(
+    map(
+        strategy_named, ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_optim", "shard_optim", "no_shard")
+    )
+)
 CHECKPOINTING = ("none", "selective", "every:2", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
 NO_OFFLOAD = Offload()

@@ -57,9 +57,7 @@ class StepPart(NamedTuple):
     unit: int
 
 
-def begins(place: StepPart) -> bool:
-    """Return True if `place` is the start of a micro-batch: the forward before the first unit."""
-    return place == StepPart(StepPhase.FORWARD, -1)
+START = StepPart(StepPhase.FORWARD, -1)  # the start of a micro-batch: its forward before the first unit
 
 
 @dataclass(slots=True)

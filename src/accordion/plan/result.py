@@ -12,18 +12,11 @@ import torch
 
 from accordion.errors import UsageError
 from accordion.observe.trace import Trace
+from accordion.plan.choice import moved_as, traced_as
 from accordion.plan.events import Log
-from accordion.plan.hardware import (
-    GIB,
-    HOST_MEMORY_GBPS,
-    MARGIN,
-    OUTSIDE_BYTES,
-    REACHED,
-    TELLABLE,
-    TIGHT_BYTES,
-    Cluster,
-)
+from accordion.plan.hardware import GIB, HOST_MEMORY_GBPS, MARGIN, OUTSIDE_BYTES, REACHED, TELLABLE, Cluster
 from accordion.plan.replay.drawing import drawn
+from accordion.plan.replay.offload import offloaded
 from accordion.plan.replay.predict import costs_for
 from accordion.plan.replay.timeline import by_kind, by_unit
 from accordion.plan.search.evaluate import HOST_MARGIN, Candidate
@@ -68,14 +61,12 @@ class Plan:
         workload: the model, loss and batches that were asked for.
         space: the GPUs, and the values that were searched.
         found: all candidates (configurations with their memory and time), and the best of them.
-        log: events of a step of the chosen configuration; None if it was not traced.
     """
 
     task: Trained
     workload: Workload
     space: Space
     found: SearchResult
-    log: Log | None = None
 
     @property
     def cluster(self) -> Cluster:
@@ -95,7 +86,7 @@ class Plan:
     def is_tight(self) -> bool:
         """True if the chosen configuration fits, but leaves so little memory that published runs lost time to the allocator."""
         memory = self.chosen.memory
-        return self.fits and memory is not None and self.cluster.card_bytes - memory.needed_bytes < TIGHT_BYTES
+        return self.fits and memory is not None and memory.is_tight(self.cluster)
 
     @property
     def chosen(self) -> Candidate:
@@ -104,6 +95,16 @@ class Plan:
         if self.found.best is not None:
             return self.found.best
         return closest(self.found.candidates, self.space)
+
+    @property
+    def log(self) -> Log | None:
+        """Events of a step of the chosen configuration with its offload: traced, or derived from the trace without offloaded
+        states. None if neither was traced."""
+        choice, logs = self.chosen.choice, self.found.logs
+        if moved_as(choice) in logs:
+            return logs[moved_as(choice)]
+        log = logs.get(traced_as(choice))
+        return None if log is None else offloaded(log, choice.offload, self.space.compute_bytes)
 
     @property
     def fits(self) -> bool:

@@ -12,6 +12,7 @@ from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.plan.choice import Choice
 from accordion.plan.events import (
+    START,
     Alloc,
     Category,
     Enter,
@@ -24,7 +25,6 @@ from accordion.plan.events import (
     StepPhase,
     Streams,
     Wait,
-    begins,
 )
 from accordion.plan.hardware import Cluster
 from accordion.plan.replay.cost import Costs
@@ -73,7 +73,7 @@ def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
     unreduced: list[int] = []
     reducing: dict[int, list[int]] = {}  # by transfer
     copied: list[int] = []  # gradients whose copy to the host has started
-    place = StepPart(StepPhase.FORWARD, -1)
+    place = START
     for event in log.events:
         if isinstance(event, Free) and (event.number in moved or event.number in gradients):
             continue
@@ -84,7 +84,7 @@ def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
             if not reduces and place.phase is not StepPhase.FORWARD:  # a single rank
                 yield from map(Free, copied)
                 copied, unreduced = unreduced, []
-            if place.phase is StepPhase.STEP or begins(place):  # a backward has ended
+            if place.phase is StepPhase.STEP or place == START:  # a backward has ended
                 yield from map(Free, copied)
                 copied = []
         elif isinstance(event, Launch) and event.transfer in reduces:
@@ -128,7 +128,7 @@ def offloaded_gradients(log: Log) -> Mapping[int, int]:
     live_at_end: set[int] = set()
     points: dict[int, tuple[StepPart, int]] = {}  # by number: (part of the step, gradients allocated in it before)
     sizes: dict[int, int] = {}
-    place, count = StepPart(StepPhase.FORWARD, -1), 0
+    place, count = START, 0
     for event in log.events:
         if isinstance(event, Alloc) and event.category is Category.GRADIENTS:
             live.add(event.number)
@@ -138,7 +138,7 @@ def offloaded_gradients(log: Log) -> Mapping[int, int]:
             live.discard(event.number)
         elif isinstance(event, Enter):
             place, count = event.place, 0
-            if place.phase is StepPhase.STEP or begins(place):
+            if place.phase is StepPhase.STEP or place == START:
                 live_at_end |= live
     points_of_sharded = {points[number] for number in live_at_end}
     return {number: sizes[number] for number, point in points.items() if point in points_of_sharded}
@@ -149,7 +149,7 @@ def inputs_of(log: Log) -> list[int]:
     offloads inputs."""
     batches: list[list[int]] = [[]]
     for event in log.events:
-        if isinstance(event, Enter) and begins(event.place):
+        if isinstance(event, Enter) and event.place == START:
             batches.append([])
         elif isinstance(event, Op) and event.stream == Streams.STORE:
             batches[-1].append(room_for(event.num_bytes // COPIED))
@@ -199,7 +199,7 @@ def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
     if not offload.is_any:
         return work
     clipped, stepped = _step_bytes(log)
-    num_batches = sum(isinstance(event, Enter) and begins(event.place) for event in log.events)
+    num_batches = sum(isinstance(event, Enter) and event.place == START for event in log.events)
     gradients = sum(offloaded_gradients(log).values()) / num_batches
     rows = {unit: state.elements * compute_bytes for unit, state in states.items()}
     # A backward that reduces marks the copies on the device as stale.
@@ -217,7 +217,7 @@ def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
 
 def _step_bytes(log: Log) -> tuple[int, int]:
     """Return (bytes that clipping reads and writes, bytes that the optimizer reads and writes) in the step of `log`."""
-    place, is_clipped, clipped, stepped = StepPart(StepPhase.FORWARD, -1), False, 0, 0
+    place, is_clipped, clipped, stepped = START, False, 0, 0
     for event in log.events:
         if isinstance(event, Enter):
             place = event.place
@@ -236,7 +236,7 @@ def _gathered_units(log: Log) -> list[int]:
     streams: dict[int, str] = {}
     for event in log.events:
         if isinstance(event, Enter):
-            visits = [] if begins(event.place) else visits
+            visits = [] if event.place == START else visits
             visits.append([event.place.unit, 0])
         elif isinstance(event, Launch):
             streams[event.transfer] = event.stream
@@ -266,13 +266,12 @@ def with_host_work(step: Step, work: Mapping[str, float], choice: Choice, num_un
     total_s = step.seconds + begins_s + fetched_s + stored_s + seconds.get(Streams.HOST, 0.0)
     total_s = max(total_s, disk_s)
     waited_s = total_s - step.seconds
-    start = StepPart(StepPhase.FORWARD, -1)
-    at_start = step.by_place.get(start, (0.0, 0.0))
+    at_start = step.by_place.get(START, (0.0, 0.0))
     return replace(
         step,
         seconds=total_s,
         exposed_s=step.exposed_s + waited_s,
         by_kind={**step.by_kind, **{s: step.by_kind.get(s, 0.0) + took for s, took in seconds.items()}},
         waits={**step.waits, Streams.HOST: step.waits.get(Streams.HOST, 0.0) + waited_s},
-        by_place={**step.by_place, start: (at_start[0] + waited_s, at_start[1] + waited_s)},
+        by_place={**step.by_place, START: (at_start[0] + waited_s, at_start[1] + waited_s)},
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, StepPart, StepPhase
+from accordion.plan.events import START, Alloc, Category, Enter, Free, Log, Op, StepPart, StepPhase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def peak_of(log: Log) -> MemoryPeak:
 def _state_at(log: Log, at: int) -> tuple[Sequence[Alloc], StepPart]:
     """Return (live allocations, part of the step) after event number `at` of `log`; -1: before the first event."""
     live = {a.number: a for a, _ in log.held}
-    place = StepPart(StepPhase.FORWARD, -1)
+    place = START
     for event in log.events[: at + 1]:
         if isinstance(event, Alloc):
             live[event.number] = event

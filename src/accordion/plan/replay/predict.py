@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from accordion.plan.choice import Choice
-from accordion.plan.events import Enter, Log, StepPhase, begins
-from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, Cluster
+from accordion.plan.events import START, Enter, Log, StepPhase
+from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, TIGHT_BYTES, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import MemoryPeak, peak_of
@@ -44,6 +44,9 @@ class MemoryNeed:
 
     def fits(self, cluster: Cluster) -> bool:
         return self.possible_bytes < cluster.card_bytes
+
+    def is_tight(self, cluster: Cluster) -> bool:
+        return cluster.card_bytes - self.needed_bytes < TIGHT_BYTES
 
     def is_open(self, cluster: Cluster) -> bool:
         """Return True if the step fits or not depending on the unknown workspace of an operator."""
@@ -111,7 +114,7 @@ def step_of_choice(log: Log, run: TrainingSetup, choice: Choice, cluster: Cluste
     between = choice.accumulate - run.accumulate
     if between <= 0:
         return step
-    marks = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
+    marks = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place == START]
     marks.append(next(i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place.phase is StepPhase.STEP))
     first, second = (step_of(replace(log, events=log.events[:end]), run, cluster, rate) for end in marks[1:3])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion.plan.events import (
-    ALL_TO_ALL,
+    START,
     Axes,
     Collective,
     Enter,
@@ -29,6 +29,7 @@ KERNELS_OF = " stream's kernels"
 IN_LINE = "messages in line"  # kind of collectives on the compute stream itself, such as the sum of norms
 OF_TOKENS = "all-to-all of tokens"
 OF_HEADS = "all-to-all of attention heads"
+ALL_TO_ALLS = {Axes.EXPERTS: OF_TOKENS, Axes.SEQUENCE: OF_HEADS}  # by axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class StreamClock:
         self._waits: dict[str, float] = defaultdict(float)
         self._places: dict[StepPart, list[float]] = {}  # [seconds, waits among them]
         self._flops = self._launched = 0.0  # `_launched`: time at which the caller launched the last kernel
-        self._entered, self._place = 0.0, StepPart(StepPhase.FORWARD, -1)
+        self._entered, self._place = 0.0, START
         self._in_place = self._places.setdefault(self._place, [0.0, 0.0])
 
     def run(self, log: Log) -> Step:
@@ -139,10 +140,7 @@ class StreamClock:
 def kind_of(event: Op | Collective) -> str:
     """Return the kind of work of `event`, by which seconds are summed: kind of collective or kernel, or a side stream."""
     if isinstance(event, Collective):
-        if event.stream != COMPUTE:
-            return event.kind
-        of_axis = OF_HEADS if event.axis == Axes.SEQUENCE else OF_TOKENS
-        return of_axis if event.kind == ALL_TO_ALL else IN_LINE
+        return ALL_TO_ALLS.get(event.axis, IN_LINE) if event.stream == COMPUTE else event.kind
     if event.stream in (Streams.FETCH, Streams.STORE):
         return event.stream
     if event.stream != COMPUTE:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from accordion.config import DEVICE, FULL_SHARD, HOST, ActivationCheckpointing, Place
 from accordion.plan.choice import NO_OFFLOAD, Choice
-from accordion.plan.events import Collective, Enter, Log, Op, StepPhase, Streams, begins
+from accordion.plan.events import START, Collective, Enter, Log, Op, StepPhase, Streams
 from accordion.plan.hardware import Cluster
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.offload import GRADIENT_BYTES, MASTER_BYTES
@@ -74,7 +74,7 @@ class Floor:
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
     """Return the floor (lower bounds) from one FULL_SHARD step: its `log`, time `step`, configuration `choice`, and peak of
     allocated bytes, `num_bytes`."""
-    last = max((i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)), default=0)
+    last = max((i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place == START), default=0)
     gathered: list[int] = []
     reduced: list[int] = []
     phase = StepPhase.FORWARD
