@@ -106,7 +106,7 @@ def gpt(blocks: int = 10, batch: int = 2, width: int = 128) -> Subject:
 
 
 def run_of(ranks: int = 8, **sharding: object) -> TrainingSetup:
-    return TrainingSetup(ranks=ranks, sharding={"precision": BF16, **sharding})
+    return TrainingSetup(ranks=ranks, sharding=acc.Sharding(**{"precision": BF16, **sharding}))
 
 
 TRACED: dict[str, Log] = {}

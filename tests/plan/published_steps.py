@@ -130,8 +130,8 @@ def traced(row: Row) -> Row:
         gpus=row.gpus, accumulate=row.accumulate, replicas=row.gpus // cluster.node if row.strategy == "hybrid_shard" else 1,
         precision=acc.Precision(params=torch.bfloat16, reduce=reduce),
     )  # fmt: skip
-    run, kernels = choice.setup(), Kernels(loss=row.loss)
-    log, _ = log_of(language_subject(config_of(row), row.model, row.micro_batch, row.seq, kernels), run)
+    run, kernels = builders.space(cluster=cluster).setup(choice), Kernels(loss=row.loss)
+    log = log_of(language_subject(config_of(row), row.model, row.micro_batch, row.seq, kernels), run)
     step = step_of_choice(log, run, choice, cluster, "middle")
     return replace(
         row,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.bench.model import GPT, loss_of
-from accordion.plan.losses import token_loss
 from accordion.plan.trace.setup import Subject, TrainingSetup
+from accordion.plan.trained_models import token_loss
 
 VOCAB, WIDTH, SEQ, BATCH = 2048, 256, 128, 4
 
@@ -190,6 +190,8 @@ def run_of(architecture: str, case: str, engine: str = "accordion") -> TrainingS
     """Return the setup on CPU ranks; of the vision model not in bf16, since oneDNN makes float32 copies inside such products."""
     c = case_of(case)
     sharding = {k: v for k, v in c.sharding.items() if not (k == "precision" and architecture == "vision")}
+    if engine == "fsdp2":
+        sharding = {"units": acc.only_blocks(), **sharding}
     return TrainingSetup(
         engine=engine,
         ranks=c.ranks,
@@ -197,6 +199,6 @@ def run_of(architecture: str, case: str, engine: str = "accordion") -> TrainingS
         accumulate=c.accumulate,
         expert_parallel=c.expert_parallel,
         sequence=c.sequence,
-        sharding=sharding,
+        sharding=acc.Sharding(**sharding),
         device="cpu",
     )

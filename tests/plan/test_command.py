@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import accordion as acc
 from accordion import cli
 from accordion.pages.show import show
-from accordion.plan.cli import cache
+from accordion.plan.cli import command
 from accordion.plan.cli.command import Options
 from accordion.plan.cli.pages import of_plan
 from accordion.plan.hardware import GIB, GPUS, OUTSIDE_BYTES, gpu_named
@@ -189,7 +189,7 @@ def test_a_cached_plan_is_read_and_a_broken_file_is_not(capsys, monkeypatch, tmp
         assert printed() == (first, True)
     config_in(tmp_path, vocab_size=1024)
     assert printed()[1]
-    monkeypatch.setattr(cache, "version", lambda name: "9.9")
+    monkeypatch.setattr(command, "version", lambda name: "9.9")
     assert printed()[1]
 
 

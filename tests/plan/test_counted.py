@@ -85,7 +85,7 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
         torch.manual_seed(0)
         model = subjects.made(architecture, case, "cpu")
         if name == "fsdp2":
-            fsdp2.apply(model, mesh, replace(run.sharding, units=run.units))
+            fsdp2.apply(model, mesh, run.sharding)
             optimizer = OPTIMIZERS[run.optimizer].make(model.parameters())
         else:
             meshes = None

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.plan.events import ALL_TO_ALL, EXPERT_DATA, EXPERTS, Collective, Op
+from accordion.plan.events import ALL_TO_ALL, Axes, Collective, Op
 from accordion.plan.hardware import GB, GPUS, LATENCY_S, REACHED, Cluster
-from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.timeline import OF_TOKENS
 from accordion.plan.result import Plan
 from accordion.plan.trace.experts import experts_in
@@ -36,13 +36,13 @@ def products(plan: Plan) -> float:
 
 def test_messages_with_experts_over_four_of_sixteen_ranks_match_arithmetic(folder: Path) -> None:
     plain, spread = (planned(folder, **FIXED, expert_parallel=n) for n in (1, 4))
-    tokens = sent(spread, ALL_TO_ALL, axis=EXPERTS)
+    tokens = sent(spread, ALL_TO_ALL, axis=Axes.EXPERTS)
     assert tokens.count(ROWS) == 4 * LAYERS  # there and back, forward and backward
     assert sorted(set(tokens)) == [8 * COUNT, 4 * SEQ * CHOSEN, ROWS]  # numbers of tokens, their weights, themselves
     experts = COUNT * 3 * WIDTH * MLP  # elements of a layer
     # Gathered in bf16 by forward and backward, but the last layer once; reduced in float32.
     for kind, itemsize, times in (("gather", 2, 2 * LAYERS - 1), ("scatter_sum", 4, LAYERS)):
-        assert sum(sent(spread, kind, axis=EXPERT_DATA)) == pytest.approx(times * itemsize * experts / 4, rel=1e-3)
+        assert sum(sent(spread, kind, axis=Axes.EXPERT_DATA)) == pytest.approx(times * itemsize * experts / 4, rel=1e-3)
         everywhere = sum(sent(plain, kind, axis="shard")) - sum(sent(spread, kind, axis="shard"))
         assert everywhere == pytest.approx(times * itemsize * experts, rel=1e-3)
     assert products(spread) == pytest.approx(products(plain), rel=1e-3)  # as many tokens come as go
@@ -51,8 +51,8 @@ def test_messages_with_experts_over_four_of_sixteen_ranks_match_arithmetic(folde
     gathered = [p.chosen.memory.peak.highest["gathered"] for p in (plain, spread)]
     assert gathered[0] - gathered[1] > 2 * experts * 3 // 4
     step = spread.chosen.steps["middle"]
-    costs = costs_of(spread.cluster, "middle", 16, experts=4)
-    by_hand = sum(costs.of_collective(Collective(ALL_TO_ALL, n, EXPERTS, "compute")) for n in tokens)
+    costs = Costs(spread.cluster, "middle", 16, experts=4)
+    by_hand = sum(costs.of_collective(Collective(ALL_TO_ALL, n, Axes.EXPERTS, "compute")) for n in tokens)
     assert step.by_kind[OF_TOKENS] == pytest.approx(by_hand)
     assert OF_TOKENS not in plain.chosen.steps["middle"].by_kind
     data = spread.as_dict()
@@ -65,15 +65,15 @@ def test_an_all_to_all_leaves_the_node_on_the_network_link_of_each_card() -> Non
     cluster, rates, num_bytes = Cluster(gpu=GPUS["h100"], node=8, network_gbps=50.0), REACHED["middle"], 1 << 30
 
     def seconds(experts: int) -> float:
-        costs = costs_of(cluster, "middle", 64, experts=experts)
-        return costs.of_collective(Collective(ALL_TO_ALL, num_bytes, EXPERTS, "compute"))
+        costs = Costs(cluster, "middle", 64, experts=experts)
+        return costs.of_collective(Collective(ALL_TO_ALL, num_bytes, Axes.EXPERTS, "compute"))
 
     inside = num_bytes * 3 / 4 / (450 * GB * rates.link) + GPUS["h100"].latency_s
     assert seconds(4) == pytest.approx(inside)
     outside = num_bytes * 24 / 32 / (50 * GB * rates.network) + LATENCY_S["network"]
     assert seconds(32) == pytest.approx(outside)
-    axes = costs_of(cluster, "middle", 64, experts=4).axes
-    assert (axes[EXPERT_DATA].ranks, axes[EXPERT_DATA].on_node) == (16, 2)
+    axes = Costs(cluster, "middle", 64, experts=4).axes
+    assert (axes[Axes.EXPERT_DATA].ranks, axes[Axes.EXPERT_DATA].on_node) == (16, 2)
 
 
 def test_modules_with_a_matrix_for_each_expert_are_found() -> None:

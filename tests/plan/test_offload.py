@@ -15,13 +15,12 @@ from accordion.engine.hooks import engine_of
 from accordion.offload.activations import NUM_STAGES
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.plan.choice import Choice
-from accordion.plan.events import Alloc, Category, Enter, Event, Land, Launch, Log, Op, StepPart, StepPhase
-from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, inputs_of, offloaded
+from accordion.plan.events import Alloc, Category, Enter, Event, Launch, Log, Op, StepPart, StepPhase, Wait
 from accordion.plan.hardware import GB, GIB, GPUS, HOST_MEMORY_GBPS, MARGIN, REACHED, Cluster
-from accordion.plan.replay.cost import costs_of
-from accordion.plan.replay.host_work import host_work, with_host_work
+from accordion.plan.replay.cost import Costs
+from accordion.plan.replay.offload import disk_bytes, host_bytes, host_work, inputs_of, offloaded, with_host_work
 from accordion.plan.replay.peak import peak_of
-from accordion.plan.replay.timeline import Step, simulate
+from accordion.plan.replay.timeline import Step, StreamClock
 from accordion.plan.search.evaluate import HOST_MARGIN, Evaluator
 from accordion.plan.trace.setup import TrainingSetup
 from accordion.plan.trace.trace import trace
@@ -55,17 +54,17 @@ def log_of(units: int, forward_s: float) -> Log:
 
     events: list[Event] = [Enter(StepPart(StepPhase.FORWARD, -1)), Launch(100, "gather")]
     for u in range(units):
-        events += [Enter(StepPart(StepPhase.FORWARD, u)), Land(100 + u)]
+        events += [Enter(StepPart(StepPhase.FORWARD, u)), Wait(100 + u, "compute")]
         events += [Launch(101 + u, "gather")] if u + 1 < units else []
         events.append(product(forward_s))
     events += [Enter(StepPart(StepPhase.BACKWARD, -1)), Launch(200 + units - 1, "gather")]
     for u in reversed(range(units)):
-        events += [Enter(StepPart(StepPhase.BACKWARD, u)), Land(200 + u)]
+        events += [Enter(StepPart(StepPhase.BACKWARD, u)), Wait(200 + u, "compute")]
         events += [Launch(199 + u, "gather")] if u else []
         events += [product(2 * forward_s), Alloc(u, 4 * ELEMENTS, Category.GRADIENTS, "compute", "reduce")]
         events.append(Launch(300 + u, "reduce"))
-        events += [Land(301 + u)] if u + 1 < units else []
-    events += [Land(300), Enter(StepPart(StepPhase.STEP, -1))]
+        events += [Wait(301 + u, "compute")] if u + 1 < units else []
+    events += [Wait(300, "compute"), Enter(StepPart(StepPhase.STEP, -1))]
     kernels = (("_foreach_norm.Scalar", 4), ("_foreach_mul_.Tensor", 8), ("_fused_adamw_.default", 28))
     events += [Op(f"aten.{name}", 0.0, units * each * ELEMENTS, "float32", "compute") for name, each in kernels]
     kinds = ((Category.PARAMETERS, 4), (Category.OPTIMIZER, 8))
@@ -92,8 +91,8 @@ def log_of(units: int, forward_s: float) -> Log:
     ],
 )
 def test_time_of_a_step_on_the_host_matches_arithmetic(offload, units, forward_s, seconds):
-    log, asked, costs = log_of(units, forward_s), choice(offload=OFFLOADS[offload]), costs_of(CLUSTER, "middle", RANKS)
-    step = simulate(offloaded(log, asked.offload, compute_bytes=2), costs)
+    log, asked, costs = log_of(units, forward_s), choice(offload=OFFLOADS[offload]), Costs(CLUSTER, "middle", RANKS)
+    step = StreamClock(costs).run(offloaded(log, asked.offload, compute_bytes=2))
     step = with_host_work(step, host_work(log, asked, 2), asked, units, costs)
     assert step.seconds == pytest.approx(seconds + units * CLIP_S, rel=1e-3)
     assert step.exposed_s == pytest.approx(step.seconds - 3 * units * forward_s, rel=1e-3)
@@ -129,7 +128,7 @@ def test_a_single_rank_is_planned_as_the_engine_runs_it():
     asked = choice(gpus=1, micro_batch=2, offload=OFFLOADS["disk"])
     evaluator = Evaluator(looked, lambda text: None)
     candidate = evaluator.candidate(asked)
-    whole = TrainingSetup(ranks=1, sharding={"offload": acc.Offload(params="host", optimizer="host")})
+    whole = TrainingSetup(ranks=1, sharding=acc.Sharding(offload=acc.Offload(params="host", optimizer="host")))
     assert candidate.memory is not None
     assert candidate.memory.peak.num_bytes == peak_of(trace(gpt(3), whole)).num_bytes
     assert candidate.memory.peak.highest["gathered"] > 0
@@ -144,7 +143,7 @@ def test_a_plan_runs_on_one_thread(step, monkeypatch):
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (begun.append(self.name), start(self))[1])
     offload = acc.Offload(optimizer="host", step=step)
-    log = trace(gpt(2), TrainingSetup(ranks=1, node=1, sharding={"offload": offload}))
+    log = trace(gpt(2), TrainingSetup(ranks=1, node=1, sharding=acc.Sharding(offload=offload)))
     assert peak_of(log).num_bytes > 0
     assert not [name for name in begun if name.startswith("accordion")]
 
@@ -203,7 +202,7 @@ def test_a_step_takes_at_least_as_long_as_its_disk(units: int, forward_s: float,
     log = Log(held=[], events=[Enter(StepPart(StepPhase.FORWARD, -1)), *copies], units=[])
     device_s = 4 * units * forward_s
     step = Step(seconds=device_s, exposed_s=0.0, flops=0.0, by_kind={}, waits={}, by_place={})
-    costs, asked = costs_of(SLOW_DISK, "middle", 2), recomputing("disk")
+    costs, asked = Costs(SLOW_DISK, "middle", 2), recomputing("disk")
     assert with_host_work(step, host_work(log, asked, 2), asked, units, costs).seconds == pytest.approx(seconds)
     assert with_host_work(step, host_work(log, recomputing("host"), 2), asked, units, costs) is step
 

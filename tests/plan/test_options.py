@@ -13,9 +13,8 @@ import accordion as acc
 from accordion import cli
 from accordion.plan.events import Alloc
 from accordion.plan.hardware import GPUS
-from accordion.plan.losses import LOSSES
 from accordion.plan.result import Plan
-from accordion.plan.trained_models import Kernels
+from accordion.plan.trained_models import LOSSES, Kernels
 from tests.plan import builders
 from tests.plan.builders import ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, held, peak, sent
 

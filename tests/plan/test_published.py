@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import accordion as acc
 from accordion.plan.events import Log
 from accordion.plan.hardware import BY_KIND, GIB, GPUS, REACHED, Cluster
-from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import memory_of
-from accordion.plan.replay.timeline import simulate
+from accordion.plan.replay.timeline import StreamClock
 from accordion.plan.trace.setup import TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.plan.workload import subject_of
@@ -126,7 +126,7 @@ def test_nearly_all_runs_with_a_fused_loss_are_planned_to_fit():
 
 SEQ, BATCH, VOCAB = 8192, 2, 128256
 RESERVED_GIB, TOKENS_PER_S = 82.4, 5762  # of one GPU
-COSTS = costs_of(Cluster(gpu=GPUS["h100-96"]), "middle", 8)
+COSTS = Costs(Cluster(gpu=GPUS["h100-96"]), "middle", 8)
 
 
 class RMSNorm(nn.Module):
@@ -192,11 +192,11 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def trace_of(layers: int) -> Log:
     """Trace it as its script had it: blocks and the root; torch then kept the root unsharded, and torchtitan the last block."""
-    sharding = {
-        "units": acc.only_blocks(),
-        "precision": acc.Precision(params=torch.bfloat16, reduce=torch.float32),
-        "checkpoint_activations": "selective",
-    }
+    sharding = acc.Sharding(
+        units=acc.only_blocks(),
+        precision=acc.Precision(params=torch.bfloat16, reduce=torch.float32),
+        checkpoint_activations="selective",
+    )
     run = TrainingSetup(
         engine="fsdp2", ranks=8, optimizer="adamw_foreach", sharding=sharding, reshard_root=False, reshard_last=False
     )
@@ -207,7 +207,7 @@ def trace_of(layers: int) -> Log:
 
 def test_the_published_run_by_a_line_through_two_and_three_blocks():
     logs = [trace_of(layers) for layers in (2, 3)]
-    two, three = ((peak_of(log).num_bytes / GIB, simulate(log, COSTS).seconds) for log in logs)
+    two, three = ((peak_of(log).num_bytes / GIB, StreamClock(COSTS).run(log).seconds) for log in logs)
     allocated, seconds = (a + 30 * (b - a) for a, b in zip(two, three, strict=True))
     assert BATCH * SEQ / seconds == pytest.approx(TOKENS_PER_S, rel=0.15)
     assert 0.8 * RESERVED_GIB < allocated < RESERVED_GIB  # reserved bytes are no straight line
@@ -217,7 +217,7 @@ def test_the_published_run_by_a_line_through_two_and_three_blocks():
 def test_the_published_run_of_torchtitan():
     log = trace_of(32)
     memory = memory_of(log)
-    steps = {name: simulate(log, costs_of(COSTS.cluster, name, 8)) for name in REACHED}
+    steps = {name: StreamClock(Costs(COSTS.cluster, name, 8)).run(log) for name in REACHED}
     reserved = {name: num_bytes / GIB for name, num_bytes in memory.reserved_bytes.items()}
     rates = {name: BATCH * SEQ / step.seconds for name, step in steps.items()}
     print(

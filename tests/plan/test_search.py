@@ -16,11 +16,11 @@ import accordion as acc
 from accordion.config import checkpointing_named
 from accordion.engine.layout import ALIGN_BYTES
 from accordion.offload.budget import estimate_memory
-from accordion.plan.choice import Choice, in_memory
+from accordion.plan.choice import Choice, moved_as
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Log
-from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded
 from accordion.plan.hardware import GPUS, TELLABLE, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
+from accordion.plan.replay.offload import disk_bytes, host_bytes, offloaded
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import memory_of, step_of, step_of_choice
 from accordion.plan.search import evaluate, traces
@@ -213,7 +213,7 @@ def test_an_offload_is_tried_if_the_one_before_does_not_fit(found):
     assert {key for key, c in by.items() if key[1] == "none" and c.fits} == set()
     assert found.best is not None
     assert found.best.choice.offload.is_any
-    offload, way = in_memory(found.best.choice.offload), found.best.choice.checkpointing
+    offload, way = moved_as(found.best.choice).offload, found.best.choice.checkpointing
     own = trace(
         gpt(3), run_of(2, offload=offload, checkpoint_activations=way)
     )  # what is chosen was traced with its offload
@@ -264,10 +264,10 @@ def traced_once():
     """Trace each log once for all searches of the same model."""
     known, plain = dict[str, Log](), traces.log_of
 
-    def log_of(subject: Subject, run: TrainingSetup) -> tuple[Log, str]:
+    def log_of(subject: Subject, run: TrainingSetup) -> Log:
         if repr(run) not in known:
-            known[repr(run)], _ = plain(subject, run)
-        return known[repr(run)], ""
+            known[repr(run)] = plain(subject, run)
+        return known[repr(run)]
 
     return log_of
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import accordion as acc
-from accordion.plan.events import ALL_TO_ALL, SEQUENCE, Collective, Op
+from accordion.plan.events import ALL_TO_ALL, Axes, Collective, Op
 from accordion.plan.hardware import gpu_named
-from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.timeline import OF_HEADS
 from accordion.plan.result import Plan
 from accordion.plan.trained_models import Kernels
@@ -34,7 +34,7 @@ def flops(plan: Plan) -> float:
 def test_messages_and_activations_of_one_two_and_four_ranks(folder: Path, recomputed: str) -> None:
     plans = {n: planned(folder, **{**FIXED, "checkpoint_activations": recomputed}, sequence=n) for n in (1, 2, 4)}
     one = plans[1].chosen
-    assert sent(plans[1], ALL_TO_ALL, axis=SEQUENCE) == []
+    assert sent(plans[1], ALL_TO_ALL, axis=Axes.SEQUENCE) == []
     for n, plan in plans.items():
         chosen, step = plan.chosen, plan.chosen.steps["middle"]
         kept = one.memory.peak.breakdown["activations"], chosen.memory.peak.breakdown["activations"]
@@ -47,10 +47,10 @@ def test_messages_and_activations_of_one_two_and_four_ranks(folder: Path, recomp
         key_value = KV * (n // KV if n > KV else 1)  # each is sent twice to four ranks
         there, back = (2 * SEQ // n * heads * WIDTH // HEADS for heads in (HEADS + 2 * key_value, HEADS))
         passes = 2 + (recomputed == "full")
-        messages = sent(plan, ALL_TO_ALL, axis=SEQUENCE)
+        messages = sent(plan, ALL_TO_ALL, axis=Axes.SEQUENCE)
         assert sorted(messages) == sorted([there, back] * passes * LAYERS)
-        costs = costs_of(plan.cluster, "middle", 8, sequence=n)
-        by_hand = sum(costs.of_collective(Collective(ALL_TO_ALL, m, SEQUENCE, "compute")) for m in messages)
+        costs = Costs(plan.cluster, "middle", 8, sequence=n)
+        by_hand = sum(costs.of_collective(Collective(ALL_TO_ALL, m, Axes.SEQUENCE, "compute")) for m in messages)
         assert step.by_kind[OF_HEADS] == pytest.approx(by_hand)
         assert plan.as_dict()["config"]["sequence"] == n
         assert f"sequences over {n}" in str(chosen.choice)

@@ -123,7 +123,7 @@ def kept_bytes(case: Case, device: Literal["cuda", "cpu"]) -> int:
 
     given = torch.empty(case.shape, dtype=case.dtype)
     precision = acc.Precision(params=case.dtype)
-    run = TrainingSetup(ranks=1, device=device, sharding={"precision": precision, "units": acc.only_blocks()})
+    run = TrainingSetup(ranks=1, device=device, sharding=acc.Sharding(precision=precision, units=acc.only_blocks()))
     log = trace(Subject(make=make, batch=lambda: given, loss=loss), run)
     last = FULL if case.of is classified else case.dtype
     return taken_before_backward(log) - last.itemsize
@@ -156,7 +156,7 @@ def test_operators_are_replaced_in_recomputation_too():
     def peak(checkpointing: str) -> int:
         sharding = {"precision": acc.Precision(params=HALF), "checkpoint_activations": checkpointing}
         subject = Subject(make=deep, batch=lambda: given, loss=lambda model, batch: model(batch).sum())
-        log = trace(subject, TrainingSetup(ranks=2, sharding=sharding))
+        log = trace(subject, TrainingSetup(ranks=2, sharding=acc.Sharding(**sharding)))
         assert set(log.substituted) == {"dropout", "layer_norm"}
         recomputed = [e.name for e in log.events if isinstance(e, Op) and e.again]
         assert ("aten.native_dropout.default" in recomputed) is (checkpointing == "full")

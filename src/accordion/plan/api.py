@@ -10,13 +10,11 @@ import torch
 
 from accordion.config import DEVICE, Place, Precision
 from accordion.errors import UsageError
-from accordion.plan.choice import NO_OFFLOAD, Choice, Search, moved_as, traced_as
-from accordion.plan.events import Log
-from accordion.plan.extrapolate.offload import offloaded
+from accordion.plan.choice import NO_OFFLOAD, Search
 from accordion.plan.hardware import Cluster, cluster_of, with_attention
 from accordion.plan.result import Plan
 from accordion.plan.search.evaluate import Say
-from accordion.plan.search.search import SearchResult, search_in
+from accordion.plan.search.search import search_in
 from accordion.plan.search.space import Space
 from accordion.plan.trace import fsdp2
 from accordion.plan.trace.experts import EVENLY, check_experts
@@ -69,9 +67,7 @@ def plan(
     if search.sequence is not None and search.sequence > 1:
         check_sequence(task.model, workload.seq, search.sequence)
     space = _space(workload, cluster, base, search, task)
-    result = search_in(space, say)
-    answer = Plan(task=task, workload=workload, space=space, found=result)
-    return replace(answer, log=log_of_choice(result, answer.chosen.choice, space))
+    return Plan(task=task, workload=workload, space=space, found=search_in(space, say))
 
 
 def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: Workload) -> Search:
@@ -155,14 +151,5 @@ def _space(workload: Workload, cluster: Cluster, base: Sharding, search: Search,
         optimizer=workload.optimizer,
         engine=workload.engine,
         sequences=sequences_for(task.model, workload.seq) if searched else (),
-        pure=workload.kernels.pure,
+        master_share=0.5 if workload.kernels.pure else 1.0,
     )
-
-
-def log_of_choice(result: SearchResult, choice: Choice, space: Space) -> Log | None:
-    """Return the event log of a step of `choice` with its offload: the traced log in `result`, or one derived from the traced log
-    without offloaded states. None if neither was traced."""
-    if moved_as(choice) in result.logs:
-        return result.logs[moved_as(choice)]
-    log = result.logs.get(traced_as(choice))
-    return None if log is None else offloaded(log, choice.offload, space.compute_bytes)

@@ -9,13 +9,7 @@ from typing import Any
 from accordion.config import (
     DEVICE,
     DISK,
-    FULL_SHARD,
     HOST,
-    HYBRID_SHARD,
-    HYBRID_SHARD_OPTIM,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    SHARD_OPTIM,
     Offload,
     Place,
     Strategy,
@@ -25,11 +19,14 @@ from accordion.config import (
 )
 from accordion.errors import UsageError
 from accordion.plan.hardware import LARGEST
-from accordion.plan.trace.setup import TrainingSetup
 from accordion.sharding import Sharding, offload_named, offload_words, unit_words
 
 ON_DISK = f"{DISK}FOLDER"  # a disk in a folder that is not chosen yet; a plan prints it like this
-STRATEGIES = (FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_OPTIM, SHARD_OPTIM, NO_SHARD)
+STRATEGIES = tuple(
+    map(
+        strategy_named, ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_optim", "shard_optim", "no_shard")
+    )
+)
 CHECKPOINTING = ("none", "selective", "every:2", "full")
 MICRO_BATCHES = (1, 2, 4, 8)
 NO_OFFLOAD = Offload()
@@ -125,41 +122,18 @@ class Choice:
         gains = not has_copies and 1 < ranks < self.shards and self.shards % ranks == 0
         return self.but(secondary=ranks if gains else None)
 
-    def setup(self, node: int = 8, optimizer: str = "adamw", engine: str = "accordion") -> TrainingSetup:
-        """Return the setup of a trace of this choice. It has `num_traced` micro-batches, and offloads to the host in place of a
-        disk. `node`: ranks of one machine. `optimizer`: a name in `OPTIMIZERS`. `engine`: "accordion" or "fsdp2"."""
-        return TrainingSetup(
-            engine=engine,
-            ranks=self.gpus,
-            node=node,
-            replicas=self.replicas,
-            expert_parallel=self.expert_parallel,
-            sequence=self.sequence,
-            accumulate=self.num_traced,
-            no_sync=self.no_sync,
-            optimizer=optimizer,
-            sharding=replace(self.sharding, offload=in_memory(self.offload)),
-        )
-
-
-def in_memory(offload: Offload) -> Offload:
-    """Return a copy of `offload` in which states and activations on a disk are on the host, since a trace has no files."""
-    moved: dict[str, Any] = {k: HOST for k in ("optimizer", "activations") if folder_of(getattr(offload, k))}
-    return replace(offload, **moved)
-
 
 def traced_as(choice: Choice) -> Choice:
-    """Return the choice to trace for a log of `choice` with parameters and states on the device. It has `num_traced`
-    micro-batches, and offloads only the inputs of recomputed units: to the host, also in place of a disk. Choices that differ
-    only in the offload of parameters and states share a trace, since the result is equal for them."""
-    inputs = Offload(activations=in_memory(choice.offload).activations)
-    return replace(choice.but(offload=inputs), accumulate=choice.num_traced)
+    """Return `moved_as` of `choice` with parameters and states on the device: only the inputs of recomputed units are offloaded.
+    Choices that differ only in the offload of parameters and states share a trace, since the result is equal for them."""
+    return moved_as(choice.but(offload=Offload(activations=choice.offload.activations)))
 
 
 def moved_as(choice: Choice) -> Choice:
     """Return the choice to trace for a log of `choice` with its offload. It has `num_traced` micro-batches, and offloads to the
-    host in place of a disk, which makes no difference to the device."""
-    return replace(choice.but(offload=in_memory(choice.offload)), accumulate=choice.num_traced)
+    host in place of a disk, which makes no difference to the device, since a trace has no files."""
+    on_host: dict[str, Any] = {k: HOST for k in ("optimizer", "activations") if folder_of(getattr(choice.offload, k))}
+    return replace(choice.but(offload=replace(choice.offload, **on_host)), accumulate=choice.num_traced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

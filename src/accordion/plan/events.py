@@ -6,16 +6,26 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
-COMPUTE = "compute"  # the stream of forward and backward
-FETCH, STORE = "fetch", "store"  # the streams of copies to the device and to the host, with offload
-REPLICATE = "replicate"  # the stream of a hybrid strategy's reduces over replicas
-NEAR = "near"  # the axis of neighbouring ranks that keep one copy of a unit for its backward
-EXPERTS = "experts"  # the axis of neighbouring ranks that share a model's experts
-SEQUENCE = "sequence"  # the axis of neighbouring ranks that share each sequence
-EXPERT_DATA = "expert data"  # the axis of ranks that have the same experts
 ALL_TO_ALL = "all_to_all"  # kind of the collective of experts and of sequence parallelism, on the compute stream
-HOST = "host"  # host memory; as a stream: the caller's thread, which starts the work on all other streams
-STEPPER, DISK_STREAM = "host step", "disk"  # the thread that steps offloaded parameters, and transfers of its files
+
+
+class Streams:
+    """Names of streams, besides those of transfers of the engine and of FSDP2, such as "gather" and "reduce"."""
+
+    COMPUTE = "compute"  # forward and backward
+    FETCH, STORE = "fetch", "store"  # copies to the device and to the host, with offload
+    REPLICATE = "replicate"  # a hybrid strategy's reduces over replicas
+    HOST = "host"  # the caller's thread, which starts the work on all other streams; also of host memory
+    STEPPER, DISK = "host step", "disk"  # the thread that steps offloaded parameters, and transfers of its files
+
+
+class Axes:
+    """Names of axes of the mesh, besides "shard" and "replicate"."""
+
+    NEAR = "near"  # neighbouring ranks that keep one copy of a unit for its backward
+    EXPERTS = "experts"  # neighbouring ranks that share a model's experts
+    SEQUENCE = "sequence"  # neighbouring ranks that share each sequence
+    EXPERT_DATA = "expert data"  # ranks that have the same experts
 
 
 class Category(Enum):
@@ -47,9 +57,7 @@ class StepPart(NamedTuple):
     unit: int
 
 
-def begins(place: StepPart) -> bool:
-    """Return True if `place` is the start of a micro-batch: the forward before the first unit."""
-    return place == StepPart(StepPhase.FORWARD, -1)
+START = StepPart(StepPhase.FORWARD, -1)  # the start of a micro-batch: its forward before the first unit
 
 
 @dataclass(slots=True)
@@ -89,7 +97,7 @@ class Collective:
 
     kind: str  # gather, exchange, scatter_sum, sum, ALL_TO_ALL
     num_bytes: int  # of the full tensors; of an all-to-all: what one rank sends and keeps
-    axis: str  # of the mesh: shard, replicate, NEAR, EXPERTS, EXPERT_DATA or SEQUENCE
+    axis: str  # of the mesh: shard, replicate, or one of `Axes`
     stream: str
 
 
@@ -100,13 +108,6 @@ class Launch:
 
     transfer: int
     stream: str
-
-
-@dataclass(slots=True)
-class Land:
-    """The compute stream waits for the end of the transfer that `Launch` numbered `transfer`."""
-
-    transfer: int
 
 
 @dataclass(slots=True)
@@ -132,7 +133,7 @@ class Enter:
     place: StepPart
 
 
-Event = Alloc | Free | Op | Collective | Launch | Land | Mark | Wait | Enter
+Event = Alloc | Free | Op | Collective | Launch | Mark | Wait | Enter
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -151,20 +152,20 @@ def without_host(log: Log) -> Log:
     """Return a copy of `log` without the allocations and operators on the host. In the copy, `host_bytes` is the most host memory
     that is live at once, and `unmodelled` notes that the log has no time for the step on the host. If no host memory is live
     before the step, return `log` itself."""
-    live = {alloc.number: alloc.num_bytes for alloc, _ in log.held if alloc.stream == HOST}
+    live = {alloc.number: alloc.num_bytes for alloc, _ in log.held if alloc.stream == Streams.HOST}
     if not live:
         return log
     events: list[Event] = []
     total = best = sum(live.values())
     for event in log.events:
-        if isinstance(event, Alloc) and event.stream == HOST:
+        if isinstance(event, Alloc) and event.stream == Streams.HOST:
             live[event.number] = event.num_bytes
             total += event.num_bytes
             best = max(best, total)
         elif isinstance(event, Free) and event.number in live:
             total -= live.pop(event.number)
-        elif not (isinstance(event, Op) and event.stream == HOST):
+        elif not (isinstance(event, Op) and event.stream == Streams.HOST):
             events.append(event)
     unmodelled = {**log.unmodelled, "offload": "in this log the step on the host takes no time"}
-    allocs = [(alloc, unit) for alloc, unit in log.held if alloc.stream != HOST]
+    allocs = [(alloc, unit) for alloc, unit in log.held if alloc.stream != Streams.HOST]
     return replace(log, held=allocs, events=events, unmodelled=unmodelled, host_bytes=best)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ BY_KIND: Mapping[str, Efficiency] = {kind: Efficiency(**figures) for kind, figur
 GUESSED = BY_KIND["guessed"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU model: the peaks of its data sheet, and the shares of them that training reaches.
 
@@ -77,6 +77,7 @@ class Gpu:
     link: str
     link_gbps: float
     source: str
+    _: KW_ONLY
     products: float = GUESSED.products
     elementwise: float = GUESSED.elementwise
     attention: float = GUESSED.attention["fa2"]
@@ -97,18 +98,15 @@ class Gpu:
         return "guessed: no published step on such a GPU was fitted"
 
 
-PEAKS = ("memory_gib", "tflops", "fp32_tflops", "bandwidth_gbps", "link", "link_gbps", "source")
-
-
 def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
-    """Return a row of the table of GPUs. `peaks`: values of the fields in `PEAKS`, in this order. `like`: kind of GPU whose
-    shares of the peaks are used, a key of `BY_KIND`; "": they are guessed. `slow`, `fast` and `rows` are those of the kind only
-    if `name` is one of its fitted cards, else guessed. `more`: other fields of `Gpu`."""
+    """Return a row of the table of GPUs. `peaks`: fields of `Gpu` from `memory_gib` to `source`. `like`: kind of GPU whose shares
+    of the peaks are used, a key of `BY_KIND`; "": they are guessed. `slow`, `fast` and `rows` are those of the kind only if
+    `name` is one of its fitted cards, else guessed. `more`: other fields of `Gpu`."""
     kind = BY_KIND.get(like, GUESSED)
     ranges = kind if name in kind.cards else GUESSED
     shares = {"products": kind.products, "elementwise": kind.elementwise, "attention": kind.attention[ATTENTION]}
     shares |= {"slow": ranges.slow, "fast": ranges.fast, "rows": ranges.rows}
-    return Gpu(name=name, kind=like, **{**dict(zip(PEAKS, peaks, strict=True)), **shares, **more})
+    return Gpu(name, *peaks, kind=like, **{**shares, **more})
 
 
 def with_attention(gpu: Gpu, kernel: str) -> Gpu:
@@ -236,8 +234,7 @@ class Cluster:
                 raise UsageError(f"{name} is {value:,}; it takes 1 to {LARGEST_GPUS:,}.")
         rates = {"network_gbps": 1e6, "host_memory_gib": 1e6, "disk_gbps": 1e6, "price": 1e18}
         for name, most in rates.items():
-            value = getattr(self, name)
-            check_rate(name, 1 if value is None else value, most)
+            check_rate(name, getattr(self, name), most)
 
     @property
     def num_gpus(self) -> int:
@@ -304,7 +301,7 @@ def cluster_of(text: str, **more: Any) -> Cluster:
     return Cluster(gpu=gpu, **values, **more)  # type: ignore[arg-type]
 
 
-def check_rate(name: str, value: float, most: float = 1e6) -> None:
-    """Raise a `UsageError` that names `name` unless `value` is between 0 and `most`, both excluded."""
-    if not 0 < value < most:
+def check_rate(name: str, value: float | None, most: float = 1e6) -> None:
+    """Raise a `UsageError` that names `name` unless `value` is None, or between 0 and `most`, both excluded."""
+    if value is not None and not 0 < value < most:
         raise UsageError(f"{name} is {value:g}; it takes a positive number.")

@@ -12,18 +12,11 @@ import torch
 
 from accordion.errors import UsageError
 from accordion.observe.trace import Trace
+from accordion.plan.choice import moved_as, traced_as
 from accordion.plan.events import Log
-from accordion.plan.hardware import (
-    GIB,
-    HOST_MEMORY_GBPS,
-    MARGIN,
-    OUTSIDE_BYTES,
-    REACHED,
-    TELLABLE,
-    TIGHT_BYTES,
-    Cluster,
-)
+from accordion.plan.hardware import GIB, HOST_MEMORY_GBPS, MARGIN, OUTSIDE_BYTES, REACHED, TELLABLE, Cluster
 from accordion.plan.replay.drawing import drawn
+from accordion.plan.replay.offload import offloaded
 from accordion.plan.replay.predict import costs_for
 from accordion.plan.replay.timeline import by_kind, by_unit
 from accordion.plan.search.evaluate import HOST_MARGIN, Candidate
@@ -42,6 +35,15 @@ FIGURES = (
     *("peak_allocated_bytes", "peak_reserved_bytes", "breakdown_bytes"),
     *("step_s", "exposed_comm_s", "tokens_per_s_per_gpu", "mfu"),
 )
+NUMBERS = (
+    "replicas",
+    "micro_batch",
+    "accumulate",
+    "no_sync",
+    "gpus",
+    "expert_parallel",
+    "sequence",
+)  # fields of `Choice`
 PLACE = ("phase", "unit", "operator")  # fields of `MemoryPeak`
 UNCALIBRATED = "uncalibrated: rates are assumed, no step was measured"
 NOT_KNOWN = (
@@ -59,14 +61,12 @@ class Plan:
         workload: the model, loss and batches that were asked for.
         space: the GPUs, and the values that were searched.
         found: all candidates (configurations with their memory and time), and the best of them.
-        log: events of a step of the chosen configuration; None if it was not traced.
     """
 
     task: Trained
     workload: Workload
     space: Space
     found: SearchResult
-    log: Log | None = None
 
     @property
     def cluster(self) -> Cluster:
@@ -86,7 +86,7 @@ class Plan:
     def is_tight(self) -> bool:
         """True if the chosen configuration fits, but leaves so little memory that published runs lost time to the allocator."""
         memory = self.chosen.memory
-        return self.fits and memory is not None and self.cluster.card_bytes - memory.needed_bytes < TIGHT_BYTES
+        return self.fits and memory is not None and memory.is_tight(self.cluster)
 
     @property
     def chosen(self) -> Candidate:
@@ -95,6 +95,16 @@ class Plan:
         if self.found.best is not None:
             return self.found.best
         return closest(self.found.candidates, self.space)
+
+    @property
+    def log(self) -> Log | None:
+        """Events of a step of the chosen configuration with its offload: traced, or derived from the trace without offloaded
+        states. None if neither was traced."""
+        choice, logs = self.chosen.choice, self.found.logs
+        if moved_as(choice) in logs:
+            return logs[moved_as(choice)]
+        log = logs.get(traced_as(choice))
+        return None if log is None else offloaded(log, choice.offload, self.space.compute_bytes)
 
     @property
     def fits(self) -> bool:
@@ -174,11 +184,7 @@ class Plan:
             "disk_gbps": cluster.disk_gbps,
             "optimizer": space.optimizer,
             "engine": space.engine,
-            "loss": kernels.loss,
-            "attention": kernels.attention,
-            "mlp_tiles": kernels.mlp_tiles,
-            "lora_rank": kernels.lora_rank,
-            "quantize": kernels.quantize,
+            **{name: getattr(kernels, name) for name in ("loss", "attention", "mlp_tiles", "lora_rank", "quantize")},
             "precision": {
                 key: str(getattr(space.precision, key) or "as the model's").removeprefix("torch.")
                 for key in ("params", "reduce", "master")
@@ -241,13 +247,7 @@ class Plan:
         return {
             **words,
             "units": AUTO if choice.sharding.units is None else words["units"],
-            "replicas": choice.replicas,
-            "micro_batch": choice.micro_batch,
-            "accumulate": choice.accumulate,
-            "no_sync": choice.no_sync,
-            "gpus": choice.gpus,
-            "expert_parallel": choice.expert_parallel,
-            "sequence": choice.sequence,
+            **{name: getattr(choice, name) for name in NUMBERS},
             "optimizer": self.space.optimizer,
             "engine": self.space.engine,
         }

@@ -1,4 +1,4 @@
-"""Build the models to plan from presets and transformers configurations, and find the equal blocks of any module."""
+"""Build the models to plan from presets and transformers configurations, with the loss that they are trained with."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accordion import _torch
 from accordion.errors import AccordionError, UsageError, check_installed, nearest
 from accordion.garbage import without_collections
+from accordion.losses.chunks import head_returns_loss
 from accordion.models.language import brief, is_encoder, language_model, masked_model
 from accordion.models.llama import PUBLISHED, llama_config
 from accordion.plan.adapters import ALL, with_adapters
-from accordion.plan.losses import LOSSES, OF_HEAD, token_loss
 from accordion.plan.trace.setup import Subject
 from accordion.sequence.tiles import tile_mlps
-from accordion.units import UnitChoice, choose_units
 from accordion.weights.four_bits import FourBits
 
 
@@ -102,6 +102,15 @@ def remarks_on(config: Any, model: nn.Module) -> list[str]:
     return remarks
 
 
+LOSSES = {
+    "plain": "logits, and a copy of them in float32 from which the loss and its gradient are computed",
+    "fused": "one kernel over logits in the compute dtype, and one for their gradient (FlashAttention's, Liger's)",
+    "chunked": "`accordion.linear_cross_entropy`: head and loss together in chunks of tokens, never the logits of all",
+    "head_rows": "the same with a few rows of the head at a time, never the whole head",
+}
+OF_HEAD = ("chunked", "head_rows")  # computed together with the head, an `nn.Linear`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """How a language model computes loss and attention, and trains and stores parameters. Raises `UsageError` for an unknown
@@ -170,37 +179,33 @@ def language_subject(config: Any, label: str, micro_batch: int, seq: int, kernel
     return Subject(make=partial(trained_model, config, label, kernels), batch=tokens_and_labels, loss=loss)
 
 
-# -- equal blocks
+# -- losses of a language model, which differ in the memory that they take
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EqualBlocks:
-    """A container (`nn.ModuleList` or `nn.Sequential`) all of whose modules are equal units, such as a transformer's blocks."""
+def token_loss(kind: str, model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+    """Return the loss of a language model, summed over tokens, 0-d. `kind`: a key of `LOSSES`; with "fused" the value is wrong,
+    but memory and kernels are right. `tokens`, `labels`: (micro_batch, seq)."""
+    if kind in OF_HEAD:
+        head = model.get_output_embeddings()
+        with head_returns_loss(head, labels, reduction="sum", head_rows=kind == "head_rows"):
+            loss: Tensor = model(input_ids=tokens, use_cache=False).logits
+        return loss
+    logits = model(input_ids=tokens, use_cache=False).logits  # (micro_batch, seq, vocab)
+    if kind == "fused":
+        return _Fused.apply(logits, labels).float()  # type: ignore[no-any-return,no-untyped-call]
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
 
-    container: str  # name of the module
-    count: int  # number of blocks
-    first_unit: int  # index of the first block among the units of the model
-    each: int = 1  # number of units in one block: itself and the units inside it
 
+class _Fused(torch.autograd.Function):
+    """Stand-in for a fused loss: forward reads the logits once, backward reads them and writes a gradient. Values are wrong."""
 
-def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
-    """Describe the longest `nn.ModuleList` or `nn.Sequential` of two or more modules that are all units, equal in class,
-    parameters and units inside, and in no other unit but the root. Returns None if there is no such container. `units`: the
-    choice of units, as for `accordion.shard`."""
-    names = [name for name, _ in choose_units(model, units)]
-    runs: list[EqualBlocks] = []
-    for container, holder in model.named_modules():
-        if not container or not isinstance(holder, (nn.ModuleList, nn.Sequential)) or len(holder) < 2:
-            continue
-        blocks = [f"{container}.{i}" for i in range(len(holder))]
-        inside_a_unit = any(f"{container}.".startswith(f"{name}.") for name in names[1:])
-        if inside_a_unit or not set(blocks) <= set(names):
-            continue
-        num_units = {sum(f"{name}.".startswith(f"{block}.") for name in names) for block in blocks}
-        kinds = {
-            (type(block), tuple((n, p.shape, p.requires_grad) for n, p in block.named_parameters())) for block in holder
-        }
-        if len(num_units) == len(kinds) == 1:
-            first, each = names.index(blocks[0]), num_units.pop()
-            runs.append(EqualBlocks(container=container, count=len(holder), first_unit=first, each=each))
-    return max(runs, key=lambda run: run.count, default=None)
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        sums = torch.logsumexp(logits, -1)  # (micro_batch, seq)
+        ctx.save_for_backward(logits)
+        return sums.float().sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (logits,) = ctx.saved_tensors
+        return logits * grads[0].to(logits.dtype), None

@@ -63,7 +63,7 @@ class Workload:
             raise UsageError(f"seq is {self.seq}; it takes 1 or more{f', up to {LARGEST:,}' if self.seq > 1 else ''}.")
         if self.engine == "fsdp2" and self.kernels.loss == "head_rows":
             raise UsageError("loss 'head_rows' is planned with engine accordion alone; take --loss chunked.")
-        check_rate("tokens", 1 if self.tokens is None else self.tokens, 1e18)
+        check_rate("tokens", self.tokens, 1e18)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

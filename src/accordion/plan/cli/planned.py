@@ -26,6 +26,8 @@ PURE = "bf16-pure"
 TASK_BATCH = 8  # samples in a micro-batch of a task, without --micro-batch
 FIXED = ("strategy", "units", "offload", "checkpoint_activations")
 """Options that set the field of `Sharding` of the same name."""
+SEARCHED = ("replicas", "accumulate", "global_batch", "no_sync", "expert_parallel", "sequence")
+"""Options that set the field of `Search` of the same name."""
 
 
 def planned(o: Options, task_words: list[str]) -> Plan:
@@ -34,12 +36,7 @@ def planned(o: Options, task_words: list[str]) -> Plan:
     cluster, sharding = cluster_in(o), sharding_of(o)
     search = Search(
         micro_batches=MICRO_BATCHES if o.micro_batch is None or o.task is not None else [o.micro_batch],
-        replicas=o.replicas,
-        accumulate=o.accumulate,
-        global_batch=o.global_batch,
-        no_sync=o.no_sync,
-        expert_parallel=o.expert_parallel,
-        sequence=o.sequence,
+        **{name: getattr(o, name) for name in SEARCHED},
     )
     workload = workload_of(o, task_words)
     with without_collections():  # planning makes millions of small objects, and no reference cycles

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import log2
 
-from accordion.plan.events import (
-    ALL_TO_ALL,
-    DISK_STREAM,
-    EXPERT_DATA,
-    EXPERTS,
-    FETCH,
-    HOST,
-    NEAR,
-    SEQUENCE,
-    STEPPER,
-    STORE,
-    Collective,
-    Op,
-)
+from accordion.plan.events import ALL_TO_ALL, Axes, Collective, Op, Streams
 from accordion.plan.hardware import (
     ATTENTION_BACKWARD,
     DRAG,
@@ -30,7 +16,6 @@ from accordion.plan.hardware import (
     MANY_RANKS,
     REACHED,
     Cluster,
-    Rates,
 )
 
 
@@ -47,25 +32,54 @@ class MeshAxis:
         return self.ranks > self.on_node
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Computes the seconds of events of one rank on a cluster, at assumed rates."""
+    """Computes the seconds of events of one rank on a cluster, at assumed rates.
 
-    cluster: Cluster
-    rates: Rates
-    axes: Mapping[str, MeshAxis]  # by name, as in `Collective.axis`
-    on_machine: int = 1  # ranks of one machine, which share its memory and disk
-    drag: float = 1.0  # factor on the time of device work with many ranks, since all wait for the slowest
+    Args:
+        rate: name of the assumed rates, a key of `REACHED`.
+        ranks: number of all ranks.
+        shards: ranks over which a hybrid strategy shards; None: the strategy is not hybrid.
+        near: number of neighbouring ranks that keep one copy of a unit for its backward; 0: none is kept.
+        experts: number of neighbouring ranks that share the experts of the model; 1: experts are not shared.
+        sequence: number of neighbouring ranks that share each sequence.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        rate: str,
+        ranks: int,
+        *,
+        shards: int | None = None,
+        near: int = 0,
+        experts: int = 1,
+        sequence: int = 1,
+    ) -> None:
+        machine, inside, near = min(ranks, cluster.node), shards or ranks, max(1, near)
+        across = ranks // inside if shards else ranks
+        self.cluster, self.rates = cluster, REACHED[rate]
+        self.on_machine = machine  # ranks of one machine, which share its memory and disk
+        self.axes = {  # by name, as in `Collective.axis`
+            "shard": MeshAxis(ranks=inside, on_node=min(inside, machine)),
+            "replicate": MeshAxis(ranks=across, on_node=max(1, machine // inside) if shards else machine),
+            Axes.NEAR: MeshAxis(ranks=near, on_node=min(near, machine)),
+            Axes.EXPERTS: MeshAxis(ranks=experts, on_node=min(experts, machine)),
+            Axes.SEQUENCE: MeshAxis(ranks=sequence, on_node=min(sequence, machine)),
+            Axes.EXPERT_DATA: MeshAxis(ranks=ranks // experts, on_node=max(1, machine // experts)),
+        }
+        # A factor on the time of device work with many ranks, since all wait for the slowest.
+        self.drag = 1 + DRAG * log2(max(1.0, ranks / MANY_RANKS))
 
     def of(self, op: Op | Collective) -> float:
         """Return the seconds of `op`: a kernel on the device, a copy between host and device, work on the host or a disk, or a
         collective."""
         if isinstance(op, Collective):
             return self.of_collective(op)
-        if op.stream in (FETCH, STORE):  # a copy reads and writes each byte, and sends it over the link once
+        if op.stream in (Streams.FETCH, Streams.STORE):
+            # A copy reads and writes each byte, and sends it over the link once.
             return op.num_bytes / 2 / (self.cluster.gpu.host_gbps * GB * self.rates.link) + LATENCY_S["node"]
-        if op.stream in (HOST, STEPPER, DISK_STREAM):
-            gbps = self.cluster.disk_gbps if op.stream == DISK_STREAM else HOST_MEMORY_GBPS
+        if op.stream in (Streams.HOST, Streams.STEPPER, Streams.DISK):
+            gbps = self.cluster.disk_gbps if op.stream == Streams.DISK else HOST_MEMORY_GBPS
             return op.num_bytes * self.on_machine / (gbps * GB * self.rates.host)
         gpu = self.cluster.gpu
         speed = (1.0, gpu.fast, gpu.slow)[self.rates.end]
@@ -97,37 +111,3 @@ class Costs:
                 gbps = min(gbps, outside) if axis.on_node > 1 else outside
             seconds = sent / (gbps * GB)
         return (seconds + latency_s) * self.drag
-
-
-def costs_of(
-    cluster: Cluster,
-    rate: str,
-    ranks: int,
-    *,
-    shards: int | None = None,
-    near: int = 0,
-    experts: int = 1,
-    sequence: int = 1,
-) -> Costs:
-    """Return `Costs`, which computes the seconds of events on one rank of `cluster`.
-
-    Args:
-        rate: name of the assumed rates, a key of `REACHED`.
-        ranks: number of all ranks.
-        shards: ranks over which a hybrid strategy shards; None: the strategy is not hybrid.
-        near: number of neighbouring ranks that keep one copy of a unit for its backward; 0: none is kept.
-        experts: number of neighbouring ranks that share the experts of the model; 1: experts are not shared.
-        sequence: number of neighbouring ranks that share each sequence.
-    """
-    machine, inside, near = min(ranks, cluster.node), shards or ranks, max(1, near)
-    across = ranks // inside if shards else ranks
-    axes = {
-        "shard": MeshAxis(ranks=inside, on_node=min(inside, machine)),
-        "replicate": MeshAxis(ranks=across, on_node=max(1, machine // inside) if shards else machine),
-        NEAR: MeshAxis(ranks=near, on_node=min(near, machine)),
-        EXPERTS: MeshAxis(ranks=experts, on_node=min(experts, machine)),
-        SEQUENCE: MeshAxis(ranks=sequence, on_node=min(sequence, machine)),
-        EXPERT_DATA: MeshAxis(ranks=ranks // experts, on_node=max(1, machine // experts)),
-    }
-    drag = 1 + DRAG * log2(max(1.0, ranks / MANY_RANKS))
-    return Costs(cluster=cluster, rates=REACHED[rate], axes=axes, on_machine=machine, drag=drag)

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import ClassVar
 
 from accordion.observe.values import COMPUTE, WAIT, MemoryPoint, RankTrace, TraceSpan, UnitFacts
-from accordion.plan.events import REPLICATE, Alloc, Category, Collective, Free, Log, Op, StepPhase
+from accordion.plan.events import Alloc, Category, Collective, Free, Log, Op, StepPhase, Streams
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.timeline import StreamClock
 
 NUM_POINTS = 1500  # of the curve of memory
 GAP_US = 1.0  # spans of one kind and unit that are closer are one
 NO_UNIT = -1
-LANES = {REPLICATE: "all-reduce"}  # names of streams that differ from the plan's
+LANES = {Streams.REPLICATE: "all-reduce"}  # names of streams that differ from the plan's
 KINDS = {StepPhase.STEP: "optimizer"}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from accordion.plan.events import Alloc, Category, Enter, Free, Log, Op, StepPart, StepPhase
+from accordion.plan.events import START, Alloc, Category, Enter, Free, Log, Op, StepPart, StepPhase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +63,26 @@ def peak_of(log: Log) -> MemoryPeak:
             current[freed.category] -= freed.num_bytes
         elif kind is Op and event.unsure and total + event.unsure > most:
             most, most_by = total + event.unsure, event.name
-    peak = _peak_at(log, best, best_at, held_bytes, {c.value: n for c, n in highest.items()})
-    return replace(peak, unsure_bytes=most - best, unsure_operator=most_by) if most > best else peak
+    allocs, place = _state_at(log, best_at)
+    last = events[best_at] if best_at >= 0 else None
+    return MemoryPeak(
+        num_bytes=best,
+        breakdown={c.value: sum(a.num_bytes for a in allocs if a.category is c) for c in Category},
+        phase=place.phase.value,
+        unit=name_of(place, log.units),
+        operator=last.operator if isinstance(last, Alloc) else "",
+        live=_largest(allocs),
+        held_bytes=held_bytes,
+        highest={c.value: n for c, n in highest.items()},
+        unsure_bytes=max(0, most - best),
+        unsure_operator=most_by if most > best else "",
+    )
 
 
-def _peak_at(log: Log, num_bytes: int, at: int, held_bytes: int, highest: dict[str, int]) -> MemoryPeak:
-    """Return the description of a peak of `num_bytes`, reached after event number `at` of `log`; -1: before the first event.
-    `held_bytes` and `highest` are stored in the result as they are."""
+def _state_at(log: Log, at: int) -> tuple[Sequence[Alloc], StepPart]:
+    """Return (live allocations, part of the step) after event number `at` of `log`; -1: before the first event."""
     live = {a.number: a for a, _ in log.held}
-    place = StepPart(StepPhase.FORWARD, -1)
+    place = START
     for event in log.events[: at + 1]:
         if isinstance(event, Alloc):
             live[event.number] = event
@@ -79,22 +90,15 @@ def _peak_at(log: Log, num_bytes: int, at: int, held_bytes: int, highest: dict[s
             del live[event.number]
         elif isinstance(event, Enter):
             place = event.place
-    last = log.events[at] if at >= 0 else None
+    return list(live.values()), place
+
+
+def _largest(allocs: Sequence[Alloc]) -> tuple[Holding, ...]:
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for a in live.values():
+    for a in allocs:
         groups[a.operator, a.category.value].append(a.num_bytes)
     holdings = [Holding(operator=o, category=c, num_bytes=sum(n), count=len(n)) for (o, c), n in groups.items()]
-    breakdown = {c.value: sum(a.num_bytes for a in live.values() if a.category is c) for c in Category}
-    return MemoryPeak(
-        num_bytes=num_bytes,
-        breakdown=breakdown,
-        phase=place.phase.value,
-        unit=name_of(place, log.units),
-        operator=last.operator if isinstance(last, Alloc) else "",
-        live=tuple(sorted(holdings, key=lambda h: -h.num_bytes)[:12]),
-        held_bytes=held_bytes,
-        highest=highest,
-    )
+    return tuple(sorted(holdings, key=lambda h: -h.num_bytes)[:12])
 
 
 def name_of(place: StepPart, units: Sequence[str]) -> str:

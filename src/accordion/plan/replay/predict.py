@@ -10,16 +10,15 @@ from typing import Any
 from torch import nn
 
 from accordion.plan.choice import Choice
-from accordion.plan.events import Enter, Log, StepPhase, begins
-from accordion.plan.extrapolate.depth import IrregularError, Shortened, extend, num_traced
-from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, Cluster
+from accordion.plan.events import START, Enter, Log, StepPhase
+from accordion.plan.hardware import MARGIN, OUTSIDE_BYTES, TIGHT_BYTES, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
-from accordion.plan.replay.cost import Costs, costs_of
+from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import MemoryPeak, peak_of
-from accordion.plan.replay.timeline import Step, simulate
+from accordion.plan.replay.timeline import Step, StreamClock
+from accordion.plan.trace.depth import Extension, IrregularError, longest_run, num_traced
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
-from accordion.plan.trained_models import longest_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,42 +45,36 @@ class MemoryNeed:
     def fits(self, cluster: Cluster) -> bool:
         return self.possible_bytes < cluster.card_bytes
 
+    def is_tight(self, cluster: Cluster) -> bool:
+        return cluster.card_bytes - self.needed_bytes < TIGHT_BYTES
+
     def is_open(self, cluster: Cluster) -> bool:
         """Return True if the step fits or not depending on the unknown workspace of an operator."""
         return self.needed_bytes < cluster.card_bytes <= self.possible_bytes
 
 
-def log_of(subject: Subject, run: TrainingSetup) -> tuple[Log, str]:
-    """Return (log of a step, text on what was traced: "all blocks" or "6 of 32 equal blocks"). Traces some of the model's equal
-    blocks and repeats their events. Traces all blocks if the model has few equal ones or none, if their events do not repeat, or
-    if the optimizer is adamw_foreach."""
+def log_of(subject: Subject, run: TrainingSetup) -> Log:
+    """Return the log of a step. Traces some of the model's equal blocks and repeats their events. Traces all blocks if the model
+    has few equal ones or none, if their events do not repeat, or if the optimizer is adamw_foreach."""
     model = subject.make()
-    blocks = longest_run(model, run.units)
+    blocks = longest_run(model, run.sharding.units)
     if blocks is None or run.optimizer == "adamw_foreach":
-        return trace(subject, run), "all blocks"
+        return trace(subject, run)
     period = max(1, run.sharding.checkpointing.every)
     # In the backward, a reduce over a hybrid's replicas ends two blocks later than a plain one, a copy to the host one later.
     later = 2 * run.strategy.hybrid + run.sharding.offload.asks
     count = num_traced(blocks.count, period, later)
     if count == blocks.count:
-        return trace(subject, run), "all blocks"
+        return trace(subject, run)
     num_trained = _num_trained(model)
     holder: Any = model.get_submodule(blocks.container)
     del holder[count:]  # from here on, `model` is the shortened model
-    how = Shortened(
-        first_unit=blocks.first_unit,
-        traced=count,
-        total=blocks.count,
-        period=period,
-        optimizer_scale=num_trained / _num_trained(model),
-        each=blocks.each,
-        later=later,
-    )
+    scale = num_trained / _num_trained(model)
     try:
-        extended = extend(trace(replace(subject, make=lambda: model), run), how)
+        log = trace(replace(subject, make=lambda: model), run)
+        return Extension(log, blocks, traced=count, period=period, later=later, scale=scale).log()
     except (IrregularError, IndexError, KeyError):
-        return trace(subject, run), "all blocks"
-    return extended, f"{count} of {blocks.count} equal blocks"
+        return trace(subject, run)
 
 
 def _num_trained(model: nn.Module) -> int:
@@ -102,13 +95,13 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
 
 def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle") -> Step:
     """Return the time of the step in `log` at the assumed `rate`: "low", "middle" or "high"."""
-    return simulate(log, costs_for(run, cluster, rate))
+    return StreamClock(costs_for(run, cluster, rate)).run(log)
 
 
 def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
     shards = run.shards if run.strategy.hybrid else None
     near, experts = run.sharding.kept_over, run.expert_parallel
-    return costs_of(cluster, rate, run.ranks, shards=shards, near=near, experts=experts, sequence=run.sequence)
+    return Costs(cluster, rate, run.ranks, shards=shards, near=near, experts=experts, sequence=run.sequence)
 
 
 # -- accumulation: the traced micro-batches, and more of them like the second one
@@ -121,7 +114,7 @@ def step_of_choice(log: Log, run: TrainingSetup, choice: Choice, cluster: Cluste
     between = choice.accumulate - run.accumulate
     if between <= 0:
         return step
-    marks = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)]
+    marks = [i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place == START]
     marks.append(next(i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place.phase is StepPhase.STEP))
     first, second = (step_of(replace(log, events=log.events[:end]), run, cluster, rate) for end in marks[1:3])
 

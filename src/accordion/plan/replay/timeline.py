@@ -8,33 +8,28 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from accordion.plan.events import (
-    ALL_TO_ALL,
-    COMPUTE,
-    DISK_STREAM,
-    FETCH,
-    HOST,
-    REPLICATE,
-    SEQUENCE,
-    STEPPER,
-    STORE,
+    START,
+    Axes,
     Collective,
     Enter,
-    Land,
     Launch,
     Log,
     Mark,
     Op,
     StepPart,
     StepPhase,
+    Streams,
     Wait,
 )
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.peak import name_of
 
+COMPUTE = Streams.COMPUTE  # a global name, because it is looked up for each event
 KERNELS_OF = " stream's kernels"
 IN_LINE = "messages in line"  # kind of collectives on the compute stream itself, such as the sum of norms
 OF_TOKENS = "all-to-all of tokens"
 OF_HEADS = "all-to-all of attention heads"
+ALL_TO_ALLS = {Axes.EXPERTS: OF_TOKENS, Axes.SEQUENCE: OF_HEADS}  # by axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +44,14 @@ class Step:
     by_place: Mapping[StepPart, tuple[float, float]]  # (seconds, waits among them) of the compute stream
 
 
-def simulate(log: Log, costs: Costs) -> Step:
-    """Return the time of the step in `log`, whose streams run in parallel.
-
-    As in the engine, a transfer starts after the compute stream's work so far, runs in order on its stream, and the compute
-    stream waits for it at its `Land` event. The host takes `costs.rates.caller_s` for each kernel.
-    """
-    return StreamClock(costs).run(log)
-
-
 class StreamClock:
-    """Advances the time of each stream event by event, and sums it by kind of work and by part of the step. `run` returns the
-    sums. `handlers`: type of event -> name of the method that handles it; events of other types take no time."""
+    """Advances the time of each stream event by event, and sums it by kind of work and by part of the step. Streams run in
+    parallel. As in the engine, a transfer starts after the compute stream's work so far and runs in order on its stream. The
+    host takes `costs.rates.caller_s` for each kernel. `run` returns the sums. `handlers`: type of event -> name of the method
+    that handles it; events of other types take no time."""
 
     handlers: ClassVar[Mapping[type, str]] = {
-        Op: "work", Collective: "work", Enter: "enter", Launch: "launch", Mark: "mark", Land: "land", Wait: "wait",
+        Op: "work", Collective: "work", Enter: "enter", Launch: "launch", Mark: "mark", Wait: "wait",
     }  # fmt: skip
 
     def __init__(self, costs: Costs) -> None:
@@ -78,7 +66,7 @@ class StreamClock:
         self._waits: dict[str, float] = defaultdict(float)
         self._places: dict[StepPart, list[float]] = {}  # [seconds, waits among them]
         self._flops = self._launched = 0.0  # `_launched`: time at which the caller launched the last kernel
-        self._entered, self._place = 0.0, StepPart(StepPhase.FORWARD, -1)
+        self._entered, self._place = 0.0, START
         self._in_place = self._places.setdefault(self._place, [0.0, 0.0])
 
     def run(self, log: Log) -> Step:
@@ -141,27 +129,19 @@ class StreamClock:
         self._ends[event.transfer] = self._busy[event.stream]
         self._streams[event.transfer] = event.stream
 
-    def land(self, event: Land) -> None:
-        self._wait_for(event.transfer, COMPUTE)
-
     def wait(self, event: Wait) -> None:
-        self._wait_for(event.transfer, event.stream)
-        if event.stream in self._running:
-            self._ends[self._running[event.stream]] = self._busy[event.stream]
-
-    def _wait_for(self, transfer: int, stream: str) -> None:
+        transfer, stream = event.transfer, event.stream
         waited = max(0.0, self._ends.get(transfer, 0.0) - self._busy[stream])
         self._wait(stream, waited, self._streams.get(transfer, ""))
+        if stream in self._running:
+            self._ends[self._running[stream]] = self._busy[stream]
 
 
 def kind_of(event: Op | Collective) -> str:
     """Return the kind of work of `event`, by which seconds are summed: kind of collective or kernel, or a side stream."""
     if isinstance(event, Collective):
-        if event.stream != COMPUTE:
-            return event.kind
-        of_axis = OF_HEADS if event.axis == SEQUENCE else OF_TOKENS
-        return of_axis if event.kind == ALL_TO_ALL else IN_LINE
-    if event.stream in (FETCH, STORE):
+        return ALL_TO_ALLS.get(event.axis, IN_LINE) if event.stream == COMPUTE else event.kind
+    if event.stream in (Streams.FETCH, Streams.STORE):
         return event.stream
     if event.stream != COMPUTE:
         return f"{event.stream}{KERNELS_OF}"
@@ -172,20 +152,20 @@ def kind_of(event: Op | Collective) -> str:
 
 # -- named parts of a step's time
 
-MESSAGES = ("gather", "exchange", "scatter_sum", "sum")
 WAITED_FOR = {  # stream -> what a wait for it is called
     "gather": "waiting for parameters (gather)",
     "copy in": "waiting for parameters (gather)",
     "reduce": "waiting for gradients (reduce)",
     "all-reduce": "waiting for gradients between nodes",
-    REPLICATE: "waiting for gradients between nodes",
-    FETCH: "waiting for the host",
-    STORE: "waiting for the host",
-    HOST: "waiting for the host",
+    Streams.REPLICATE: "waiting for gradients between nodes",
+    Streams.FETCH: "waiting for the host",
+    Streams.STORE: "waiting for the host",
+    Streams.HOST: "waiting for the host",
 }
 OTHER_STREAMS = {  # kind of work -> its name
     "gather": "all-gather", "exchange": "all-to-all of gradients", "scatter_sum": "reduce-scatter", "sum": "all-reduce",
-    FETCH: "copies from the host", STORE: "copies to the host", HOST: "the caller's work on the host",
+    Streams.FETCH: "copies from the host", Streams.STORE: "copies to the host", Streams.HOST: "the caller's work on the host",
+    Streams.STEPPER: Streams.STEPPER, Streams.DISK: Streams.DISK,
 }  # fmt: skip
 
 
@@ -205,8 +185,9 @@ def by_kind(step: Step) -> list[TimePart]:
     waits: dict[str, float] = defaultdict(float)
     for stream, seconds in step.waits.items():
         waits[WAITED_FOR.get(stream, "waiting for others")] += seconds
-    others = (*MESSAGES, FETCH, STORE, HOST, STEPPER, DISK_STREAM)
-    compute = {name: s for name, s in step.by_kind.items() if name not in others and not name.endswith(KERNELS_OF)}
+    compute = {
+        name: s for name, s in step.by_kind.items() if name not in OTHER_STREAMS and not name.endswith(KERNELS_OF)
+    }
     parts = [TimePart(name=name, seconds=s) for name, s in compute.items() if s > 0]
     parts += [TimePart(name=name, seconds=s, waited=s) for name, s in waits.items() if s > 0]
     hidden = [

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from accordion.config import DEVICE, FULL_SHARD, HOST, ActivationCheckpointing, Place
 from accordion.plan.choice import NO_OFFLOAD, Choice
-from accordion.plan.events import COMPUTE, Collective, Enter, Log, Op, StepPhase, begins
-from accordion.plan.extrapolate.offload import GRADIENT_BYTES, MASTER_BYTES
+from accordion.plan.events import START, Collective, Enter, Log, Op, StepPhase, Streams
 from accordion.plan.hardware import Cluster
-from accordion.plan.replay.cost import costs_of
+from accordion.plan.replay.cost import Costs
+from accordion.plan.replay.offload import GRADIENT_BYTES, MASTER_BYTES
 from accordion.plan.replay.timeline import Step
 from accordion.plan.search.space import Space
 
@@ -74,11 +74,11 @@ class Floor:
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
     """Return the floor (lower bounds) from one FULL_SHARD step: its `log`, time `step`, configuration `choice`, and peak of
     allocated bytes, `num_bytes`."""
-    last = max((i for i, e in enumerate(log.events) if isinstance(e, Enter) and begins(e.place)), default=0)
+    last = max((i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place == START), default=0)
     gathered: list[int] = []
     reduced: list[int] = []
     phase = StepPhase.FORWARD
-    costs = costs_of(cluster, "middle", choice.gpus, shards=choice.shards if choice.strategy.hybrid else None)
+    costs = Costs(cluster, "middle", choice.gpus, shards=choice.shards if choice.strategy.hybrid else None)
     blocks_s = light_s = 0.0
     is_block = False
     for event in log.events[last:]:
@@ -87,7 +87,7 @@ def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Clus
             name = log.units[event.place.unit] if event.place.unit >= 0 else ""
             is_block = phase is StepPhase.FORWARD and any(map(str.isdecimal, name.split(".")))
         elif isinstance(event, Op):
-            if is_block and event.stream == COMPUTE:
+            if is_block and event.stream == Streams.COMPUTE:
                 blocks_s += costs.of(event)
                 light_s += 0.0 if event.flops else costs.of(event)
         elif isinstance(event, Collective) and event.axis == "shard":
@@ -110,7 +110,7 @@ def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
     """Return a lower bound of the seconds of a step of `choice`: the time of its gathers in forwards, or that of its reductions,
     whichever is longer. `floor`: that of the FULL_SHARD choice which bounds `choice`."""
     strategy, cluster = choice.strategy, space.cluster
-    costs = costs_of(cluster, "middle", choice.gpus, shards=choice.shards if strategy.hybrid else None)
+    costs = Costs(cluster, "middle", choice.gpus, shards=choice.shards if strategy.hybrid else None)
 
     def seconds(kind: str, sizes: tuple[int, ...], axis: str, share: float) -> float:
         return sum(costs.of_collective(Collective(kind, int(n * share), axis, kind)) for n in sizes)

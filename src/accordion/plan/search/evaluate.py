@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from accordion.plan.choice import NO_OFFLOAD, Choice, traced_as
 from accordion.plan.events import Log
-from accordion.plan.extrapolate.offload import disk_bytes, host_bytes, offloaded, state_by_unit
 from accordion.plan.hardware import GIB, MARGIN, OUTSIDE_BYTES, REACHED, Cluster
-from accordion.plan.replay.host_work import host_work, with_host_work
+from accordion.plan.replay.offload import disk_bytes, host_bytes, host_work, offloaded, state_by_unit, with_host_work
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import MemoryNeed, costs_for, memory_of, step_of_choice
 from accordion.plan.replay.timeline import Step

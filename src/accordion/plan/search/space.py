@@ -8,7 +8,7 @@ from itertools import product
 
 from accordion.config import DEVICE, Offload, Place, Precision
 from accordion.errors import UsageError
-from accordion.plan.choice import Choice, Search
+from accordion.plan.choice import Choice, Search, moved_as
 from accordion.plan.hardware import Cluster
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Subject, TrainingSetup
@@ -29,7 +29,8 @@ class Space:
         optimizer: a key of `OPTIMIZERS`.
         engine: "accordion" or "fsdp2".
         sequences: numbers of ranks that share each sequence, to try in this order if nothing fits.
-        pure: True if the optimizer steps parameters of 16 bits, so that its states have 16 bits too.
+        master_share: bytes per element of the parameters that the optimizer steps, and so of its states, as a share of those with
+            float32's 4.
     """
 
     subject_for: Callable[[int], Subject]
@@ -41,11 +42,23 @@ class Space:
     optimizer: str = "adamw"
     engine: str = "accordion"
     sequences: Sequence[int] = ()
-    pure: bool = False
+    master_share: float = 1.0
 
     def setup(self, choice: Choice) -> TrainingSetup:
-        """Return the setup of a trace of `choice` with the optimizer, engine and size of machines of this space."""
-        return choice.setup(self.cluster.node, self.optimizer, self.engine)
+        """Return the setup of a trace of `choice`, with `num_traced` micro-batches and with the host in place of a disk."""
+        choice = moved_as(choice)
+        return TrainingSetup(
+            engine=self.engine,
+            ranks=choice.gpus,
+            node=self.cluster.node,
+            replicas=choice.replicas,
+            expert_parallel=choice.expert_parallel,
+            sequence=choice.sequence,
+            accumulate=choice.accumulate,
+            no_sync=choice.no_sync,
+            optimizer=self.optimizer,
+            sharding=choice.sharding,
+        )
 
     @property
     def precision(self) -> Precision:
@@ -55,11 +68,6 @@ class Space:
     def compute_bytes(self) -> int:
         """Bytes per element in the dtype of the computation."""
         return self.precision.params.itemsize if self.precision.params is not None else 4
-
-    @property
-    def master_share(self) -> float:
-        """Bytes per element of the parameters that the optimizer steps, as a share of float32's 4."""
-        return 0.5 if self.pure else 1.0
 
     @property
     def state_bytes(self) -> float:

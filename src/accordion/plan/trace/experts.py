@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from accordion.errors import UsageError
-from accordion.plan.events import ALL_TO_ALL, EXPERTS
-from accordion.plan.trace.tracker import Tracker
 from accordion.sharding import MeshChoice
 
 EXPERT_DATA_AXIS, EXPERTS_AXIS = "edp", "ep"  # axes: ranks with the same experts, neighbours that share all experts
@@ -74,17 +72,6 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> Me
             setattr(module, name, nn.Parameter(whole, requires_grad=p.requires_grad))
         module.forward = partial(_forward, module, axis.size(), exchange)
     return dict.fromkeys(modules, mesh[EXPERT_DATA_AXIS])
-
-
-def silent_exchange(tracker: Tracker) -> Exchange:
-    """Return a stand-in for an all-to-all: a function that logs the collective in `tracker`, sends nothing, and returns new,
-    uninitialized rows."""
-
-    def exchange(rows: Tensor) -> Tensor:
-        tracker.collective(ALL_TO_ALL, rows.nbytes, EXPERTS)
-        return torch.empty_like(rows)
-
-    return exchange
 
 
 def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from accordion import _torch
 from accordion.config import Place, Precision, Strategy
 from accordion.engine.unit import is_layer
 from accordion.errors import UsageError
-from accordion.plan.events import COMPUTE, Mark, StepPhase, Wait
+from accordion.plan.events import Mark, StepPhase, Streams, Wait
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Rig, TrainingSetup
 from accordion.plan.trace.tracker import Tracker, storages_of
@@ -32,11 +32,11 @@ FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # fields 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
     """Apply FSDP2 to `model` in place, create its optimizer, and return the optimizer with the functions that a trace calls to
     run steps. Registers hooks that log units in `tracker`. Raises `UsageError` for a setting that FSDP2 does not have."""
-    chosen = choose_units(model, run.units)
+    chosen = choose_units(model, run.sharding.units)
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
     for i, (_, module) in enumerate(chosen):
         _track_unit(module, i, tracker)  # before FSDP2 registers its own hooks
-    apply(model, mesh, replace(run.sharding, units=run.units), run.reshard_root, run.reshard_last)
+    apply(model, mesh, run.sharding, run.reshard_root, run.reshard_last)
     model.to_empty(device="cpu")
     optimizer = OPTIMIZERS[run.optimizer].make(model.parameters())
     return Rig(
@@ -119,12 +119,12 @@ def _track_unit(module: nn.Module, unit: int, tracker: Tracker) -> None:
             tracker.enter(*place)
 
     def before(module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and tracker.phase is StepPhase.FORWARD:
+        if torch.is_grad_enabled() and tracker.place.phase is StepPhase.FORWARD:
             tracker.enter(StepPhase.FORWARD, unit)
 
     def after(module: nn.Module, args: Any, out: Any) -> None:
         for leaf in tree_leaves(list(out.values()) if isinstance(out, dict) else out):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and tracker.phase is StepPhase.FORWARD:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and tracker.place.phase is StepPhase.FORWARD:
                 leaf.register_hook(backward)
 
     module.register_forward_pre_hook(before)
@@ -159,7 +159,7 @@ def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
 def _named_streams(tracker: Tracker) -> Iterator[None]:
     """Context manager in which `torch.cpu` creates streams and events that `tracker` logs; torch's own do nothing."""
     names = iter(STREAMS)
-    streams = {COMPUTE: _Stream(COMPUTE, tracker)}
+    streams = {Streams.COMPUTE: _Stream(Streams.COMPUTE, tracker)}
 
     def stream(priority: int = 0) -> _Stream:
         name = next(names)
@@ -176,14 +176,8 @@ def _named_streams(tracker: Tracker) -> Iterator[None]:
         "stream": on,
         "current_stream": lambda device=None: streams[tracker.stream],
     }
-    before = {name: getattr(torch.cpu, name) for name in stand_ins}
-    for name, stand_in in stand_ins.items():
-        setattr(torch.cpu, name, stand_in)
-    try:
+    with mock.patch.multiple(torch.cpu, **stand_ins):
         yield
-    finally:
-        for name, plain in before.items():
-            setattr(torch.cpu, name, plain)
 
 
 class _Event:
@@ -202,12 +196,6 @@ class _Event:
         if self.number is not None:
             self._tracker.events.append(Wait(self.number, self._tracker.stream if stream is None else stream.name))
 
-    def synchronize(self) -> None:
-        """Do nothing, because a trace has no time."""
-
-    def query(self) -> bool:
-        return True
-
 
 class _Stream:
     """Stand-in for a device stream; `name` is its name in logged events."""
@@ -223,6 +211,3 @@ class _Stream:
 
     def wait_stream(self, other: _Stream) -> None:
         self.wait_event(other.record_event())
-
-    def synchronize(self) -> None:
-        """Do nothing, because a trace has no time."""

@@ -28,28 +28,15 @@ from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.deferred_step import tiers_of
 from accordion.offload.tiers import Tiers
 from accordion.optimizers.wrap import clip_grad_norm_, wrap_optimizer
-from accordion.plan.events import (
-    COMPUTE,
-    EXPERT_DATA,
-    FETCH,
-    HOST,
-    NEAR,
-    REPLICATE,
-    STORE,
-    Category,
-    Land,
-    Launch,
-    StepPhase,
-    Wait,
-)
-from accordion.plan.trace.experts import ALL_AXES, silent_exchange, spread_experts
+from accordion.plan.events import Axes, Category, Launch, StepPhase, Streams, Wait
+from accordion.plan.trace.experts import ALL_AXES, spread_experts
 from accordion.plan.trace.optimizers import OPTIMIZERS
 from accordion.plan.trace.setup import Rig, TrainingSetup
 from accordion.plan.trace.tracker import Tracker, storages_of
 from accordion.shard.api import shard_over
-from accordion.shard.topology import CommunicatorMaker
 from accordion.sharding import MeshChoice
 from accordion.state import no_sync
+from accordion.workers.null_group import Done
 
 CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.GRADIENTS}
 
@@ -60,22 +47,25 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
     meshes: MeshChoice | None = None
     if run.expert_parallel > 1:
         with tracker.paused():
-            meshes, mesh = spread_experts(model, mesh, silent_exchange(tracker)), _torch.flattened_mesh(mesh, ALL_AXES)
+            meshes, mesh = spread_experts(model, mesh, tracker.exchange), _torch.flattened_mesh(mesh, ALL_AXES)
+    communicator = SilentCommunicator if run.device == "cuda" else SilentGlooCommunicator
     arena = partial(TracedArena, tracker, run)
-    shard_over(silent(tracker, run), model, mesh, replace(run.sharding, meshes=meshes), make_arena=arena)
+    shard_over(partial(communicator, tracker), model, mesh, replace(run.sharding, meshes=meshes), make_arena=arena)
     engine = engine_of(model)
     assert engine is not None
+    groups = [group for unit in engine.units for group in unit.groups]
     if run.device == "cuda":
         engine.context.shard.one_node = run.shards <= run.node
         engine.context.replicate.one_node = run.ranks <= run.node
-        for context in [g.context for unit in engine.units for g in unit.groups if g.context is not engine.context]:
-            context.shard.one_node = run.ranks <= run.node
+        for group in groups:
+            if group.context is not engine.context:
+                group.context.shard.one_node = run.ranks <= run.node
     watch(engine, tracker)
     if run.sharding.offload.asks:
         tiers = tiers_of(engine)
         vars(tiers)["stepper"] = AtOnce(partial(tracker.on, _host_stream(run)))
         vars(tiers)["pool"] = AtOnce(tracker.paused)
-        for group in [group for unit in engine.units for group in unit.groups]:
+        for group in groups:
             if isinstance(group.shard_buffer, OffDeviceShards):
                 group.shard_buffer.grads_come_from_device = run.device == "cuda"
                 # The fake slots of one arena share a storage, so each would count the others as holders of its memory.
@@ -108,30 +98,21 @@ class AtOnce:
         return future
 
 
-class _Done:
-    """Stand-in for a finished `torch.distributed.Work` of a backend without streams."""
-
-    def wait(self, timeout: object = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
 class SilentCommunicator(Communicator):
-    """A communicator that logs each collective of several ranks in `tracker` and sends nothing. `works`: handles of works in the
-    `Pending` that each collective returns."""
+    """A communicator that logs each collective of several ranks in `tracker` and sends nothing."""
 
-    def __init__(self, tracker: Tracker, works: Sequence[Any], group: Any, device: torch.device) -> None:
+    works: Sequence[Any] = ()  # in the `Pending` that each collective returns
+
+    def __init__(self, tracker: Tracker, group: Any, device: torch.device) -> None:
         super().__init__(group, device)
-        self._tracker, self._works = tracker, works
+        self._tracker = tracker
 
     def _logged(self, kind: str, tensors: Sequence[Tensor]) -> Pending:
         if self.num_ranks == 1 or not tensors:
             return Pending(self)
         num_bytes = sum(t.numel() * t.itemsize for t in tensors)
         self._tracker.collective(kind, num_bytes, self._tracker.axes.get(id(self), "shard"))
-        return Pending(self, self._works)
+        return Pending(self, self.works)
 
     def gather(self, fulls: list[Tensor], shards: list[Tensor]) -> Pending:
         return self._logged("gather", fulls)
@@ -150,15 +131,10 @@ class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
     """The silent communicator for CPU ranks. Large tensors, which gloo sends in messages between pairs of ranks, are neither sent
     nor logged by `send_each`."""
 
+    works = (Done(),)
+
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
-        return [_Done() for _ in messages]
-
-
-def silent(tracker: Tracker, run: TrainingSetup) -> CommunicatorMaker:
-    """Return a function of (process group, device) that creates a communicator which logs collectives and sends nothing."""
-    if run.device == "cuda":
-        return partial(SilentCommunicator, tracker, ())
-    return partial(SilentGlooCommunicator, tracker, (_Done(),))
+        return [Done() for _ in messages]
 
 
 class TracedArena(Arena):
@@ -176,8 +152,8 @@ def silenced(tracker: Tracker, run: TrainingSetup) -> AbstractContextManager[Non
 
 
 def _host_stream(run: TrainingSetup) -> str:
-    """Return the stream under which host memory is logged: `COMPUTE` for CPU ranks, whose device memory is host memory."""
-    return HOST if run.device == "cuda" else COMPUTE
+    """Return the stream under which host memory is logged: COMPUTE for CPU ranks, whose device memory is host memory."""
+    return Streams.HOST if run.device == "cuda" else Streams.COMPUTE
 
 
 # -- observers
@@ -190,17 +166,17 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
         axis = group.context.shard
-        tracker.axes |= {id(axis.gather): EXPERT_DATA, id(axis.reduce): EXPERT_DATA}
+        tracker.axes |= {id(axis.gather): Axes.EXPERT_DATA, id(axis.reduce): Axes.EXPERT_DATA}
     # Groups that keep a shard per node: their backward gathers over neighbouring ranks, and `close` copies that shard.
     for group in [g for unit in engine.units for g in unit.groups if hasattr(g, "over")]:
-        tracker.axes[id(group.over)] = NEAR
+        tracker.axes[id(group.over)] = Axes.NEAR
         buffer: Any = group.full_buffer
         vars(buffer)["close"] = tracker.new_memory_as(Category.GATHERED)(buffer.close)
-    streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, FETCH: context.fetch_stream}
+    streams = {"gather": context.gather_stream, "reduce": context.reduce_stream, Streams.FETCH: context.fetch_stream}
     if context.replicate_stream is not context.reduce_stream:
-        streams[REPLICATE] = context.replicate_stream
+        streams[Streams.REPLICATE] = context.replicate_stream
     if isinstance(context.shard_buffers, Tiers):
-        streams[STORE] = context.shard_buffers.store_stream
+        streams[Streams.STORE] = context.shard_buffers.store_stream
     for name, stream in streams.items():
         stream.makes = partial(_Traced, name, tracker)
     engine.observers.attach(StepTrace(tracker))
@@ -247,12 +223,12 @@ class _Traced(Transfer):
             super()._run()
 
     def land(self) -> None:
-        self.tracker.events.append(Land(self.number))
+        self.tracker.events.append(Wait(self.number, Streams.COMPUTE))
         super().land()
 
     def join(self, side_stream: SideStream) -> None:
         if self.name == "reduce":
-            self.tracker.events.append(Wait(self.number, REPLICATE))
+            self.tracker.events.append(Wait(self.number, Streams.REPLICATE))
         super().join(side_stream)
 
 

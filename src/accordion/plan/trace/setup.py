@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from accordion.config import Strategy
 from accordion.sharding import Sharding
-from accordion.units import UnitChoice, only_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +25,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """How a subject is trained: engine, sharding, numbers of ranks, accumulation and optimizer. A mapping given as `sharding` is
-    converted to a `Sharding`, which raises `UsageError` for wrong values."""
+    """How a subject is trained: engine, sharding, numbers of ranks, accumulation and optimizer."""
 
     engine: str = "accordion"  # or "fsdp2"
     ranks: int = 8  # data parallel ranks
@@ -38,21 +36,11 @@ class TrainingSetup:
     accumulate: int = 1  # micro-batches per step
     no_sync: bool = False  # only the last micro-batch reduces gradients
     optimizer: str = "adamw"  # a key of `OPTIMIZERS`
-    sharding: Sharding = field(default_factory=Sharding)  # or a mapping of its fields
+    sharding: Sharding = field(default_factory=Sharding)
     # FSDP2's `reshard_after_forward` of the root (None: its default, which keeps the root unsharded) and of the last unit.
     reshard_root: bool | None = None
     reshard_last: bool = True
     device: Literal["cuda", "cpu"] = "cuda"  # "cpu": the engine on CPU ranks with gloo
-
-    def __post_init__(self) -> None:
-        sharding: Any = self.sharding
-        if not isinstance(sharding, Sharding):
-            object.__setattr__(self, "sharding", Sharding.from_config(sharding))
-
-    @property
-    def units(self) -> UnitChoice:
-        """The choice of units in `sharding`. With engine "fsdp2" and no choice, the blocks are the units, as is usual there."""
-        return only_blocks() if self.sharding.units is None and self.engine == "fsdp2" else self.sharding.units
 
     @property
     def strategy(self) -> Strategy:

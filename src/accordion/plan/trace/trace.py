@@ -6,8 +6,9 @@ import gc
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -146,20 +147,13 @@ def _fake_mesh(run: TrainingSetup) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def _one_sequence_a_row() -> Iterator[None]:
-    """Context manager in which transformers does not look for packed sequences, for which it would read the values of positions.
-    Does nothing if this process has not imported transformers' masks."""
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    name = "find_packed_sequence_indices"
-    before = getattr(masks, name, None)
-    if before is not None:
-        setattr(masks, name, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            setattr(masks, name, before)
+def _one_sequence_a_row() -> AbstractContextManager[Any]:
+    """Return a context manager in which transformers does not look for packed sequences, for which it would read the values of
+    positions. It does nothing if this process has not imported transformers' masks."""
+    masks = sys.modules.get("transformers.masking_utils")
+    if not hasattr(masks, "find_packed_sequence_indices"):
+        return nullcontext()
+    return mock.patch.multiple(masks, find_packed_sequence_indices=lambda *args, **kwargs: None)
 
 
 def _as_fakes(model: nn.Module) -> None:

@@ -8,15 +8,15 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
 from accordion.observe.allocations import StorageWatch
 from accordion.plan.events import (
     ALL_TO_ALL,
-    COMPUTE,
-    SEQUENCE,
     Alloc,
+    Axes,
     Category,
     Collective,
     Enter,
@@ -25,6 +25,7 @@ from accordion.plan.events import (
     Op,
     StepPart,
     StepPhase,
+    Streams,
 )
 from accordion.plan.trace.memo import Memo
 from accordion.plan.trace.operators import bytes_moved_by, flops_of, num_bytes, row_of, tensors_of
@@ -58,7 +59,7 @@ class Tracker(StorageWatch):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self.phase, self.stream = StepPhase.BUILD, COMPUTE
+        self.stream = Streams.COMPUTE
         self.place = StepPart(StepPhase.BUILD, -1)
         self.category: Category | None = None
         self.live: dict[int, Alloc] = {}  # by the storage's key
@@ -76,7 +77,7 @@ class Tracker(StorageWatch):
     # -- called by the traced engine
 
     def enter(self, phase: StepPhase, unit: int = -1) -> None:
-        self.phase, self.place = phase, StepPart(phase, unit)
+        self.place = StepPart(phase, unit)
         self.events.append(Enter(self.place))
 
     @contextmanager
@@ -117,6 +118,11 @@ class Tracker(StorageWatch):
     def collective(self, kind: str, num_bytes: int, axis: str) -> None:
         self.events.append(Collective(kind, num_bytes, axis, self.stream))
 
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Log an all-to-all over the ranks that share experts; send nothing, and return new, uninitialized rows."""
+        self.collective(ALL_TO_ALL, rows.nbytes, Axes.EXPERTS)
+        return torch.empty_like(rows)
+
     # -- operators and storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,7 +152,7 @@ class Tracker(StorageWatch):
             kind, index = COLLECTIVES.get(func.__name__.partition(".")[0], ("", None))
             if kind:
                 full = tensors_of(out if index is None else args[index])
-                axis = {"sum": self.sum_axis, ALL_TO_ALL: SEQUENCE}.get(kind, "shard")
+                axis = {"sum": self.sum_axis, ALL_TO_ALL: Axes.SEQUENCE}.get(kind, "shard")
                 self.collective(kind, sum(map(num_bytes, full)), axis)
         else:
             self._record(func, args, kwargs, out)
@@ -160,11 +166,11 @@ class Tracker(StorageWatch):
 
     def _log_new(self, storage: torch.UntypedStorage) -> None:
         if self.watch(storage):
-            by_phase = BY_PHASE.get(self.phase, Category.OTHER)
+            by_phase = BY_PHASE.get(self.place.phase, Category.OTHER)
             self._take(storage, self.category or (Category.ACTIVATIONS if self._recomputes() else by_phase))
 
     def _recomputes(self) -> bool:
-        return self.phase is StepPhase.BACKWARD and torch.is_grad_enabled()
+        return self.place.phase is StepPhase.BACKWARD and torch.is_grad_enabled()
 
     def _take(self, storage: torch.UntypedStorage, category: Category) -> None:
         if storage.nbytes():

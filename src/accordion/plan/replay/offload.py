@@ -1,4 +1,4 @@
-"""Apply offload to a log: move memory off the device, and count the bytes that it takes on the host and on a disk."""
+"""Offload in a log: the memory that it moves off the device, the bytes on the host and on a disk, and the time that it takes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ from accordion.offload.step.chunks import chunk_numel
 from accordion.offload.step.pipelines import NUM_BUFFERS
 from accordion.plan.choice import Choice
 from accordion.plan.events import (
-    REPLICATE,
-    STORE,
+    START,
     Alloc,
     Category,
     Enter,
     Event,
     Free,
-    Land,
     Launch,
     Log,
     Op,
     StepPart,
     StepPhase,
-    begins,
+    Streams,
+    Wait,
 )
 from accordion.plan.hardware import Cluster
+from accordion.plan.replay.cost import Costs
+from accordion.plan.replay.timeline import Step
 
 MASTER_BYTES, GRADIENT_BYTES = 4, 4  # bytes of an element, float32
 COPIED = 2  # a copy reads and writes
+ADDED = 3  # a sum of gradients on the host reads two and writes one
+NORM, SCALE = "_foreach_norm", "_foreach_mul_"  # kernels of clipping; later kernels of a step are the optimizer's
+
+
+# -- memory
 
 
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
@@ -62,12 +68,12 @@ def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
     engine waits for their copy to the host then."""
     gradients = offloaded_gradients(log)
     launches = [event for event in log.events if isinstance(event, Launch)]
-    last = REPLICATE if any(event.stream == REPLICATE for event in launches) else "reduce"
+    last = Streams.REPLICATE if any(event.stream == Streams.REPLICATE for event in launches) else "reduce"
     reduces = {event.transfer for event in launches if event.stream == last}
     unreduced: list[int] = []
     reducing: dict[int, list[int]] = {}  # by transfer
     copied: list[int] = []  # gradients whose copy to the host has started
-    place = StepPart(StepPhase.FORWARD, -1)
+    place = START
     for event in log.events:
         if isinstance(event, Free) and (event.number in moved or event.number in gradients):
             continue
@@ -78,12 +84,12 @@ def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
             if not reduces and place.phase is not StepPhase.FORWARD:  # a single rank
                 yield from map(Free, copied)
                 copied, unreduced = unreduced, []
-            if place.phase is StepPhase.STEP or begins(place):  # a backward has ended
+            if place.phase is StepPhase.STEP or place == START:  # a backward has ended
                 yield from map(Free, copied)
                 copied = []
         elif isinstance(event, Launch) and event.transfer in reduces:
             reducing[event.transfer], unreduced = unreduced, []
-        elif isinstance(event, Land) and event.transfer in reducing:
+        elif isinstance(event, Wait) and event.stream == Streams.COMPUTE and event.transfer in reducing:
             yield from map(Free, copied)
             copied = reducing.pop(event.transfer)
         elif isinstance(event, Alloc) and event.number in gradients:
@@ -122,7 +128,7 @@ def offloaded_gradients(log: Log) -> Mapping[int, int]:
     live_at_end: set[int] = set()
     points: dict[int, tuple[StepPart, int]] = {}  # by number: (part of the step, gradients allocated in it before)
     sizes: dict[int, int] = {}
-    place, count = StepPart(StepPhase.FORWARD, -1), 0
+    place, count = START, 0
     for event in log.events:
         if isinstance(event, Alloc) and event.category is Category.GRADIENTS:
             live.add(event.number)
@@ -132,7 +138,7 @@ def offloaded_gradients(log: Log) -> Mapping[int, int]:
             live.discard(event.number)
         elif isinstance(event, Enter):
             place, count = event.place, 0
-            if place.phase is StepPhase.STEP or begins(place):
+            if place.phase is StepPhase.STEP or place == START:
                 live_at_end |= live
     points_of_sharded = {points[number] for number in live_at_end}
     return {number: sizes[number] for number, point in points.items() if point in points_of_sharded}
@@ -143,9 +149,9 @@ def inputs_of(log: Log) -> list[int]:
     offloads inputs."""
     batches: list[list[int]] = [[]]
     for event in log.events:
-        if isinstance(event, Enter) and begins(event.place):
+        if isinstance(event, Enter) and event.place == START:
             batches.append([])
-        elif isinstance(event, Op) and event.stream == STORE:
+        elif isinstance(event, Op) and event.stream == Streams.STORE:
             batches[-1].append(room_for(event.num_bytes // COPIED))
     return max(batches, key=sum)
 
@@ -177,3 +183,95 @@ def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
     states = sum(s.state_bytes for s in state_by_unit(log).values()) if folder_of(choice.offload.optimizer) else 0
     inputs = sum(inputs_of(log)) if folder_of(choice.offload.activations) else 0
     return (states + inputs) * min(choice.gpus, cluster.node)
+
+
+# -- time: copies to and from the device, and work of the host and its disk, by closed formulas
+
+
+def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
+    """Return stream -> bytes that one rank reads and writes in a step of `choice`. Of `Streams`: FETCH and STORE (copies from and
+    to the host), STEPPER (the optimizer), HOST (clipping, sums of gradients) and DISK; one without work has 0 or is left out.
+    `log`: the log without offloaded states. `compute_bytes`: bytes per element of the compute dtype."""
+    offload, states, work = choice.offload, state_by_unit(log), dict[str, float]()
+    if folder_of(offload.activations):  # the last inputs are still in the staging buffers
+        inputs = inputs_of(log)
+        work[Streams.DISK] = choice.accumulate * (sum(inputs) + sum(inputs[:-NUM_STAGES]))
+    if not offload.is_any:
+        return work
+    clipped, stepped = _step_bytes(log)
+    num_batches = sum(isinstance(event, Enter) and event.place == START for event in log.events)
+    gradients = sum(offloaded_gradients(log).values()) / num_batches
+    rows = {unit: state.elements * compute_bytes for unit, state in states.items()}
+    # A backward that reduces marks the copies on the device as stale.
+    times = choice.accumulate if offload.params == HOST or choice.each_reduces else 1
+    gathered = _gathered_units(log) if offload.params == HOST else list(rows)
+    work[Streams.FETCH] = COPIED * times * sum(rows.get(unit, 0) for unit in gathered)
+    work[Streams.STORE] = COPIED * choice.accumulate * gradients
+    work[Streams.HOST] = clipped + ADDED * (choice.accumulate - 1) * gradients
+    written = (MASTER_BYTES + compute_bytes) / GRADIENT_BYTES if compute_bytes != MASTER_BYTES else 0.0
+    work[Streams.STEPPER] = stepped + written * gradients
+    if folder_of(offload.optimizer):
+        work[Streams.DISK] = work.get(Streams.DISK, 0.0) + COPIED * sum(state.state_bytes for state in states.values())
+    return work
+
+
+def _step_bytes(log: Log) -> tuple[int, int]:
+    """Return (bytes that clipping reads and writes, bytes that the optimizer reads and writes) in the step of `log`."""
+    place, is_clipped, clipped, stepped = START, False, 0, 0
+    for event in log.events:
+        if isinstance(event, Enter):
+            place = event.place
+        elif isinstance(event, Op) and place.phase is StepPhase.STEP:
+            if is_clipped:
+                stepped += event.num_bytes
+            elif NORM in event.name or SCALE in event.name:
+                clipped, is_clipped = clipped + event.num_bytes, SCALE in event.name
+    return clipped, stepped
+
+
+def _gathered_units(log: Log) -> list[int]:
+    """Return the indices of the units that the last micro-batch gathers, in order. If the log has no gathers (one rank), return
+    the unit of each forward and backward."""
+    visits: list[list[int]] = []  # [unit, 1 if a gather ends in this part of the step]
+    streams: dict[int, str] = {}
+    for event in log.events:
+        if isinstance(event, Enter):
+            visits = [] if event.place == START else visits
+            visits.append([event.place.unit, 0])
+        elif isinstance(event, Launch):
+            streams[event.transfer] = event.stream
+        elif isinstance(event, Wait) and streams.get(event.transfer) == "gather":
+            visits[-1][1] = 1
+    return [unit for unit, gathered in visits if gathered or "gather" not in streams.values()]
+
+
+def with_host_work(step: Step, work: Mapping[str, float], choice: Choice, num_units: int, costs: Costs) -> Step:
+    """Return `step`, the time of the device alone, with the waits for offload's `work` (stream -> bytes) added, if there are any.
+
+    The previous step's optimizer runs during the forward, unit by unit. Nothing hides the steps of the first two units, the
+    first copy to the device in a backward, the last two copies to the host, and the caller's own work on gradients. All other
+    work is hidden by the device's, as long as it takes no longer.
+    """
+    seconds = {stream: costs.of(Op("", 0.0, round(n), "", stream)) for stream, n in work.items() if n}
+    if not seconds:
+        return step
+    forward_s = sum(s for place, (s, _) in step.by_place.items() if place.phase is StepPhase.FORWARD)
+    first_s, lead = forward_s / choice.accumulate, min(1.0, 2 / max(1, num_units))
+    fetch_s, store_s, disk_s = (seconds.get(stream, 0.0) for stream in (Streams.FETCH, Streams.STORE, Streams.DISK))
+    stepped_s = max(seconds[Streams.STEPPER], disk_s) if Streams.STEPPER in seconds else 0.0
+    begins_s = max(lead * stepped_s, stepped_s - (1 - lead) * first_s)
+    always = choice.offload.params == HOST  # copied for each gather, not once in the first forward
+    fetched_s = max(lead / 4 * fetch_s, fetch_s - step.seconds) if always else max(0.0, fetch_s - first_s)
+    stored_s = max(lead * store_s, store_s - (step.seconds - forward_s))
+    total_s = step.seconds + begins_s + fetched_s + stored_s + seconds.get(Streams.HOST, 0.0)
+    total_s = max(total_s, disk_s)
+    waited_s = total_s - step.seconds
+    at_start = step.by_place.get(START, (0.0, 0.0))
+    return replace(
+        step,
+        seconds=total_s,
+        exposed_s=step.exposed_s + waited_s,
+        by_kind={**step.by_kind, **{s: step.by_kind.get(s, 0.0) + took for s, took in seconds.items()}},
+        waits={**step.waits, Streams.HOST: step.waits.get(Streams.HOST, 0.0) + waited_s},
+        by_place={**step.by_place, START: (at_start[0] + waited_s, at_start[1] + waited_s)},
+    )

@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from accordion.plan.events import Alloc, Enter, Event, Free, Land, Launch, Log, Mark, Op, StepPart, StepPhase, Wait
+from torch import nn
+
+from accordion.plan.events import Alloc, Enter, Event, Free, Launch, Log, Mark, Op, StepPart, StepPhase, Wait
+from accordion.units import UnitChoice, choose_units
 
 HEAD, TAIL = 1, 2  # numbers of first and last blocks that may differ; a reduce ends one block after its start
 PERIODS = 3  # periods in the middle: the second one is repeated if the first and the third are equal to it
@@ -23,6 +26,39 @@ def num_traced(num_blocks: int, period: int, later: int = 0) -> int:
     """
     least = HEAD + PERIODS * period + TAIL + later
     return num_blocks if num_blocks <= least else least + (num_blocks - least) % period
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualBlocks:
+    """A container (`nn.ModuleList` or `nn.Sequential`) all of whose modules are equal units, such as a transformer's blocks."""
+
+    container: str  # name of the module
+    count: int  # number of blocks
+    first_unit: int  # index of the first block among the units of the model
+    each: int = 1  # number of units in one block: itself and the units inside it
+
+
+def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
+    """Describe the longest `nn.ModuleList` or `nn.Sequential` of two or more modules that are all units, equal in class,
+    parameters and units inside, and in no other unit but the root. Returns None if there is no such container. `units`: the
+    choice of units, as for `accordion.shard`."""
+    names = [name for name, _ in choose_units(model, units)]
+    runs: list[EqualBlocks] = []
+    for container, holder in model.named_modules():
+        if not container or not isinstance(holder, (nn.ModuleList, nn.Sequential)) or len(holder) < 2:
+            continue
+        blocks = [f"{container}.{i}" for i in range(len(holder))]
+        inside_a_unit = any(f"{container}.".startswith(f"{name}.") for name in names[1:])
+        if inside_a_unit or not set(blocks) <= set(names):
+            continue
+        num_units = {sum(f"{name}.".startswith(f"{block}.") for name in names) for block in blocks}
+        kinds = {
+            (type(block), tuple((n, p.shape, p.requires_grad) for n, p in block.named_parameters())) for block in holder
+        }
+        if len(num_units) == len(kinds) == 1:
+            first, each = names.index(blocks[0]), num_units.pop()
+            runs.append(EqualBlocks(container=container, count=len(holder), first_unit=first, each=each))
+    return max(runs, key=lambda run: run.count, default=None)
 
 
 class _Origin(NamedTuple):
@@ -55,26 +91,6 @@ class IrregularError(Exception):
     """Raised if the events of the middle blocks do not repeat. The whole model must be traced then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortened:
-    """How a deep model was shortened for a trace."""
-
-    first_unit: int  # index of the first block's first unit
-    traced: int  # blocks that were traced
-    total: int  # blocks of the deep model
-    period: int  # distance of blocks with equal events
-    optimizer_scale: float  # elements that the optimizer steps: the deep model's, relative to the shortened model's
-    each: int = 1  # units of one block
-    later: int = 0  # in the backward, a block's last transfer is waited for `1 + later` blocks after it
-
-
-def extend(log: Log, short: Shortened) -> Log:
-    """Return the log of a deep model, derived from `log`, the log of that model shortened as in `short`. Returns `log` itself if
-    the shortened model has all blocks. Raises `IrregularError`, `KeyError` or `IndexError` if the events of the blocks do not
-    repeat."""
-    return log if short.traced == short.total else _Extension(log, short).log()
-
-
 def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> int:
     """Return the number of allocations that are live after the step in `events`, minus that before it. `allocs`: the allocations
     that are live before the step. Raises `IrregularError` if the step frees memory that is not allocated."""
@@ -89,16 +105,25 @@ def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> 
     return len(live) - len(allocs)
 
 
-class _Extension:
-    """Builds the deep model's log, which `log` returns. Allocations and transfers get new numbers, one for each origin there."""
+class Extension:
+    """Derives the log of a deep model, which `log` returns, from the log of that model with fewer blocks. Allocations and
+    transfers get new numbers, one for each origin there. Constructor and `log` raise `IrregularError`, `KeyError` or `IndexError`
+    if the events of the blocks do not repeat.
 
-    def __init__(self, log: Log, short: Shortened) -> None:
-        self._log, self._first, self._each = log, short.first_unit, short.each
-        self._traced, self._period, self._later = short.traced, short.period, short.later
-        self._scale = short.optimizer_scale
-        self._end = short.first_unit + short.traced * short.each  # the first unit after the blocks
-        self._start = HEAD + short.period  # the repeated blocks: [start, start + period)
-        self._total, self._added = short.total, short.total - short.traced  # blocks
+    Args:
+        log: the log of the model with fewer blocks.
+        blocks: the equal blocks of the deep model.
+        traced: number of blocks in `log`.
+        period, later: as in `num_traced`.
+        scale: elements that the optimizer steps: the deep model's, relative to those of the model with fewer blocks.
+    """
+
+    def __init__(self, log: Log, blocks: EqualBlocks, *, traced: int, period: int, later: int, scale: float) -> None:
+        self._log, self._first, self._each = log, blocks.first_unit, blocks.each
+        self._traced, self._period, self._later, self._scale = traced, period, later, scale
+        self._end = self._first + traced * self._each  # the first unit after the blocks
+        self._start = HEAD + period  # the repeated blocks: [start, start + period)
+        self._total, self._added = blocks.count, blocks.count - traced  # blocks
         self._origins: dict[object, _Origin] = {}  # in `log`, by `_key`
         self._segments = self._split()
         self._check()
@@ -167,7 +192,7 @@ class _Extension:
             return (Alloc, event.num_bytes, event.stream)
         if isinstance(event, (Launch, Mark)):
             return (type(event), event.stream)
-        if isinstance(event, (Free, Land, Wait)):
+        if isinstance(event, (Free, Wait)):
             origin = self._origins.get(_key(event))
             if origin is not None and origin.block is not None:
                 origin = origin._replace(block=origin.block - block)
@@ -194,7 +219,7 @@ class _Extension:
 
     def _deep_events(self, event: Event, at: int, segment: _Segment, block: int | None) -> Iterator[Event]:
         """Yield the events of the deep model's log that stand for `event`, number `at` of `segment`. There is one event; but for
-        `Free`, `Land` and `Wait` there is one for each number that `_references` returns. `block`: index in the deep model of
+        `Free` and `Wait` there is one for each number that `_references` returns. `block`: index in the deep model of
         this copy of `segment`; None outside of blocks."""
         if isinstance(event, Alloc):
             number = self._number(segment.origin(at, block))
@@ -203,7 +228,7 @@ class _Extension:
             yield replace(event, transfer=self._number(segment.origin(at, block)))
         elif isinstance(event, Free):
             yield from map(Free, self._references(event, segment, block))
-        elif isinstance(event, (Land, Wait)):
+        elif isinstance(event, Wait):
             for number in self._references(event, segment, block):
                 yield replace(event, transfer=number)
         elif isinstance(event, Op) and segment.place.phase is StepPhase.STEP:
@@ -214,7 +239,7 @@ class _Extension:
     def _number(self, name: object) -> int:
         return self._numbers.setdefault(name, len(self._numbers))
 
-    def _references(self, event: Free | Land | Wait, segment: _Segment, block: int | None) -> Sequence[int]:
+    def _references(self, event: Free | Wait, segment: _Segment, block: int | None) -> Sequence[int]:
         """Return the numbers, in the deep log, of the allocations or transfers to which `event` refers. There is one number, or
         one for each copy of a repeated block if `segment` is outside of blocks. `block`: index in the deep model of this copy of
         `segment`. Raises `KeyError` if the deep log has not created such an allocation or transfer so far."""
@@ -244,7 +269,7 @@ class _Extension:
         if not self._start <= origin.block <= self._later:
             return False
         if id(segment) not in self._referenced:
-            origins = (self._origins.get(_key(e)) for e in segment.events if isinstance(e, (Free, Land, Wait)))
+            origins = (self._origins.get(_key(e)) for e in segment.events if isinstance(e, (Free, Wait)))
             self._referenced[id(segment)] = {o for o in origins if o is not None}
         blocks = range(origin.block + self._period, self._traced, self._period)
         return not any(origin._replace(block=k) in self._referenced[id(segment)] for k in blocks if k > self._later)
@@ -275,6 +300,6 @@ class _Extension:
         return [*names[:first], *blocks, *names[self._end :]]
 
 
-def _key(event: Alloc | Free | Launch | Land | Mark | Wait) -> tuple[str, int]:
+def _key(event: Alloc | Free | Launch | Mark | Wait) -> tuple[str, int]:
     """Return a key of the allocation or transfer that `event` creates or refers to. It is unique in the log of the event."""
     return ("memory", event.number) if isinstance(event, (Alloc, Free)) else ("transfer", event.transfer)

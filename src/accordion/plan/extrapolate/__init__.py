@@ -1,1 +1,0 @@
-"""Derive logs of deeper models, of other micro-batches and of steps with offload from traced logs."""
