@@ -247,8 +247,9 @@ def _exchanged(
     shapes: Sequence[Sequence[tuple[int, ...]]],
     like: Tensor,
 ) -> Wait[list[list[Tensor]]]:
-    """Start to send the tensors `sent[r]` to each rank r. Return a function that waits, and returns for each rank r the tensors
-    that it sent here, of the shapes `shapes[r]`. Collective."""
+    """Start to send the tensors `sent[r]` to each rank r of `division`. Return a function that waits, and returns for each rank
+    r the tensors that this rank received from r, of the shapes `shapes[r]`. Collective. `bucket`: the matrices to name in
+    errors. `like`: a tensor with the dtype and device of the messages."""
     numels = [[prod(shape) for shape in of_rank] for of_rank in shapes]
     sizes = [sum(of_rank) for of_rank in numels], [sum(t.numel() for t in to_rank) for to_rank in sent]
     received = like.new_empty(sum(sizes[0]))  # allocated on the compute stream, which packs and unpacks
@@ -281,8 +282,8 @@ class WholeStep(Optimizer):
     _owners: Owners | None = None
 
     def check(self) -> None:
-        """Raise `UsageError` for parameters that this optimizer cannot step, and choose owners if the parameters have changed,
-        which is collective. Called before each step, on DTensors."""
+        """Raise `UsageError` for parameters that this optimizer cannot step. If the parameters have changed since the last
+        call, choose the owners anew, which is collective. Called before each step, while the parameters are still DTensors."""
         self._current_owners()
 
     def _current_owners(self) -> Owners:

@@ -96,8 +96,9 @@ class Resets:
     def _arguments(
         self, module: nn.Module, method: Callable[..., Any], adapter: str
     ) -> tuple[list[str], dict[str, Any]]:
-        """Return (names of required arguments of the reset `method` for which no value was found, name -> value of the arguments
-        that the config or the layer has). Arguments with a default may be in neither."""
+        """Return (names of required arguments of the reset `method` for which no value was found, name -> value of the
+        arguments that the config or the layer has), without the first argument, the adapter's name. `init_lora_weights` is True
+        if the config lacks it. Other arguments with a default may be in neither."""
         missing, arguments = [], {}
         config = self.configs.get(adapter)
         for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
