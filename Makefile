@@ -7,7 +7,7 @@ UNCOMPILED := /(tests|models|moto|_inductor|pip|setuptools|mypy|mypyc)/
 # All tests of a file run in one worker, since they share fixtures. Each worker has its own four ranks.
 WORKERS := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
-LINTED := src tests benchmarks docs/draw.py
+LINTED := src tests benchmarks examples docs/draw.py
 
 # What the site shows, or links to.
 PAGES := ':(glob)*.md' docs examples 'src/*.md' 'tests/*.md' 'benchmarks/*.md'

@@ -20,7 +20,7 @@ def main(layers: int = 6, width: int = 320) -> None:
     square = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     heads = max(1, width // 64)
     torch.manual_seed(0)
-    shape = dict(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, vocab_size=4096)
+    shape = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": layers, "vocab_size": 4096}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=heads, num_key_value_heads=heads))
     rows = []
     for strategy in (

@@ -172,7 +172,7 @@ def precision_named(name: str) -> Precision | None:
 
 
 def precision_words(precision: Precision | None) -> str | Precision:
-    """Return the name from which `precision_named` makes `precision`; `precision` itself if no name does."""
+    """Return the name that `precision_named` parses to `precision`, "auto" for None; `precision` itself if it has no name."""
     if precision is None:
         return AUTO
     return next((name for name, dtype in COMPUTE_DTYPES.items() if precision == Precision(params=dtype)), precision)
@@ -192,7 +192,7 @@ def offload_named(text: str) -> Offload:
 
 
 def offload_words(offload: Offload) -> str | Offload:
-    """Return the text from which `offload_named` makes `offload`; `offload` itself if it has overrides."""
+    """Return the text that `offload_named` parses to `offload`, "none" for no offload; `offload` itself if it has overrides."""
     if offload.overrides:
         return offload
     default = Offload()
@@ -201,7 +201,7 @@ def offload_words(offload: Offload) -> str | Offload:
 
 
 def unit_words(units: UnitChoice) -> Any:
-    """Return the text from which `units_named` makes `units`; `units` itself if no text does."""
+    """Return the text that `units_named` parses to `units`, "auto" for None; `units` itself if there is no such text."""
     if units is None:
         return AUTO
     words = ",".join(units) if isinstance(units, list) and all(isinstance(u, str) for u in units) else str(units)

@@ -226,8 +226,12 @@ def test_options_are_torchruns_and_the_rest_is_the_programs():
 def test_accordion_run(tmp_path):
     program = Path(tmp_path, "said.py")
     program.write_text(
-        "import sys\nfrom torch.distributed.fsdp import fully_shard\n"
-        "print(fully_shard.__module__, sys.argv[1:], __name__)\nraise SystemExit(3)\n"
+        "import os, pathlib, sys, time\nfrom torch.distributed.fsdp import fully_shard\n"
+        "print(fully_shard.__module__, sys.argv[1:], __name__, flush=True)\n"
+        "printed = pathlib.Path(__file__).parent / 'printed'\nprinted.mkdir(exist_ok=True)\n"
+        "(printed / os.environ['RANK']).touch()\n"
+        "while len(os.listdir(printed)) < 2:\n    time.sleep(0.05)\n"  # torchrun ends the other rank after the first failure
+        "raise SystemExit(3)\n"
     )
     command = [sys.executable, "-m", "accordion", "run", "--nproc", "2"]
     out = subprocess.run([*command, str(program), "--nproc", "3"], text=True, capture_output=True, timeout=120)

@@ -77,22 +77,28 @@ def test_full_attention(mesh: Any) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "full_shard": {"checkpoint_activations": "full", "offload": acc.Offload(activations="host")},
-    "shard_grad_op": {"checkpoint_activations": "selective"},
+    "full_shard": {
+        "checkpoint_activations": "full",
+        "offload": "params=disk,grads=disk,optimizer=disk,activations=disk",
+    },
+    "shard_grad_op": {"checkpoint_activations": "full", "offload": "activations=host"},
     "shard_optim": {"offload": "optimizer=host"},
     "hybrid_shard": {"checkpoint_activations": "every:2"},
-    "hybrid_shard_optim": {},
+    "hybrid_shard_optim": {"checkpoint_activations": "selective"},
     "no_shard": {},
 }
 
 
 @pytest.mark.parametrize("strategy", sampled(OPTIONS, {"full_shard", "hybrid_shard"}.__contains__))
 @on_mesh((2, 2), NAMES)
-def test_steps_with_accumulation_and_clipping(mesh: Any, strategy: str) -> None:
+def test_steps_with_accumulation_and_clipping(mesh: Any, tmp_path: Path, strategy: str) -> None:
     plain, model = family("LlamaForCausalLM"), family("LlamaForCausalLM")
+    options = dict(OPTIONS[strategy])
+    if "offload" in options:
+        options["offload"] = options["offload"].replace("disk", f"disk:{tmp_path}")
     shape, names = ((2, 2), ("replicate", "shard")) if "hybrid" in strategy else ((4,), ("shard",))
     over = init_device_mesh(device().type, shape, mesh_dim_names=names)
-    acc.shard(acc.sequence_parallel(model, mesh["sp"]), over, strategy=strategy, **OPTIONS[strategy])
+    acc.shard(acc.sequence_parallel(model, mesh["sp"]), over, strategy=strategy, **options)
     optimizers = adamw(plain.parameters()), acc.wrap_optimizer(adamw(model.parameters()))
     for step in range(2):
         for micro in range(2):

@@ -24,7 +24,8 @@ def runtime_version(device_type: str) -> str | None:
 
 
 def blocking_events(module: Any) -> Callable[[], Any]:
-    """Return a function that makes an event of `module` (`torch.cuda`) on which waiting threads sleep; None if it has none."""
+    """Return a constructor of events of `module` (such as `torch.cuda`) on which waiting threads sleep. If the module has no
+    such events, return a function that returns None."""
     try:
         module.Event(blocking=True)
     except TypeError:

@@ -55,9 +55,9 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     """Run `accordion doctor` with the arguments `words`: examine this machine and new ranks on it, and print findings. Returns
     the exit code: 1 if a finding is a problem, otherwise 0. With `--run`, examines only the folder of a run.
 
-    If `environ` shows that torchrun or srun started this process, examines the ranks of that job. Then a rank that fails ends its
-    process, rank 0 raises `SystemExit(1)` if a finding is a problem, and otherwise 0 is returned. Raises `UsageError` for wrong
-    arguments, or if this machine has fewer devices than it has ranks of that job.
+    If `environ` shows that torchrun or srun started this process, examines the ranks of that job instead, all of which call
+    this function. Rank 0 prints the findings, and raises `SystemExit(1)` if one is a problem; otherwise each rank returns 0. A
+    rank that fails ends its process. Raises `UsageError` for wrong arguments, and on a rank for which there is no device.
     """
     options = flags.read(DoctorOptions, words, "accordion doctor", (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:

@@ -87,7 +87,8 @@ class RankExam:
         return {"num_near": near, "exchange_bytes": heads.nbytes // near * (near - 1), "exchange_s": seconds}
 
     def _seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds of the fastest of `REPEATS` runs of `work` on all ranks, after `WARMUPS` runs. Collective."""
+        """Run `work` `WARMUPS` + `REPEATS` times, each time after a barrier. Return this rank's seconds for the fastest run
+        after the warmups. Collective."""
         times_s = []
         for _ in range(WARMUPS + REPEATS):
             self._synchronize()

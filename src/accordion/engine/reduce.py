@@ -21,11 +21,12 @@ CAST_BYTES, CAST_SHARE = 256 * 1024 * KIB, 8
 
 
 class ReducePlan:
-    """The layout and algorithm of a reduce over an axis, computed once: gradients of dtype `sent` are summed in `dtype`.
+    """The layout and algorithm of a reduce over an axis, computed once: gradients of dtype `sent` are summed in `dtype`,
+    together with `num_flags` extra elements.
 
-    `num_flags`: extra elements summed with them. `taken`: on an axis of one rank, the indices of large gradients, which need no
-    copy to be the results. `others`: all other indices. `places`: for each of `others`, the (shape, stride, offset) of this
-    rank's rows in the result buffer.
+    `taken`: on an axis of one rank, the indices of large gradients. Their results are not in the result buffer, but are the
+    gradients themselves, or copies. `others`: all other indices. `places`: for each of `others`, the (shape, stride, offset) of
+    this rank's rows in the result buffer.
     """
 
     def __init__(self, axis: Axis, cuts: Sequence[Cut], num_flags: int, sent: torch.dtype, dtype: torch.dtype) -> None:

@@ -14,7 +14,8 @@ CHUNK_BYTES = 128 * 2**20  # float32 logits of one chunk; a matrix product of th
 
 
 class Targets(NamedTuple):
-    """The labels of tokens as columns of logits, of all words or of some. A column is 0 if the token's label has no logit."""
+    """The labels of tokens as columns of a matrix of logits, which has a column for each word, or for some words alone. For a
+    label without a logit, `columns` is 0 and `present` False."""
 
     columns: Tensor  # (tokens,), int64: the column of the label's logit
     present: Tensor  # (tokens,), bool: the label has a column

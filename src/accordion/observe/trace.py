@@ -105,8 +105,9 @@ def as_html(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> str
 
 def page_data(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> dict[str, Any]:
     """Return the data that the page's script draws. "ranks": units, steps, spans and memory of each rank as compact lists; last
-    steps and ranks that would exceed `MOST_BYTES` are left out. "all_ranks", "all_steps": their numbers before. "findings":
-    texts. "plan": (fraction of the planned step's time, bytes) of each point, or None. "lanes": names."""
+    steps and last ranks are left out if the lists of all would exceed `MOST_BYTES`. "all_ranks", "all_steps": the numbers of
+    all ranks and steps, also those left out. "findings": texts. "plan": (fraction of the planned step's time, bytes) of each
+    point, or None. "lanes": names."""
     drawn: list[dict[str, Any]] = []
     left = MOST_BYTES
     num_steps = len(ranks[0].steps)

@@ -260,8 +260,8 @@ class DiskSlot:
         return self._stored
 
     def fetch(self, into: Tensor) -> Transfer:
-        """Start copying the input back into `into`, on the device: from its host buffer if that was not reused, else from the
-        file. Raises `OffloadError` if writing the input failed."""
+        """Start copying the input back into `into`, on the device, and return the transfer. The source is the host buffer of
+        the input. If that was reused, it is the file; then raises `OffloadError` if writing the input failed."""
         assert self._stage is not None, "an input is stored before it is fetched"
         assert self._stored is not None, "an input is stored before it is fetched"
         store, stage, reads = self.activation_store, self._stage, None

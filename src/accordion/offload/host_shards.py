@@ -193,8 +193,9 @@ class OffDeviceShards(ShardBuffer):
         return flat_of(self.locals[i], self.locals[i])
 
     def stored(self, i: int) -> list[Values]:
-        """Return [shard, gradient, row] of parameter `i`, for callers that need their dtypes and files. The row is left out if
-        a step need not write it. A gradient in memory is represented by the shard, which has the gradient's dtype."""
+        """Return [shard, gradient, row] of parameter `i`, for callers that read their dtypes, and which of them are on disk
+        (`FileRange`). The row is the copy that gathers read; it is left out if the shard itself is the row. For a gradient in
+        memory, the shard is returned in its place, since both have one dtype."""
         slot, row = self.slots[i], self.row(i)
         return [self.shard(i), slot.file_range or self.locals[i], *([] if row is None else [row])]
 

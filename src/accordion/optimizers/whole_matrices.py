@@ -227,8 +227,9 @@ def _exchanged(
     shapes: Sequence[Sequence[tuple[int, ...]]],
     like: Tensor,
 ) -> Wait[list[list[Tensor]]]:
-    """Start to send the tensors `sent[r]` to each rank r. Return a function that waits, and returns for each rank r the tensors
-    that it sent here, of the shapes `shapes[r]`. Collective."""
+    """Start to send the tensors `sent[r]` to each rank r of `division`. Return a function that waits, and returns for each rank
+    r the tensors that this rank received from r, of the shapes `shapes[r]`. Collective. `bucket`: the matrices to name in
+    errors. `like`: a tensor with the dtype and device of the messages."""
     numels = [[prod(shape) for shape in of_rank] for of_rank in shapes]
     sizes = [sum(of_rank) for of_rank in numels], [sum(t.numel() for t in to_rank) for to_rank in sent]
     received = like.new_empty(sum(sizes[0]))  # allocated on the compute stream, which packs and unpacks
@@ -261,8 +262,8 @@ class WholeStep(Optimizer):
     _owners: Owners | None = None
 
     def current_owners(self) -> Owners:
-        """Return the owners of the parameters, DTensors, chosen anew if these have changed since the last call, which is
-        collective. Called before each step. Raises `UsageError` for parameters that this optimizer cannot step."""
+        """Return the owners of the parameters, which are DTensors. Raises `UsageError` for parameters that this optimizer cannot
+        step. Collective if the parameters have changed since the last call, since owners are then chosen anew."""
         if self._owners is None or [*map(id, self._owners.params)] != [*map(id, params_of(self))]:
             self._owners = Owners(self.param_groups)
         return self._owners

@@ -50,8 +50,8 @@ class _FourBit(torch.autograd.Function):
 
 
 def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight of shape (out, width) in `dtype` for `weight`, (out, width / 2), which packs two elements in a byte. One
-    kernel reads `weight`, as in the real layer; the values are wrong."""
+    """Return a stand-in, (out, width) in `dtype`, for the dequantised `weight`, (out, width / 2), of which each byte packs two
+    elements. As in the real layer, one kernel reads `weight` and writes the result; the values are wrong."""
     both = weight.unsqueeze(-1).expand(*weight.shape, 2)
     return (both + torch.zeros((), dtype=dtype, device=weight.device)).flatten(1)
 

@@ -235,8 +235,12 @@ def entry_point(module: nn.Module, name: str) -> None:
 def _fill(
     value_of: Callable[[Owned], Tensor | None], layouts: Mapping[str, tuple[Owned, Layout]], param: Param, local: Tensor
 ) -> None:
-    """Copy the value of a parameter into `local`, this rank's rows, and replace the parameter by a sharded one of these rows.
-    `value_of`: returns the full value; None for a parameter on the meta device, whose rows stay as they are."""
+    """Copy the value of a parameter into `local`, this rank's rows, and replace the parameter, in all modules, by a DTensor of
+    these rows. Sets `sharded`, `around` and `is_filled` of `param`.
+
+    `value_of`: returns the full value; None for a parameter on the meta device, whose rows stay as they are. `layouts`: name of
+    a parameter -> (the parameter before sharding, its layout).
+    """
     o, layout = layouts[param.name]
     value = value_of(o)
     param.is_filled = value is not None

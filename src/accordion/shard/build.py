@@ -42,9 +42,10 @@ from accordion.units import Owned, gathered_dtype, other_units_read
 class UnitSpec:
     """Arguments to build a unit. A call of any of `modules` is a call of the unit.
 
-    `planned`: its groups of plain parameters. `extended`: its parameters that are tensor subclasses with their own all-gather.
-    `mesh`, `context` (None: the model's): the ranks over which the parameters in `extended` are sharded. `extension_policy`:
-    passed to their all-gather methods as `mp_policy`. `casts_outputs`: cast results to `precision.output`.
+    `planned`: groups of plain parameters, each gathered together. `extended`: parameters that are tensor subclasses with their
+    own all-gather. `mesh`: the mesh of the parameters in `extended`. `context`: the ranks over which they are sharded; None:
+    those of the model. `extension_policy`: passed to their all-gather methods as `mp_policy`. `casts_outputs`: cast results to
+    `precision.output`.
     """
 
     name: str

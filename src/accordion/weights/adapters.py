@@ -93,7 +93,8 @@ def _arguments(
     module: nn.Module, method: Callable[..., Any], adapter: str, configs: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
     """Return (names of required arguments of the reset `method` for which no value was found, name -> value of the arguments
-    that the config or the layer has). Arguments with a default may be in neither."""
+    that the config or the layer has), without the first argument, the adapter's name. `init_lora_weights` is True if the config
+    lacks it. Other arguments with a default may be in neither."""
     missing, arguments = [], {}
     config = configs.get(adapter)
     for name, parameter in list(inspect.signature(method).parameters.items())[1:]:

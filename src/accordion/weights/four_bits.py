@@ -25,8 +25,8 @@ FourBits = Literal["nf4", "fp4", "nf4-double", "fp4-double"]
 class FourBitLinear(nn.Linear):
     """A linear layer with a frozen weight of four bits. Adapters around it train; its bias is that of the replaced layer.
 
-    All parameters are bytes, so that a unit gathers them in one message and no precision casts a scale. Each row of `weight`
-    and `absmax` is one block, so that a block and its scale are on one rank:
+    All parameters but the bias are bytes, so that a unit gathers them in one message and no precision casts a scale. Each row
+    of `weight` and `absmax` is one block, so that a block and its scale are on one rank:
 
         weight  (blocks, 32)      two weights in a byte
         absmax  (blocks, 4)       the float32 scale of a block; with double quantisation (blocks, 1), its 8 bits

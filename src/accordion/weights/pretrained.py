@@ -313,7 +313,8 @@ def equal_rows(a: Rows, b: Rows) -> bool:
 def _named(
     model: nn.Module, stored: Mapping[str, Rows], wanted: Mapping[str, Tensor]
 ) -> tuple[dict[str, StoredRows], list[str], list[str]]:
-    """Return (name in `wanted` -> stored tensor, stored names without a tensor in `wanted`, error texts of conversions)."""
+    """Return (name in `wanted` -> stored tensor, stored names without a tensor in `wanted`, error texts). The errors:
+    conversions that failed, and stored names for which another one fills the tensor already."""
     tensors, extra, wrong = _converted(model, stored, wanted) if is_of_transformers(model) else ({}, list(stored), [])
     prefixes: tuple[str, ...] = PREFIXES
     if is_of_transformers(model) and model.base_model_prefix:

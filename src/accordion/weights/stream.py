@@ -68,7 +68,9 @@ class WeightStream(Observer):
                     while tensors:
                         yield tensors.popleft()
                         self._check()
-                        if self._buckets:  # not earlier, because the caller's loop has kept the last bucket's last tensor
+                        if (
+                            self._buckets
+                        ):  # not earlier, because the caller's loop has kept the last bucket's last tensor
                             self._buckets[0].begin()
                     self.missing.discard(name)
         finally:

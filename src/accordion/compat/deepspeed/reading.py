@@ -197,8 +197,9 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each key of `content` and of its nested sections, with `prefix` before the key. A dict is a
-    section if `KEYS` has dotted keys inside it, and otherwise a value. Raises `UsageError` if a section is not a dict."""
+    """Yield (dotted key, value) for each key of `content` and of its nested sections, with `prefix` before the key, and with
+    "bf16" for "bfloat16". A key is a section if `KEYS` has keys inside it. A section that is None is left out, and another that
+    is no dict raises `UsageError`; only "compile" may have a plain value, which is yielded."""
     for key, value in content.items():
         name = "bf16" if f"{prefix}{key}" == "bfloat16" else f"{prefix}{key}"
         has_keys = any(known.startswith(f"{name}.") for known in KEYS)

@@ -30,8 +30,9 @@ FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # fields 
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Apply FSDP2 to `model` in place, create its optimizer, and return the optimizer with the functions that a trace calls to
-    run steps. Registers hooks that log units in `tracker`. Raises `UsageError` for a setting that FSDP2 does not have."""
+    """Apply FSDP2 to `model` in place, allocate its tensors on the CPU without values, create its optimizer, and return the
+    optimizer with the functions that a trace calls to run steps. Registers hooks that log units in `tracker`. Raises
+    `UsageError` for a setting that FSDP2 does not have."""
     chosen = choose_units(model, run.sharding.units)
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
     for i, (_, module) in enumerate(chosen):
