@@ -229,8 +229,8 @@ _Group: Any = dist.ProcessGroup  # its signatures differ between versions
 class StillGroup(_Group):  # type: ignore[misc]
     """A process group that reports `num_ranks` ranks, of which only this one exists. Collectives return finished work and leave
     outputs as they are, with one exception: all-gathers copy their input into each chunk of the output until `moves` is set to
-    False, because the setup of a model needs values. torch's fake group always copies, so host time measured with it grows with ranks and bytes, and
-    differs between collectives."""
+    False, because the setup of a model needs values. torch's fake group always copies, so host time measured with it grows
+    with ranks and bytes, and differs between collectives."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__(rank, num_ranks)

@@ -36,7 +36,7 @@ from accordion.plan.trace.tracker import Tracker, storages_of
 from accordion.shard.api import shard_over
 from accordion.sharding import MeshChoice
 from accordion.state import no_sync
-from accordion.workers.null_group import Done
+from accordion.workers.ranks import Done
 
 CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.GRADIENTS}
 
