@@ -18,6 +18,7 @@ from accordion import cli
 from accordion.devices import Devices
 from accordion.doctor import command, ranks
 from accordion.doctor import machine as machine_exam
+from accordion.errors import UsageError
 from accordion.workers.ranks import BenchError
 from tests.devices import device
 from tests.support import disks, forked, sick_ranks
@@ -172,6 +173,17 @@ def test_devices_that_torch_does_not_find_are_a_problem(tmp_path: Path) -> None:
     assert findings["devices.accelerators"].severity == "problem"
     assert "nvidia0" in findings["devices.accelerators"].found
     assert findings["devices.cores"].severity == "warning"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_of_too_many_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setattr(command, "devices_here", lambda: Devices("cuda", 1))
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **address}
+    with pytest.raises(
+        UsageError, match="2 ranks were started and this machine has 1 device of type 'cuda'; start fewer"
+    ):
+        command.run([], environ)
 
 
 @pytest.mark.parametrize(("version", "severity"), [("2.9.1", "problem"), ("2.11.0", "ok"), ("2.16.0", "problem")])

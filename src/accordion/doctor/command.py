@@ -69,7 +69,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
     devices = devices_named(options.device, "--device", devices_here())
     place = launch.place_of(environ)
     if place is not None:
-        if not devices.is_cpu and place.local_rank >= devices.count:
+        if not devices.is_cpu and place.local_world > devices.count:
             raise UsageError(f"{place.local_world} ranks were started and this machine has {devices}; start fewer.")
         launch.guarded(_rank, devices, options)
         return 0
