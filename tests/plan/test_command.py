@@ -45,6 +45,8 @@ from tests.support.processes import run_python
         ("--strategy", "--strategy: expected one argument"),
         ("--sharding reduce_up=sum", "did you mean 'reduce_op'"),
         ("--sharding secondary=0", "leave secondary out"),
+        ("--strategy full_shard --sharding secondary=3", "pass how many of the 8 ranks that shard keep one copy"),
+        ("--strategy no_shard --sharding secondary=2", "take full_shard or hybrid_shard"),
         ("--checkpoint-activations every:0", "not understood"),
         ("--checkpoint-activations ful", "did you mean 'full'"),
         ("--micro-batch -1", "micro_batch is -1"),

@@ -111,6 +111,8 @@ def _check(workload: Workload, cluster: Cluster, base: Sharding, search: Search)
         )
     if base.precision is not None and base.precision.params == torch.bfloat16 and cluster.gpu.half != "bf16":
         raise UsageError(f"{cluster.gpu.name} does not compute with bf16; take --precision {cluster.gpu.half} or fp32.")
+    for strategy in search.strategies:
+        replace(base, strategy=strategy).check_secondary(cluster.num_gpus // (search.replicas or 1))
     if workload.engine == "fsdp2":
         fsdp2.check_sharding(base)
     if search.expert_parallel > 1 and (
