@@ -18,6 +18,16 @@ from tests.support.checks import assert_equal, full, go_on, one_loss
 from tests.support.ranked import on_world, under_strategies
 
 
+class Order(GlobalOrder):
+    """A sampler that a checkpoint saves and loads."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_read": self.num_read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_read = state["num_read"]
+
+
 def fresh(mesh, seed=0, dtype=None, **options):
     model = acc.shard(models.seeded(seed).to(dtype or torch.float32), mesh=mesh, **options)
     return model, acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -110,7 +120,7 @@ class Run:
         self.state = {
             "scheduler": torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.7),
             "scaler": self.scaler,
-            "order": GlobalOrder(len(SEQUENCES), share, seed=3),
+            "order": Order(len(SEQUENCES), share, seed=3),
             "random": acc.checkpoint.RandomState(),
         }
         torch.manual_seed(100 * seed + mesh.get_rank())
