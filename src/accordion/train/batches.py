@@ -142,8 +142,8 @@ class Draws:
 
     @contextmanager
     def of(self, epoch: int) -> Iterator[None]:
-        """Context manager in which Python, numpy and torch draw the random numbers for reading the data of `epoch`: new ones at
-        first, then those after the numbers drawn for this epoch before. At its end, restores the previous random states."""
+        """Context manager in which Python, numpy and torch draw the random numbers for reading `epoch`: seeded in the first use
+        for an epoch, continued from the previous use otherwise. At its end, restores the random states from before it."""
         outside = RandomState().state_dict()
         if epoch == self._epoch:
             RandomState().load_state_dict(self._state)
@@ -185,8 +185,7 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
 
 def check_kind(data: Any, split: str) -> None:
     """Raise `UsageError` if `data`, which the task's `dataset(split)` returned, is no loader, iterable or dataset, is a dataset
-    without samples, or is a `DataLoader` with torch's sequential or random sampler, with which all ranks would read the same
-    samples."""
+    without samples, or is a `DataLoader` with torch's sequential or random sampler, which are equal on all ranks."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
     if isinstance(data, DataLoader):  # of an iterable dataset it has neither of these samplers
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
@@ -274,8 +273,7 @@ def means_of(
 ) -> dict[str, float]:
     """Return name -> mean over all samples of all ranks; {} without batches. Calls the model in evaluation mode, then restores
     its mode and the random generators. Collective. `batches`: (batch, number of its samples that count), as many on each rank.
-    `values_of(batch)` returns name -> mean over the batch, or (sum, count). Raises `UsageError` if one is not a single
-    number."""
+    `values_of(batch)` returns name -> mean over the batch, or (sum, count). Raises `UsageError` for a value of another form."""
     drawn, was_training = RandomState().state_dict(), model.training
     model.eval()
     sums: dict[str, Tensor] = {}  # name -> sum and count, (2,)

@@ -38,8 +38,8 @@ from accordion.train.screen import Screen
 class Run:
     """One rank of a run: its inputs, and the objects built from them. `share`: the samples that this rank reads.
     `sums_locally`: sum the gradients of a step's micro-batches on each rank, and reduce them across ranks once.
-    `decides_on_device`: the fused optimizer skips a step with NaN or inf on the device, without the host. `ema`: averaged
-    weights, or None."""
+    `decides_on_device`: the fused optimizer itself skips a step with NaN or inf, on the device, so that the host need not wait.
+    `ema`: averaged weights; None if the run has none."""
 
     prepared: Prepared
     place: RankPlace

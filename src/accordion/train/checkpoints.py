@@ -110,9 +110,9 @@ def best_in(folder: Path) -> tuple[float, int] | None:
 
 
 def keep_as_best(folder: Path, step: int) -> None:
-    """Copy the checkpoint after `step`, in `folder`, to `best` there, with hard links if possible. Does nothing if that
-    checkpoint does not exist, does not record `step` as the best, or was copied already. Raises `CheckpointError` if copying
-    fails."""
+    """Copy the checkpoint after `step`, in `folder`, to the checkpoint `best` there, which is replaced, with hard links if
+    possible. Does nothing if the checkpoint after `step` does not exist, does not record `step` as the best, or was copied
+    already. Raises `CheckpointError` if copying fails."""
     source, target = Local(path_of(folder, step)), Local(folder / BEST)
     try:
         best = _extra(source.path).get("best")
@@ -166,8 +166,7 @@ def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
 
 
 def check_base(path: Path, quantize: str) -> None:
-    """Raise `UsageError` unless `quantize` is the `model.quantize` of the run that saved the adapters in the checkpoint
-    `path`."""
+    """Raise `UsageError` if the run that saved the adapters in the checkpoint `path` had another `model.quantize`."""
     before = _extra(path)["config"].get("model.quantize", "none")
     if before != quantize:
         raise UsageError(

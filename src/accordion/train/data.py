@@ -34,8 +34,7 @@ class Share:
 
 @lru_cache(maxsize=2)
 def permutation(count: int, seed: int) -> np.ndarray:
-    """Return a random permutation of `range(count)`, (count,) int64, equal with every version of numpy. Cached: do not change
-    it."""
+    """Return a random permutation of `range(count)`, (count,) int64, equal with every version of numpy. Cached: read only."""
     return np.random.RandomState(seed % 2**32).permutation(count)
 
 
@@ -58,9 +57,8 @@ class Sequences(Dataset[Row]):
 
 class GlobalOrder(Sampler[list[int]]):
     """Sampler of this rank's micro-batches, as lists of indices, without end. Each epoch has a new order of all `count`
-    samples. The samples at the end of an epoch that do not fill a global batch are left out, so that all ranks have equally
-    many batches. `num_read`: samples that all ranks together have read. Set it to continue an order with equal `count` and
-    `seed`."""
+    samples. Samples at the end of an epoch that do not fill a global batch are left out, so that all ranks have equally many
+    batches. `num_read`: samples that all ranks together have read; set it to continue an order of equal `count` and `seed`."""
 
     def __init__(self, count: int, share: Share, seed: int) -> None:
         self.count, self.share, self.seed = count, share, seed
@@ -89,8 +87,7 @@ class GlobalOrder(Sampler[list[int]]):
 
 
 def validation_order(count: int, most: int) -> Sequence[int]:
-    """Return the sorted indices of the rows that a validation reads: `most` random ones of `count`, equal each time, or all for
-    0."""
+    """Return the sorted indices of the rows that a validation reads: `most` random ones of `count`, equal each time; 0: all."""
     return sorted(permutation(count, 0)[:most].tolist()) if 0 < most < count else range(count)
 
 
