@@ -243,8 +243,7 @@ class Config(JobConfig, TextConfig):
 
 
 def max_skips_of(word: str) -> int:
-    """Return the number of steps in a row that `train.on_nonfinite`, of value `word`, may skip. Raises `UsageError` if it is
-    wrong."""
+    """Return how many steps in a row may be skipped if `train.on_nonfinite` is `word`. Raises `UsageError` if that is wrong."""
     choices = {"stop": 0, "skip": MAX_SKIPS}
     if word in choices:
         return choices[word]
@@ -345,9 +344,8 @@ def fine_tuning(config: Job, named: Collection[str]) -> Job:
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
     """Return `config` with `train.accumulate` computed from `train.global_batch` for `num_ranks` ranks; `config` itself if no
-    global batch is set. `named`: keys that the user set. Raises `UsageError` if the global batch is no multiple of the
-    micro-batches of all ranks, if the user set `train.accumulate` or `train.deepspeed` too, or if `shard.sequence` does not
-    divide the ranks."""
+    global batch is set. `named`: keys that the user set. Raises `UsageError` if the global batch is no multiple of all ranks'
+    micro-batches, if `named` has `train.accumulate` or `train.deepspeed` too, or if `shard.sequence` does not fit the ranks."""
     options, sequence, num_groups = config.train, config.shard.sequence, config.shard.num_groups(num_ranks)
     if not options.global_batch:
         return config

@@ -116,8 +116,8 @@ class Encoder:
         return mask
 
     def _render_marked(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return (rendered chat, (start, end) of each answer that the template marks in it). Raises `UsageError` if the
-        template fails or marks none."""
+        """Return (rendered chat, (start, end) of each marked answer). Raises `UsageError` if the template fails or none is
+        marked."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -257,9 +257,8 @@ def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path,
 
 
 def vocabulary_of(tokenizer: Any, config: Config, model_vocab: int) -> Vocabulary:
-    """Return `tokenizer`, one of transformers, as plain data. Its end-of-text token is that of the tokenizer; for text, that of
-    the model's config.json, if it names one. Raises `UsageError` if there is no such token, or if an id is `model_vocab` or
-    larger."""
+    """Return `tokenizer`, one of transformers, as plain data. Its end-of-text token is the tokenizer's, but for text that of
+    the model's config.json, if it names one. Raises `UsageError` if there is none, or if an id is at least `model_vocab`."""
     end = tokenizer.eos_token_id
     if config.data.format == "text" and config.model.path is not None:
         end = next(iter(ends_of(check_folder(config.model.path).get("eos_token_id"), end)), None)

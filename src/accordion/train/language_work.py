@@ -106,7 +106,7 @@ class LanguageWork:
         return GlobalOrder(len(rows_in(self.files, "train", data)), share, 0).notes(unit_of(data), who)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """Return this rank's loss on its part of `batch`: of text the mean over tokens, of examples (sum over answer tokens,
+        """Return the loss of this rank's part of `batch`: for text, the mean over tokens; else (sum over answer tokens,
         count)."""
         total, count = label_losses(model, batch, kind=self.config.model.loss, sequence=self.sequence)
         num_tokens = batch["labels"].numel() // self.config.shard.sequence
@@ -119,8 +119,7 @@ class LanguageWork:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        """Return the mean loss over all validation labels that are not `IGNORED`, with the perplexity in `words`.
-        Collective."""
+        """Return the mean loss over all validation labels that are not `IGNORED`, and the perplexity as text. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
         options: dict[str, Any] = {"kind": self.config.model.loss, "sequence": self.sequence}
@@ -134,9 +133,8 @@ class LanguageWork:
 
     @torch.no_grad()
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
-        """Generate and show up to `SAMPLE_TOKENS` tokens, equal on every rank: a continuation of the validation text, or an
-        answer to the first validation example; nothing if the text or prompt is empty. `seed`: of the choice of tokens.
-        Collective."""
+        """Generate and show up to `SAMPLE_TOKENS` tokens, equal on every rank, after the start of the validation text, or as an
+        answer to the first validation example; nothing if the prompt is empty. `seed`: of the sampling. Collective."""
         if self.is_text:
             prompt = self.files.text("validation")[:PROMPT_TOKENS].to_pylist()
         else:

@@ -158,8 +158,7 @@ def place_in_group() -> tuple[RankPlace, Store]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host in a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`. Raises `ValueError` if it has
-    none."""
+    """Return the first host in a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`. Raises `ValueError` without one."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     if match is None:
         raise ValueError(f"node list {nodes!r}")
@@ -265,9 +264,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
 
 def _failed(error: ChildFailedError, *, asked: bool) -> int:
-    """Print which ranks a signal ended, and return the exit code of the job. `asked`: this process forwarded a signal to the
-    ranks. Raises `NothingStartedError` if `asked` is True and such signals ended all ranks in `error` before they could
-    save."""
+    """Print which ranks a signal ended, and return the exit code of the job. `asked`: this process forwarded a signal to them.
+    Raises `NothingStartedError` if `asked` is True and signals ended all ranks in `error` before they could save."""
     by_signal, first = {PREEMPTED, *(-number for number in SIGNALS)}, error.get_first_failure()[1].exitcode
     if first == PREEMPTED:
         return PREEMPTED

@@ -59,10 +59,9 @@ def trained(
     cleanups: ExitStack,
     on_step: OnStep | None = None,
 ) -> Outcome:
-    """Train on one rank and return the outcome. Collective. If there is a process group, trains in that, on the current device
-    of type `kind`; otherwise creates one. `cleanups`: gets callbacks that wait for the last save, destroy the process group if
-    it was created here, and release the run's folders. They are called at the end; after an error, the caller has to call
-    them."""
+    """Train on one rank and return the outcome. Collective. Trains in the process group that exists, on the current device of
+    type `kind`, or creates one. `cleanups`: gets callbacks that wait for the last save, destroy a process group created here,
+    and release the run's folders. They are called at the end; after an error, the caller has to call them."""
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))

@@ -42,8 +42,7 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """Results of a validation. `words`: text that is shown after the loss. `metrics`: name -> mean of a task's other
-    metrics."""
+    """Results of a validation. `words`: text that is shown after the loss. `metrics`: name -> mean, without the loss."""
 
     loss: float
     words: str = ""

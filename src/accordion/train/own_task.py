@@ -116,9 +116,9 @@ class OwnTask:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation | None:
-        """Return the mean loss and metrics over the validation samples of all ranks; None if there are none. If the task
-        returns a mean, its weight is the number of samples in the batch. Collective. Raises `UsageError` if a metric is named
-        "loss" or is no number."""
+        """Return the mean loss and metrics over the validation samples of all ranks; None if there are none. The weight of a
+        mean that the task returns is its batch's size. Collective. Raises `UsageError` if a metric is named "loss" or is no
+        number."""
         if self.validation is None:
             return None
 
@@ -165,9 +165,8 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
 
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
-    """Check that `make` makes an optimizer, by a call with the parameters of a small layer; None passes. Raises `UsageError` if
-    `make` rejects its options, or returns no optimizer or one whose step needs a closure. Other exceptions of the user's own
-    code pass."""
+    """Check that `make`, unless it is None, makes an optimizer for the parameters of a small layer. Raises `UsageError` if it
+    rejects its options, or returns no optimizer or one whose step needs a closure. Other errors of the user's own code pass."""
     if make is None:
         return
     params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))
@@ -214,9 +213,8 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
-    """Try a task: read a training batch, and if `model` is small and on the CPU, put it into train mode and compute the loss of
-    the batch. Restores the random generators. Raises `TaskError` if the user's code fails, `UsageError` if the loss depends on
-    no parameter."""
+    """Try a task: read a training batch, and if `model` is small and on the CPU, compute the batch's loss in train mode.
+    Restores the random generators. Raises `TaskError` if the user's code fails, `UsageError` if the loss needs no gradient."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))

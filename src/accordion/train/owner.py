@@ -45,9 +45,8 @@ def holder_of(folder: Path) -> str | None:
 def claim(folders: Mapping[str, Path], job: str | None, wait_s: float, say: Callable[[str], None]) -> ExitStack:
     """Take ownership of `folders` (configuration key -> existing folder) until `close` of the returned stack, or until this
     process ends. Call `close` only when no thread of this job writes there any more. If another job owns a folder, wait up to
-    `EXIT_S` for it to exit; if an earlier start of this job does, wait up to `wait_s` seconds. Raises `UsageError` if a folder
-    does not become free or its lock file cannot be opened; then no folder is taken. `job`: the launcher's name for this job.
-    `say`: shows a line."""
+    `EXIT_S` for it to exit; if an earlier start of this job does, up to `wait_s` seconds. Raises `UsageError` if a folder does
+    not become free or its lock file cannot be opened; then none is taken. `job`: the launcher's name for this job, or None."""
     taken = set[Path]()
     with ExitStack() as stack:
         for setting, folder in folders.items():
