@@ -53,10 +53,9 @@ class OrderedBatches:
 
 class LoaderBatches:
     """Endless batches of one rank from a loader. Each epoch starts the loader again, after a call of its `set_epoch`, if it has
-    that. Random numbers drawn while reading depend on seed and epoch alone, and are equal on all ranks. After `resume`, a
-    loader with `state_dict` goes on from its loaded state; with any other loader, the batches of the epoch that were used
-    before are read again and dropped. `counter`: key in `position()` for the amount read in this epoch; each batch adds `size`
-    to it. `next()` raises `UsageError` if an epoch has no batch."""
+    that. Random numbers drawn while reading depend on seed and epoch alone, so all ranks draw equal ones. After `resume`, a
+    loader with `state_dict` goes on from its loaded state; with any other, batches used before in this epoch are read again and
+    dropped. `counter`: key in `position()`, to which a batch adds `size`. `next()` raises `UsageError` for an empty epoch."""
 
     def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
         self._data, self._draws, self._counter, self._size = data, Draws(seed), counter, size

@@ -36,10 +36,9 @@ from accordion.train.screen import Screen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One rank of a run: its inputs, and the objects built from them. `share`: the samples that this rank reads.
-    `sums_locally`: sum the gradients of a step's micro-batches on each rank, and reduce them across ranks once.
-    `decides_on_device`: the fused optimizer itself skips a step with NaN or inf, on the device, so that the host need not wait.
-    `ema`: averaged weights; None if the run has none."""
+    """One rank of a run: its inputs, and the objects built from them. `share`: samples that this rank reads. `sums_locally`:
+    sum gradients of a step's micro-batches on each rank, and reduce them across ranks once. `decides_on_device`: the fused
+    optimizer itself skips a step with NaN or inf, so the host need not wait. `ema`: averaged weights, or None."""
 
     prepared: Prepared
     place: RankPlace

@@ -75,9 +75,8 @@ class Encoder:
         return ids[:-1] if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id else ids
 
     def _of_messages(self, messages: list[Message], learnt: list[bool], tools: Tools, where: str) -> Example:
-        """Return the tokens of a chat, and the mask of those that count in the loss. `learnt`: for each message of the
-        assistant, True if it counts. `where`: name of the row, for errors. Raises `UsageError` if the template fails, or if the
-        answers cannot be located in the text that it renders."""
+        """Return the tokens of a chat, and a mask of those that count in the loss. `learnt`: for each assistant message, True
+        if it counts. `where`: name of the row. Raises `UsageError` if the template fails or answers cannot be located."""
         marked = MARKS.search(self._template) is not None
         if marked:
             text, spans = self._render_marked(messages, tools, where)
@@ -116,8 +115,7 @@ class Encoder:
         return mask
 
     def _render_marked(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return (rendered chat, (start, end) of each marked answer). Raises `UsageError` if the template fails or none is
-        marked."""
+        """Return (rendered chat, [(start, end)] of marked answers). Raises `UsageError` if the template fails or marks none."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:

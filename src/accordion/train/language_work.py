@@ -106,8 +106,7 @@ class LanguageWork:
         return GlobalOrder(len(rows_in(self.files, "train", data)), share, 0).notes(unit_of(data), who)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the loss of this rank's part of `batch`: for text, the mean over tokens; else (sum over answer tokens,
-        count)."""
+        """Return the loss of this rank's part of `batch`: of text the mean over tokens, else (sum, number) of answer tokens."""
         total, count = label_losses(model, batch, kind=self.config.model.loss, sequence=self.sequence)
         num_tokens = batch["labels"].numel() // self.config.shard.sequence
         return total / num_tokens if self.is_text else (total, count)

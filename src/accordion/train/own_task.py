@@ -94,8 +94,7 @@ class OwnTask:
         return loss_of(self.loaded, model, batch)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Return the number of samples that all ranks read in a step. If `size` is None, estimate it as the samples in
-        `batches`, the micro-batches of this rank, times the number of ranks."""
+        """Return the number of samples that all ranks read in a step; without `size`, estimated from this rank's `batches`."""
         return share.global_batch if self.size is not None else share.world * sum(rows_of(batch) for batch in batches)
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
@@ -116,9 +115,8 @@ class OwnTask:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation | None:
-        """Return the mean loss and metrics over the validation samples of all ranks; None if there are none. The weight of a
-        mean that the task returns is its batch's size. Collective. Raises `UsageError` if a metric is named "loss" or is no
-        number."""
+        """Return the mean loss and metrics over the validation samples of all ranks; None if there are none. A mean that the
+        task returns is weighted by batch size. Collective. Raises `UsageError` if a metric is named "loss" or is no number."""
         if self.validation is None:
             return None
 

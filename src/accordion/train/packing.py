@@ -21,9 +21,8 @@ Batch = dict[str, Any]
 
 
 def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Pack items of `lengths` into rows of at most `size` tokens; return a list of the indices of the items for each row. The
-    longest items are first, each in the row with the least room for it: best fit decreasing (Johnson et al., 1974), which needs
-    at most 11/9 of the fewest possible rows, plus one."""
+    """Pack items of `lengths` into rows of at most `size` tokens; return a list of the indices of the items for each row. Uses
+    best fit decreasing (Johnson et al., 1974), which needs at most 11/9 of the fewest possible rows, plus one."""
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of `by_room` that have rows, ascending
@@ -121,8 +120,7 @@ class Collate:
 
 
 def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple[str, bool]]]:
-    """Return the first `SHOWN` examples, truncated to `seq_len` labels. Each is a list of (text, True if it counts in the
-    loss), without the middle of long texts."""
+    """Return the first `SHOWN` examples, cut to `seq_len` labels, each as a list of (text, True if it counts in the loss)."""
     shown = []
     for number in range(min(SHOWN, len(examples))):
         ids, learnt = (values[: seq_len + 1].copy() for values in examples[number])

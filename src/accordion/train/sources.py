@@ -137,8 +137,7 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
 
 
 def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if the file is unreadable, has two columns of one
-    name, or lacks a needed one."""
+    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if it is unreadable, or if its columns are wrong."""
     what, number = f"data file {str(path)!r}", 0
     try:
         names, tables = _tables(path, fields)

@@ -76,8 +76,7 @@ def run(words: list[str]) -> int:
 
 
 def picture(folders: Sequence[Path], width: int) -> Table:
-    """Return a table with a panel for each run, as many in a row as fit `width` columns. Raises `UsageError` if one is no run
-    folder."""
+    """Return a table of a panel for each run, as many in a row as fit `width` columns. Raises `UsageError` if one is no run."""
     num = max(1, min(len(folders), width // NARROWEST))
     grid = Table.grid(*(Column(ratio=1) for _ in range(num)), expand=True)
     panels = [_panel(folder, width // num - 4) for folder in folders]
@@ -175,8 +174,7 @@ def _chart(values: Sequence[float], width: int) -> str:
 
 
 def _histogram(times_s: Sequence[float], width: int) -> list[tuple[str, str]]:
-    """Return (label, bar) for `BINS` bins up to the 95th percentile; longer times are in the last. Return [] for fewer
-    times."""
+    """Return (label, bar) of `BINS` bins up to the 95th percentile; the last has longer times too. [] for too few times."""
     if len(times_s) < BINS:
         return []
     low, *_, high = sorted(times_s)[: math.ceil(0.95 * len(times_s))]
