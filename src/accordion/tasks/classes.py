@@ -145,7 +145,7 @@ def options_kind(key: str, class_path: str) -> type[Any]:
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
     """Return a `PartConfig` for the class at `values["class_path"]`. Each of its options has the value in `values` (name ->
-    value), or else its default. Raises `UsageError` if an option has neither, and errors of `target_of` if the import fails."""
+    value), or else its default. Raises `UsageError` for a missing option or class, and `TaskError` if the import fails."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():

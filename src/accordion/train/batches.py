@@ -141,8 +141,8 @@ class Draws:
 
     @contextmanager
     def of(self, epoch: int) -> Iterator[None]:
-        """Context manager in which Python, numpy and torch draw the random numbers for reading `epoch`: seeded in the first use
-        for an epoch, continued from the previous use otherwise. At its end, restores the random states from before it."""
+        """Context manager in which Python, numpy and torch draw the random numbers for reading the data of `epoch`. Seeds them
+        at a new epoch, else goes on where the last use ended. At its end, restores the random states from before."""
         outside = RandomState().state_dict()
         if epoch == self._epoch:
             RandomState().load_state_dict(self._state)

@@ -343,9 +343,9 @@ def fine_tuning(config: Job, named: Collection[str]) -> Job:
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with `train.accumulate` computed from `train.global_batch` for `num_ranks` ranks; `config` itself if no
-    global batch is set. `named`: keys that the user set. Raises `UsageError` if the global batch is no multiple of all ranks'
-    micro-batches, if `named` has `train.accumulate` or `train.deepspeed` too, or if `shard.sequence` does not fit the ranks."""
+    """Return `config` with `train.accumulate` computed from `train.global_batch` for `num_ranks` ranks; `config` itself if that
+    is 0. `named`: keys that the user set. Raises `UsageError` if the global batch is no multiple of all ranks' micro-batches,
+    if the user set `train.accumulate` or `train.deepspeed` too, or if `shard.sequence` does not divide the ranks."""
     options, sequence, num_groups = config.train, config.shard.sequence, config.shard.num_groups(num_ranks)
     if not options.global_batch:
         return config

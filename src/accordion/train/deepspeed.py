@@ -39,8 +39,8 @@ def settings_of(config: JobConfig, precision: str) -> Settings | None:
 
 def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
     """Return `config` for `num_ranks` ranks, with `train.accumulate` computed from `train.global_batch`, and with the values
-    that the DeepSpeed file sets. `named`: keys that the user set. Raises `UsageError` as `spread` does, and if the file is
-    invalid, names an optimizer whose step is not elementwise, or contradicts a key that the user set."""
+    that the DeepSpeed file sets. `named`: keys that the user set. Raises `UsageError` if the file or the global batch cannot be
+    used, if the optimizer's step is not elementwise, or if the file contradicts a key that the user set."""
     config = spread(config, named, num_ranks)
     settings = settings_of(config, str(precision_words(config.shard.precision)))
     if settings is None:

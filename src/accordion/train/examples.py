@@ -70,7 +70,7 @@ class Encoder:
         return np.array(ids), np.arange(len(ids)) >= len(before)
 
     def _plain(self, text: str) -> list[int]:
-        """Return the tokens of `text` and those that the tokenizer adds, without an end-of-text token after others."""
+        """Return the ids of `text` and of the tokens that the tokenizer adds, but no end-of-text token after any others."""
         ids = list(self._tokenizer(text)["input_ids"])
         return ids[:-1] if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id else ids
 

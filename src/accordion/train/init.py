@@ -27,7 +27,7 @@ def init(device: str = "auto", *, timeout_s: float = 600.0) -> torch.device:
         timeout_s: seconds that a collective waits for another rank.
 
     Raises:
-        UsageError: if the machine lacks such devices or has fewer than ranks, or if the launcher's variables are incomplete.
+        UsageError: if the machine has no such devices or fewer than ranks, or if the launcher's variables are incomplete.
         AccordionError: if the store of the job, at MASTER_ADDR and MASTER_PORT, cannot be opened or reached.
     """
     if dist.is_initialized():

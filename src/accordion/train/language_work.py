@@ -118,7 +118,7 @@ class LanguageWork:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        """Return the mean loss over all validation labels that are not `IGNORED`, and the perplexity as text. Collective."""
+        """Return the mean loss over the validation labels that are not `IGNORED`, and the perplexity as text. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
         options: dict[str, Any] = {"kind": self.config.model.loss, "sequence": self.sequence}
@@ -265,8 +265,8 @@ def in_one_row(model: nn.Module) -> bool:
 
 
 def logits_at(model: nn.Module, whole: dict[str, Tensor], places: Sequence[int], sequence: DeviceMesh | None) -> Tensor:
-    """Return the logits of the tokens at `places` in the sequences `whole`, (b, places, vocab). Each rank of `sequence`, a mesh
-    or None, computes a part of each sequence and returns all logits. Collective."""
+    """Return the logits of the tokens at the indices `places` of each sequence in `whole`, (b, places, vocab). If ranks share
+    each sequence (mesh `sequence`), each computes a part of the sequences and returns all these logits. Collective."""
     at = torch.tensor(places, device=whole["input_ids"].device)
     if sequence is None:
         return model(**whole, use_cache=False).logits[:, at]  # type: ignore[no-any-return]

@@ -63,9 +63,9 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
 
 
 def check_loss_of_head(model: nn.Module, loss: str, units: UnitChoice) -> None:
-    """Raise `UsageError` if the head of `model`, on the meta device, cannot compute the loss itself. The head can if it is
-    linear, and the logits are its unchanged output. For the `loss` "head_rows", unlike "chunked", the head must also be a unit
-    of its own by `units`, and must not share its weight with another layer."""
+    """Raise `UsageError` if the head of `model`, on the meta device, cannot compute the loss. The head can if it is linear, and
+    the logits are its unchanged output. If `loss` is "head_rows" and not "chunked", the head must also be one of the units that
+    `units` chooses, and must not share its weight with another layer."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     outputs, logits = list[Any](), None
     if type(head) is nn.Linear:

@@ -212,7 +212,7 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
     """Try a task: read a training batch, and if `model` is small and on the CPU, compute the batch's loss in train mode.
-    Restores the random generators. Raises `TaskError` if the user's code fails, `UsageError` if the loss needs no gradient."""
+    Restores random generators. Raises `TaskError` if the user's code fails, `UsageError` if the loss requires no gradient."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))

@@ -120,7 +120,7 @@ class Collate:
 
 
 def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple[str, bool]]]:
-    """Return the first `SHOWN` examples, cut to `seq_len` labels, each as a list of (text, True if it counts in the loss)."""
+    """Return the first `SHOWN` examples, cut to `seq_len` labels: lists of (text, shortened if long; True if it is learnt)."""
     shown = []
     for number in range(min(SHOWN, len(examples))):
         ids, learnt = (values[: seq_len + 1].copy() for values in examples[number])
