@@ -229,9 +229,8 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
 
 
 def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over: Outcome) -> None:
-    """End a run after `steps` steps: validate if the last step was not validated, and with `train.keep_best` save it as `best`
-    if its loss is the lowest; show the run's files and a sample. After a signal or the time limit, only show files.
-    Collective."""
+    """End a run after `steps` steps: validate if the last step was not, and with `train.keep_best` save it as `best` if its
+    loss is the lowest; show the run's files and a sample. After a signal or the time limit, only show files. Collective."""
     note, folder, run_dir = run.screen.note, saves.folder, run.prepared.run_dir
     has_time, is_finished = not run.ending.decided, over.state == "finished"
     if has_time and run.best.last != steps and _validate(run, steps, log):
