@@ -36,7 +36,7 @@ class PartConfig:
 
 
 def target_of(key: str, class_path: str) -> Callable[..., Any]:
-    """Import and return the class or function at `class_path`, see `PartConfig`; a name in `OPTIMIZERS` is allowed if the
+    """Import and return the class or function at `class_path`, see `PartConfig`. A name in `OPTIMIZERS` is allowed if the
     configuration key `key` begins with "optimizer". Adds the folder of the file, or for a module the current folder, to
     `sys.path`. Raises `UsageError` if there is no such class or function, and `TaskError` if the import fails."""
     module_path, colon, name = class_path.partition(":")
@@ -71,7 +71,8 @@ def target_of(key: str, class_path: str) -> Callable[..., Any]:
 
 
 def _of_file(key: str, file: str) -> ModuleType:
-    """Import `file`, unless it was before, and return its module. Adds its folder to `sys.path`. Raises as `target_of` does."""
+    """Import `file`, unless it was imported before, and return its module. Adds the file's folder to `sys.path`. Raises
+    `UsageError`, which names `key`, if there is no such file, and `TaskError` if the import fails."""
     path = Path(file).absolute()
     if not path.is_file():
         raise UsageError(f"{key} {file!r} does not exist; name a Python file, or package.module:Name.")
@@ -116,9 +117,10 @@ def _of_package(key: str, name: str) -> ModuleType:
 
 
 def options_kind(key: str, class_path: str) -> type[Any]:
-    """Return a new dataclass of the options of the class or function at `class_path`, with the texts under its `Args:` as help: a
-    field `class_path`, and one for each parameter that a flag can set. `key`: "task" or "optimizer". Raises as `target_of` does,
-    and `UsageError` if a parameter is named `class_path`, or if no flag can set one without a default."""
+    """Return a new dataclass of the options of the class or function at `class_path`: a field `class_path`, and one for each
+    parameter that a flag can set, with its default or None. Its docstring has the help texts, taken from `Args:` of the class.
+    `key`: "task" or "optimizer". Raises `UsageError` if there is no such class, if a parameter is named `class_path`, or if no
+    flag can set one that has no default; `TaskError` if the import fails."""
     target = target_of(key, class_path)
     text = (inspect.getdoc(target) or "").partition("Args:")[2]
     texts = dict(re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}\S.*)*)", text, re.MULTILINE))
@@ -143,7 +145,7 @@ def options_kind(key: str, class_path: str) -> type[Any]:
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
     """Return a `PartConfig` for the class at `values["class_path"]`. Each of its options has the value in `values` (name ->
-    value), or else its default. Raises as `target_of` does, and `UsageError` if an option has neither."""
+    value), or else its default. Raises `UsageError` for a missing option or class, and `TaskError` if the import fails."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():
@@ -172,7 +174,7 @@ def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Param
 
 
 def _hint(parameter: inspect.Parameter) -> Any:
-    """Return the type of the option that sets `parameter`; None if its values cannot be written on a command line."""
+    """Return the type of the option that sets `parameter`; None if a command line cannot have its values."""
     hint, default = parameter.annotation, parameter.default
     if get_origin(hint) is tuple:
         kinds = [kind for kind in get_args(hint) if {float, int} & {kind, *get_args(kind)}]

@@ -18,7 +18,7 @@ INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), syscon
 
 
 class TaskError(AccordionError):
-    """Raised for an exception of the user's code. `shown`: its traceback as text, with the user's frames alone if it has any."""
+    """Raised for an exception of the user's code. `shown`: its traceback as text, of the user's frames alone if it has any."""
 
     def __init__(self, what: str, shown: str = "") -> None:
         super().__init__(what)  # pickles restore `shown` as an attribute
@@ -28,7 +28,7 @@ class TaskError(AccordionError):
 @contextmanager
 def of_the_task(where: str) -> Iterator[None]:
     """Context manager that raises a `TaskError` in place of an `Exception` of its body. An `AccordionError` passes unchanged.
-    `where`: the code that runs in the body, such as "loss(model, batch)", for the message."""
+    `where`: the user's code that runs in the body, such as "loss(model, batch)", for the message."""
     try:
         yield
     except AccordionError:

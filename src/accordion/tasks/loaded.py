@@ -32,7 +32,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTask:
-    """A frozen record of a task's functions and units. Functions that the task lacks are None, but `collate` is `default_collate`
+    """The functions and units of a task. Functions that the task lacks are None, except `collate`, which is `default_collate`
     then. `name`: for messages and for the run folder. `units`: modules that are gathered together; None: Accordion chooses."""
 
     name: str
@@ -84,8 +84,8 @@ def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimi
 
 
 def of_object(task: object) -> LoadedTask:
-    """Return the methods and units of `task`, an object with the interface `Task`, as a `LoadedTask` with the name of its class.
-    Raises `UsageError` if a needed method is missing, or if an attribute with the name of a method cannot be called."""
+    """Return the methods and units of `task`, an object with the interface `Task`, as a `LoadedTask` with the name of its
+    class. Raises `UsageError` if a needed method is missing, or if an attribute with the name of a method cannot be called."""
     kind = type(task).__name__
     functions: dict[str, Any] = {}
     for name, takes in {**NEEDED, **OPTIONAL}.items():
@@ -100,7 +100,7 @@ def of_object(task: object) -> LoadedTask:
 
 
 def split_task(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the words of a command line into (flags `--task.*` and the words after them up to the next flag, all other words)."""
+    """Split the words of a command line into (flags `--task.*` with the words up to the next flag, all other words)."""
     task_words, others = list[str](), list[str]()
     into = others
     for word in words:
@@ -136,8 +136,8 @@ def model_of(task: LoadedTask) -> nn.Module:
 
 
 def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
-    """Call the task's `dataset(split)`, with `rank` and `world` if it takes them, and return its result: data, or for validation
-    None. Raises `UsageError` if there is no training data."""
+    """Call the task's `dataset(split)`, with `rank` and `world` if it takes them, and return the data. Returns None if there is
+    no validation data, and raises `UsageError` if there is no training data."""
     places = {"rank": rank, "world": world}
     try:
         takes = inspect.signature(task.dataset).parameters
@@ -150,7 +150,7 @@ def data_of(task: LoadedTask, split: str, rank: int, world: int) -> Any:
 
 
 def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the task's loss of `batch`: a mean or (sum, detached count), 0-d tensors. Raises `UsageError` for another result."""
+    """Return the task's loss of `batch`: a mean, or (sum, detached count), 0-d. Raises `UsageError` for another result."""
     loss = task.loss(model, batch)
     if isinstance(loss, tuple) and len(loss) == 2:
         return scalar_of(loss[0], "the task's loss"), count_of(loss[1], loss[0].device, "the task's loss")
@@ -158,14 +158,14 @@ def loss_of(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor | tuple[Te
 
 
 def mean_loss(task: LoadedTask, model: nn.Module, batch: Any) -> Tensor:
-    """Return the task's loss of `batch`, 0-d: its mean, or sum / count of its pair. Raises `UsageError` for any other result."""
+    """Return the task's loss of `batch` as a mean, 0-d; for a pair, sum / count. Raises `UsageError` for any other result."""
     loss = loss_of(task, model, batch)
     return loss if isinstance(loss, Tensor) else loss[0] / loss[1]
 
 
 def example_of(task: LoadedTask, micro_batch: int) -> Any:
-    """Return a training batch of `task`: the first of its loader, or its first `micro_batch` samples (all, if there are fewer),
-    collated. Raises `UsageError` if there is no data or no sample."""
+    """Return a training batch of `task`: if its data is a loader, the first batch; else the first `micro_batch` samples (all,
+    if there are fewer), collated. Raises `UsageError` if there is no data or no sample."""
     data = data_of(task, "train", 0, 1)
     values = (data[i] for i in range(len(data))) if is_indexed(data) and not is_loader(data) else iter(data)
     samples = list(islice(values, 1 if is_loader(data) else micro_batch))

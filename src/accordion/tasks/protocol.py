@@ -29,8 +29,8 @@ class Task(Protocol):
         ...
 
     def dataset(self, split: str) -> Any:
-        """Return the data of "train" or "validation", None if there is none: a dataset with `__len__` and `__getitem__`, an
-        iterable of samples, or a loader of batches. May also take `rank` and `world`, for a loader of this rank's share."""
+        """Return the data of `split`, "train" or "validation", or None: a dataset with `__len__` and `__getitem__`, an iterable
+        of samples, or a loader of batches. May also take `rank` and `world`, for a loader of one rank's share."""
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:

@@ -24,8 +24,8 @@ Collate = Callable[[list[Any]], Any]
 
 
 class OrderedBatches:
-    """Endless micro-batches of one rank from a dataset with `__len__` and `__getitem__`. All ranks have one shuffled order of the
-    samples, and each reads the positions of its `share`. `pins`: put batches into pinned memory."""
+    """Endless micro-batches of one rank from a dataset with `__len__` and `__getitem__`. Each epoch shuffles all samples,
+    equally on all ranks, and each rank reads the positions of its `share`. `pins`: put batches into pinned memory."""
 
     def __init__(self, dataset: Any, share: Share, seed: int, collate: Collate | None, *, pins: bool) -> None:
         self._order = order = GlobalOrder(len(dataset), share, seed)
@@ -52,10 +52,10 @@ class OrderedBatches:
 
 
 class LoaderBatches:
-    """Endless batches of one rank from a loader, which each epoch starts again, after `set_epoch` if it has that. Random numbers
-    drawn while reading depend on seed and epoch alone, and are equal on all ranks. After `resume`, a loader with `state_dict`
-    goes on from its loaded state; of any other one, the batches of the epoch that were used before are read again and dropped.
-    `counter`: key in `position()`, to which each batch adds `size`. `next()` raises `UsageError` if an epoch has no batch."""
+    """Endless batches of one rank from a loader. Each epoch starts the loader again, after a call of its `set_epoch`, if it has
+    that. Random numbers drawn while reading depend on seed and epoch alone, so all ranks draw equal ones. After `resume`, a
+    loader with `state_dict` goes on from its loaded state; with any other, batches used before in this epoch are read again and
+    dropped. `counter`: key in `position()`, to which a batch adds `size`. `next()` raises `UsageError` for an empty epoch."""
 
     def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
         self._data, self._draws, self._counter, self._size = data, Draws(seed), counter, size
@@ -141,8 +141,8 @@ class Draws:
 
     @contextmanager
     def of(self, epoch: int) -> Iterator[None]:
-        """Context manager in which Python, numpy and torch draw the random numbers for reading the data of `epoch`, going on
-        after those drawn for this epoch before. At its end, restores their earlier states."""
+        """Context manager in which Python, numpy and torch draw the random numbers for reading the data of `epoch`. Seeds them
+        at a new epoch, else goes on where the last use ended. At its end, restores the random states from before."""
         outside = RandomState().state_dict()
         if epoch == self._epoch:
             RandomState().load_state_dict(self._state)
@@ -183,8 +183,8 @@ def begun(data: Any, epoch: int) -> Iterator[Any]:
 
 
 def check_kind(data: Any, split: str) -> None:
-    """Raise `UsageError` if `data`, which the task returned for `split`, is no loader, iterable or dataset, a dataset without
-    samples, or a `DataLoader` with one of torch's own samplers, with which all ranks would read equal samples."""
+    """Raise `UsageError` if `data`, which the task's `dataset(split)` returned, is no loader, iterable or dataset, is a dataset
+    without samples, or is a `DataLoader` with torch's sequential or random sampler, which are equal on all ranks."""
     what = f"the task's dataset({split!r}) returned a {type(data).__name__}"
     if isinstance(data, DataLoader):  # of an iterable dataset it has neither of these samplers
         plain = type(data.batch_sampler) is BatchSampler or data.batch_sampler is None
@@ -205,7 +205,8 @@ def check_kind(data: Any, split: str) -> None:
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
-    """Return this rank's batches of `data`, the training data of a task. Raises `UsageError` as `check_kind` does."""
+    """Return this rank's endless batches of `data`, the training data of a task. `pins`: put batches into pinned memory, unless
+    `data` is a loader. Raises `UsageError` if `data` has a wrong type, no samples, or a sampler that `check_kind` refuses."""
     check_kind(data, "train")
     if is_loader(data):
         return LoaderBatches(data, seed)
@@ -221,9 +222,10 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 
 
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
-    """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank, since all must
-    call the model equally often: a rank without samples left gets a batch with number 0. For loaders and iterables, each step of
-    the iterator is collective, and raises `UsageError` if only some ranks have batches. Raises as `check_kind` does."""
+    """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank, because all
+    ranks must call the model equally often. A rank without samples left gets a batch with number 0. For loaders and iterables,
+    each step of the iterator is collective, and raises `UsageError` if some ranks have batches and others none at all. Raises
+    `UsageError` if `data` has a wrong type, no samples, or a sampler that `check_kind` refuses."""
     check_kind(data, "validation")
     if not is_loader(data) and not is_indexed(data):
         data = DataLoader(RankSamples(data, share, drops=False), share.micro_batch, collate_fn=collate)
@@ -252,7 +254,7 @@ def rows_of(batch: Any) -> int:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch`, in nested containers, with its tensors and other leaves that have `to` on `device`."""
+    """Return `batch`, nested containers, with each leaf that has a method `to`, such as a tensor, moved to `device`."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -268,9 +270,9 @@ def means_of(
     values_of: Callable[[Any], Mapping[str, Any]],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return name -> mean over all samples of all ranks; {} without batches. The model is in evaluation mode meanwhile; its mode
-    and the random generators are restored. Collective. `batches`: (batch, number of its samples that count), as many on each
-    rank. `values_of(batch)` returns name -> mean over the batch, or (sum, count). Raises `UsageError` if a value is no number."""
+    """Return name -> mean over all samples of all ranks; {} without batches. Calls the model in evaluation mode, then restores
+    its mode and the random generators. Collective. `batches`: (batch, number of its samples that count), as many on each rank.
+    `values_of(batch)` returns name -> mean over the batch, or (sum, count). Raises `UsageError` for a value of another form."""
     drawn, was_training = RandomState().state_dict(), model.training
     model.eval()
     sums: dict[str, Tensor] = {}  # name -> sum and count, (2,)

@@ -36,9 +36,9 @@ from accordion.train.screen import Screen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One rank of a run: its inputs, and the objects built from them. `share`: samples that it reads. `sums_locally`: sum the
-    gradients of a step's micro-batches on each rank, and reduce them across ranks once. `decides_on_device`: the fused optimizer
-    itself, on the device, skips a nonfinite step, so the host need not wait. `ema`: averaged weights; None if there are none."""
+    """One rank of a run: its inputs, and the objects built from them. `share`: samples that this rank reads. `sums_locally`:
+    sum gradients of a step's micro-batches on each rank, and reduce them across ranks once. `decides_on_device`: the fused
+    optimizer itself skips a step with NaN or inf, so the host need not wait. `ema`: averaged weights, or None."""
 
     prepared: Prepared
     place: RankPlace
@@ -86,7 +86,7 @@ def agree(prepared: Prepared, place: RankPlace) -> None:
 
 
 def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
-    """Build, shard and fill the model; return it as a `Run`, with its optimizer, batches and the other objects. Collective."""
+    """Build, shard and fill the model, make optimizer, batches and the other objects, and return all as a `Run`. Collective."""
     prepared = _with_sequences(prepared, place, device)
     config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
     # "auto" is fp32 on CPU, bf16 on accelerators that support it, else fp16.
@@ -122,8 +122,8 @@ def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: 
 
 
 def _with_sequences(prepared: Prepared, place: RankPlace, device: torch.device) -> Prepared:
-    """Return `prepared` with the mesh of this rank and its neighbours that share each sequence, `shard.sequence` ranks. Return
-    `prepared` itself if that is 1, or for a task. Collective."""
+    """Return `prepared` with `work.sequence` set to a new mesh of this rank and those that share each sequence with it. Return
+    `prepared` itself for a task, or if `shard.sequence`, the size of that mesh, is 1. Collective."""
     size, work = prepared.config.shard.sequence, prepared.work
     if size == 1 or not isinstance(work, LanguageWork):
         return prepared
@@ -134,8 +134,9 @@ def _with_sequences(prepared: Prepared, place: RankPlace, device: torch.device) 
 def _sharded_model(
     prepared: Prepared, place: RankPlace, device: torch.device, precision: Precision, theirs: Settings | None
 ) -> nn.Module:
-    """Build the model, shard it as the keys `shard.*` describe, and fill it. Parameters have the dtype `precision.params`; other
-    dtypes and the reduce op are those of the DeepSpeed configuration `theirs`, or defaults. Collective."""
+    """Build the model, shard it as the keys `shard.*` describe, fill its weights, and return it. Parameters have the dtype
+    `precision.params`; other dtypes and the reduce op are those of the DeepSpeed configuration `theirs`, or defaults if that is
+    None. Without the key `shard.units`, the task chooses the units. Collective."""
     work, shard, seed = prepared.work, prepared.config.shard, prepared.config.train.seed
     base = theirs.sharding if theirs else Sharding()
     model = work.model(seed)
@@ -159,7 +160,7 @@ def _optimizer(
     model: nn.Module, config: JobConfig, theirs: Settings | None, own: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
     """Return the optimizer for the trained parameters of `model`: the user's `own`, else that of the DeepSpeed configuration
-    `theirs`, else AdamW without weight decay for vectors. It is wrapped, except an `own` one whose step is not elementwise."""
+    `theirs`, else AdamW without weight decay for vectors. Wraps it, unless it is an `own` one whose step is not elementwise."""
     options = config.train
     if own is not None:
         return wrap_optimizer(own) if is_elementwise(own) else own

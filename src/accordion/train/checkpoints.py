@@ -28,9 +28,10 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def choose(folder: Path, config: JobConfig, say: Callable[[str], None]) -> Path | None:
-    """Return the checkpoint to resume from: the newest usable one in the run's `folder` of checkpoints, else the path that
-    `checkpoint.resume` names, or None if that is "auto". `say`: shows a line about unusable newer checkpoints, or a path that is
-    not used. Raises `UsageError` if all checkpoints are unusable, or if the path is no folder, or an older one in `folder`."""
+    """Return the checkpoint to resume from: the newest usable one in `folder`, the run's folder of checkpoints. If `folder` has
+    none, return the path that `checkpoint.resume` names, or None, for a fresh start, if that is "auto". `say`: shows a line
+    about unusable newer checkpoints, or about a named path that is not used. Raises `UsageError` if all checkpoints in `folder`
+    are unusable, if the named path is no folder, or if it is an older checkpoint in `folder`."""
     try:
         latest = newest(folder)
     except CheckpointError as error:
@@ -67,8 +68,9 @@ def differing(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str
 
 def with_batch_of(path: Path | None, config: Job, named: Collection[str], num_ranks: int) -> Job:
     """Return `config` with as many sequences in a step, on `num_ranks` ranks (or groups that share each sequence), as the run
-    that saved the checkpoint `path` had: sets `train.accumulate`, and lowers `train.micro_batch` if it does not divide a rank's
-    share. Returns `config` itself if `path` is None, if `num_ranks` does not divide that number, or if the user's keys decide."""
+    that saved the checkpoint `path` had. Sets `train.accumulate`, and lowers `train.micro_batch` if it does not divide a rank's
+    share. Returns `config` itself if `path` is None, if `num_ranks` does not divide that number of sequences, or if the user
+    determined it by `train.accumulate` (in `named`, the keys that the user set), `train.global_batch` or `train.deepspeed`."""
     options = config.train
     decided = options.global_batch or options.deepspeed is not None or "train.accumulate" in named
     before = None if path is None or decided else setting(path, BATCH)
@@ -94,7 +96,7 @@ def _extra(path: Path) -> Mapping[str, Any]:
 
 def setting(path: Path, key: str) -> Any:
     """Return the value of the configuration key `key` in the run that saved the checkpoint `path`; None if that run had no such
-    key. Raises `UsageError` as `_extra` does."""
+    key. Raises `UsageError` if the checkpoint cannot be read, or was not written by `accordion train`."""
     return _extra(path)["config"].get(key)
 
 
@@ -108,8 +110,9 @@ def best_in(folder: Path) -> tuple[float, int] | None:
 
 
 def keep_as_best(folder: Path, step: int) -> None:
-    """Copy the checkpoint after `step`, in `folder`, to `best` there, with hard links if possible. Does nothing if it does not
-    exist, does not record `step` as the best, or was copied already. Raises `CheckpointError` if copying fails."""
+    """Copy the checkpoint after `step`, in `folder`, to the checkpoint `best` there, which is replaced, with hard links if
+    possible. Does nothing if the checkpoint after `step` does not exist, does not record `step` as the best, or was copied
+    already. Raises `CheckpointError` if copying fails."""
     source, target = Local(path_of(folder, step)), Local(folder / BEST)
     try:
         best = _extra(source.path).get("best")
@@ -141,8 +144,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
-    """Raise `UsageError` if the checkpoint `path` is beyond step `steps`, if it was trained with another tokenizer, or if only
-    one of its run and this run is on a task. `tokenizer_digest`: hash of this run's tokenizer; None for a task."""
+    """Raise `UsageError` if the checkpoint `path` is beyond step `steps`, was trained with another tokenizer, or is of a run on
+    text and this run trains a task, or the reverse. `tokenizer_digest`: hash of this run's tokenizer; None for a task."""
     extra = _extra(path)
     if extra["step"] > steps:
         raise UsageError(

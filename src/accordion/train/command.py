@@ -44,9 +44,9 @@ SHORT = {  # a flag's short form -> what it stands for
 
 
 def read(words: list[str]) -> tuple[JobConfig, frozenset[str]]:
-    """Return (configuration given by `words` and by the run files that they name, keys that these set); flags override files, in
-    any order. A configuration without a task is a `Config`. Raises `UsageError` for wrong keys or values, or for an unknown task
-    or optimizer, and `SystemExit` after printing help or the configuration if `words` ask for it."""
+    """Return (configuration, keys that the user set) from the command line `words` and the run files that it names; flags
+    override files, in any order. Without a task, the configuration is a `Config`. Raises `UsageError` for wrong keys or values,
+    or for an unknown task or optimizer, and `SystemExit` after printing help or the configuration if `words` ask for it."""
     pairs = (word.partition("=") for word in words)
     files, flags = split([SHORT.get(name, name) + equals + value for name, equals, value in pairs])
     paths = class_paths(files, flags)
@@ -73,8 +73,8 @@ def read(words: list[str]) -> tuple[JobConfig, frozenset[str]]:
 
 
 def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
-    """Return "task" or "optimizer" -> class path, such as "net.py:Task", for those of the two that the run files `files` or
-    `flags` name; flags override files. Class paths are read before other keys, since the options of a class are keys too."""
+    """Return "task" or "optimizer" -> class path, such as "net.py:Task", for those of the two that the run files `files` or the
+    command line `flags` name. Flags override files. Read before all other keys, because options of a class are keys too."""
     paths: dict[str, str] = {}
     for file in files:
         content = flattened(content_of(file))
@@ -91,9 +91,9 @@ def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
 
 def run(words: list[str], environ: Mapping[str, str]) -> int:
     """Run `accordion train` with the arguments `words`, and return the exit code: prepare the run, start all ranks, wait for
-    them. In a process that torchrun or srun started, runs as that one rank, and ends the process if the code is not 0. If
-    `environ` has torchrun's variables for the number of ranks but no rank, this process becomes a torchrun with the same command.
-    Raises `UsageError` or `TaskError` for wrong input, and `SystemExit` after printing help or configuration."""
+    them. In a process that torchrun or srun started, runs as that one rank; if its code is not 0, ends the process without a
+    return. If `environ` has torchrun's variables for the number of ranks but no rank, this process becomes a torchrun with the
+    same command. Raises `UsageError` or `TaskError` for wrong input, and `SystemExit` after printing help or configuration."""
     began_s = time.time()
     (config, named), cache = read(words), cache_folder(environ)
     if launch.place_of(environ) is not None:
@@ -116,8 +116,9 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 def _started_rank(
     place: launch.RankPlace, store: Store, config: JobConfig, named: frozenset[str], cache: Path, began_s: float
 ) -> int:
-    """Train as the rank `place` that torchrun or srun started, and return the exit code. The first rank of each host prepares the
-    run, then the others do from its cache. A signal meanwhile ends the run after its first step."""
+    """Train as the rank `place` that torchrun or srun started, and return the exit code. The first rank of each host prepares
+    the run, then the host's other ranks do, from the cache that it wrote. A signal meanwhile ends the run after its first step.
+    `named`: keys that the user set. `began_s`: `time.time` at the start of the command."""
     launch.give_up_store(store, config.launch.timeout_s)
     signals = Signals()
     device, _ = launch.choose(config.launch, place, devices_here())

@@ -217,7 +217,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """Keys of every run, on a task or on text. `parts`: "task" or "optimizer", if the user names one -> class path, options."""
+    """Keys of every run, on a task or on text. `parts`: class path and options of the user's "task" and "optimizer", if any."""
 
     parts: Mapping[str, PartConfig] = unread(dict)
     shard: ShardConfig = field(default_factory=ShardConfig)
@@ -243,7 +243,7 @@ class Config(JobConfig, TextConfig):
 
 
 def max_skips_of(word: str) -> int:
-    """Return how many steps in a row a run may skip if `train.on_nonfinite` is `word`. Raises `UsageError` for a wrong `word`."""
+    """Return how many steps in a row may be skipped if `train.on_nonfinite` is `word`. Raises `UsageError` if that is wrong."""
     choices = {"stop": 0, "skip": MAX_SKIPS}
     if word in choices:
         return choices[word]
@@ -332,8 +332,8 @@ def _check_text(config: Config) -> None:
 
 
 def fine_tuning(config: Job, named: Collection[str]) -> Job:
-    """Return `config` with the default learning rate of fine-tuning, if the run starts from pretrained weights; otherwise, and if
-    the user set a learning rate or an optimizer, return `config` itself. `named`: keys that the user set."""
+    """Return `config` with the default learning rate of fine-tuning if the run starts from pretrained weights. Otherwise, and
+    if the user set a learning rate or an optimizer, return `config` itself. `named`: keys that the user set."""
     if not isinstance(config, Config) or config.model.init != "pretrained":
         return config
     if "train.lr" in named or "optimizer" in config.parts:
@@ -343,9 +343,9 @@ def fine_tuning(config: Job, named: Collection[str]) -> Job:
 
 
 def spread(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` with `train.accumulate` computed from `train.global_batch`, if that is set, for `num_ranks` ranks. Raises
-    `UsageError` if the global batch is no multiple of the micro-batches of all ranks, if the user set `train.accumulate` or
-    `train.deepspeed` too (`named`), or if `shard.sequence` does not divide the ranks."""
+    """Return `config` with `train.accumulate` computed from `train.global_batch` for `num_ranks` ranks; `config` itself if that
+    is 0. `named`: keys that the user set. Raises `UsageError` if the global batch is no multiple of all ranks' micro-batches,
+    if the user set `train.accumulate` or `train.deepspeed` too, or if `shard.sequence` does not divide the ranks."""
     options, sequence, num_groups = config.train, config.shard.sequence, config.shard.num_groups(num_ranks)
     if not options.global_batch:
         return config

@@ -19,8 +19,8 @@ Row = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's share of every global batch: position `p` in the order of all samples belongs to rank `p % world`. With the same
-    global batch, any number of ranks reads the same samples in every step."""
+    """One rank's share of every global batch: position `p` in the order of all samples belongs to rank `p % world`. With an
+    equal `global_batch`, any number of ranks together reads the same samples in every step."""
 
     rank: int
     world: int
@@ -34,13 +34,13 @@ class Share:
 
 @lru_cache(maxsize=2)
 def permutation(count: int, seed: int) -> np.ndarray:
-    """Return a random permutation of `range(count)`, (count,) int64, equal with every version of numpy. Cached: do not write."""
+    """Return a random permutation of `range(count)`, (count,) int64, equal with every version of numpy. Cached: read only."""
     return np.random.RandomState(seed % 2**32).permutation(count)
 
 
 class Sequences(Dataset[Row]):
-    """Dataset of windows of `seq_len + 1` packed tokens: the inputs, and one more token for the labels. Consecutive windows share
-    one token. `rest`: include a last window that is shorter."""
+    """Dataset of windows of `seq_len + 1` packed tokens: the inputs, and one more token for the labels. Consecutive windows
+    share one token. `rest`: include a last window that is shorter; otherwise its tokens are not used."""
 
     def __init__(self, tokens: Any, seq_len: int, *, rest: bool = False) -> None:  # an array of numpy or of Arrow
         self.tokens, self.seq_len = tokens, seq_len
@@ -56,9 +56,9 @@ class Sequences(Dataset[Row]):
 
 
 class GlobalOrder(Sampler[list[int]]):
-    """Sampler of this rank's micro-batches, as lists of indices, without end. Each epoch has a new order of all `count` samples.
-    The samples at the end of an epoch that do not fill a global batch are left out, so that all ranks have equally many batches.
-    `num_read`: samples that all ranks together have read. Set it to go on elsewhere; `count` and `seed` have to be equal then."""
+    """Sampler of this rank's micro-batches, as lists of indices, without end. Each epoch has a new order of all `count`
+    samples. Samples at the end of an epoch that do not fill a global batch are left out, so that all ranks have equally many
+    batches. `num_read`: samples that all ranks together have read; set it to continue an order of equal `count` and `seed`."""
 
     def __init__(self, count: int, share: Share, seed: int) -> None:
         self.count, self.share, self.seed = count, share, seed
@@ -66,7 +66,8 @@ class GlobalOrder(Sampler[list[int]]):
         self.num_read = 0
 
     def notes(self, what: str, who: str = "ranks") -> list[str]:
-        """Return lines for the user on the sizes of a step and of an epoch, with names of the samples and of their readers."""
+        """Return lines for the user on the sizes of a step and of an epoch. `what`: name of the samples, such as "sequences".
+        `who`: name of those that read a share of them, such as "ranks"."""
         sizes = f"{self.share.world} {who} x {self.share.micro_batch} x {self.share.accumulate}"
         num_dropped = self.count - self.steps_per_epoch * self.share.global_batch
         uneven = f"; the remaining {num_dropped} do not fill a step and are left out" if num_dropped else ""

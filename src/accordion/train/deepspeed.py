@@ -17,8 +17,9 @@ MICRO, ACCUMULATION, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumul
 
 
 def settings_of(config: JobConfig, precision: str) -> Settings | None:
-    """Return the settings of the file `train.deepspeed`; None if there is none. A value "auto" in it becomes that of the run's
-    key, or of `precision`, such as "bf16" or "auto". Raises `UsageError` if it cannot be read, or a setting is not supported."""
+    """Read the file that the key `train.deepspeed` names, and return its settings; None if the key is not set. A value "auto"
+    in the file becomes the value of the run's key. `precision`: "bf16", "fp16", "fp32" or "auto", for the dtypes that are
+    "auto" in the file. Raises `UsageError` if the file cannot be read, or has a wrong or unsupported setting."""
     if config.train.deepspeed is None:
         return None
     run = config.train
@@ -37,8 +38,9 @@ def settings_of(config: JobConfig, precision: str) -> Settings | None:
 
 
 def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` for `num_ranks` ranks: as `spread` does, and with the values that the DeepSpeed file sets. Raises
-    `UsageError` if that is invalid, has an optimizer whose step is not elementwise, or contradicts a user's key (`named`)."""
+    """Return `config` for `num_ranks` ranks, with `train.accumulate` computed from `train.global_batch`, and with the values
+    that the DeepSpeed file sets. `named`: keys that the user set. Raises `UsageError` if the file or the global batch cannot be
+    used, if the optimizer's step is not elementwise, or if the file contradicts a key that the user set."""
     config = spread(config, named, num_ranks)
     settings = settings_of(config, str(precision_words(config.shard.precision)))
     if settings is None:

@@ -20,9 +20,9 @@ SLOW_DISK = 100e6  # bytes/s; assumed speed of a rank's writes until a save was 
 
 
 class Signals(AbstractContextManager["Signals"]):
-    """Records SIGTERM and SIGUSR1 in `came` instead of ending the process, so that the current step or save can finish. The
-    constructor sets the handlers. Leaving the context restores the previous ones, and raises the recorded signals again, unless
-    the body ended with `SystemExit`. Outside of the main thread, nothing is recorded."""
+    """Context manager that records SIGTERM and SIGUSR1 in `came` instead of ending the process, so that the current step or
+    save can finish. The constructor sets the handlers; leaving the context restores the previous ones, and then raises the
+    recorded signals again unless the body ended with `SystemExit`. Outside of the main thread, nothing is recorded."""
 
     def __init__(self) -> None:
         self.came: set[int] = set()
@@ -59,7 +59,8 @@ class Ending:
         self._longest_s[what] = max(self._longest_s[what], seconds)
 
     def wish(self) -> int:
-        """Return `IS_PREEMPTED` after a signal, `TIME_IS_OVER` if another step may pass the time limit, else what `ask` says."""
+        """Return this rank's wish: `IS_PREEMPTED` after a signal, `TIME_IS_OVER` if another step may pass the time limit,
+        `SAVES` if the last call of `ask` asked for a save, else `GOES_ON`."""
         if self._signals.came:
             return IS_PREEMPTED
         goes_on = SAVES if self._asks else GOES_ON
@@ -75,7 +76,7 @@ class Ending:
         self._asks, self._asked = save and not self._asked, save
 
     def decide(self, most: int) -> None:
-        """Record `most`, the largest wish of all ranks: `SAVES` sets `saves`, others become `decided` if they are larger."""
+        """Record `most`, the largest wish of all ranks: `SAVES` sets `saves`, another one becomes `decided` if it is larger."""
         if most == SAVES:
             self.saves = True
         else:
@@ -83,8 +84,9 @@ class Ending:
 
 
 class Best:
-    """Lowest validation loss so far (`loss`, at `step`), and number of validations since it last fell by more than `min_delta`
-    (`waited`). `is_over`: `waited` has reached the patience. `last`: step of the last validation. Checkpoints store `state()`."""
+    """Keeps the lowest validation loss so far, `loss` at step `step` (None before the first), and counts in `waited` the
+    validations since the loss last fell by more than `min_delta`. `is_over`: `waited` has reached the patience. `last`: step of
+    the last validation, set by the caller. Checkpoints store `state()`."""
 
     def __init__(self, patience: int, min_delta: float) -> None:
         """`patience`: validations in a row without a loss lower by more than `min_delta`, after which `is_over`; 0: never."""
@@ -95,7 +97,7 @@ class Best:
         self._mark = math.inf  # the loss to improve on, for patience
 
     def observe(self, step: int, loss: float) -> bool:
-        """Record the validation `loss` at `step`, equal on all ranks. Return True if it is lower than all before."""
+        """Record the validation `loss` at `step`, equal on all ranks. Return True if it is lower than all losses before."""
         is_lower = loss < self._mark - self._min_delta
         self._mark, self.waited = (loss, 0) if is_lower else (self._mark, self.waited + 1)
         if not loss < (math.inf if self.loss is None else self.loss):
@@ -126,7 +128,8 @@ class Skips:
         self.total, self.in_row = 0, 0
 
     def nonfinite(self, step: int, where: str) -> str:
-        """Count a nonfinite step and return a line to report, with `where`. Raises `NonFiniteError` for one too many in a row."""
+        """Count a nonfinite step, and return a line to report. `where`: text that names the source of NaN or inf, for the line.
+        Raises `NonFiniteError` if this is one step in a row more than may be skipped."""
         self.in_row += 1
         self.total += 1
         if not self._most:

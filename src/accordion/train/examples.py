@@ -39,8 +39,8 @@ class Encoder:
         self._special = special_ids(tokenizer)
 
     def example(self, row: DataRow) -> Example:
-        """Return the tokens of `row`. In a chat whose answers all have weight 0, no token counts in the loss. Raises `UsageError`
-        if `row` is invalid, or if no token is left of the answers that count."""
+        """Return (token ids, mask of the tokens that count in the loss) of `row`. In a chat whose answers all have weight 0, no
+        token counts. Raises `UsageError` if `row` is invalid, or if no token is left of the answers that count."""
         if self._kind == "prompt":
             prompt, completion = (checked_text(row.values[key], f"{row.where}: field {key!r}") for key in row.values)
             example, learnt = self._of_prompt(prompt, completion, row.where), [True]
@@ -70,13 +70,13 @@ class Encoder:
         return np.array(ids), np.arange(len(ids)) >= len(before)
 
     def _plain(self, text: str) -> list[int]:
-        """Return the tokens of `text` and those that the tokenizer adds, without an end-of-text token after others."""
+        """Return the ids of `text` and of the tokens that the tokenizer adds, but no end-of-text token after any others."""
         ids = list(self._tokenizer(text)["input_ids"])
         return ids[:-1] if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id else ids
 
     def _of_messages(self, messages: list[Message], learnt: list[bool], tools: Tools, where: str) -> Example:
-        """Return the tokens of a chat. `learnt`: for each message of the assistant, True if it counts in the loss. `where`: name
-        of the row in errors. Raises `UsageError` if the template fails, or if the answers cannot be located in its output."""
+        """Return the tokens of a chat, and a mask of those that count in the loss. `learnt`: for each assistant message, True
+        if it counts. `where`: name of the row. Raises `UsageError` if the template fails or answers cannot be located."""
         marked = MARKS.search(self._template) is not None
         if marked:
             text, spans = self._render_marked(messages, tools, where)
@@ -103,8 +103,8 @@ class Encoder:
         return ids, answers
 
     def _blanks_after_an_end(self, text: str, ids: np.ndarray, starts: np.ndarray, span: Span) -> np.ndarray:
-        """Return a bool mask, (tokens,): True for the tokens of the answer at `span` after the last special token in it, if all
-        text there is blank; they are not learnt. `starts`: index in `text` at which each token begins."""
+        """Return a bool mask, (tokens,), of the tokens after the last special token of the answer at `span`, if their text is
+        blank: they are not learnt. Else the mask is False everywhere. `starts`: index in `text` at which each token begins."""
         inside = np.flatnonzero((starts >= span[0]) & (starts < span[1]))
         last = next((i for i in reversed(inside) if ids[i] in self._special), None)
         mask = np.zeros(len(ids), dtype=bool)
@@ -115,7 +115,7 @@ class Encoder:
         return mask
 
     def _render_marked(self, messages: list[Message], tools: Tools, where: str) -> tuple[str, list[Span]]:
-        """Return (rendered chat, (start, end) of each marked answer). Raises `UsageError` if the template fails or marks none."""
+        """Return (rendered chat, [(start, end)] of marked answers). Raises `UsageError` if the template fails or marks none."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -141,9 +141,9 @@ class Encoder:
             raise UsageError(f"{where}: the chat template fails: {brief(error)}") from None
 
     def _by_prefixes(self, messages: list[Message], tools: Tools, text: str, where: str) -> list[Span]:
-        """Return (start, end) of each answer in `text`, the rendered conversation: from the end of the messages before it and the
-        template's prompt for an answer, to the end of what the template puts after it (such as an end token). Raises
-        `UsageError`, which names `where`, if the template fails or an answer is not found."""
+        """Return (start, end) of each answer in `text`, the rendered conversation. An answer begins after the rendering of the
+        messages before it and the template's prompt for an answer, and ends with the text that the template puts after it (such
+        as an end token). `where`: the row, for errors. Raises `UsageError` if the template fails or an answer is not found."""
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -231,9 +231,9 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 
 def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
-    """Return the run's tokenizer, a fast one of transformers: that of `data.tokenizer`, or else that in the model's folder, or
-    else one trained on `source` with up to `model_vocab` tokens, as `cached_vocabulary` does. Raises `UsageError` if it cannot be
-    read, is not fast, is missing next to pretrained weights, or lacks the chat template that chats need."""
+    """Return the run's tokenizer, a fast one of transformers: that of `data.tokenizer`, or else that in the model's folder. If
+    neither has one, train it on `source` with up to `model_vocab` tokens, store it in `cache`, and report that to `say`. Raises
+    `UsageError` if it cannot be read, is not fast, is missing next to pretrained weights, or lacks the template for chats."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(
@@ -255,9 +255,8 @@ def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path,
 
 
 def vocabulary_of(tokenizer: Any, config: Config, model_vocab: int) -> Vocabulary:
-    """Return `tokenizer`, one of transformers, as plain data. The end-of-text token is that of the tokenizer; for text, that of
-    the model's config.json comes first, if it names one. Raises `UsageError` if there is none, or if an id is `model_vocab` or
-    larger."""
+    """Return `tokenizer`, one of transformers, as plain data. Its end-of-text token is the tokenizer's, but for text that of
+    the model's config.json, if it names one. Raises `UsageError` if there is none, or if an id is at least `model_vocab`."""
     end = tokenizer.eos_token_id
     if config.data.format == "text" and config.model.path is not None:
         end = next(iter(ends_of(check_folder(config.model.path).get("eos_token_id"), end)), None)

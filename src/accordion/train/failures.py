@@ -32,8 +32,8 @@ class Failure:
 
 @contextmanager
 def recorded(run_dir: Path, rank: int, num_ranks: int) -> Iterator[None]:
-    """Context manager that writes an `Exception` of its body into `failure-RANK.json` in `run_dir`, if it can, and raises it
-    again. If another rank may have caused it, first asks all others what they do, which takes a second if one does not answer."""
+    """Context manager that raises an `Exception` of its body again, after writing it into `failure-RANK.json` in `run_dir` if
+    possible. If another rank may have caused it, first asks all others what they do, which takes a second if one is silent."""
     try:
         yield
     except Exception as error:
@@ -55,7 +55,7 @@ def recorded(run_dir: Path, rank: int, num_ranks: int) -> Iterator[None]:
 
 
 def failure_in(path: Path) -> Failure:
-    """Return the failure that `recorded` wrote into the file `path`. Raises `UsageError` if that cannot be read from it."""
+    """Return the failure that `recorded` wrote into the file `path`. Raises `UsageError` if it cannot be read from there."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return Failure(**{**values, "others": {int(rank): text for rank, text in values["others"].items()}})

@@ -39,7 +39,7 @@ def fit(
     In the main thread, a signal (SIGTERM, SIGUSR1) saves, ends the run and raises `SystemExit(75)`: a launcher then starts the
     program again, and the same call resumes. The program's own signal handlers are replaced during the run, and restored before
     this returns or raises. In another thread, such as a worker's of Ray Train, signals are left to the program, and
-    `SystemExit` is never raised.
+    `SystemExit` is never raised; the result then has the state "preempted".
 
     Raises `UsageError` for mistakes in the arguments, before the first step. Raises `CheckpointError`, `NonFiniteError` and
     `DivergenceError` as the command does, and exceptions of the task's own code and of `on_step`. Needs `pip install

@@ -19,15 +19,15 @@ def init(device: str = "auto", *, timeout_s: float = 600.0) -> torch.device:
     """Create the default process group, make this rank's device the current one, and return that device. Collective.
 
     Under torchrun or srun the group has all ranks that were started. Otherwise, as in a notebook or under plain `python`, this
-    process is the only rank. The group is destroyed when the program exits. If there is a process group already, changes nothing
-    and returns the device on which it communicates.
+    process is the only rank. The group is destroyed when the program exits. If there is a process group already, changes
+    nothing and returns the device on which that group communicates.
 
     Args:
         device: "auto" for the accelerators of this machine, or its CPU if there are none; "cpu"; or a type such as "cuda".
         timeout_s: seconds that a collective waits for another rank.
 
     Raises:
-        UsageError: if the machine lacks such devices or has fewer than ranks, or if the launcher's variables are incomplete.
+        UsageError: if the machine has no such devices or fewer than ranks, or if the launcher's variables are incomplete.
         AccordionError: if the store of the job, at MASTER_ADDR and MASTER_PORT, cannot be opened or reached.
     """
     if dist.is_initialized():

@@ -50,8 +50,9 @@ ROWS_OF_TEST = ((1, 2, 3, 4), (5, 6, 7, 8, 9))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageWork:
-    """Training of a language model on text or examples. `generation`: content of generation_config.json. `spec`: content of
-    tokenizer.json. `sequence`: mesh of the ranks that share each sequence; None before ranks start, or if none do."""
+    """Training of a language model on text or on examples with answers: the methods that the training loop calls. `generation`:
+    content of generation_config.json. `spec`: content of tokenizer.json. `sequence`: mesh of the ranks that share each
+    sequence; None before ranks start, or if each rank has whole sequences. `counted`: unit of the reported speed."""
 
     config: Config
     files: TokenFiles
@@ -78,8 +79,8 @@ class LanguageWork:
         }
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
-        """Return what checkpoints store: settings of model, generation and adapters for `accordion export` and `generate`, and
-        which data and tokenizer these are."""
+        """Return what checkpoints store: settings of model, generation and adapters, for `accordion export` and `generate`, and
+        texts that identify data and tokenizer."""
         config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
         config["eos_token_id"] = ends_of(config.get("eos_token_id"), self.generation["eos_token_id"])
         extra: dict[str, Any] = {"model_config": config, "generation_config": dict(self.generation)}
@@ -105,7 +106,7 @@ class LanguageWork:
         return GlobalOrder(len(rows_in(self.files, "train", data)), share, 0).notes(unit_of(data), who)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the loss of this rank's part of `batch`: the mean over tokens of text, or (sum over answer tokens, number)."""
+        """Return the loss of this rank's part of `batch`: of text the mean over tokens, else (sum, number) of answer tokens."""
         total, count = label_losses(model, batch, kind=self.config.model.loss, sequence=self.sequence)
         num_tokens = batch["labels"].numel() // self.config.shard.sequence
         return total / num_tokens if self.is_text else (total, count)
@@ -117,7 +118,7 @@ class LanguageWork:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        """Return the mean loss over all validation labels that are not `IGNORED`, with text for the user. Collective."""
+        """Return the mean loss over the validation labels that are not `IGNORED`, and the perplexity as text. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
         options: dict[str, Any] = {"kind": self.config.model.loss, "sequence": self.sequence}
@@ -131,8 +132,8 @@ class LanguageWork:
 
     @torch.no_grad()
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
-        """Generate and show up to `SAMPLE_TOKENS` tokens, equal on every rank: a continuation of the validation text, or an
-        answer to the first validation example; nothing if its prompt is empty. `device`: of the computation. Collective."""
+        """Generate and show up to `SAMPLE_TOKENS` tokens, equal on every rank, after the start of the validation text, or as an
+        answer to the first validation example; nothing if the prompt is empty. `seed`: of the sampling. Collective."""
         if self.is_text:
             prompt = self.files.text("validation")[:PROMPT_TOKENS].to_pylist()
         else:
@@ -172,9 +173,9 @@ class LanguageWork:
         return None
 
     def fill(self, model: nn.Module, seed: int, *, on_meta: bool) -> None:
-        """Fill the sharded `model` with random or pretrained weights, which do not depend on the number of ranks, and initialise
-        adapters as PEFT does. Leaves torch's generators seeded: differently on each rank if adapters have dropout, otherwise
-        equally. Raises `UsageError` if examples that are packed into one row attend to each other. Collective."""
+        """Fill the sharded `model` with random or pretrained weights, which do not depend on the number of ranks, and
+        initialise adapters as PEFT does. Leaves torch's generators seeded: differently on each rank if adapters have dropout,
+        otherwise equally. Raises `UsageError` if examples that are packed into one row attend to each other. Collective."""
         torch.manual_seed(seed)
         if self.config.model.path is not None and self.config.model.init == "pretrained":
             load_pretrained(model, self.config.model.path)
@@ -235,8 +236,9 @@ def check_enough(rows: Mapping[Split, Sized], data: DataConfig, global_batch: in
 def label_losses(
     model: nn.Module, batch: Batch, *, kind: str = "plain", sequence: DeviceMesh | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum of the cross entropy of the labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32, of
-    this rank's part if ranks share each sequence (`sequence`). `kind`: value of `model.loss`."""
+    """Return (sum of the cross entropy of the labels in `batch` that are not `IGNORED`, number of these labels), 0-d float32.
+    If ranks share each sequence (`sequence`), both are of this rank's part. `kind`: value of `model.loss`; unless it is
+    "plain", the head computes the loss itself, without the logits of all tokens."""
     shown: dict[str, Tensor] = {n: batch[n] for n in ("input_ids", "position_ids", "labels") if n in batch}
     several = "position_ids" in shown
     if several and in_one_row(model):
@@ -258,12 +260,13 @@ def label_losses(
 
 
 def in_one_row(model: nn.Module) -> bool:
-    """Return True if the model's attention separates documents only in batches of one row, like flash attention."""
+    """Return True if the model's attention separates documents only in batches of one row, as flash attention does."""
     return str(getattr(model.config, "_attn_implementation", "")).startswith("flash")
 
 
 def logits_at(model: nn.Module, whole: dict[str, Tensor], places: Sequence[int], sequence: DeviceMesh | None) -> Tensor:
-    """Return the logits of the tokens `places` in `whole`, (b, places, vocab), equal on the ranks of `sequence`. Collective."""
+    """Return the logits of the tokens at the indices `places` of each sequence in `whole`, (b, places, vocab). If ranks share
+    each sequence (mesh `sequence`), each computes a part of the sequences and returns all these logits. Collective."""
     at = torch.tensor(places, device=whole["input_ids"].device)
     if sequence is None:
         return model(**whole, use_cache=False).logits[:, at]  # type: ignore[no-any-return]
@@ -280,7 +283,7 @@ def logits_at(model: nn.Module, whole: dict[str, Tensor], places: Sequence[int],
 @torch.no_grad()
 def check_apart(model: nn.Module, sequence: DeviceMesh | None = None) -> None:
     """Run `model` on two short documents, and raise `UsageError` on every rank if documents in a row attend to each other.
-    Collective. `sequence`: the ranks that share each sequence."""
+    Collective. `sequence`: mesh of the ranks that share each sequence, if there is one."""
     # Compare the logits of a document before and after another one. No attribute of a model shows if its mask uses position ids.
     device = sharded_engine(model, "training").context.device
     was_training = model.training
@@ -310,7 +313,7 @@ def check_apart(model: nn.Module, sequence: DeviceMesh | None = None) -> None:
 
 
 def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
-    """Return the generation settings (name -> value) of the model to start from, with `ends` added to its end tokens."""
+    """Return the generation settings (name -> value) of the model that a run starts from. `ends`: more end tokens to add."""
     base = configuration(config.model, config.data)
     settings = {key: getattr(base, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if config.model.path is not None:
@@ -320,8 +323,9 @@ def generation_settings(config: Config, ends: list[int]) -> dict[str, Any]:
 
 
 def trained_model(config: Config) -> nn.Module:
-    """Return the model of `config` on the meta device: quantised if `model.quantize` says so, and with adapters a PEFT model in
-    which only these are trained. Raises `UsageError` if transformers cannot build it, or if it is no causal language model."""
+    """Return the model of `config` on the meta device. With `model.quantize`, its linear layers except the head are frozen ones
+    of four bits. With adapters, it is a PEFT model in which only the adapters are trained. Raises `UsageError` if transformers
+    cannot build the model, or if it is no causal language model."""
     choice = config.model
     described = configuration(choice, config.data)
     attention = None if choice.attention == "auto" else choice.attention

@@ -74,7 +74,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The rank of this process in the job (`rank` of `world`) and on its host (`local_rank` of `local_world`)."""
+    """Place of this process in the job: rank `rank` of `world`, and on its host, rank `local_rank` of `local_world`."""
 
     rank: int
     world: int
@@ -141,7 +141,7 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 
 def place_in_group() -> tuple[RankPlace, Store]:
-    """Return this rank's place in the program's process group, and the group's store with an unused prefix. Collective."""
+    """Return (this rank's place in the program's process group, the group's store with a new prefix of keys). Collective."""
     rank, word = dist.get_rank(), secrets.token_hex(8)
     of_ranks = [("", "")] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (socket.gethostname(), word))
@@ -158,7 +158,7 @@ def place_in_group() -> tuple[RankPlace, Store]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host in a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`. Raises `ValueError` if it has none."""
+    """Return the first host in a list as SLURM writes it: `gpu[03-05,9],login` -> `gpu03`. Raises `ValueError` without one."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodes)
     if match is None:
         raise ValueError(f"node list {nodes!r}")
@@ -185,10 +185,11 @@ def choose(choice: Choice, place: RankPlace | None, present: Devices) -> tuple[s
 
 
 def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding | None = None) -> int:
-    """Run `entry(place, store, *args)` in `nproc` ranks on this machine, wait for them, and return the exit code. The first rank
-    that fails reports the reason, and all others are ended. Without `signals`, SIGTERM ends all ranks. With `signals`, SIGTERM
-    and SIGUSR1 are forwarded to the ranks, so that `entry` can save and return `PREEMPTED`, and `NothingStartedError` is raised
-    if no rank can handle one. Raises `KeyboardInterrupt` after Ctrl-C, SIGHUP or SIGQUIT. Silences torch's loggers."""
+    """Run `entry(place, store, *args)` in `nproc` ranks on this machine, wait for them, and return the exit code. The first
+    rank that fails reports the reason, and all other ranks are ended. Without `signals`, SIGTERM ends all ranks. With
+    `signals`, SIGTERM and SIGUSR1 are forwarded to the ranks, so that `entry` can save and return `PREEMPTED`;
+    `NothingStartedError` is raised if a signal arrives while no rank can handle it. Raises `KeyboardInterrupt` after Ctrl-C,
+    SIGHUP or SIGQUIT. Silences torch's loggers of its launcher."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported in one line instead
@@ -231,8 +232,8 @@ class NothingStartedError(BaseException):
 
 class Forwarding(AbstractContextManager["Forwarding"]):
     """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts, and ignores SIGHUP of a closed
-    terminal; not outside of the main thread. The constructor sets the handlers. While no rank runs, a signal raises
-    `NothingStartedError`."""
+    terminal. The constructor sets the signal handlers, in the main thread only; leaving the context restores the previous ones.
+    While no rank runs, a signal raises `NothingStartedError`. `came`: True after a signal."""
 
     def __init__(self) -> None:
         self.came = False
@@ -248,7 +249,7 @@ class Forwarding(AbstractContextManager["Forwarding"]):
             signal.signal(number, handler)
 
     def ranks_start(self) -> None:
-        """Forward later signals to the child processes that start from now on, the ranks."""
+        """Forward later signals to the ranks: the child processes that start from now on."""
         self._others = {child.pid for child in multiprocessing.active_children() if child.pid is not None}
 
     def _forward(self, number: int, frame: object) -> None:
@@ -263,8 +264,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
 
 def _failed(error: ChildFailedError, *, asked: bool) -> int:
-    """Print which ranks a signal ended, and return the exit code of the job. `asked`: this process forwarded signals to the
-    ranks. Raises `NothingStartedError` if `asked` is True and these signals ended all ranks before they could save."""
+    """Print which ranks a signal ended, and return the exit code of the job. `asked`: this process forwarded a signal to them.
+    Raises `NothingStartedError` if `asked` is True and signals ended all ranks in `error` before they could save."""
     by_signal, first = {PREEMPTED, *(-number for number in SIGNALS)}, error.get_first_failure()[1].exitcode
     if first == PREEMPTED:
         return PREEMPTED
@@ -281,9 +282,9 @@ def _failed(error: ChildFailedError, *, asked: bool) -> int:
 
 def guarded(entry: Entry, *args: Any) -> None:
     """Run `entry(place, store, *args)` as one rank of a launcher. Returns if `entry` returns 0 or None; otherwise ends the
-    process at once, with the code that `entry` returned, or that of its error. The rank that fails first prints its error; ranks
-    that fail because of it have its exit code. Also sets up faulthandler, garbage collection, levels of loggers, number of
-    torch's threads, and the end of the process if the launcher's agent is killed."""
+    process at once, with the code that `entry` returned, or that of its error. The rank that fails first prints its error.
+    Ranks that fail because of it print nothing and have its exit code. Also sets up the process: faulthandler, memory, garbage
+    collection, levels of loggers, number of torch's threads, and its end if the launcher's agent is killed."""
     with lasting_output():
         if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:  # torch's agent, of torchrun or of `start`
             # Kill a rank if its agent is killed. Otherwise ranks of `start` get SIGINT, as for Ctrl-C, and ranks of torchrun
@@ -315,8 +316,9 @@ def guarded(entry: Entry, *args: Any) -> None:
 
 
 def joined(place: RankPlace) -> Store:
-    """Connect to the job's store at `place.address`, which rank 0 opens unless torchrun has, and return what `of_this_start`
-    does. Collective. Raises `AccordionError` if the store cannot be opened or reached."""
+    """Connect to the job's store at `place.address`, which rank 0 opens unless torchrun has, and return it with a prefix of
+    keys that no earlier start used. Collective. Raises `AccordionError` if the store cannot be opened or reached, and on rank 0
+    `DistStoreError` if not all ranks start within `START_S`."""
     keeps = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # "True": torchrun serves it
     host, _, port = place.address.rpartition(":")
     try:
@@ -340,8 +342,8 @@ def _report_to_hubs(error: BaseException) -> None:
 
 
 def of_this_start(store: Store, place: RankPlace) -> Store:
-    """Return the job's store with a prefix of keys that is equal on all ranks, and that no earlier start used. Collective. Rank 0
-    prints how many ranks have started if that takes long, and raises `DistStoreError` if one is missing after `START_S`."""
+    """Return the job's store with a prefix of keys that is equal on all ranks, and that no earlier start used. Collective. Rank
+    0 prints how many ranks have started if that takes long, and raises `DistStoreError` if one is missing after `START_S`."""
     # torchrun's store outlives a restart (2.11 to 2.13), and a new rank that reads the address of an ended rank cannot connect.
     # Machines count restarts separately, so a count does not identify a start. Instead each rank writes a random word, and rank 0
     # answers each word with the prefix until all ranks have read it.
@@ -380,8 +382,8 @@ def of_this_start(store: Store, place: RankPlace) -> Store:
 
 
 def give_up_store(store: Store, timeout_s: float) -> None:
-    """Make requests to the job's store fail after `timeout_s` without an answer from its machine. Linux only; elsewhere, and for
-    stores other than a `TCPStore`, does nothing."""
+    """Make requests to the job's store fail after `timeout_s` without an answer from the store's machine. Linux only;
+    elsewhere, and for stores other than a `TCPStore`, does nothing."""
     # torch's client would wait until the system drops the connection, on Linux after 15 minutes. torch does not expose the
     # client's sockets, so they are selected from the descriptors of this process by the store's port.
     while isinstance(store, PrefixStore):
@@ -398,8 +400,8 @@ def give_up_store(store: Store, timeout_s: float) -> None:
 
 
 def _report(error: Exception, rank: int, store: Store) -> int:
-    """Print `error` if this rank failed first, and return the exit code of the rank that failed first. Waits `SECONDARY_S`
-    before, if another rank may have caused `error`. If the job's store is gone, prints that, and returns the code of `error`."""
+    """Print `error` if this rank failed first, and return the exit code of the rank that failed first. If another rank may have
+    caused `error`, waits `SECONDARY_S` before. If the job's store is gone, prints that, and returns the code of `error`."""
     code = 2 if isinstance(error, UsageError) else DIVERGED if isinstance(error, DivergenceError) else 1
     if isinstance(error, RuntimeError) or wording.is_echo(error):
         code = 1 if wording.is_echo(error) else code
@@ -450,7 +452,7 @@ def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T
 
 def join_group(place: RankPlace, store: Store, kind: str, timeout_s: float) -> torch.device:
     """Create the default process group of all ranks of the job, make this rank's device of type `kind` the current one, and
-    return that device. `timeout_s`: for collectives. Collective."""
+    return that device. `timeout_s`: seconds that a collective waits for another rank. Collective."""
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, place.local_rank)
     if kind != "cpu":
         torch.accelerator.set_device_index(place.local_rank)

@@ -44,8 +44,8 @@ class Outcome:
 
 
 def train(place: RankPlace, store: Store, prepared: Prepared, kind: str, signals: Signals | None = None) -> int:
-    """Train on one rank and return its exit code: 0, or `PREEMPTED` if a signal ended the run early. Collective. After an error,
-    the folders stay locked and the process group open until the process ends. `kind`: type of device."""
+    """Train on one rank and return its exit code: 0, or `PREEMPTED` if a signal ended the run early. Collective. After an
+    error, the folders stay locked and the process group open until the process ends. `kind`: type of device."""
     outcome = trained(place, store, prepared, kind, signals or Signals(), ExitStack())
     return PREEMPTED if outcome.state == "preempted" else 0
 
@@ -59,9 +59,9 @@ def trained(
     cleanups: ExitStack,
     on_step: OnStep | None = None,
 ) -> Outcome:
-    """Train on one rank and return the outcome. Collective. If there is a process group, trains in that, on the current device of
-    type `kind`. `cleanups`: gets callbacks that wait for the last save, destroy the process group if it was created here, and
-    release the run's folders. They are called at the end; after an error, they are left to the caller."""
+    """Train on one rank and return the outcome. Collective. Trains in the process group that exists, on the current device of
+    type `kind`, or creates one. `cleanups`: gets callbacks that wait for the last save, destroy a process group created here,
+    and release the run's folders. They are called at the end; after an error, the caller has to call them."""
     config = prepared.config
     with ExitStack() as stack:
         screen = stack.enter_context(Screen(speaks=place.rank == 0))
@@ -91,7 +91,8 @@ def trained(
 
 
 def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, on_step: OnStep | None) -> tuple[int, Outcome]:
-    """Run the steps after the first `done`, and return (number of steps done in all, outcome). Collective."""
+    """Run the steps after the first `done`, and return (number of steps done in all, outcome). `log`: None on ranks other than
+    0. `on_step`: called with the metrics of each step. Collective."""
     screen = run.screen
 
     def record(metrics: StepMetrics) -> None:
@@ -121,8 +122,8 @@ def _steps(run: Run, saves: RunSaves, log: MetricsLog | None, done: int, on_step
 
 @contextmanager
 def _observed(run: Run) -> Iterator[None]:
-    """Context manager that records the steps in its body, at most `OBSERVED`. At its end rank 0 writes them into the run folder
-    as HTML and JSON, and shows what would make them faster; nothing if no step was recorded."""
+    """Context manager that records the first steps in its body, at most `OBSERVED`. At its end rank 0 writes the record into
+    the run folder as HTML and JSON, and shows what would make the steps faster; nothing if no step was recorded."""
     first = run.config.train.observe
     with observe(run.model, steps=OBSERVED) as trace:
         yield
@@ -172,7 +173,7 @@ def _due(every: int, step: int) -> bool:
 
 
 def _over(run: Run, step: int) -> Outcome | None:
-    """Return the outcome if training ends with `step`, otherwise None; equal on all ranks."""
+    """Return the outcome if training ends after `step` steps, otherwise None; equal on all ranks."""
     if run.ending.decided == IS_PREEMPTED:
         return Outcome("preempted")
     if step >= run.config.train.steps:
@@ -195,8 +196,8 @@ def _claimed(prepared: Prepared, place: RankPlace, screen: Screen) -> ExitStack:
 
 
 def _open_record(run: Run, done: int) -> MetricsLog:
-    """Write config.yaml into the run folder, and return the log of metrics with open trackers, to go on after the first `done`
-    steps. Raises `UsageError` if the folder cannot be written."""
+    """Write config.yaml into the run folder, open the trackers, and return the log of metrics, which goes on after the first
+    `done` steps. Called on rank 0 only. Raises `UsageError` if the folder cannot be written."""
     folder, say = run.prepared.run_dir, run.screen.note
     try:
         (folder / RUN_CONFIG).write_text(as_yaml(run.config), encoding="utf-8")
@@ -209,8 +210,8 @@ def _open_record(run: Run, done: int) -> MetricsLog:
 
 
 def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
-    """Validate, and report the result. Return True, on all ranks, if the loss is the lowest so far and `train.keep_best` is set;
-    otherwise False, also if there is no validation data. Collective."""
+    """Validate, and report the result on screen, and to `log` if that is not None. Return True, on all ranks, if the loss is
+    the lowest so far and `train.keep_best` is set; otherwise False, also if there is no validation data. Collective."""
     began_s, best = time.perf_counter(), run.best
     with run.averaged():
         validation = run.prepared.work.validate(run.model, run.share, run.device)
@@ -228,8 +229,8 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
 
 
 def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over: Outcome) -> None:
-    """Show the run's files. Unless a signal or the time limit ended the run, first validate if the last step was not validated,
-    and save a checkpoint `best` if that loss is the best, and at the end show a sample. Collective."""
+    """End a run after `steps` steps: validate if the last step was not, and with `train.keep_best` save it as `best` if its
+    loss is the lowest; show the run's files and a sample. After a signal or the time limit, only show files. Collective."""
     note, folder, run_dir = run.screen.note, saves.folder, run.prepared.run_dir
     has_time, is_finished = not run.ending.decided, over.state == "finished"
     if has_time and run.best.last != steps and _validate(run, steps, log):

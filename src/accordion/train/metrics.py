@@ -23,7 +23,7 @@ METRICS = "metrics.jsonl"  # in the run folder
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """Metrics of one step over all ranks. `loss`: mean over ranks. `peak_bytes`: largest peak memory of a rank. `skipped`: loss
-    or gradients were not finite, so the optimizer did not step. A run has one of `tokens_per_s` and `samples_per_s`."""
+    or gradients were not finite, so the optimizer did not step. One of `tokens_per_s` and `samples_per_s` is None."""
 
     step: int
     loss: float
@@ -59,7 +59,7 @@ def peak_bytes(device: torch.device) -> int:
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
     """Context manager that writes `metrics.jsonl` and passes metrics to trackers. If the file or a tracker cannot be written (a
-    full disk, a removed folder), this is reported, training continues, and no later step is written there."""
+    full disk, a removed folder), reports that, and writes no later step there; training continues."""
 
     def __init__(
         self, run_dir: Path, first_step: int, say: Callable[[str], None], trackers: Mapping[str, RunTracker]
@@ -106,12 +106,12 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
 
 def text_of(path: Path) -> str:
-    """Return the text of the file `path`, with a sign for each byte that is no UTF-8; "" if there is no file."""
+    """Return the text of the file `path`, with U+FFFD in place of bytes that are no UTF-8; "" if there is no file."""
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def steps_in(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (line, its content) for each line of `text` that is JSON with a step."""
+    """Yield (line, its content) for each line of `text` that is a JSON object with a number "step"."""
     for line in text.splitlines():
         try:
             content = json.loads(line)

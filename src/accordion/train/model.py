@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def check_folder(path: str) -> dict[str, Any]:
-    """Return the content of config.json in the folder `path`, the value of `model.path`. Raises `UsageError` if it cannot be
-    read, names no model_type, or says that the weights are quantised."""
+    """Return the content of config.json in the folder `path`, the value of `model.path`. Raises `UsageError` if the folder or
+    the file cannot be read, if the file names no model_type, or if the file says that the weights are quantised."""
     folder = Path(path)
     if not folder.is_dir():
         raise UsageError(f"model.path {path!r} is no folder; give one with config.json, or take a model.preset.")
@@ -63,8 +63,9 @@ def configuration(model: ModelConfig, data: DataConfig) -> PretrainedConfig:
 
 
 def check_loss_of_head(model: nn.Module, loss: str, units: UnitChoice) -> None:
-    """Raise `UsageError` unless the head of `model`, on the meta device, can compute the loss: it is linear, and the logits are
-    its unchanged output. If `loss` is "head_rows", and not "chunked", it must also be a unit that `units` chooses, and untied."""
+    """Raise `UsageError` if the head of `model`, on the meta device, cannot compute the loss. The head can if it is linear, and
+    the logits are its unchanged output. If `loss` is "head_rows" and not "chunked", the head must also be one of the units that
+    `units` chooses, and must not share its weight with another layer."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     outputs, logits = list[Any](), None
     if type(head) is nn.Linear:
@@ -87,8 +88,9 @@ def check_loss_of_head(model: nn.Module, loss: str, units: UnitChoice) -> None:
 
 @contextmanager
 def documents_in_rows(*, several: bool) -> Iterator[None]:
-    """Context manager in which transformers, one function of which is replaced, finds the documents in a row without waiting for
-    the device. `several`: a document starts wherever the position ids do not go up by one; if False, a row is one document."""
+    """Context manager in which transformers finds the documents in a row without waiting for the device. Replaces a function of
+    transformers meanwhile, if this version has that function. `several`: a row has several documents, and one starts wherever
+    the position ids do not go up by one; if False, a row is one document."""
     # transformers' function reads the position ids in each forward, so the host waits for the device. No argument of a forward
     # avoids that alone: a mask is read too or disables flash attention, and a cache keeps all keys.
     from transformers import masking_utils

@@ -39,8 +39,9 @@ from accordion.weights.initialise import initialise
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTask:
-    """A user's task: the object `task`, or if that is None, an object of the class named in `parts`. `size`: number of training
-    samples; None if unknown. `loaded` (its functions) and `validation` (its data) are computed at first use and not pickled."""
+    """A user's task, as the training loop calls it: the object `task`, or if that is None, an object of the class named in
+    `parts`. `size`: number of training samples; None if unknown. `counted`: unit of the reported speed. `loaded` (the task's
+    functions) and `validation` (its data) are computed at first use and not pickled."""
 
     parts: Mapping[str, PartConfig]
     task: object | None = None
@@ -93,7 +94,7 @@ class OwnTask:
         return loss_of(self.loaded, model, batch)
 
     def num_counted(self, share: Share, batches: list[Any]) -> int:
-        """Return the number of samples that all ranks read in a step; an estimate from this rank's `batches` without `size`."""
+        """Return the number of samples that all ranks read in a step; without `size`, estimated from this rank's `batches`."""
         return share.global_batch if self.size is not None else share.world * sum(rows_of(batch) for batch in batches)
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
@@ -114,8 +115,8 @@ class OwnTask:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation | None:
-        """Return the mean loss and metrics over the validation samples of all ranks; None if there are none. The weight of a mean
-        is the number of samples in the batch. Collective. Raises `UsageError` if a metric is named "loss" or is no number."""
+        """Return the mean loss and metrics over the validation samples of all ranks; None if there are none. A mean that the
+        task returns is weighted by batch size. Collective. Raises `UsageError` if a metric is named "loss" or is no number."""
         if self.validation is None:
             return None
 
@@ -136,7 +137,7 @@ class OwnTask:
         return Validation(loss=loss, words=words, metrics=means)
 
     def finish(self, model: nn.Module, device: torch.device, seed: int, screen: Screen) -> None:
-        """Do nothing: there is no sample to show of a task."""
+        """Do nothing: a task has no sample to show."""
 
 
 # -- before ranks start
@@ -147,7 +148,7 @@ OF_SCHEDULER = ("train.schedule", "train.warmup", "train.deepspeed")
 
 
 def check_own_keys(optimizer: object | None, scheduler: object | None, config: JobConfig) -> None:
-    """Raise `UsageError` if a key of `train` differs from its default in `config`, but has no effect because of the user's
+    """Raise `UsageError` if a key of `train` in `config` is not at its default, but has no effect because of the user's
     `optimizer` or `scheduler`. Either is None if the user gives none."""
     unused = dict.fromkeys(OF_SCHEDULER, "scheduler") if scheduler is not None else {}
     if optimizer is not None:
@@ -162,8 +163,8 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
 
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
-    """Call `make`, unless it is None, with the parameters of a small layer. Raises `UsageError` if it rejects its options, or
-    returns no optimizer or one whose step needs a closure. Other exceptions of the user's own code pass."""
+    """Check that `make`, unless it is None, makes an optimizer for the parameters of a small layer. Raises `UsageError` if it
+    rejects its options, or returns no optimizer or one whose step needs a closure. Other errors of the user's own code pass."""
     if make is None:
         return
     params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))
@@ -183,8 +184,9 @@ def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
 
 
 def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
-    """Call `dataset` of the task for both splits, and return the number of training samples; None if unknown. Raises as
-    `check_kind` does, `UsageError` if there is too little data for `options`, and `TaskError` if the user's code fails."""
+    """Call `dataset` of the task for both splits, and return the number of training samples; None for an iterable or a loader.
+    Raises `UsageError` if there is no training data, if data has a wrong type or is too little for a step, or if `options` need
+    validation data and there is none. Raises `TaskError` if the user's code fails."""
     with of_the_task("dataset('train')"):
         data = data_of(work.loaded, "train", share.rank, share.world)
         check_kind(data, "train")
@@ -209,8 +211,8 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
-    """Try a task: read a training batch, and if `model` is small and on the CPU, compute its loss in train mode. Restores the
-    random generators. Raises `TaskError` if the user's code fails, `UsageError` if the loss depends on no parameter."""
+    """Try a task: read a training batch, and if `model` is small and on the CPU, compute the batch's loss in train mode.
+    Restores random generators. Raises `TaskError` if the user's code fails, `UsageError` if the loss requires no gradient."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
         batch = next(work.batches(share, seed, pins=False))

@@ -19,8 +19,8 @@ POLL_S = 0.2
 
 
 def check_free(folders: Mapping[str, Path], job: str | None) -> None:
-    """Raise `UsageError` if another job owns one of `folders` (configuration key -> folder) and does not exit within `EXIT_S`. A
-    folder that an earlier start of this job owns counts as free. `job`: the launcher's name for this job."""
+    """Raise `UsageError` if another job owns one of `folders` (configuration key -> folder) and does not exit within `EXIT_S`.
+    A folder that an earlier start of this job owns counts as free. `job`: the launcher's name for this job, or None."""
     for setting, folder in folders.items():
         until = time.monotonic() + EXIT_S
         while (owner := holder_of(folder)) is not None and (job is None or not owner.endswith(f" of {job}")):
@@ -43,10 +43,10 @@ def holder_of(folder: Path) -> str | None:
 
 
 def claim(folders: Mapping[str, Path], job: str | None, wait_s: float, say: Callable[[str], None]) -> ExitStack:
-    """Take `folders` (configuration key -> existing folder) until `close` of the result, or until this process ends. Call `close`
-    only when no thread of this job writes there any more. If another job owns a folder, wait up to `EXIT_S` for it to exit; if an
-    earlier start of this job does, wait up to `wait_s` seconds. Raises `UsageError` if a folder does not become free or its lock
-    file cannot be opened; then no folder is taken. `job`: the launcher's name for this job. `say`: shows a line."""
+    """Take ownership of `folders` (configuration key -> existing folder) until `close` of the returned stack, or until this
+    process ends. Call `close` only when no thread of this job writes there any more. If another job owns a folder, wait up to
+    `EXIT_S` for it to exit; if an earlier start of this job does, up to `wait_s` seconds. Raises `UsageError` if a folder does
+    not become free or its lock file cannot be opened; then none is taken. `job`: the launcher's name for this job, or None."""
     taken = set[Path]()
     with ExitStack() as stack:
         for setting, folder in folders.items():

@@ -21,8 +21,8 @@ Batch = dict[str, Any]
 
 
 def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Pack items of `lengths` into rows of at most `size` tokens; return a list of the indices of the items for each row. By best
-    fit decreasing (Johnson et al., 1974), which needs at most 11/9 of the fewest possible rows, plus one."""
+    """Pack items of `lengths` into rows of at most `size` tokens; return a list of the indices of the items for each row. Uses
+    best fit decreasing (Johnson et al., 1974), which needs at most 11/9 of the fewest possible rows, plus one."""
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of `by_room` that have rows, ascending
@@ -90,7 +90,7 @@ class ExampleRows(Dataset[Row]):
 @dataclass(frozen=True, slots=True)
 class Collate:
     """Function object that makes a batch of rows. Pads each on the right: to `seq_len` tokens if `packing` is "documents", else
-    to the longest row, and then to a multiple of `multiple`. In a causal model no token attends to padding, which comes last."""
+    to the longest row, and then to a multiple of `multiple`. In a causal model no token attends to padding, which is last."""
 
     seq_len: int
     packing: str
@@ -120,7 +120,7 @@ class Collate:
 
 
 def preview(examples: Examples, tokenizer: Any, seq_len: int) -> list[list[tuple[str, bool]]]:
-    """Return the first `SHOWN` examples, cut to `seq_len` labels: lists of (text, maybe shortened, True if it is learnt)."""
+    """Return the first `SHOWN` examples, cut to `seq_len` labels: lists of (text, shortened if long; True if it is learnt)."""
     shown = []
     for number in range(min(SHOWN, len(examples))):
         ids, learnt = (values[: seq_len + 1].copy() for values in examples[number])

@@ -39,8 +39,9 @@ Folders = dict[str, Path]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The checked inputs of a run, from which its ranks start. `config` has the batch size of the run that saved the checkpoint
-    `resume`, unless the user set another. `replicas`: copies of the model. `began_s`: `time.time` of the command's start."""
+    """The checked inputs of a run, from which its ranks start. `resume`: checkpoint to resume from; None for a fresh start.
+    `config`: with the batch size of the run that saved `resume`, unless the user set another. `replicas`: copies of the sharded
+    model. `began_s`: `time.time` of this machine when the command started."""
 
     config: JobConfig
     work: Work
@@ -68,11 +69,11 @@ def prepare(
     began_s: float,
     task: object | None = None,
 ) -> Prepared:
-    """Check all inputs of a run, write tokens to the folder `cache`, which is created if needed, and create the run's folders.
-    Returns the checked inputs, with the values that a DeepSpeed file and `train.global_batch` set in `config`. Raises
-    `UsageError` for inputs that cannot be used, on rank 0 also if another job uses the folders, and `TaskError` if the user's
-    code fails. `screen`: shows notes and a preview of examples. `named`: keys that the user set. `began_s`: `time.time` of this
-    machine when the command started. `task`: the task to train, if `config` names none by class path."""
+    """Check all inputs of a run, write tokens into the folder `cache`, and create the run's folders. Returns the checked
+    inputs; their `config` has the values that a DeepSpeed file and `train.global_batch` set. Raises `UsageError` for inputs
+    that cannot be used, and on rank 0 (`place`) if another job uses the folders; raises `TaskError` if the user's code fails.
+    `screen`: shows notes and a preview of examples. `named`: keys that the user set. `began_s`: `time.time` of this machine
+    when the command started. `task`: the task to train, if `config` names none by class path."""
     replicas, world = 1, place.world
     config = translated(config, named, world)
     try:
@@ -122,8 +123,8 @@ def _folders(
     config: Job, name: str, place: RankPlace, screen: Screen, named: Collection[str]
 ) -> tuple[Folders, Path | None, Job]:
     """Return (the run's folders, the checkpoint to resume from or None, `config` with the batch size of that checkpoint's run).
-    Creates no folders. `name`: of the default run folder in `runs`. `named`: keys that the user set. Raises `UsageError` if the
-    folders or the checkpoints in them cannot be used, and on rank 0 if another job uses the folders."""
+    Creates no folders. `name`: of the run folder in `runs`, if `run.dir` is not set. `named`: keys that the user set. Raises
+    `UsageError` if the folders or their checkpoints cannot be used, and on rank 0 if another job uses the folders."""
     run_dir = Path(config.run.dir or Path("runs", name))
     folder = Path(config.checkpoint.dir or run_dir / "checkpoints")
     for path in (run_dir, folder):
@@ -140,7 +141,8 @@ def _folders(
 
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
-    """Check the task `work`, also as `tried` does, and return the inputs of its run. Raises `UsageError` or `TaskError`."""
+    """Check the task `work` and return the inputs of its run. Builds the model, reads a batch, and if the model is small and on
+    the CPU, computes the loss of the batch. Raises `UsageError` for wrong inputs, and `TaskError` if the user's code fails."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
     folders, resume, config = _folders(config, task.name, place, screen, named)
@@ -192,7 +194,7 @@ def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, 
 
 
 def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFiles, source: Source, say: Say) -> None:
-    """Show with `say` the sizes of the data, the files that are not read, and the examples that are cut or left out."""
+    """Show with `say` the sizes of the data, the files that are not read, and how many examples are cut or left out."""
     if source.unread:
         read, left = [key for key, _ in source.files], [f"{key} ({why})" for key, why in source.unread.items()]
         say(
@@ -215,8 +217,8 @@ def _report_data(rows: Mapping[Split, Sequences | ExampleRows], files: TokenFile
 
 
 def _check_model(config: Config, resume: Path | None, say: Say) -> None:
-    """Raise `UsageError` if packing, units, `shard.sequence`, pretrained weights or the checkpoint `resume` do not fit the model.
-    Shows with `say` the learning rate of fine-tuning, and with adapters the number of trained parameters."""
+    """Raise `UsageError` if packing, units, `shard.sequence`, pretrained weights or the checkpoint `resume` do not fit the
+    model. Shows with `say` the learning rate of fine-tuning, and with adapters the number of trained parameters."""
     model = trained_model(config)
     choose_units(model, config.shard.units)
     if config.shard.sequence > 1:

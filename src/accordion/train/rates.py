@@ -14,8 +14,8 @@ from accordion.train.config import TrainConfig
 
 
 class LearningRates:
-    """Sets the learning rates of `optimizer` as `scheduler` does, or if that is None, the one of the DeepSpeed settings `theirs`,
-    or else `train.schedule`; if that is "auto", the rate of a user's own optimizer (`is_own`) does not change."""
+    """Sets the learning rates of `optimizer`: by `scheduler` if it is not None, else by the scheduler of the DeepSpeed settings
+    `theirs` if there is one, else by `train.schedule`. If that is "auto", rates of a user's own optimizer (`is_own`) stay."""
 
     def __init__(
         self, options: TrainConfig, optimizer: Optimizer, scheduler: Any, theirs: Settings | None, *, is_own: bool
@@ -59,9 +59,9 @@ class LearningRates:
 
 
 def share_at(step: int, options: TrainConfig) -> float:
-    """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then as `train.schedule` says. x is 0 at the end of
-    the warmup and 1 at the last step, and f is `final_lr`. constant: 1. linear: `1 - (1 - f) x`. cosine: `f + (1 - f)(1 + cos(pi
-    x)) / 2`. wsd: 1, then linear from 1 to f in the last `decay_steps` steps (0: a fifth of all)."""
+    """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then as `train.schedule` says. With x = 0 at the
+    end of the warmup, x = 1 at the last step, and f = `final_lr`, that is for constant: 1; linear: `1 - (1 - f) x`; cosine: `f
+    + (1 - f)(1 + cos(pi x)) / 2`; wsd: 1, then linear from 1 to f in the last `decay_steps` steps (0: a fifth of all)."""
     if step <= options.warmup:
         return step / options.warmup
     done, left, final = step - options.warmup, max(1, options.steps - options.warmup), options.final_lr

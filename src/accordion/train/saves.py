@@ -29,8 +29,9 @@ class RunSaves:
         self._under_way: tuple[Saving, float, int | None] | None = None
 
     def save(self, step: int, *, last: bool, name: str | None = None) -> None:
-        """Wait for the previous save, then save a checkpoint of the run after `step`. Collective. `last`: not in the background.
-        `name`: of its folder, by default of the step. Raises `CheckpointError` if the previous save or this one has failed."""
+        """Wait for the previous save, then save a checkpoint of the run after `step`. Collective. `last`: do not save in the
+        background. `name`: of the checkpoint's folder; None: named after the step. Raises `CheckpointError` if the previous
+        save failed, or if this one fails in the foreground; the next call raises a failure in the background."""
         run = self._run
         saver_of(run.model).wait()
         self.poll()
@@ -69,13 +70,13 @@ class RunSaves:
             self._link_best(step)
 
     def settle(self) -> None:
-        """Wait for the save under way, before the process group and folders are released, without raising its error."""
+        """Wait for the save under way, without raising its error. Call this before process group and folders are released."""
         with suppress(CheckpointError):
             saver_of(self._run.model).wait()
 
     def resume(self) -> int:
-        """Load the checkpoint `prepared.resume`, if there is one, into the objects of the run, and show settings that changed
-        since. Returns the number of steps done. Raises `CheckpointError` if the checkpoint cannot be loaded. Collective."""
+        """Load the checkpoint `prepared.resume` into the objects of the run, show settings that changed since, and return the
+        number of steps done. Without one, return 0. Collective. Raises `CheckpointError` if the checkpoint cannot be loaded."""
         run, path = self._run, self._run.prepared.resume
         if path is None:
             return 0
@@ -136,6 +137,6 @@ class RunSaves:
         return {**own, **run.batches.state(), **run.rates.state(), **run.prepared.work.state()}
 
     def _link_best(self, step: int) -> None:
-        """On rank 0, with `train.keep_best`, call `keep_as_best` for the checkpoint after `step`."""
+        """On rank 0, with `train.keep_best`, copy the checkpoint after `step` to `best` if its loss is the lowest so far."""
         if self._run.config.train.keep_best and self._run.place.rank == 0:
             checkpoints.keep_as_best(self.folder, step)

@@ -86,7 +86,7 @@ def suffix_of(path: Path) -> str:
 
 
 def opened(path: Path) -> IO[bytes]:
-    """Open a file to read its bytes, decompressed if the suffix is in `COMPRESSED`."""
+    """Open the file `path` to read its bytes, decompressed if the suffix is in `COMPRESSED`."""
     if path.suffix.lower() not in COMPRESSED:
         return path.open("rb")
     import pyarrow
@@ -95,14 +95,15 @@ def opened(path: Path) -> IO[bytes]:
 
 
 def read_rows(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Return an iterator over the rows of a file or of a folder saved by `datasets`, which raises `UsageError` for a row that
-    cannot be read or lacks a needed field. Unless a folder names splits, a hash of `key` and the row's number decides."""
+    """Yield the rows of a file or of a folder saved by `datasets`, with the fields named in `fields`. `key`: name of the file
+    in the source. A hash of `key` and the row's number decides the row's split, unless a saved folder names splits. Raises
+    `UsageError`, which names the line or row, for a row that cannot be read or lacks a needed field."""
     rows = _saved if path.is_dir() else _table if suffix_of(path) in TABLES else _json
     return rows(path, key, fields)
 
 
 def _json(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of JSON Lines, or of one array in a `.json` file. Raises `UsageError` if one is no JSON object."""
+    """Yield the rows of JSON Lines, or of one array in a `.json` file. Raises `UsageError` if a row is no JSON object."""
     # Not read by `datasets`, which gives all rows the fields and types of the first 10 MB: a later field is an error, missing
     # fields are null, and text that looks like a date becomes a time.
     may_be_array = suffix_of(path) == ".json"
@@ -136,7 +137,7 @@ def _object(row: object, where: str, key: str, fields: Fields) -> DataRow:
 
 
 def _table(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if it is unreadable, or lacks a column or has two."""
+    """Yield the rows of a CSV, parquet or Arrow file. Raises `UsageError` if it is unreadable, or if its columns are wrong."""
     what, number = f"data file {str(path)!r}", 0
     try:
         names, tables = _tables(path, fields)
@@ -181,8 +182,9 @@ def _tables(path: Path, fields: Fields) -> tuple[list[str], Iterator[Any]]:
 
 
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a folder saved by `datasets`. If it has a split "train" and one for validation, rows keep their splits,
-    and other splits are left out. Raises `UsageError` if the folder cannot be read, or if a needed field is missing."""
+    """Yield the rows of a folder saved by `datasets`. If the folder has a split "train" and one for validation, rows keep their
+    splits, and other splits are left out; otherwise a hash chooses each row's split. Raises `UsageError` if the folder cannot
+    be read, or if a needed field is missing."""
     import datasets
 
     try:
@@ -226,7 +228,7 @@ def checked_text(value: object, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a document, or a part of that text. `ends`: this is the last part."""
+    """Text of a document, or a part of that text. `ends`: True for the last part. `split`: that of the document."""
 
     text: str
     split: Split
@@ -235,7 +237,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Data to read. `name`: for names of run folders. `label`: for messages. `files`: (name in the source, path) of each.
+    """Data to read. `name`: in names of run folders. `label`: in messages. `files`: (name in the source, path) of each.
     `stamp`: hash that changes when a file is added, removed or written. `unread`: name of a file that is left out -> reason."""
 
     name: str
@@ -247,7 +249,7 @@ class Source:
 
     def pieces(self) -> Iterator[Piece]:
         """Yield all documents in a fixed order; long text files in pieces. In tables, rows without text are left out. Raises
-        `UsageError`, which names file and line, for text that cannot be read."""
+        `UsageError`, which names the file and the line or row, for text that cannot be read."""
         for key, path in self.files:
             with _named(path):
                 yield from _rows_as_pieces(path, key, self.fields) if _has_rows(path) else self._text(path, key)
@@ -294,8 +296,8 @@ def _rows_as_pieces(path: Path, key: str, fields: Fields) -> Iterator[Piece]:
 
 
 def find(config: DataConfig) -> Source:
-    """Return the source that `data.path` names; without a path, the source files of Python's standard library. Files of a folder
-    that cannot be read are `unread`. Raises `UsageError` if nothing can be read as `data.format` says."""
+    """Return the source that `data.path` names; without a path, the source files of Python's standard library. `unread` of the
+    source names files of a folder that cannot be read. Raises `UsageError` if nothing can be read as `data.format` says."""
     fields = FIELDS.get(config.format) or Fields((config.text_field,), key="data.text_field")
     if config.path is None:
         if config.format != "text":
@@ -330,8 +332,8 @@ def find(config: DataConfig) -> Source:
 
 
 def _reason(path: Path, key: str, config: DataConfig, fields: Fields) -> str | None:
-    """Return the reason why a file cannot be read as data; None if it seems readable. Reads the file's first bytes, and of a JSON
-    or CSV file also the first row. Does not open parquet and Arrow files."""
+    """Return the reason why a file cannot be read as data; None if it seems readable. Reads the file's first bytes, and of a
+    JSON or CSV file also the first row. Does not open parquet and Arrow files. `key`: name of the file in the source."""
     if not path.is_file():
         return "a link to nothing" if path.is_symlink() and not path.exists() else f"is {NOT_REGULAR}"
     has_rows, suffix = _has_rows(path), suffix_of(path)

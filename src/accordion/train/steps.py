@@ -45,9 +45,9 @@ class Taken:
 
 class Steps:
     """Runs training steps and records their metrics. Call `settle` before a save, a validation or the end of the run. If
-    `run.decides_on_device`, the host reads the metrics of a step after the backward of the next one, so that the device always
-    has work. A nonfinite step is then repeated one step later, with unchanged weights because the device skipped its optimizer
-    step. Afterwards the gradients of the next step are computed again."""
+    `run.decides_on_device`, the host reads the metrics of a step after the backward of the next step, so that the device always
+    has work. A nonfinite step is then repeated one step later, to find the source of NaN or inf; the weights are unchanged,
+    because the device skipped the optimizer step. Afterwards the gradients of the next step are computed again."""
 
     def __init__(self, run: Run, saves: RunSaves, record: Callable[[StepMetrics], None]) -> None:
         """`record`: called with the metrics of each step, in order. `saves`: waited for before a `NonFiniteError`."""
@@ -87,7 +87,8 @@ class Steps:
     def settle(self) -> bool:
         """Read and record the metrics of the last step, if not done yet. If loss and gradients are finite, also take the
         optimizer step unless the device has, and update learning rates and averaged weights. Otherwise repeat the step to find
-        the cause, zero the gradients, and return False. Collective. Raises `NonFiniteError` if the run has to end."""
+        the cause, and zero the gradients. Returns False if the step was repeated, else True. Collective. Raises
+        `NonFiniteError` if the run has to end."""
         taken, self._unread = self._unread, None
         if taken is None:
             return True
@@ -129,7 +130,8 @@ class Steps:
 
     def _leave_out(self, taken: Taken, figures: str, scale: float) -> None:
         """Repeat a nonfinite step at scale 1 to find the source of NaN or inf, and report that the step is skipped. With a
-        gradient scaler, a step that is finite at scale 1 counts as an overflow. Raises `NonFiniteError` for one skip too many."""
+        gradient scaler, a step that is finite at scale 1 counts as an overflow. `figures`: text with loss and norm. `scale`:
+        the scaler's. Raises `NonFiniteError` if `train.on_nonfinite` allows no more skipped steps."""
         run, after = self._run, RandomState().state_dict()
         run.optimizer.zero_grad()
         where = _source_of(run, taken, figures)
@@ -146,8 +148,8 @@ class Steps:
 
 
 def _source_of(run: Run, taken: Taken, figures: str) -> str | None:
-    """Repeat forwards and backwards of a step with its random numbers, and return text that names where NaN or inf first appears;
-    None if all values are finite this time. Equal on all ranks. Collective. `figures`: begins the text."""
+    """Repeat forwards and backwards of a step with its random numbers. Return text that names where NaN or inf first appears,
+    equal on all ranks; None if all values are finite this time. Collective. `figures`: beginning of the text."""
     engine = engine_of(run.model)
     assert engine is not None, "the main job shards its model"
     check = FiniteCheck(engine)

@@ -30,8 +30,9 @@ ROWS_AT_ONCE = 64  # rows of a table written at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFiles:
-    """Arrow files with the tokens of the data. `text` or `examples` opens them, memory-mapped, and returns a split. `num_train`,
-    `num_validation`: number of tokens if the data is text, else of examples. `digest`: hash of the tokens."""
+    """Paths of the Arrow files with the tokens of the data. `text` or `examples` opens them, memory-mapped, and returns a
+    split. `num_train`, `num_validation`: number of tokens if the data is text, else of examples. `digest`: hash of the tokens,
+    equal on ranks that read equal data. `tokenizer_digest`: hash of the tokenizer."""
 
     files: tuple[str, ...]
     num_train: int
@@ -150,8 +151,9 @@ class Examples:
 def cached_examples(
     source: Source, encoder: Encoder, tokenizer_digest: str, size: int, cache: Path, say: Say
 ) -> TokenFiles:
-    """Return the files with the examples of `source`, as `cached_tokens` does. `size`: number of tokens in the vocabulary. Raises
-    `UsageError` if a row is no valid example, if there are fewer than two, or if the cache is damaged."""
+    """Return the files with the examples of `source`. If the folder `cache` does not have them, tokenizes the examples, writes
+    the files, and reports that to `say`. `size`: number of tokens in the vocabulary. Raises `UsageError` if a row is no valid
+    example, if there are fewer than two examples, or if the cache is damaged."""
     kind = _dtype(size)
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -202,7 +204,8 @@ def _cached(
     splits_of: Callable[[Any], Mapping[Split, Any]],
 ) -> TokenFiles:
     """Return the files in the folder `cache` with the tokens of `source`; if they do not exist, write them from `rows()` first.
-    `columns`: name -> dtype, or [dtype] for lists. `splits_of(table)`: split -> content. Raises `UsageError` if it is damaged."""
+    `columns`: name -> dtype, or [dtype] for lists. `splits_of(table)`: split -> its tokens or examples, to count them. Raises
+    `UsageError` if the cache is damaged."""
     import datasets
     import pyarrow as pa
     from datasets.exceptions import DatasetGenerationError

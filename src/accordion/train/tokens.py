@@ -47,7 +47,8 @@ class Vocabulary:
         return tokenizer
 
     def around(self) -> tuple[list[int], list[int]]:
-        """Return (special tokens before a document, after it), by tokenizer.json; the second has the end-of-text token too."""
+        """Return (special tokens before each document, special tokens after it): those that tokenizer.json adds. The second
+        list also has the end-of-text token, as its last one if tokenizer.json does not add it."""
         whole = self.tokenizer().encode("a")
         added = "".join(map(str, whole.special_tokens_mask))  # as in "1100001"
         first = len(added) - len(added.lstrip("1"))

@@ -76,7 +76,7 @@ def run(words: list[str]) -> int:
 
 
 def picture(folders: Sequence[Path], width: int) -> Table:
-    """Return a table of runs, as many side by side as fit into `width` columns. Raises `UsageError` if a folder is of no run."""
+    """Return a table of a panel for each run, as many in a row as fit `width` columns. Raises `UsageError` if one is no run."""
     num = max(1, min(len(folders), width // NARROWEST))
     grid = Table.grid(*(Column(ratio=1) for _ in range(num)), expand=True)
     panels = [_panel(folder, width // num - 4) for folder in folders]
@@ -108,7 +108,7 @@ def _panel(folder: Path, width: int) -> Panel:
 
 
 def _steps_of(path: Path) -> tuple[list[dict[str, Any]], float]:
-    """Return (metrics of the last steps in `path`, `time.time` when it was written); ([], 0.0) if it cannot be read."""
+    """Return (metrics of the last steps in `path`, time of its last change by `time.time`); ([], 0.0) if it cannot be read."""
     # Nothing is kept between two calls, since a run that resumes cuts or replaces the file.
     try:
         with path.open("rb") as file:
@@ -174,7 +174,7 @@ def _chart(values: Sequence[float], width: int) -> str:
 
 
 def _histogram(times_s: Sequence[float], width: int) -> list[tuple[str, str]]:
-    """Return (label, bar) for `BINS` bins up to the 95th percentile; the last has longer times too. Return [] for fewer times."""
+    """Return (label, bar) of `BINS` bins up to the 95th percentile; the last has longer times too. [] for too few times."""
     if len(times_s) < BINS:
         return []
     low, *_, high = sorted(times_s)[: math.ceil(0.95 * len(times_s))]
