@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DimCut:
-    """A split of `dim` into `num_chunks`, sized as by `torch.chunk` or empty at the end, of which chunk `index` is kept."""
+    """A split of a tensor along `dim` into `num_chunks` chunks, of which chunk `index` is kept. Chunks have the sizes of
+    `torch.chunk`; if that makes fewer of them, the last ones are empty."""
 
     dim: int
     num_chunks: int
@@ -18,7 +19,7 @@ class DimCut:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular block of a tensor: in each dim d, the `shape[d]` indices that begin with `offset[d]`."""
+    """A rectangular block of a tensor: in each dim d, the indices from `offset[d]` to `offset[d] + shape[d] - 1`."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]

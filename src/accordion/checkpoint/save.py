@@ -120,7 +120,8 @@ class SaveJob:
     keep: int
 
     def run(self, agree: Callable[[Callable[[], object]], object], host: memoryview | None = None) -> None:
-        """Write the checkpoint, then remove older ones as `keep` says. Collective. If it fails, remove the files and raise.
+        """Write the checkpoint, then remove older ones as `keep` says. Collective. If writing fails, remove what was written
+        and raise the error.
 
         `agree`: calls a function on each rank and raises on all ranks if one fails, as `Team.agree` does. `host`: the bytes of
         this rank's parts in host memory; None reads them from their devices.

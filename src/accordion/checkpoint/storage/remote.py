@@ -17,8 +17,8 @@ STALE_S = 900.0  # age of `SAVING` at which a job on another machine is consider
 
 
 class Remote:
-    """A folder of remote storage, with the methods of `Local` except `replaced`. Files appear when complete; the manifest makes a
-    checkpoint. A save writes into this folder itself, and never replaces a checkpoint: then `begin` raises `CheckpointError`."""
+    """A folder of remote storage, with the methods of `Local` except `replaced`. Files appear when complete; the manifest makes
+    a checkpoint. A save writes into this folder itself; if it has a checkpoint, `begin` raises `CheckpointError`."""
 
     def __init__(self, storage: Any, path: str, protocol: str) -> None:
         self._storage, self._path, self._protocol = storage, path.rstrip("/"), protocol
@@ -26,7 +26,8 @@ class Remote:
 
     @classmethod
     def at(cls, url: str) -> Remote:
-        """Return the folder of `url`. Raises `UsageError` if fsspec or a package is missing, or it knows no such URL."""
+        """Return the folder of `url`. Raises `UsageError` if fsspec or its package for this storage is not installed, or if
+        fsspec does not know such a URL."""
         try:
             from fsspec.core import url_to_fs
         except ImportError:
