@@ -93,8 +93,9 @@ class Saver:
     ) -> Saving:
         """Copy the parts of `plan` to host memory `host`, then call `run(agree, host)` in a thread; return the save's handle.
 
-        Collective. Registers a step hook on each of `optimizers`: if the save fails, their next step raises its error. At exit
-        Python waits for the thread. Raises `UsageError` on all ranks if one of them cannot allocate the host memory.
+        Collective. Registers a step hook on each of `optimizers`: if the save fails, the next step of any of them raises its
+        error. At exit Python waits for the thread. Raises `UsageError` on all ranks if one of them cannot allocate the host
+        memory.
         """
         host = team.agree(lambda: self.copy(plan))
         agree.meet()
@@ -127,7 +128,7 @@ class Saver:
         return bytes_of(memory[:at])
 
     def end(self) -> None:
-        """Wait for the save in progress, for other ranks at most `GRACE_S`, and log its error. Called when the program ends."""
+        """Wait for the save in progress, at most `GRACE_S` for other ranks, and log its error. Called when the program ends."""
         if self._agreement is not None:
             self._agreement.program_ends.set()
         try:

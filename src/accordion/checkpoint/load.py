@@ -151,7 +151,8 @@ class _Plan:
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, only_try: bool) -> None:
-    """Load `state` into the optimizer. If that fails, restore its previous groups and states, and raise the error.
+    """Load `state` into the optimizer. If that fails, restore its previous groups and states (in a list, those of the optimizer
+    that failed), and raise the error.
 
     `only_try`: only test if the optimizer accepts `state`, whose tensors need not be filled yet: restore the previous groups and
     states in any case. If the optimizer refuses `state`, raises its error if that is an `AccordionError`, else `CheckpointError`.

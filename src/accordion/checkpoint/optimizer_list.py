@@ -37,7 +37,8 @@ class OptimizerList(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def divided(self, state_dict: dict[str, Any]) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """Iterate over (optimizer, its part of `state_dict`). `state_dict`: of all, as the method `state_dict` returns it."""
+        """Iterate over (optimizer, its own state dict). `state_dict`: one of all optimizers, as `OptimizerList.state_dict`
+        returns it; it is divided."""
         groups = iter(state_dict["param_groups"])
         for i, (part, span) in enumerate(zip(self.parts, self._spans, strict=True)):
             prefix, first, indices = f"{i}/", span[0], range(*span)
@@ -57,8 +58,9 @@ def parts_of(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimi
 
 
 def as_one(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> torch.optim.Optimizer | None:
-    """Return the optimizer that steps: the inner one if `optimizer` wraps another, an `OptimizerList` for several, None for
-    None. Raises `UsageError` if an entry is no optimizer, the list is empty, or two optimizers have a parameter in common."""
+    """Return the optimizer that steps: `optimizer`, or the inner one if it wraps another; an `OptimizerList` for a list of
+    several; None for None. Raises `UsageError` if an entry is no optimizer, the list is empty, or two optimizers have a
+    parameter in common."""
     if optimizer is None:
         return None
     listed: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]

@@ -63,7 +63,8 @@ def _with_averages(manifest: Manifest, decay: str) -> Manifest:
 
 def look_into(folder: Folder) -> Files:
     """Read the manifest in `folder`; return the checkpoint's `Files`, none of them open yet. Raises `CheckpointError` if the
-    manifest is missing or damaged, or checksums need a package, `OSError` if the folder is missing or cannot be read."""
+    manifest is missing or damaged, or if a package for its checksums is not installed; `OSError` if the folder is missing or
+    cannot be read."""
     mark, sizes = folder.mark(), folder.sizes()
     if MANIFEST not in sizes:
         instead = ""

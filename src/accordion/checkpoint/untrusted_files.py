@@ -129,8 +129,8 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
     """Return {name: (path of its file, tensor)} for a folder of safetensors as transformers writes it; read headers alone.
 
     Reads `model.safetensors` if there is one, else the files that the index names. Raises `CheckpointError` if there is
-    neither, if the index or a header is damaged, if a tensor in the index is not in its file, or if another one is in two
-    files.
+    neither, if the index or a header is damaged, if a tensor in the index is not in its file, or if a tensor that the index
+    lacks is in two files.
     """
     if (folder / HF_SINGLE).exists() and not (folder / HF_SINGLE).is_dir():
         return read_files(folder, [HF_SINGLE], {})
