@@ -94,8 +94,7 @@ class Saver:
         """Copy the parts of `plan` to host memory `host`, then call `run(agree, host)` in a thread; return the save's handle.
 
         Collective. Registers a step hook on each of `optimizers`: if the save fails, the next step of any of them raises its
-        error. At exit Python waits for the thread. Raises `UsageError` on all ranks if one of them cannot allocate the host
-        memory.
+        error. At exit Python waits for the thread. Raises `UsageError` on all ranks if one of them lacks host memory.
         """
         host = team.agree(lambda: self.copy(plan))
         agree.meet()

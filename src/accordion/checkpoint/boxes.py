@@ -1,4 +1,4 @@
-"""Boxes, the rectangular blocks of a tensor that ranks hold: pure integer arithmetic, for any number of mesh axes."""
+"""Compute boxes, the rectangular blocks of a tensor that ranks hold, for any number of mesh axes: pure integer arithmetic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Box:
         return math.prod(self.shape)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices, one for each dim, that select this box in a tensor that holds the elements in the box `outer`."""
+        """Return the slices, one for each dim, that select this box in a tensor with the elements of the larger box `outer`."""
         starts = [a - b for a, b in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 

@@ -36,7 +36,7 @@ def hidden(path: Path, ending: str) -> Path:
 
 
 def replaced(text: str) -> str | None:
-    """Return `NAME` if `text` is `.NAME.old`, which a checkpoint is called while a save replaces it; else None."""
+    """Return `NAME` if `text` is `.NAME.old`, the name of a checkpoint while a save replaces it; else None."""
     match = HIDDEN.fullmatch(text)
     return match[1] if match and match[2] == "old" else None
 

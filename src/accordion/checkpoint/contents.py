@@ -241,9 +241,9 @@ def state_name(rank: int) -> str:
 
 
 def object_states(state: Mapping[str, Stateful], team: Team) -> tuple[dict[str, DTensor], dict[str, Tensor]]:
-    """Call `state_dict` of each object in `state`. Return two dicts, name in the checkpoint -> tensor: (DTensors, tensors saved
-    for this rank alone: the plain ones, and one with JSON of all states, which names the other tensors). Both are {} without
-    objects.
+    """Call `state_dict` of each object in `state`, the argument of `save`. Return two dicts, name in the checkpoint -> tensor:
+    (DTensors, tensors saved for this rank alone). The latter are the plain tensors, and one with JSON of all states, which
+    names the other tensors. Both dicts are {} without objects.
 
     Raises `CheckpointError` for values that a checkpoint cannot hold, and for tensors sharded over ranks other than `team`.
     """

@@ -37,8 +37,8 @@ class OptimizerList(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def divided(self, state_dict: dict[str, Any]) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """Iterate over (optimizer, its own state dict). `state_dict`: one of all optimizers, as `OptimizerList.state_dict`
-        returns it; it is divided."""
+        """Divide `state_dict`, one of all optimizers as `OptimizerList.state_dict` returns it; iterate over (optimizer, its own
+        state dict)."""
         groups = iter(state_dict["param_groups"])
         for i, (part, span) in enumerate(zip(self.parts, self._spans, strict=True)):
             prefix, first, indices = f"{i}/", span[0], range(*span)

@@ -29,8 +29,8 @@ strings."""
 
 
 def same_on_all(contents: Contents, optimizer: torch.optim.Optimizer | None, team: Team) -> None:
-    """Raise `CheckpointError` on all ranks if they differ in something of `contents` that is saved once, or if a plain tensor
-    of the optimizer describes the rows of one rank, so that other ranks could not use it. Collective."""
+    """Raise `CheckpointError` on all ranks if they differ in something of `contents` that is saved once, or if the optimizer
+    has a plain tensor for one rank's rows of a sharded parameter, which other ranks could not use. Collective."""
     facts = team.agree(lambda: _facts(contents) if len(team.ranks) > 1 else {})
     unequal = _unequal_states(team, facts, "save")
 

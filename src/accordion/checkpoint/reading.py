@@ -62,9 +62,9 @@ def _with_averages(manifest: Manifest, decay: str) -> Manifest:
 
 
 def look_into(folder: Folder) -> Files:
-    """Read the manifest in `folder`; return the checkpoint's `Files`, none of them open yet. Raises `CheckpointError` if the
-    manifest is missing or damaged, or if a package for its checksums is not installed; `OSError` if the folder is missing or
-    cannot be read."""
+    """Read the manifest in `folder`; return the checkpoint's `Files`, with no file of tensors open yet. Raises
+    `CheckpointError` if the manifest is missing or damaged, or if a package for its checksums is not installed; `OSError` if
+    the folder is missing or cannot be read."""
     mark, sizes = folder.mark(), folder.sizes()
     if MANIFEST not in sizes:
         instead = ""
@@ -104,7 +104,7 @@ def steady(
 
 
 def place_of(find: Callable[[], Folder]) -> object:
-    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None if there is none."""
+    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None if none is there."""
     try:
         folder = find()
         mark = folder.mark()
@@ -137,8 +137,8 @@ class Read:
         return rows[0].start * row_bytes, rows[0].stop * row_bytes
 
     def at_once(self) -> memoryview | None:
-        """Return the memory of `into` if the whole chunk may be read into it before checksums are compared: if it is `fresh`,
-        contiguous, on the CPU, and has the saved dtype and the chunk's shape. Otherwise return None."""
+        """Return the memory of `into` if the whole chunk may be read into it before checksums are compared: if `fresh` is True,
+        and `into` is contiguous, on the CPU, and has the saved dtype and the chunk's shape. Otherwise return None."""
         into = self.into
         if into is None or not self.fresh or self.box.shape != self.chunk.box.shape:
             return None
@@ -174,8 +174,8 @@ class Files:
     all are closed by `close`."""
 
     def __init__(self, folder: Folder, manifest: Manifest, *, mark: object, digest: int) -> None:
-        """`mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256, as an int64. Raises
-        `CheckpointError` if the package for the checksums is not installed."""
+        """Open no file yet. `mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256,
+        as an int64. Raises `CheckpointError` if the package for the checksums is not installed."""
         self.folder, self.manifest, self.mark, self.digest = folder, manifest, mark, digest
         self._begin_sum = running(manifest.checksum)
         self._open: dict[str, Reader] = {}

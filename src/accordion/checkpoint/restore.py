@@ -99,9 +99,9 @@ def restored(
     """Return (the state dict to load into `optimizer`, {saved name: tensor in it that is still to be filled}).
 
     A parameter keeps its current states if the saved optimizer lacks it, or if it was saved with another shape. Any other
-    parameter gets its saved states, or none if none were saved. A group takes the saved options if all its parameters were in
-    one group. If the saved optimizer does not fit, for example because it is of another class, return the current state dict
-    and {}. Raises `CheckpointError` if a saved state is no dict.
+    parameter gets its saved states, or none if none were saved. A group takes the options of the saved group that had its
+    parameters, unless several had them. If the saved optimizer does not fit, for example because it is of another class, return
+    the current state dict and {}. Raises `CheckpointError` if a saved state is no dict.
     """
     tensors: dict[str, Tensor] = {}
     low_bit = [part.param_groups for part in parts_of(optimizer) if isinstance(part, LowBitStates)]

@@ -145,8 +145,9 @@ class WrittenText:
 
 
 class TextWriter:
-    """Generates text with a model of transformers. The constructor replaces the model's `generation_config`. If each call of the
-    model gathers its units, create `CommonSteps` before the first `write`, so that all ranks call the model equally often."""
+    """Generates text with a model of transformers. The constructor replaces the model's `generation_config`. If each call of
+    the model all-gathers parameters, create `CommonSteps` before the first `write`, so that all ranks call the model equally
+    often."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions, device: torch.device
@@ -180,8 +181,8 @@ class TextWriter:
 
 
 def settings_of(model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions) -> Any:
-    """Return the `GenerationConfig` for `model`: end, padding and first tokens from its generation settings (those in `stored`
-    first) and the tokenizer, and sampling and number of tokens from `options`."""
+    """Return the `GenerationConfig`: end, padding and first tokens from the settings in `stored` (if it has none, those of
+    `model`) and from the tokenizer, sampling and number of tokens from `options`."""
     from transformers import GenerationConfig
 
     base: Any = getattr(model, "generation_config", None)

@@ -77,7 +77,8 @@ class Local:
         return old if old.mark() else None
 
     def begin(self, save: str) -> Local:
-        """Lock this name, remove leftovers of killed saves, and return a new hidden folder, empty, for a checkpoint of this name.
+        """Lock this folder's name, remove leftovers of killed saves, and return a new hidden folder for a checkpoint of that
+        name.
 
         Missing parent folders are created. An older checkpoint that a killed save has renamed gets its name back. Raises
         `CheckpointError` if anything but a checkpoint or an empty folder has the name, or if another job is saving under it.

@@ -74,8 +74,9 @@ class Remote:
         return 0  # checkpoints on remote storage are never replaced
 
     def begin(self, save: str) -> Remote:
-        """Create this folder, mark it as being saved by this job, remove files of a killed save, and return it. Raises
-        `CheckpointError` if it has a checkpoint or other files, or if another job that may still run is saving here."""
+        """Create this folder, mark it as being saved by this job, remove the safetensors files that a killed save left, and
+        return it. Raises `CheckpointError` if it has a checkpoint or files that are not safetensors, or if another job that may
+        still run is saving here."""
         try:
             sizes = self.sizes()
         except FileNotFoundError:
