@@ -1,4 +1,4 @@
-"""Checkpoints of safetensors and JSON that are complete or absent, and that any number of ranks can load."""
+"""Save and load checkpoints: folders of safetensors and JSON that appear complete or not at all, for any number of ranks."""
 
 from accordion.checkpoint.background import Saving
 from accordion.checkpoint.contents import RandomState

@@ -34,7 +34,7 @@ class Saving:
     """Handle of a save, with `is_done` and `wait()`. The handle of a save in the foreground is done from the beginning."""
 
     def __init__(self, write: Callable[[], None] | None = None, saver: Saver | None = None) -> None:
-        """Start a thread that calls `write` and keeps its error for `wait`. Without `write` the save counts as done. `saver`:
+        """Start a thread that calls `write`; `wait` raises its error. Without `write` the save counts as done. `saver`:
         referenced until the thread ends, so that `saver.end` waits for the thread even if the model has been freed."""
         self._failure: CheckpointError | None = None
         self._saver = saver
@@ -69,7 +69,7 @@ class Saving:
 
 
 class Saver:
-    """Runs the background saves of one model, one at a time, and keeps the host memory between them."""
+    """Runs the background saves of one model, one at a time, and keeps the host memory of a save for the next one."""
 
     def __init__(self) -> None:
         self._arena: Arena | None = None  # torch's pinned allocator would take up to twice as much memory
@@ -93,7 +93,8 @@ class Saver:
     ) -> Saving:
         """Copy the parts of `plan` to host memory `host`, then call `run(agree, host)` in a thread; return the save's handle.
 
-        Collective. If the save fails, a step hook of each of `optimizers` raises its error. At exit Python waits for the thread.
+        Collective. Registers a step hook on each of `optimizers`: if the save fails, the next step of any of them raises its
+        error. At exit Python waits for the thread. Raises `UsageError` on all ranks if one of them lacks host memory.
         """
         host = team.agree(lambda: self.copy(plan))
         agree.meet()
@@ -109,7 +110,7 @@ class Saver:
 
     def copy(self, plan: FileLayout) -> memoryview:
         """Copy all parts of `plan` to host memory, pinned if one is on an accelerator; return the bytes, which the next call
-        overwrites. Raises `UsageError` if the memory cannot be allocated."""
+        overwrites. Raises `UsageError` if the memory cannot be allocated or pinned."""
         device = next((part.data.device for part in plan.parts if part.data.device.type != "cpu"), None)
         if self._arena is None or self._arena.num_bytes < plan.num_bytes:
             self._arena = None  # frees the old arena before the new one is allocated
@@ -126,7 +127,7 @@ class Saver:
         return bytes_of(memory[:at])
 
     def end(self) -> None:
-        """Wait for the save in progress, and log its error, which nothing else would report. Called when the program ends."""
+        """Wait for the save in progress, at most `GRACE_S` for other ranks, and log its error. Called when the program ends."""
         if self._agreement is not None:
             self._agreement.program_ends.set()
         try:
@@ -160,9 +161,9 @@ def saver_of(model: nn.Module) -> Saver:
 
 
 class ThreadAgreement:
-    """Callable for a background thread that calls an action and returns its result once it has succeeded on all ranks; if it
-    fails on any, all ranks raise. It replaces `Team.agree`, which uses collectives: ranks exchange messages over the connections
-    of a `Hub`. `name`: unique name of the save, the same on all ranks."""
+    """`Team.agree` for a background thread: calls an action and returns its result once the action has succeeded on all ranks;
+    if it fails on any, all ranks raise. Uses no collectives: ranks exchange messages over the connections of a `Hub`, which
+    `meet` chooses. `name`: unique name of the save, the same on all ranks."""
 
     def __init__(self, team: Team, name: str) -> None:
         self._team, self._name, self._num_agreed = team, f"accordion/save/{name}", 0
@@ -172,7 +173,8 @@ class ThreadAgreement:
         self.program_ends = threading.Event()  # set by `Saver.end`
 
     def meet(self) -> None:
-        """Choose or create the `Hub` that connects the team's ranks, if there are several, and detects exits. Collective."""
+        """Choose or create the `Hub`, which connects all ranks of the team and detects ranks that exit. Collective. Does
+        nothing for a team of one rank."""
         if len(self._team.ranks) < 2:
             return
         # A hub that contains all of these ranks exists on each of them, so the smallest one is the same on all.
@@ -184,7 +186,7 @@ class ThreadAgreement:
         self._lease = self._hub.lease()
 
     def during(self, save: Callable[[], None]) -> None:
-        """Call `save`, then release the hub. If this rank has given up waiting for other ranks, report that to them first."""
+        """Call `save`, then release the hub. If this rank gave up waiting for others meanwhile, first report that to them."""
         try:
             save()
         finally:

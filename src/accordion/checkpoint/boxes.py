@@ -1,4 +1,4 @@
-"""Boxes, the rectangular blocks of a tensor that ranks hold: pure integer arithmetic, for any number of mesh axes."""
+"""Compute boxes, the rectangular blocks of a tensor that ranks hold, for any number of mesh axes: pure integer arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DimCut:
-    """A split of `dim` into `num_chunks`, sized as by `torch.chunk` or empty at the end, of which chunk `index` is kept."""
+    """A split of a tensor along `dim` into `num_chunks` chunks, of which chunk `index` is kept. Chunks have the sizes of
+    `torch.chunk`; if that makes fewer of them, the last ones are empty."""
 
     dim: int
     num_chunks: int
@@ -18,7 +19,7 @@ class DimCut:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular block of a tensor: in each dim d, the `shape[d]` indices that begin with `offset[d]`."""
+    """A rectangular block of a tensor: in each dim d, the indices from `offset[d]` to `offset[d] + shape[d] - 1`."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -28,7 +29,7 @@ class Box:
         return math.prod(self.shape)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices, one for each dim, that select this box in a tensor that holds the elements in the box `outer`."""
+        """Return the slices, one for each dim, that select this box in a tensor with the elements of the larger box `outer`."""
         starts = [a - b for a, b in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 

@@ -2,7 +2,7 @@
 
 Next to the checkpoint `NAME`: the file `.NAME.lock` is locked by a job that saves or removes `NAME`. A folder `.NAME.HEX.tmp`,
 with 8 hexadecimal digits, is being written or removed. The folder `.NAME.old` is the older checkpoint while a save replaces it;
-it gets its name back if the new one is never completed.
+if the new one is never completed, the next save gives the older one its name back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def hidden(path: Path, ending: str) -> Path:
 
 
 def replaced(text: str) -> str | None:
-    """Return `NAME` if `text` is `.NAME.old`, which a checkpoint is called while a save replaces it; else None."""
+    """Return `NAME` if `text` is `.NAME.old`, the name of a checkpoint while a save replaces it; else None."""
     match = HIDDEN.fullmatch(text)
     return match[1] if match and match[2] == "old" else None
 
@@ -65,8 +65,8 @@ def _names(folder: Path) -> list[str]:
 
 
 def check_free(path: Path) -> None:
-    """Raise `CheckpointError`, naming what is at `path`, unless a save may create or replace the folder `path`. A save may if
-    nothing is there, or an empty folder, or a folder with a checkpoint, damaged or not, and no other files."""
+    """Raise `CheckpointError`, naming what is at `path`, unless a save may create or replace the folder `path`: if nothing is
+    there, or an empty folder, or a folder with a checkpoint, damaged or not, and no other files; but no link or mount point."""
     if what := _occupied(path):
         raise CheckpointError(f"{path} {what}; pass another path, a folder in it for example, or move it away.")
 
@@ -100,14 +100,14 @@ def foreign_in(path: Path) -> list[str]:
 
 
 class NameLock:
-    """A file lock on the name of a checkpoint. A job holds it to save or remove the checkpoint, until `release` or its end."""
+    """A file lock on the name of a checkpoint. A job holds it to save or remove the checkpoint, until `release` or its exit."""
 
     def __init__(self, file: Path, handle: int) -> None:
         self._file, self._handle = file, handle
 
     @classmethod
     def take(cls, path: Path, timeout_s: float = 0.0) -> NameLock:
-        """Lock the name of the checkpoint at `path`, on all machines that share the locks of its file system. Raises
+        """Lock the name of the checkpoint at `path` on all machines that share its file system's locks; return the lock. Raises
         `CheckpointError` if another job still has the lock after `timeout_s`, `OSError` if no lock file can be created."""
         file, deadline = hidden(path, "lock"), time.monotonic() + timeout_s
         while True:

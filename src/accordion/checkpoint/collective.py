@@ -1,4 +1,4 @@
-"""Collectives of the ranks that save or load one checkpoint; an error on one is raised on all, so that no rank waits for it."""
+"""Collectives of the ranks that save or load one checkpoint. An error on one rank is raised on all of them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MESSAGE_BYTES = 32768  # longer error messages are cut, as each rank receives th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """The ranks that save or load one checkpoint together, with collectives among them. `ranks`: global ranks; `index`: position
-    of this rank in `ranks`; `groups`: this rank's process group for each mesh axis."""
+    """The ranks that save or load one checkpoint together, and their collectives. `ranks`: global ranks; `index`: position of
+    this rank in `ranks`; `groups`: this rank's process group for each mesh axis; `device`: of tensors to send."""
 
     ranks: tuple[int, ...]
     index: int
@@ -97,10 +97,8 @@ class Team:
 
 def agreed(action: Callable[[], T], shared: Callable[[str], list[str]]) -> T:
     """Call `action`, exchange the ranks' errors by `shared`, which all-gathers a text, and return the result of `action`.
-
     Collective. If `action` fails on any rank, all ranks raise an error with the messages of those that failed: `UsageError` if
-    all their errors are of that class, else `CheckpointError`.
-    """
+    all their errors are of that class, else `CheckpointError`."""
     failure: Exception | None = None
     message = ""
     try:
@@ -115,14 +113,14 @@ def agreed(action: Callable[[], T], shared: Callable[[str], list[str]]) -> T:
 
 
 def message_of(error: Exception) -> str:
-    """Return the message of `error` in valid Unicode, after its class's name unless it is an `AccordionError` with a text."""
+    """Return "CLASS: MESSAGE" of `error`, or the message alone if it is an `AccordionError` with one; in valid Unicode."""
     text = (isinstance(error, AccordionError) and str(error)) or f"{type(error).__name__}: {error}"
     return text.encode(errors="backslashreplace").decode()  # paths and names may have any bytes
 
 
 def joined(texts: list[str]) -> str:
-    """Return one message from the `texts` of all ranks, in rank order: the text itself if all are equal, else each different text
-    after the numbers of its ranks. Empty texts are left out."""
+    """Return one message from the `texts` of all ranks, in rank order: the text itself if all are equal, else each different
+    text after the numbers of its ranks, as in "rank 0, 2: disk full; rank 1: timeout". Empty texts are left out."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:

@@ -83,8 +83,8 @@ def _plain(value: Any) -> Any:
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the manifest of the checkpoint at `path` as a dict for people: its writer, files, tensors, aliases, `extra`, and the
-    options of the optimizer's groups. Raises `CheckpointError` if the manifest is missing or damaged."""
+    """Return the manifest of the checkpoint at `path` as a dict for people: its writer, files, tensors, aliases, `extra`, and
+    the options of the optimizer's groups. Raises `CheckpointError` if the manifest is missing, damaged or cannot be read."""
     manifest = steady(lambda: checkpoint_at(path), opened).manifest
     optimizer = manifest.optimizer
     return {

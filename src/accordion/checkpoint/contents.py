@@ -1,4 +1,4 @@
-"""Name the tensors and values of a model and an optimizer for a checkpoint, and compute the box of each that a rank holds."""
+"""Name the tensors and values of a model and an optimizer for a checkpoint; compute the box of each tensor on this rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # names from torch.com
 
 
 class Stateful(Protocol):
-    """An object with `state_dict` and `load_state_dict`: a scheduler, a scaler, a data loader."""
+    """An object with `state_dict` and `load_state_dict`, such as a scheduler, a scaler or a data loader."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -52,8 +52,8 @@ class Contents:
 def contents(model: nn.Module, optimizer: Optimizer | None, only: Only = None) -> Contents:
     """Return the tensors and values that a save writes or a load fills, without copies.
 
-    `only` selects tensors of the model; the states of all parameters of the optimizer are included in any case. Raises
-    `CheckpointError` for values that a checkpoint cannot hold, `UsageError` if `only` selects nothing and is not ().
+    `only` selects tensors of the model, `()` none; the states of all parameters of the optimizer are included in any case.
+    Raises `CheckpointError` for values that a checkpoint cannot hold, `UsageError` if another `only` than `()` selects nothing.
     """
     tensors, aliases = model_tensors(model)
     params = {name.removeprefix("model/"): tensor for name, tensor in tensors.items()}
@@ -99,7 +99,7 @@ def named_tensors(model: nn.Module, wrappers: Iterable[str] = WRAPPERS) -> dict[
 
 
 def without_wrappers(name: str, wrappers: Iterable[str] = WRAPPERS) -> str:
-    """Return `name` without the texts `wrappers`, which wrappers of modules, such as torch.compile, put into names."""
+    """Return `name` without the texts `wrappers`, which modules such as torch.compile add ("_orig_mod.w" becomes "w")."""
     for wrapper in wrappers:
         name = name.replace(wrapper, "")
     return name
@@ -151,7 +151,8 @@ def optimizer_name(words: Json) -> str:
 
 
 def param_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the names of the optimizer's parameters in order. Raises `CheckpointError` for one not in `names` (id -> name)."""
+    """Return the names of the optimizer's parameters, group by group. `names`: id of a parameter -> its name. Raises
+    `CheckpointError` for a parameter whose id is not in `names`."""
     ordered = []
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -186,7 +187,7 @@ def _own_coordinate(tensor: DTensor) -> tuple[int, ...]:
 
 
 def writes(tensor: DTensor) -> bool:
-    """Return True if this rank writes its shard of `tensor`: it is the first rank with that shard."""
+    """Return True if this rank writes its shard of `tensor`: if it is the first of the ranks that have this shard."""
     placed = zip(tensor.placements, _own_coordinate(tensor), strict=True)
     return not any(isinstance(placement, Replicate) and index for placement, index in placed)
 
@@ -195,7 +196,8 @@ def cuts(name: str, tensor: DTensor) -> list[DimCut]:
     """Return the splits, in order, that turn the whole `tensor` into the shard of this rank.
 
     The mesh axes split a dim from left to right, but an axis with a strided shard splits after all axes to its right. Raises
-    `CheckpointError`, with `name`, for other placements, and for a split factor that is not the number of chunks of those axes.
+    `CheckpointError`, with `name`, for placements that neither replicate nor shard, and for a strided shard whose split factor
+    is not the number of chunks that the axes to its right make of its dim.
     """
     # `shard` splits in the same way, and so does torch if rows divide evenly. If they do not, a strided shard of torch may
     # consist of several boxes, and `own_box` refuses it by its size.
@@ -239,8 +241,9 @@ def state_name(rank: int) -> str:
 
 
 def object_states(state: Mapping[str, Stateful], team: Team) -> tuple[dict[str, DTensor], dict[str, Tensor]]:
-    """Call the `state_dict` of the objects in `state=`. Return two dicts, name in the checkpoint -> tensor: (sharded tensors,
-    tensors that are saved for this rank: the plain ones, and one of JSON that refers to all). Both are {} without objects.
+    """Call `state_dict` of each object in `state`, the argument of `save`. Return two dicts, name in the checkpoint -> tensor:
+    (DTensors, tensors saved for this rank alone). The latter are the plain tensors, and one with JSON of all states, which
+    names the other tensors. Both dicts are {} without objects.
 
     Raises `CheckpointError` for values that a checkpoint cannot hold, and for tensors sharded over ranks other than `team`.
     """

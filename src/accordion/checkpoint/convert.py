@@ -1,4 +1,4 @@
-"""Convert checkpoints to and from other formats."""
+"""Convert checkpoints to and from other formats, and write safetensors files with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
     older checkpoint at `target` is replaced; on remote storage the call raises `CheckpointError` instead.
 
     `source`: a folder or file of safetensors as transformers writes it, or a file of `torch.save` since torch 1.6. Files are
-    memory-mapped, and code that a pickle names is not run. Raises `CheckpointError` for a source that is damaged, lacks tensors
-    that it lists or has them twice, or is not safe to read; `UsageError` for another format, quantised weights, remote storage.
+    memory-mapped, and code that a pickle names is not run. Raises `CheckpointError` if `source` is damaged, unsafe to read,
+    lacks tensors that it lists or has them twice; `UsageError` if it has another format or quantised weights, or is remote.
     """
     folder = folder_at(source)
     if not isinstance(folder, Local):
@@ -115,14 +115,14 @@ def export(
     """Write the model in the checkpoint `source` to `target` in another format; return the paths of the files.
 
     All checksums of the model are compared first. Host memory: one tensor for `hf` and `safetensors`, the model for the others.
-    `source` may be a URL. Before `target` is created, raises `CheckpointError` if `source` is damaged, `UsageError` if `target`
-    exists or an argument is wrong.
+    `source` may be a URL. Raises `CheckpointError` if `source` is damaged, `UsageError` if `target` exists or an argument is
+    wrong; then `target` is not created.
 
     `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file; `dcp`, a folder of
     torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: for `hf`, folder whose configuration and tokenizer
-    are copied; None takes the configuration that `accordion train` saved in the checkpoint. `dtype`: of floating-point tensors;
-    None keeps theirs. `ema`: decay of the average to write in place of the weights. `beside`: for `hf`, called with the new
-    folder; writes more files there and returns their names.
+    are copied; None takes the configuration that `accordion train` saved in the checkpoint, if any. `dtype`: of floating-point
+    tensors; None keeps theirs. `ema`: decay of the average to write in place of the weights. `beside`: for `hf`, called with
+    the new folder; writes more files there and returns their names.
     """
     if kind not in FORMATS:
         raise UsageError(f"format {kind!r} does not exist; valid: {', '.join(FORMATS)}.")
@@ -205,7 +205,7 @@ def ties_of(files: Files) -> dict[str, str]:
 
 
 def copy_beside(source: Path, folder: Path) -> list[str]:
-    """Copy configuration and tokenizer from `source`, a folder of transformers, to `folder`; return the names of the files."""
+    """Copy configuration, tokenizer and texts from `source`, a folder of transformers, to `folder`; return the file names."""
     paths = sorted({path for pattern in LIKE for path in source.glob(pattern) if "safetensors" not in path.name})
     for path in paths:
         shutil.copyfile(path, folder / path.name)
@@ -218,8 +218,8 @@ def write_config(
     dtype: torch.dtype | None,
     generation: Mapping[str, object] | None = None,
 ) -> list[str]:
-    """Write `config` to config.json and `generation`, unless None, to generation_config.json; return the file names. The entry
-    "dtype" of `config` is replaced by `dtype`, unless that is None."""
+    """Write `config` to config.json and `generation`, unless None, to generation_config.json; return the file names. If `dtype`
+    is not None, it replaces the entries "dtype" and "torch_dtype" of `config`."""
     others = {key: value for key, value in config.items() if dtype is None or key not in ("dtype", "torch_dtype")}
     more = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
     (folder / CONFIG).write_text(json.dumps({**others, **more}, indent=2), encoding="utf-8")
@@ -229,7 +229,8 @@ def write_config(
 
 
 def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Read and return the model's state dict, tied tensors under each name, with floats in `dtype` (None keeps theirs)."""
+    """Read and return the model's state dict. A tied tensor is one tensor under each of its names. `dtype`: dtype of
+    floating-point tensors; None keeps theirs."""
     tensors = {source.name: source.read().to(source.dtype) for source in sources_of(files, dtype)}
     return tensors | {a: tensors[b] for a, b in ties_of(files).items() if b in tensors}
 
@@ -255,7 +256,7 @@ class TensorSource:
         return replace(self, dtype=dtype) if dtype is not None and self.dtype.is_floating_point else self
 
     def pieces(self) -> Iterator[memoryview]:
-        """Read the tensor and iterate over its bytes, cast to `dtype`, in blocks. Its memory is freed after the last one."""
+        """Read the tensor and iterate over its bytes, cast to `dtype`, in blocks. The tensor is freed after the last block."""
         tensor = self.read().detach()
         assert tuple(tensor.shape) == self.shape, (
             f"{self.name} has the shape {tuple(tensor.shape)} and was described with {self.shape}"
@@ -302,8 +303,8 @@ def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int
 
 @contextmanager
 def draft_of(at: Path) -> Iterator[Path]:
-    """Context manager that yields a new hidden folder next to `at`. Its body renames the folder, or a file in it, to `at`; at the
-    end, what is left is removed. Raises `UsageError` if `at` exists or the folder cannot be created."""
+    """Context manager that yields a new hidden folder next to `at`. The body renames the folder, or a file in it, to `at`; what
+    is left of the folder at the end is removed. Raises `UsageError` if `at` exists or the folder cannot be created."""
     if at.exists():
         raise UsageError(f"{at} exists; pass another path or remove it.")
     begun = at.with_name(f".{at.name}.{secrets.token_hex(4)}.tmp")

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint, to and from text. `docs/checkpoint.md` describes the format.
 
 A checkpoint is a folder with `manifest.json` and safetensors files, one for each rank that wrote tensors. The manifest is
-written last; a folder without one is no checkpoint. A value that JSON lacks is an object with one key that begins with "$".
+written last; a folder without one is no checkpoint. A value that JSON lacks is an object such as {"$float": "nan"}.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPES.items(
 
 @dataclass(frozen=True, slots=True)
 class TensorChunk:
-    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: one for every `piece_bytes` bytes."""
+    """The part `box` of a tensor, in row-major order from byte `at` of `file` on. `sums`: one checksum for every
+    `Manifest.piece_bytes` bytes of the part, the last one for the rest."""
 
     file: str
     box: Box
@@ -120,7 +121,7 @@ def holds(to: torch.dtype, saved: torch.dtype) -> bool:
 
 
 def entry_name(name: str, offset: Sequence[int]) -> str:
-    """Return `NAME[OFFSET]`, the name in a safetensors file for the chunk of the tensor `name` that begins at `offset`."""
+    """Return `NAME[OFFSET]`, the name in a safetensors file of the chunk of the tensor `name` at `offset`: "model/w[4,0]"."""
     return f"{name}[{','.join(map(str, offset))}]"
 
 
@@ -248,7 +249,8 @@ def _file(name: str, words: Json) -> File:
 
 
 def _check_bytes(manifest: Manifest) -> None:
-    """Raise `CheckpointError` unless chunks fill each file after its header, without gaps or overlaps, with fitting checksums."""
+    """Raise `CheckpointError` unless chunks fill each file from its header to its end, without gaps or overlaps, and all
+    checksums have the right number and kind."""
     spans: dict[str, list[tuple[int, int, str]]] = {name: [] for name in manifest.files}
     sums = {name: [file.header_sum] for name, file in manifest.files.items()}
     for name, entry, chunk in manifest.chunks():
@@ -291,10 +293,8 @@ def _entry(name: str, words: Json) -> TensorEntry:
 
 
 def make_up(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Return True if `boxes`, none of them empty, make up a tensor of `shape` without overlaps.
-
-    To bound the work, return False too if the grid of all boxes' edges has many more cells than boxes. No save writes such boxes.
-    """
+    """Return True if `boxes`, none of them empty, cover a tensor of `shape` completely and without overlaps. To bound the work,
+    return False too if the grid of all boxes' edges has many more cells than boxes. No save writes such boxes."""
     ends = [(box, [start + size for start, size in zip(box.offset, box.shape, strict=True)]) for box in boxes]
     inside = all(len(end) == len(shape) and all(a <= b for a, b in zip(end, shape, strict=True)) for _, end in ends)
     if not inside or sum(box.numel for box in boxes) != math.prod(shape):

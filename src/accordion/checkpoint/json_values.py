@@ -58,8 +58,8 @@ def as_dict(extra: Json) -> dict[str, Any]:
 
 
 def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
-    """Return the Python value of which `encode` made the JSON `value`. `tensor`: returns a tensor by its name. Raises
-    `CheckpointError` if `value` has an object of a kind that this version does not know."""
+    """Return the Python value that `encode` converted to the JSON `value`. `tensor`: function that returns a tensor by its
+    name. Raises `CheckpointError` if `value` has an object of a kind that this version does not know."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -79,7 +79,7 @@ def decode(value: Json, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def renamed(value: Json, names: Mapping[str, str]) -> Json:
-    """Return the JSON `value`, a result of `encode`, with its tensors renamed by `names` (name -> new name)."""
+    """Return the JSON `value`, a result of `encode`, with the tensors renamed that are in `names` (name -> new name)."""
     if isinstance(value, list):
         return [renamed(item, names) for item in value]
     if isinstance(value, dict) and "$tensor" in value:

@@ -54,7 +54,8 @@ def load(
 ) -> Json:
     """Fill `model` and `optimizer` from the checkpoint at `path`, saved by any number of ranks; return the saved `extra`.
 
-    Collective. Each rank reads its shards into existing tensors. First waits for the model's background save; raises its error.
+    Collective. Each rank reads its shards into the tensors that exist. First waits for a background save of this model, and
+    raises its error.
 
     Args:
         optimizer: one, or a list as it was saved. Missing states are created. A parameter group takes the saved options of the
@@ -133,7 +134,8 @@ class _Plan:
     left: list[str]  # differences that a load with strict=False leaves as they are, for the warning
 
     def fill(self, files: Files, request: _Request) -> None:
-        """Load the objects in `state=`, then the optimizer, then the model. Collective: all ranks end a step before the next."""
+        """Test if the optimizer takes its state; then load the objects in `state=`, the optimizer, and the model. Collective: a
+        step begins when all ranks have ended the one before it."""
         team, optimizer = request.team, request.optimizer
         saved = team.agree(lambda: _saved_states(files, self, request.state))
         # The optimizer and the objects may refuse their state, so they get it before any tensor changes.
@@ -149,7 +151,8 @@ class _Plan:
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, only_try: bool) -> None:
-    """Load `state` into the optimizer. If that fails, restore its previous groups and states, and raise the error.
+    """Load `state` into the optimizer. If that fails, restore its previous groups and states (in a list, those of the optimizer
+    that failed), and raise the error.
 
     `only_try`: only test if the optimizer accepts `state`, whose tensors need not be filled yet: restore the previous groups and
     states in any case. If the optimizer refuses `state`, raises its error if that is an `AccordionError`, else `CheckpointError`.
@@ -189,8 +192,8 @@ def _refused(what: str, error: Exception) -> Exception:
 
 
 def _plan(files: Files, wanted: Contents, request: _Request) -> _Plan:
-    """Compare the checkpoint with `wanted`, and return the plan of this rank's load. Raises `CheckpointError` if they differ and
-    `strict` is True, if a file is missing or has another size, or if `state=` is given and was not saved."""
+    """Compare the checkpoint with `wanted`, and return the plan of this rank's load. Raises `CheckpointError` if they differ
+    and `strict` is True, if a file is missing or has another size, or if the states for `state=` were not saved or differ."""
     manifest, optimizer = files.manifest, request.optimizer
     unlike = differences(manifest, wanted)
     if unlike and request.strict:
@@ -262,8 +265,8 @@ def _check(files: Files, plan: _Plan, team: Team) -> None:
 
 
 def _saved_states(files: Files, plan: _Plan, state: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Read and return {key: saved state} of all objects that were saved with `state=`; {} if this load got no `state=`. Raises
-    `CheckpointError` if a key of `state` is missing."""
+    """Read and return {key: saved state} of all objects that were saved with `state=`, for this rank; {} if this load got no
+    `state=`. Raises `CheckpointError` if a key of `state` is missing."""
     if plan.state is None:
         return {}
     words = json.loads(bytes(files.whole(plan.state).tolist()))

@@ -26,8 +26,8 @@ class OptimizerList(torch.optim.Optimizer):
         self._spans = list(pairwise(accumulate(counts, initial=0)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return one state dict of all optimizers. A state that belongs to no parameter has a string as key; "i/" is put before
-        the key, where i is the position of its optimizer."""
+        """Return one state dict of all optimizers. A state that belongs to no parameter has a string as key; the optimizer's
+        position is put before it: "count" of the second optimizer becomes "1/count"."""
         state: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
         for i, (part, (first, _)) in enumerate(zip(self.parts, self._spans, strict=True)):
@@ -37,7 +37,8 @@ class OptimizerList(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def divided(self, state_dict: dict[str, Any]) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any]]]:
-        """Iterate over (optimizer, its state dict), divided from one of all parts as `OptimizerList.state_dict` returns it."""
+        """Divide `state_dict`, one of all optimizers as `OptimizerList.state_dict` returns it; iterate over (optimizer, its own
+        state dict)."""
         groups = iter(state_dict["param_groups"])
         for i, (part, span) in enumerate(zip(self.parts, self._spans, strict=True)):
             prefix, first, indices = f"{i}/", span[0], range(*span)
@@ -57,8 +58,9 @@ def parts_of(optimizer: torch.optim.Optimizer | None) -> list[torch.optim.Optimi
 
 
 def as_one(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> torch.optim.Optimizer | None:
-    """Return the optimizer that steps: the inner one of `optimizer` if it wraps another, an `OptimizerList` for several, None for
-    None. Raises `UsageError` if anything in it is no optimizer, the list is empty, or two have a parameter in common."""
+    """Return the optimizer that steps: `optimizer`, or the inner one if it wraps another; an `OptimizerList` for a list of
+    several; None for None. Raises `UsageError` if an entry is no optimizer, the list is empty, or two optimizers have a
+    parameter in common."""
     if optimizer is None:
         return None
     listed: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]

@@ -29,8 +29,8 @@ strings."""
 
 
 def same_on_all(contents: Contents, optimizer: torch.optim.Optimizer | None, team: Team) -> None:
-    """Raise `CheckpointError` on all ranks if they differ in something of `contents` that is saved once, or if a state of the
-    optimizer describes the rows of one rank without being shaped like them. Collective."""
+    """Raise `CheckpointError` on all ranks if they differ in something of `contents` that is saved once, or if the optimizer
+    has a plain tensor for one rank's rows of a sharded parameter, which other ranks could not use. Collective."""
     facts = team.agree(lambda: _facts(contents) if len(team.ranks) > 1 else {})
     unequal = _unequal_states(team, facts, "save")
 
@@ -63,10 +63,9 @@ SAME_ON_ALL = {
 
 
 def _unequal_states(team: Team, facts: Mapping[str, str], call: str) -> list[Place]:
-    """Return the states of parameters among `facts` (name -> value) that differ between ranks. Collective.
-
-    A rank that lacks a fact has the value "". Raises `CheckpointError`, which names `call`, "save" or "load", if others differ.
-    """
+    """Return the states of parameters among `facts` (name -> value) that differ between ranks. Collective. A rank that lacks a
+    fact has the value "". Raises `CheckpointError` if a fact differs that is not a state of a parameter. `call`: "save" or
+    "load", for the message."""
     if len(set(team.shared(_digest(json.dumps(facts, sort_keys=True).encode())))) == 1:
         return []
     of_ranks = [json.loads(text) for text in team.shared(json.dumps(facts), most=None)]
@@ -87,7 +86,7 @@ def _unequal_states(team: Team, facts: Mapping[str, str], call: str) -> list[Pla
 
 
 def _facts(contents: Contents) -> dict[str, str]:
-    """Return {name: short description} of everything in `contents` that is saved once; of DTensors without their elements."""
+    """Return {name: short description} of everything in `contents` that is saved once, except the elements of DTensors."""
     facts = {name: _placement(t) for name, t in contents.tensors.items() if name.startswith((MODEL, OF_STATE))}
     facts[KIND] = optimizer_name(contents.optimizer)
     if contents.optimizer is None:
@@ -117,7 +116,8 @@ def _placement(tensor: Tensor) -> str:
 
 
 def _brief(value: Json, tensors: Mapping[str, Tensor]) -> str:
-    """Return a short text that is equal on two ranks if `value` and its `tensors` are; of DTensors without their elements."""
+    """Return a short text that is equal on two ranks if the JSON `value` and the `tensors` that it names are equal. Of DTensors
+    it describes only dtype, shape and placements."""
     text = "" if isinstance(value, dict) and "$tensor" in value else json.dumps(value)
     for name in _refers_to(value):
         tensor = tensors[name]

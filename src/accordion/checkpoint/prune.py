@@ -137,9 +137,10 @@ def check_keep(keep: int) -> None:
 def prune_before(saved: Folder, keep: int) -> None:
     """Remove old checkpoints next to `saved` whose names differ from its name only in the number at the end.
 
-    The `keep` newest complete ones stay, and `saved`, and all newer ones. Damaged ones, and those with other programs' files,
-    stay and do not count. Leftovers of killed saves are removed too. Raises `CheckpointError` if a checkpoint cannot be removed
-    completely; a later call tries again to remove what is left, without an error.
+    The `keep` newest complete ones stay, and `saved`, and all newer ones. Damaged ones, and in file systems also links and
+    checkpoints with other programs' files, stay and do not count. Leftovers of killed saves are removed too. Raises
+    `CheckpointError` if a checkpoint cannot be removed completely; a later call tries again to remove what is left, without an
+    error.
     """
     try:
         parent, _, last = str(saved).rpartition("/")
@@ -162,7 +163,8 @@ def prune_before(saved: Folder, keep: int) -> None:
 
 
 def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:
-    """Return (folder, its `mark()`) of the complete checkpoints in `candidates`, without links and folders with others' files."""
+    """Return (folder, its `mark()`) of the complete checkpoints in `candidates`. In file systems, links and folders with files
+    of other programs are left out."""
     good = []
     for one in candidates:
         with suppress(OSError, CheckpointError):  # a checkpoint that cannot be read does not count

@@ -34,10 +34,10 @@ STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
 
 
 def opened(folder: Folder, ema: str | None = None) -> Files:
-    """Read the manifest in `folder`; return it with the files of tensors, which are not opened yet.
+    """Read the manifest in `folder`; return the checkpoint's `Files`, with no file of tensors open yet.
 
-    `ema`: decay of an `acc.EMA`, whose averages take the place of the model's tensors; None keeps these. Raises `UsageError` if
-    no average of that decay was saved, `CheckpointError` if the manifest is missing, damaged, or cannot be read.
+    `ema`: decay of an `acc.EMA` whose averages replace the model's tensors; None replaces none. Raises `UsageError` if no
+    average of that decay was saved, `CheckpointError` if the manifest is missing, damaged, or cannot be read.
     """
     try:
         files = look_into(folder)
@@ -62,8 +62,9 @@ def _with_averages(manifest: Manifest, decay: str) -> Manifest:
 
 
 def look_into(folder: Folder) -> Files:
-    """Read the manifest in `folder`; return it with the files of tensors, which are not opened yet. Raises `CheckpointError` if
-    the manifest is missing or damaged, `OSError` if the folder is missing or cannot be read."""
+    """Read the manifest in `folder`; return the checkpoint's `Files`, with no file of tensors open yet. Raises
+    `CheckpointError` if the manifest is missing or damaged, or if a package for its checksums is not installed; `OSError` if
+    the folder is missing or cannot be read."""
     mark, sizes = folder.mark(), folder.sizes()
     if MANIFEST not in sizes:
         instead = ""
@@ -87,11 +88,9 @@ def look_into(folder: Folder) -> Files:
 def steady(
     find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda result: False
 ) -> T:
-    """Return `act(find())`; `find` returns a checkpoint's folder. If `act` raises `CheckpointError` or `OSError`, or if `is_bad`
-    returns True for its result, call both again if a save replaced the checkpoint meanwhile; else raise or return that.
-
-    Raises `CheckpointError` if the checkpoint is replaced during each of `TURNS` calls.
-    """
+    """Return `act(find())`; `find` returns a checkpoint's folder. If a save replaced the checkpoint meanwhile, and `act` raised
+    `CheckpointError` or `OSError`, or `is_bad` returned True for its result, call both again. Without a replacement, raise that
+    error or return that result. Raises `CheckpointError` if the checkpoint is replaced during each of `TURNS` calls."""
     for _ in range(TURNS):
         before = place_of(find)
         try:
@@ -105,7 +104,7 @@ def steady(
 
 
 def place_of(find: Callable[[], Folder]) -> object:
-    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None without one."""
+    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None if none is there."""
     try:
         folder = find()
         mark = folder.mark()
@@ -118,7 +117,8 @@ def place_of(find: Callable[[], Folder]) -> object:
 class Read:
     """A planned read of the part `box` of the tensor `name` from `chunk`, which contains the box.
 
-    `into`: view of a local tensor to fill; None only compares checksums. `fresh`: it is new, so it may be filled before.
+    `into`: view of a local tensor to fill; None only compares checksums. `fresh`: the local tensor is new, so it may be filled
+    before all checksums are compared.
     """
 
     name: str
@@ -129,7 +129,7 @@ class Read:
     fresh: bool = False
 
     def span(self) -> tuple[int, int]:
-        """Return (start, end), the bytes of the chunk that have all rows (along dim 0) in which `box` has elements."""
+        """Return (start, end) of the bytes of the chunk that hold all rows (along dim 0) in which `box` has elements."""
         rows, shape = self.box.within(self.chunk.box), self.chunk.box.shape
         if not rows:
             return 0, self.entry.num_bytes(self.chunk.box)
@@ -137,8 +137,8 @@ class Read:
         return rows[0].start * row_bytes, rows[0].stop * row_bytes
 
     def at_once(self) -> memoryview | None:
-        """Return the memory of `into` if the whole chunk may be read into it before checksums are compared: if it is `fresh`,
-        contiguous, on the CPU, and has the saved dtype and the chunk's shape. Otherwise return None."""
+        """Return the memory of `into` if the whole chunk may be read into it before checksums are compared: if `fresh` is True,
+        and `into` is contiguous, on the CPU, and has the saved dtype and the chunk's shape. Otherwise return None."""
         into = self.into
         if into is None or not self.fresh or self.box.shape != self.chunk.box.shape:
             return None
@@ -152,7 +152,8 @@ def _takes_bytes(into: Tensor, dtype: torch.dtype) -> bool:
 def fill_part(
     into: Tensor, reader: Reader, at: int, dtype: torch.dtype, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> None:
-    """Fill `into`, of any dtype, with the slices `index` of a tensor of `shape` and `dtype` at byte `at` of `reader`."""
+    """Fill `into` with the slices `index` of a tensor of `shape` and `dtype`, which begins at byte `at` of `reader`. Elements
+    are cast to the dtype of `into`."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows = index[0] if index else slice(0, 1)
     if tuple(into.shape[1:]) == shape[1:] and _takes_bytes(into, dtype):
@@ -169,11 +170,12 @@ def fill_part(
 
 
 class Files:
-    """Reads the files of one checkpoint, each opened at its first read, until `close`: compares checksums and fills tensors."""
+    """Reads the files of one checkpoint: compares checksums and fills tensors. Each file is opened when it is first read, and
+    all are closed by `close`."""
 
     def __init__(self, folder: Folder, manifest: Manifest, *, mark: object, digest: int) -> None:
-        """`mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256, as an int64. Raises
-        `CheckpointError` if the package for the checksums is not installed."""
+        """Open no file yet. `mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256,
+        as an int64. Raises `CheckpointError` if the package for the checksums is not installed."""
         self.folder, self.manifest, self.mark, self.digest = folder, manifest, mark, digest
         self._begin_sum = running(manifest.checksum)
         self._open: dict[str, Reader] = {}

@@ -99,8 +99,9 @@ def restored(
     """Return (the state dict to load into `optimizer`, {saved name: tensor in it that is still to be filled}).
 
     A parameter keeps its current states if the saved optimizer lacks it, or if it was saved with another shape. Any other
-    parameter gets its saved states, or none if none were saved. If the saved optimizer does not fit, for example because it is of
-    another class, return the current state dict and {}. Raises `CheckpointError` if a saved state is no dict.
+    parameter gets its saved states, or none if none were saved. A group takes the options of the saved group that had its
+    parameters, unless several had them. If the saved optimizer does not fit, for example because it is of another class, return
+    the current state dict and {}. Raises `CheckpointError` if a saved state is no dict.
     """
     tensors: dict[str, Tensor] = {}
     low_bit = [part.param_groups for part in parts_of(optimizer) if isinstance(part, LowBitStates)]
@@ -135,7 +136,8 @@ def restored(
 
 
 def _fitting(name: str, entry: TensorEntry, param: Tensor | None, present: Tensor | None, has_blocks: bool) -> Tensor:
-    """Return the tensor to fill from `entry`: the optimizer's `present` one if its shape and dtype fit, else a new one.
+    """Return the tensor to fill from `entry`: the optimizer's `present` one if its shape and dtype fit and it is a DTensor
+    exactly if a new one would be; else a new one.
 
     A step count is plain, on the CPU. Any other new tensor with the shape of `param` is sharded like `param`. One of another
     shape is plain, on the CPU, if it was saved plain or `param` is no DTensor. Otherwise it is a DTensor on the mesh of `param`:

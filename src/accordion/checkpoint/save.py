@@ -47,9 +47,10 @@ def save(
 ) -> Saving:
     """Write a checkpoint of `model` and `optimizer` that any number of ranks can load; return a handle with `wait()`.
 
-    Collective. The checkpoint appears complete or not at all. Raises `CheckpointError` on every rank if one of them failed, and,
-    before anything is written, if models, optimizers, options or states that must be equal differ between ranks;
-    `DivergenceError` if replicas of a shard differ. A background save is waited for first, and its error raised.
+    Collective. The checkpoint appears complete or not at all. An earlier background save of this model is waited for first, and
+    its error raised. Raises `CheckpointError` on every rank if one of them failed, and, before anything is written, if models,
+    optimizers, options or states that must be equal differ between ranks; `DivergenceError` if replicas of a shard differ;
+    `UsageError` inside `full_params`.
 
     Args:
         path: folder to create, on storage that all ranks share; replaces an older checkpoint of that name. Or a URL for fsspec,
@@ -120,7 +121,8 @@ class SaveJob:
     keep: int
 
     def run(self, agree: Callable[[Callable[[], object]], object], host: memoryview | None = None) -> None:
-        """Write the checkpoint, then remove older ones as `keep` says. Collective. If it fails, remove the files and raise.
+        """Write the checkpoint, then remove older ones as `keep` says. Collective. If writing fails, remove what was written
+        and raise the error.
 
         `agree`: calls a function on each rank and raises on all ranks if one fails, as `Team.agree` does. `host`: the bytes of
         this rank's parts in host memory; None reads them from their devices.

@@ -57,7 +57,7 @@ def opened(path: Path) -> BinaryIO:
 
 @contextmanager
 def named(what: str) -> Iterator[None]:
-    """Context manager that turns any exception, as forged files cause, into a `CheckpointError` that begins with `what`."""
+    """Context manager that turns any exception of its body into a `CheckpointError` whose message begins with `what`."""
     try:
         yield
     except CheckpointError as error:
@@ -73,7 +73,7 @@ def named(what: str) -> Iterator[None]:
 
 
 def check_quantised(config: Mapping[str, Any], source: str, names: Iterable[str] = ()) -> None:
-    """Raise `UsageError`, with `source`, if the config.json `config` or the tensor names `names` are of quantised weights."""
+    """Raise `UsageError`, naming `source`, if `config` (its config.json) or the tensors' `names` are of quantised weights."""
     settings = next((config[key] for key in ("quantization_config", "compression_config") if config.get(key)), None)
     scale = next((name for name in names if QUANTISED.search(name)), None)
     if settings is None and scale is None:
@@ -128,8 +128,9 @@ def stored_in(head: bytes, start: int) -> list[StoredTensor]:
 def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
     """Return {name: (path of its file, tensor)} for a folder of safetensors as transformers writes it; read headers alone.
 
-    Reads `model.safetensors` if there is one, else the files that the index names. Raises `CheckpointError` if there is neither,
-    if the index or a header is damaged, if a tensor in the index is not in its file, or if one without an entry is in two files.
+    Reads `model.safetensors` if there is one, else the files that the index names. Raises `CheckpointError` if there is
+    neither, if the index or a header is damaged, if a tensor in the index is not in its file, or if a tensor that the index
+    lacks is in two files.
     """
     if (folder / HF_SINGLE).exists() and not (folder / HF_SINGLE).is_dir():
         return read_files(folder, [HF_SINGLE], {})

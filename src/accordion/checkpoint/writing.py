@@ -43,7 +43,8 @@ class WritePart:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The layout of one rank's file: the header `head`, the `parts`, and JSON of `sums_bytes` with their checksums of `kind`."""
+    """The layout of one rank's file: the header `head`, the `parts`, and last JSON with the checksums of the parts, which are
+    of `kind`. `sums_bytes`: length of the JSON."""
 
     head: bytes
     parts: tuple[WritePart, ...]
@@ -122,8 +123,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def described(form: Manifest, folder: Folder) -> Manifest:
-    """Return the manifest `form` with files and chunks filled in, from the headers and checksums of the safetensors files in
-    `folder`. Raises `CheckpointError` if the chunks do not make up the tensors in `form`, or if `folder` is gone."""
+    """Return the manifest `form` with files, chunks and tensors of single ranks added, from headers and checksums of the files
+    in `folder`. Raises `CheckpointError` if the chunks do not make up the tensors in `form`, or if `folder` is gone."""
     files: dict[str, File] = {}
     chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
     of_ranks: dict[str, TensorEntry] = {}

@@ -86,13 +86,14 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[Finding]:
-    """Return the findings about torch's version, `devices`, and the disk of `options.dir`. `num_local`: ranks on this machine."""
+    """Return the findings on torch, `devices` and the disk of `options.dir`. `num_local`: number of ranks on this machine."""
     return [torch_version(), *devices_findings(devices, num_local), *disk(Path(options.dir))]
 
 
 def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions) -> None:
-    """Examine the ranks of a job of torchrun or srun, as its rank `place`, and the machine if it is the first one there. Creates
-    and destroys a process group. Collective. Rank 0 prints all findings, and raises `SystemExit(1)` if one is a problem."""
+    """Examine the ranks of a job of torchrun or srun, as its rank `place`; on the first rank of each machine also the machine.
+    Creates and destroys a process group. Collective. Rank 0 prints the findings of all ranks, and raises `SystemExit(1)` if one
+    is a problem."""
     answers = PrefixStore("accordion/doctor", store)
     findings = _machine(devices, place.local_world, options) if place.local_rank == 0 else []
     entries = [asdict(replace(finding, where=socket.gethostname())) for finding in findings]
@@ -152,9 +153,9 @@ def examined(run_dir: Path) -> list[Finding]:
 
 
 def _absent(failures: Sequence[Failure], places: Mapping[int, str]) -> list[int]:
-    """Return the ranks for which the others waited: the one rank that most `failures` name as their cause. If they name none,
-    return the ranks without a failure, except those in the same place as a rank with one: they waited too, and were ended before
-    they could write a failure. `places`: rank -> text on what the rank did."""
+    """Return the ranks for which the others waited: the one rank that most `failures` name as their cause. If no failure names
+    a cause, return the ranks that wrote no failure, except those in the same place as one that did: they waited too, and were
+    ended before they could write a failure. `places`: rank -> text on what the rank did."""
     causes = Counter(failure.caused_by for failure in failures if failure.caused_by is not None)
     if causes:
         return [causes.most_common(1)[0][0]]

@@ -25,8 +25,8 @@ LITTLE_BYTES, LEAST_BYTES = 20 * GIB, GIB
 
 
 def devices_findings(chosen: Devices, num_ranks: int, dev: Path = Path("/dev")) -> list[Finding]:
-    """Return one finding about the accelerators of this machine, one about the free memory of each device in `chosen`, those of
-    the ranks, and one about cores. `num_ranks`: ranks on this machine. `dev`: the folder with device files."""
+    """Return a finding about the accelerators of this machine, one about the free memory of each device in `chosen`, and one
+    about cores. `chosen`: devices of the ranks. `num_ranks`: ranks on this machine. `dev`: the folder with device files."""
     findings = [_accelerators(devices_here(), dev)]
     for index in range(chosen.count):
         free, total = torch.accelerator.get_memory_info(chosen.at(index))

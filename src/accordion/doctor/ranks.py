@@ -44,18 +44,19 @@ def start(seat: Seat) -> RankExam:
 
 
 class RankExam:
-    """One rank's side of the test of messages, `gathers`, in the default process group. `num_local`: number of ranks on this
-    machine; if above 1 and equal on all machines, an all-to-all between these ranks is timed too."""
+    """One rank's side of the test of messages, `gathers`, which all ranks of the default process group run together.
+    `num_local`: number of ranks on this machine. If it is above 1 and equal on all machines, an all-to-all between the ranks of
+    each machine is timed too."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device, num_local: int) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
         self._num_local = num_local
 
     def gathers(self) -> Answer:
-        """Run an all-gather several times, test its values and time it. Collective. Returns a dict: "host": name of this machine,
-        "torch": its version, "right": True if first and last values of all shards are, "gather_bytes": received by this rank, and
-        "gather_s": of the fastest run; with an all-to-all, also "num_near": number of its ranks, "exchange_bytes" and
-        "exchange_s". If a test raises an exception, returns {"error": its text} instead."""
+        """Run an all-gather several times, test its values and time it. Collective. Returns a dict: "host": name of this
+        machine, "torch": version of torch, "right": True if the first and last values of all shards are right, "gather_bytes":
+        bytes that this rank receives, "gather_s": seconds of the fastest run. With an all-to-all, also "num_near": number of
+        its ranks, "exchange_bytes" and "exchange_s". If anything raises an exception, returns {"error": its text} instead."""
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks
@@ -118,7 +119,7 @@ def _gather(link: Communicator, full: Tensor, shard: Tensor) -> None:
 
 
 def no_group(error: str) -> Finding:
-    """Return the problem to report if ranks form no process group, or one of them fails. `error`: the text of its error."""
+    """Return the problem to report if ranks form no process group, or one of them fails. `error`: the text of that failure."""
     return Finding(
         check="ranks.group",
         severity="problem",
@@ -130,8 +131,9 @@ def no_group(error: str) -> Finding:
 
 
 def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
-    """Return the findings on the process group, on the values of the all-gather, and with several ranks on rates. `answers`:
-    results of `RankExam.gathers`, in rank order. If a rank failed, return only `no_group` with its error."""
+    """Return the findings on the process group, on the values of the all-gather, and with several ranks on the rates of the
+    all-gather and, if it was timed, the all-to-all. `answers`: results of `RankExam.gathers`, in rank order. If a rank failed,
+    return only `no_group` with the error of the first one that did."""
     errors = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         return [no_group(f"{_ranks(errors)} failed: {answers[errors[0]]['error']}")]

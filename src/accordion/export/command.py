@@ -80,8 +80,9 @@ def run(words: list[str]) -> int:
 
 
 def export(options: ExportOptions) -> tuple[list[str], list[str]]:
-    """Write the model as `options` say, or nothing; return (paths of files, what was left out). Raises `UsageError` for wrong
-    options or input, `CheckpointError` for a damaged source, and `OSError` if a file cannot be read or written."""
+    """Write the model as `options` say; return (paths of the written files, texts on what was left out). An error leaves no
+    files. Raises `UsageError` for wrong options or input, `CheckpointError` for a damaged source, and `OSError` if a file
+    cannot be read or written."""
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {options.dtype} is no floating-point dtype; take F32, BF16 or F16.")
@@ -114,8 +115,8 @@ def export(options: ExportOptions) -> tuple[list[str], list[str]]:
 
 
 def _form_of(options: ExportOptions) -> str:
-    """Return `options.format`, or if that is None, "safetensors" if TARGET ends so, else "hf". Raises `UsageError` if TARGET ends
-    in .onnx, or in .safetensors if the format is another, or if packages for "onnx" are not installed."""
+    """Return the format: `options.format`, or if that is None, "safetensors" if TARGET ends so, else "hf". Raises `UsageError`
+    if TARGET ends in .onnx, or in .safetensors and the format is another, or if packages for "onnx" are not installed."""
     suffix = Path(options.target).suffix.lower()
     form = options.format or ("safetensors" if suffix == ".safetensors" else "hf")
     if suffix == ".onnx" or (suffix == ".safetensors" and form != "safetensors"):
@@ -175,7 +176,7 @@ def _hf(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str
 
 
 def _peft(stored: StoredModel, draft: Path, dtype: torch.dtype | None) -> list[str]:
-    """Write the adapter of `stored`, its configuration with the path of the base, and the tokenizer to the folder `draft`; return
+    """Write the adapter of `stored`, its configuration with the path of the base, and a tokenizer to the folder `draft`; return
     the file names. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises `UsageError` without an adapter."""
     if stored.adapter is None:
         raise UsageError(f"--format peft takes an adapter, and SOURCE {str(stored)!r} has none; take --format hf.")

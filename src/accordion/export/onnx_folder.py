@@ -36,7 +36,8 @@ class LogitsAlone(nn.Module):
 def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]:
     """Write the graph of `model` to `path`, and its weights `tensors` to a file next to it, named PATH.data. Return both names.
     The graph takes `input_ids` and `attention_mask`, and returns `logits`. `model`: on meta, in the dtype of `tensors`; fake
-    tensors replace its weights. Raises `UsageError` if torch cannot trace it, or if a tensor of the graph is missing."""
+    tensors replace its weights. Raises `UsageError` if torch cannot trace it, if a tensor of the graph is missing, or a buffer
+    cannot be computed."""
     import onnx_ir
 
     buffers = computed_buffers(model)
@@ -108,8 +109,8 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Compute the buffers of `model` that no state dict has, by transformers' own code; return {name: buffer on the host}. Copies
-    replace those in `model`. Raises `UsageError` if that code leaves an element of a buffer as it was."""
+    """Compute the buffers of `model` that no state dict has, by transformers' own code; return {name: buffer on the host}.
+    Replaces those in `model` by equal ones. Raises `UsageError` if that code leaves an element of a buffer as it was."""
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     owners = {
         f"{prefix}.{key}".lstrip("."): module
@@ -128,8 +129,8 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _computed(model: nn.Module, owners: Mapping[str, nn.Module], start: int) -> dict[str, Tensor]:
-    """Replace the buffers `owners` (name -> module) by CPU tensors filled with `start`, let `model` initialise those of the
-    modules that have no parameters, and return {name: buffer} afterwards."""
+    """Replace the buffers `owners` (name -> its module) by CPU tensors filled with `start`, let `model` initialise the modules
+    among them that have no parameters of their own, and return {name: buffer} afterwards."""
     for name, module in owners.items():
         key = name.rpartition(".")[2]
         buffer = module._buffers[key]

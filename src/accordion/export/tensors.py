@@ -39,9 +39,9 @@ class NamedTensors:
 
 @contextmanager
 def tensors_of(stored: StoredModel, dtype: torch.dtype | None) -> Iterator[NamedTensors]:
-    """Context manager that yields the tensors of a stored model, to be read in its body; an adapter is merged into them then.
-    `dtype`: that of floating-point tensors; None keeps theirs. Raises `CheckpointError` if the source is damaged or of another
-    model, `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be merged."""
+    """Context manager that yields the tensors of a stored model, which can be read in its body. An adapter is merged into them
+    as they are read. `dtype`: dtype of floating-point tensors; None keeps theirs. Raises `CheckpointError` if the source is
+    damaged or of another model, `UsageError` if it is quantised, its tied tensors differ, or its adapter cannot be merged."""
     with _as_stored(stored) as tensors:
         if stored.adapter is not None:
             tensors = merged(stored, tensors)
@@ -87,11 +87,11 @@ def folder_sources(folder: Path, dtype: torch.dtype | None) -> list[TensorSource
 
 
 def merged(stored: StoredModel, base: NamedTensors) -> NamedTensors:
-    """Return the tensors of `stored` with its adapter, read now, merged into those of its `base` as each is read.
+    """Return the tensors `base` of `stored`, each merged with the adapter when it is read. Reads the adapter now.
 
     If the base was quantised in training, its weights are quantised and dequantised again before the adapter is added. Tied
     tensors of which the adapter changes one become separate tensors, as in the adapted model. Needs host memory for the adapter
-    and three tensors of one layer. Raises `UsageError` if it cannot be merged, `CheckpointError` if it is damaged.
+    and three tensors of one layer. Raises `UsageError` if the adapter cannot be merged, `CheckpointError` if it is damaged.
     """
     whole: Any = meta_model(stored)
     config = next(iter(whole.peft_config.values()))
@@ -161,8 +161,8 @@ def _rounded(layer: FourBitLinear, read: Callable[[], Tensor]) -> Tensor:
 
 
 def _load(whole: Any, stored: StoredModel) -> None:
-    """Load the adapter of `stored` into the PEFT model `whole`; the base stays on meta. Raises `UsageError` if the weights
-    cannot be read or some are missing, and `CheckpointError` if their file is damaged."""
+    """Load the adapter of `stored` into the PEFT model `whole`: its tensors move from meta to the CPU, the base stays on meta.
+    Raises `UsageError` if the weights cannot be read or some are missing, and `CheckpointError` if their file is damaged."""
     from peft import set_peft_model_state_dict
 
     assert stored.adapter is not None

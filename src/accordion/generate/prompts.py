@@ -61,8 +61,8 @@ def positions_of(config: Any) -> int | None:
 
 
 def num_new(options: GenerateOptions, prompts: Sequence[Prompt], config: Any) -> int:
-    """Return how many tokens to generate at most for each prompt: `options.max_new_tokens`. If that is None, 128, or fewer if the
-    longest prompt leaves fewer of the model's positions. `config`: configuration of the model."""
+    """Return the largest number of tokens to generate for each prompt: `options.max_new_tokens`. If that is None, 128, or fewer
+    if the longest prompt leaves fewer of the model's positions. `config`: configuration of the model."""
     if options.max_new_tokens is not None:
         return options.max_new_tokens
     longest = positions_of(config)

@@ -82,8 +82,8 @@ def generate(
 
 
 def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) -> int:
-    """Estimate the bytes of all unsharded parameters on one rank, with its shards and the cache of keys and values of `batch`
-    sequences of `num_tokens`. `model`: on any device, in the dtype of the computation."""
+    """Estimate the bytes that one rank needs to keep all unsharded parameters, its shards, and the cache of keys and values of
+    `batch` sequences of `num_tokens` tokens each. `model`: on any device, in the dtype of the computation."""
     config: Any = model.config
     weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
     words = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -96,8 +96,8 @@ def full_bytes(model: nn.Module, num_ranks: int, num_tokens: int, batch: int) ->
 
 
 def free_bytes(device: torch.device, num_ranks: int) -> int:
-    """Return the free memory of an accelerator in bytes. For the CPU, return 1 / `num_ranks` (ranks on this host) of what the
-    system or the control group has available, whichever is less; 0 if that is unknown."""
+    """Return the free memory of an accelerator in bytes. For the CPU, return the bytes that the system or the control group has
+    available, whichever are fewer, divided by `num_ranks` (ranks on this host); 0 if unknown."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[0])
     free = []
@@ -145,8 +145,9 @@ class WrittenText:
 
 
 class TextWriter:
-    """Generates text with a model of transformers. The constructor replaces the model's `generation_config`. If each call of the
-    model gathers its units, create `CommonSteps` before the first `write`, so that all ranks call the model equally often."""
+    """Generates text with a model of transformers. The constructor replaces the model's `generation_config`. If each call of
+    the model all-gathers parameters, create `CommonSteps` before the first `write`, so that all ranks call the model equally
+    often."""
 
     def __init__(
         self, model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions, device: torch.device
@@ -180,7 +181,8 @@ class TextWriter:
 
 
 def settings_of(model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions) -> Any:
-    """Return the `GenerationConfig`: tokens of the stored or the model's settings and the tokenizer, sampling of `options`."""
+    """Return the `GenerationConfig`: end, padding and first tokens from the settings in `stored` (if it has none, those of
+    `model`) and from the tokenizer, sampling and number of tokens from `options`."""
     from transformers import GenerationConfig
 
     base: Any = getattr(model, "generation_config", None)
@@ -202,7 +204,8 @@ def settings_of(model: nn.Module, tokenizer: Any, stored: StoredModel, options: 
 
 
 class Printer:
-    """Sends a rank's answers to the job's store. The rank that `speaks` prints all answers, in the order of the prompts."""
+    """Sends a rank's answers to the job's store. The rank that `speaks` prints all answers, in the order of the prompts; the
+    others are silent."""
 
     def __init__(
         self, prompts: Sequence[Prompt], store: Store, tokenizer: Any, options: GenerateOptions, *, speaks: bool
@@ -240,7 +243,7 @@ class Printer:
             self._num_tokens += answer.num_tokens
 
     def end(self, how: str) -> None:
-        """Wait for the answers of all ranks and print them, then speed and `how` to stderr. Does nothing on a silent rank."""
+        """Wait for all answers and print them, then print speed and the text `how` to stderr. Does nothing on a silent rank."""
         if not self._speaks:
             return
         while self._num_shown < len(self._prompts):

@@ -27,7 +27,7 @@ STILL = "still"  # name of the backend of a `StillGroup`
 
 
 class BenchError(AccordionError):
-    """A contender, a program that a benchmark compares with others, failed or did not answer, or its losses differ too much."""
+    """A contender (a program that a benchmark compares with others) failed or did not answer, or its losses differ too much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +163,8 @@ def _serve(
 ) -> None:
     """Run a rank process: join the group, call `make`, then call the methods of its result that the parent names through
     `conn`. Send back (True, result) or (False, error as text) for each call; the first answer, for `make`, has the result None.
-    Never returns: ends the process when the parent closes its end of `conn`. `environ`: variables to set in `os.environ` at
-    first."""
+    Never returns: ends the process when the parent closes its end of `conn`. `environ`: added to `os.environ` first, as are
+    RANK, LOCAL_RANK and WORLD_SIZE."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills the ranks
     as_torchrun = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.num_ranks}
     os.environ.update({key: str(value) for key, value in as_torchrun.items()} | environ)  # DeepSpeed needs them

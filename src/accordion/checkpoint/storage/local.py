@@ -17,7 +17,8 @@ from accordion.errors import CheckpointError
 class Local:
     """A folder in a file system, with the files of one checkpoint or with several checkpoints as folders.
 
-    The one that `begin` returns owns the `lock` on the name `target` until `commit`, which renames it to `target`, or `discard`.
+    The `Local` that `begin` returns owns the `lock` on the name of the checkpoint `target` until `commit`, which renames the
+    folder to `target`, or `discard`.
     """
 
     def __init__(self, path: Path, target: Path | None = None, lock: claims.NameLock | None = None) -> None:
@@ -71,12 +72,13 @@ class Local:
         return stat.st_dev, stat.st_ino, stat.st_mtime_ns
 
     def replaced(self) -> Local | None:
-        """Return the hidden folder with the older checkpoint that a save, running or killed, replaces; None if there is none."""
+        """Return the hidden folder with the older checkpoint that a save, running or killed, replaces; None without one."""
         old = Local(claims.hidden(self.path, "old"))
         return old if old.mark() else None
 
     def begin(self, save: str) -> Local:
-        """Lock this name, remove leftovers of killed saves, and return a new hidden folder, empty, for a checkpoint of this name.
+        """Lock this folder's name, remove leftovers of killed saves, and return a new hidden folder for a checkpoint of that
+        name.
 
         Missing parent folders are created. An older checkpoint that a killed save has renamed gets its name back. Raises
         `CheckpointError` if anything but a checkpoint or an empty folder has the name, or if another job is saving under it.

@@ -17,8 +17,8 @@ STALE_S = 900.0  # age of `SAVING` at which a job on another machine is consider
 
 
 class Remote:
-    """A folder of remote storage, with the methods of `Local` except `replaced`. Files appear when complete; the manifest makes a
-    checkpoint. A save writes into this folder itself, and never replaces a checkpoint: then `begin` raises `CheckpointError`."""
+    """A folder of remote storage, with the methods of `Local` except `replaced`. Files appear when complete; the manifest makes
+    a checkpoint. A save writes into this folder itself; if it has a checkpoint, `begin` raises `CheckpointError`."""
 
     def __init__(self, storage: Any, path: str, protocol: str) -> None:
         self._storage, self._path, self._protocol = storage, path.rstrip("/"), protocol
@@ -26,7 +26,8 @@ class Remote:
 
     @classmethod
     def at(cls, url: str) -> Remote:
-        """Return the folder of `url`. Raises `UsageError` if fsspec or a package is missing, or it knows no such URL."""
+        """Return the folder of `url`. Raises `UsageError` if fsspec or its package for this storage is not installed, or if
+        fsspec does not know such a URL."""
         try:
             from fsspec.core import url_to_fs
         except ImportError:
@@ -73,8 +74,9 @@ class Remote:
         return 0  # checkpoints on remote storage are never replaced
 
     def begin(self, save: str) -> Remote:
-        """Create this folder, mark it as being saved by this job, remove files of a killed save, and return it. Raises
-        `CheckpointError` if it has a checkpoint or other files, or if another job that may still run is saving here."""
+        """Create this folder, mark it as being saved by this job, remove the safetensors files that a killed save left, and
+        return it. Raises `CheckpointError` if it has a checkpoint or files that are not safetensors, or if another job that may
+        still run is saving here."""
         try:
             sizes = self.sizes()
         except FileNotFoundError:
