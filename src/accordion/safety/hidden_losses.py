@@ -31,8 +31,9 @@ class HiddenLosses(Observer):
         self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """Install a hook on the tensors that autograd saves in the forward of `call`, unless it is a dummy call or has no
-        backward, its unit's first backward needed no hook, or a hook of other code is installed."""
+        """Install a hook on tensors that autograd saves in the forward of `call`. If a backward reads a full parameter among
+        them, it begins the backward of `call`. Not for a dummy call, without a backward, inside saved-tensor hooks of other
+        code, nor if the unit's first backward needed no hook and `call` needs full parameters in its backward."""
         if self._begins_at_reads.get(call.unit.index) is False and call.needs_full_in_backward:
             return
         if call.is_dummy or not call.may_come_back:
@@ -73,5 +74,5 @@ class HiddenLosses(Observer):
 
 
 def unpack(saved: Any) -> Tensor:
-    """Unpack hook: return the tensor saved as `saved`. A full parameter is a `partial`, which begins its call's backward."""
+    """Unpack hook: return the tensor saved as `saved`. For a full parameter, a `partial`, first begin its call's backward."""
     return cast(Tensor, saved() if isinstance(saved, partial) else saved)
