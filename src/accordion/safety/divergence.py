@@ -60,11 +60,12 @@ class _Wait:
 class DivergenceMonitor(Observer):
     """Observer that reports to the other ranks what this rank does, and raises `DivergenceError` if ranks diverge.
 
-    Reports go over a `Hub`, not in collectives; in the common case nothing is sent. A rank that leaves the order of its last
-    pass opens a meeting, a barrier with reports. The others, which wait in their next collective, see that and join, and
-    `OrderAgreement` decides what to do. In other waits, each rank posts (sends to all others) after `REPORT_AFTER_S` what it
-    waits for; if all ranks wait and none can continue, each raises an error with all posts. On NCCL the host does not wait in
-    collectives and sees no meeting: ranks that left the order raise after `LOST_S`, or the job's timeout if that is shorter.
+    Reports go over a `Hub` (TCP connections), not in collectives; in the common case nothing is sent. A rank that leaves the
+    order of its last pass opens a meeting, a barrier with reports. The others, which wait in their next collective, see that
+    and join, and `OrderAgreement` decides what to do. In other waits, each rank posts (sends to all others) after
+    `REPORT_AFTER_S` what it waits for; if all ranks wait and none can continue, each raises an error with all posts. On NCCL
+    the host does not wait in collectives and sees no meeting: ranks that left the order raise after `LOST_S`, or the job's
+    timeout if that is shorter.
     """
 
     def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:

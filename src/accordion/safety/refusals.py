@@ -74,7 +74,7 @@ def guard(hooks: Hooks) -> None:
 
 
 def unguard(hooks: Hooks, modules: Iterable[nn.Module]) -> None:
-    """Undo `guard` for one unit. `modules`: the modules to which `hooks` were attached; they may have been detached by now."""
+    """Undo `guard` for one unit. `modules`: those to which `hooks` were attached; the hooks may have been detached by now."""
     for module in modules:
         for name in ("__deepcopy__", "__reduce_ex__", _torch.DDP_LEAVES_OUT):
             module.__dict__.pop(name, None)
@@ -122,9 +122,9 @@ def _refusing(of: weakref.ref[nn.Module], method: Any, why: str, by: weakref.ref
 
 
 def _guard_forward(module: nn.Module, engine: Engine) -> None:
-    """Replace the forward of the model `module` by one that handles errors which hooks do not see. After a KeyboardInterrupt
-    torch runs no hooks, so it resets `engine`. If a forward reads a weight outside of its unit, which is a shard there, it
-    replaces torch's error about mixed tensors by a `UsageError` that names the unit."""
+    """Replace the forward of the model `module` by one that handles errors which hooks do not see. torch runs no hooks after a
+    KeyboardInterrupt, so the new forward resets `engine`. If a forward reads a weight outside of its unit, which is a shard
+    there, the new forward raises a `UsageError` that names the unit, in place of torch's error about mixed tensors."""
     original, function, reference = module.__dict__.get("forward"), type(module).forward, weakref.ref(module)
 
     @wraps(function)

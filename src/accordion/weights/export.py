@@ -1,4 +1,4 @@
-"""Saves and loads folders of transformers and PEFT for a sharded model; full tensors are gathered one at a time."""
+"""Saves and loads folders in the formats of transformers and PEFT for a sharded model."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class FourBitLinear(nn.Linear):
         return rows.view(-1, BLOCK // 2), state.absmax.view(-1, 1)
 
     def scales(self, absmax: Tensor) -> dict[str, Tensor]:
-        """Return name -> uint8 value of `absmax` and, if double, `nested`, from all blocks' scales, (blocks, 1) float32."""
+        """Return the parameters (name -> uint8 value) that store the float32 scales `absmax`, (blocks, 1), of all blocks."""
         from bitsandbytes.functional import quantize_blockwise
 
         if not self.is_double:

@@ -44,8 +44,8 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
     contiguous, in the dtype of their shards. Meta buffers are computed by `init` or by their modules. Memory beyond the shards
     is one full parameter and what `init` needs. Collective.
 
-    Raises `UsageError` if an adapter cannot be reset, or if, at the end, a buffer or, without `init`, a parameter has no value.
-    Raises `DivergenceError` on every rank if the ranks' random generators differ before or after the initialisation.
+    Raises `UsageError` if, at the end, a buffer has no value, or, without `init`, if a parameter has none or an adapter cannot
+    be reset. Raises `DivergenceError` on every rank if the ranks' random generators differ before or after the initialisation.
     """
     engine = sharded_engine(model, "initialise")
     if init is None:
@@ -95,7 +95,7 @@ class Buffer:
 
 
 class Buffers:
-    """Registers an empty tensor in place of each meta buffer of `model`, and records which of these tensors have a value."""
+    """Registers an uninitialised tensor in place of each meta buffer of `model`, and records which of them have got a value."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model, self._engine = model, engine
@@ -225,7 +225,8 @@ def _reset(
     """Reset a module and its submodules, children first; but a model of transformers initialises itself before its children.
 
     `configs`: adapter name -> config. `only`: modules to reset, None for all; any other is skipped with its submodules.
-    `families`: initialise models of transformers too. `known`: packages of modules that an enclosing model has initialised.
+    `families`: initialise models of transformers too. `known`: packages whose modules are skipped, since an enclosing model of
+    transformers has initialised them.
     """
     if only is not None and module not in only:
         return

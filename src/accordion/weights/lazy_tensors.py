@@ -96,7 +96,8 @@ class Rows:
 
 
 def rows_of_folder(folder: Path) -> dict[str, Rows]:
-    """Return name -> lazy tensor of a safetensors folder. Reads headers only; raises `CheckpointError` if they are damaged."""
+    """Return name -> lazy tensor of a safetensors folder. Reads only headers and the index. Raises `CheckpointError` if one of
+    them is missing or damaged."""
     tensors = read_folder(folder)
     return {
         key: Rows(torch.Size(stored.shape), DTYPES[stored.dtype], partial(_read, path, stored))

@@ -1,4 +1,4 @@
-"""The tensors of a stream of weights, under the names that `from_pretrained` expects, and with adapters of PEFT merged."""
+"""The tensors of a stream of weights, under the names that `from_pretrained` expects; merges adapters of PEFT if asked to."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ class Full:
 
 
 class Fulls(_torch.DispatchMode):
-    """Dispatch mode that gives memory to the full tensors, added by `replace`, that an operator uses, filled from the shards if
-    the operator reads them (collective). First it writes full tensors of earlier operators to the shards and frees their
-    memory."""
+    """Dispatch mode that gives memory to full tensors while an operator uses them. `replace` registers full tensors. Before an
+    operator runs, those among its arguments get memory, filled from the shards if the operator reads them (collective). Those
+    of earlier operators are written to the shards and freed."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
