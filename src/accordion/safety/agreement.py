@@ -2,8 +2,8 @@
 
 A unit is a module whose parameters are gathered and reduced together. A dummy call gathers the unit with the other ranks,
 computes nothing, and leaves an autograd node, so that the backward reduces zeros for this rank. A forward that repeats the last
-one of its kind (with or without gradients, under `no_sync` or not) costs nothing. Ranks exchange messages about each step of
-the first forward of a kind, and of every forward after they have diverged once.
+one of its kind (with or without gradients, under `no_sync` or not) sends no messages. Ranks exchange messages about each step
+of the first forward of a kind, and of every forward after they have diverged once.
 """
 
 from __future__ import annotations
@@ -47,25 +47,26 @@ class UnitCall(NamedTuple):
 
 
 class CatchUp(NamedTuple):
-    """Decision that the ranks that are behind catch up first. Without messages, they take the steps that the last forward of this
-    kind took, until they have done `num_done` steps of forward number `root`, as the other ranks have."""
+    """Decision that the ranks that are behind catch up first. Without messages, they repeat the steps of the last forward of
+    this kind, until they have done `num_done` steps of forward number `root`, as the other ranks have."""
 
     root: int
     num_done: int | None  # None: to the end
 
     def is_for(self, report: Mapping[str, Any]) -> bool:
-        """Return True if the rank that gave `report`, one of the reports for `choose`, is behind."""
+        """Return True if the rank that sent `report`, one of the reports for `choose`, is behind."""
         num_done = report["num_done"] if report["root"] == self.root else None
         return num_done is not None and (self.num_done is None or num_done < self.num_done)
 
 
 def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
-    """Return the step that all ranks take next. Return a `CatchUp` if some ranks are behind, or may be, and None if dummy calls
-    cannot bring the ranks together.
+    """Return the step that all ranks take next; a `CatchUp` if some ranks are behind, or may be; or None if dummy calls cannot
+    bring the ranks together.
 
-    Steps inside a call come before steps after it; ties are broken by the unit's position in the model. `reports`: one per rank,
-    with `step` (fields of its next `UnitCall`, or None), `root` (number of its forward), `num_done` (number of steps taken in
-    that forward, None after its end), and `must` (only if the rank next does something without a dummy call, such as a backward).
+    Steps inside a call come before steps after it; ties are broken by the unit's position in the model. `reports`: one per
+    rank, with `step` (fields of its next `UnitCall`, or None), `root` (number of its forward), `num_done` (number of steps
+    taken in that forward, None after its end), and `must` (only if the rank next does what has no dummy call, such as a
+    backward).
     """
     reports = list(reports)
     at = [report for report in reports if report["step"] is not None]
@@ -89,8 +90,9 @@ def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
 
 
 class OrderAgreement(Observer):
-    """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips. `hooks`:
-    one per unit. `always`: ranks agree on each step (`debug="order"`); set to True once ranks have called different units."""
+    """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips.
+    `hooks`: one per unit. `always`: ranks agree on each step, even if it repeats the last forward (`debug="order"`). It is set
+    to True once ranks have called different units."""
 
     def __init__(
         self, engine: Engine, hooks: Sequence[Hooks], monitor: DivergenceMonitor, *, always: bool = False
@@ -158,7 +160,8 @@ class OrderAgreement(Observer):
             self.must("begins a backward")
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
-        """Unless the last backward used `unit` at this point too, and always with `debug="order"`, wait as `must` does."""
+        """Wait until all ranks are about to use `unit` in their backward, and raise `DivergenceError` if a rank will not.
+        Without `debug="order"`, does nothing if the last backward used `unit` at this point too."""
         if not self._expected.note(BACKWARD, (unit.index, unit.trained.indices)) or self._at_once:
             self.must(f"enters unit {unit.index} ({unit.name or 'root'}) in its backward")
 
@@ -208,8 +211,9 @@ class OrderAgreement(Observer):
             self._expected.note(FORWARD, step)
 
     def _next(self, step: UnitCall, what: str) -> UnitCall:
-        """Return the step that all ranks take next: `step`, or one for which this rank makes a dummy call. Exchanges reports,
-        unless this rank repeats steps that others have done. Raises `DivergenceError` if ranks cannot be brought together."""
+        """Return the step that all ranks take next: `step`, or one for which this rank makes a dummy call. Exchanges reports
+        with other ranks, except while this rank repeats steps that they have done. Raises `DivergenceError` if dummy calls
+        cannot bring ranks together."""
         while True:
             following: Any = self._expected.following(FORWARD)
             if self._num_to_follow and following is not None:
@@ -227,7 +231,8 @@ class OrderAgreement(Observer):
                 return chosen
 
     def must(self, what: str) -> None:
-        """Wait for other ranks, if any, until all are about to do `what`. Raises `DivergenceError` if a rank will not do it."""
+        """Wait for the other ranks, if any, until all are about to do `what`. Raises `DivergenceError` if a rank will not do
+        it."""
         while reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()}):
             if all(r.get("must") == what for r in reports.values()):
                 # One rank may have run silent forwards alone, so numbers may differ.
@@ -248,7 +253,7 @@ class OrderAgreement(Observer):
 
     def _decide(self, reports: Mapping[int, Mapping[str, Any]]) -> UnitCall | None:
         """Return the step that all ranks take next, or None if some ranks must catch up first, maybe this one. The first time
-        that ranks diverge, set `always` and log a warning. Raises `DivergenceError` if dummy calls cannot bring them together."""
+        that ranks diverge, set `always` and log a warning. Raises `DivergenceError` if dummy calls cannot help."""
         outcome = choose(reports.values())
         if outcome is None:
             self._monitor.fail_diverged(reports)

@@ -60,16 +60,17 @@ class _Wait:
 class DivergenceMonitor(Observer):
     """Observer that reports to the other ranks what this rank does, and raises `DivergenceError` if ranks diverge.
 
-    Reports go over a `Hub`, not in collectives; in the common case nothing is sent. A rank that leaves the order of its last
-    pass opens a meeting, a barrier with reports. The others, which wait in their next collective, see that and join, and
-    `OrderAgreement` decides what to do. In other waits, each rank posts (sends to all others) after `REPORT_AFTER_S` what it
-    waits for; if all ranks wait and none can continue, each raises an error with all posts. On NCCL the host does not wait in
-    collectives and sees no meeting: ranks that left the order raise after `LOST_S`, or the job's timeout if that is shorter.
+    Reports go over a `Hub` (TCP connections), not in collectives; in the common case nothing is sent. A rank that leaves the
+    order of its last pass opens a meeting, a barrier with reports. The others, which wait in their next collective, see that
+    and join, and `OrderAgreement` decides what to do. In other waits, each rank posts (sends to all others) after
+    `REPORT_AFTER_S` what it waits for; if all ranks wait and none can continue, each raises an error with all posts. On NCCL
+    the host does not wait in collectives and sees no meeting: ranks that left the order raise after `LOST_S`, or the job's
+    timeout if that is shorter.
     """
 
     def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:
         """Create the monitor of a model on the global `ranks`. A collective. `communicators`: those that include this rank.
-        `hub`: the connections of the ranks; by default that of the job, which `Hub.of_job` creates."""
+        `hub`: the connections of the ranks; by default those of the job, opened with a thread if there are none."""
         communicators = [each for each in communicators if each.num_ranks > 1 and not each.is_fake]
         self.ranks = sorted(ranks)
         # True if ranks wait on their devices, or in works whose wait must not time out, and cannot answer meanwhile.
@@ -100,7 +101,8 @@ class DivergenceMonitor(Observer):
         return None if hub is None or hub.is_closed else hub
 
     def check(self) -> None:
-        """Raise `DivergenceError` if ranks have diverged before, and `UsageError` if their process group was destroyed."""
+        """Raise `DivergenceError` if ranks of this model have diverged before. Raise `UsageError` if there are other ranks, and
+        the job's process group was destroyed."""
         if self.listens and self._hub is None and not dist.is_initialized():
             raise UsageError(
                 "a sharded model was called after dist.destroy_process_group(), so its ranks cannot reach each other; call it "
@@ -225,7 +227,8 @@ class DivergenceMonitor(Observer):
     # -- in a collective
 
     def wait(self, pending: Pending, what: str) -> None:
-        """Let the host wait for the works of `pending`. Raises `DivergenceError` if one fails, or a rank ended or diverged."""
+        """Let the host wait for the works of `pending`. Raises `DivergenceError` if one fails, or if a rank has ended or
+        diverged. `what`: text on what this rank does, for messages."""
         # Without a timeout of ours, a work waits until the backend's.
         timeout = MEETING_POLL if pending.communicator.can_poll else None
         for work in pending.works:
@@ -284,8 +287,9 @@ class DivergenceMonitor(Observer):
         return True
 
     def _report(self, hub: Hub, wait: _Wait) -> None:
-        """Post that this rank waits, and count this in `wait`. Raise `DivergenceError` if a rank has failed, or if all ranks have
-        waited in different places `POLLS` times in a row. At time `SILENT_POLLS`, log which ranks have not posted."""
+        """Post that this rank waits, and count this call in `wait`. Raise `DivergenceError` if a rank has failed, or if all
+        ranks waited in different places in `POLLS` calls in a row. In call number `SILENT_POLLS`, log the ranks without a
+        post."""
         doing = self._doing(wait.what)
         self._tell({"ranks": wait.ranks, "what": doing, **self._facts})
         posts = hub.posts(self._prefix)
@@ -305,7 +309,7 @@ class DivergenceMonitor(Observer):
             self.fail(f"ranks wait for each other in different places: {each}; {wording.advice(posts)}")
 
     def _without_post(self, hub: Hub) -> str:
-        """Ask the ranks that have posted nothing what they do. Return text on each of them; "" if all have posted."""
+        """Ask the ranks that have posted nothing what they do. Return text on each, even if silent; "" if all have posted."""
         posts = hub.posts(self._prefix)
         ranks = [rank for rank in self.ranks if rank not in posts]
         return hub.others(ranks) if ranks else ""
@@ -343,8 +347,9 @@ class DivergenceMonitor(Observer):
         return self.listens and (self.num_since_meeting <= COMPARED_PASSES or device.type == "cpu")
 
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
-        """Raise `DivergenceError` unless each row of `rows` (num_ranks, n), the tags of all ranks, equals `expected` (n,). On an
-        accelerator the device asserts this, and no host waits. `what`: what this rank does. Call this only if `looks` is true."""
+        """Raise `DivergenceError` unless each row of `rows` (num_ranks, n), the tags of all ranks, equals `expected` (n,). On
+        an accelerator the device asserts this, and no host waits. `what`: text on what this rank does. Call this only if
+        `looks` is true."""
         if rows.device.type != "cpu":
             text = f"ranks are in different units: this rank {what}, and another rank does something else; {wording.ADVICE}"
             _torch.assert_on_device((rows == expected).all(), text)
@@ -366,7 +371,7 @@ class DivergenceMonitor(Observer):
             hub.arrive(f"{self._prefix}/steps/{num}", len(self.ranks), str(chain), quiet=True)
 
     def send_inputs(self, digest: int) -> None:
-        """Send the digest of this rank's first inputs to the first rank, which warns if two ranks have equal ones."""
+        """Send the digest of this rank's first inputs to the first rank, which logs a warning if two ranks have equal ones."""
         if (hub := self._hub) is not None:
             hub.send_to_first(InputDigest(rank=hub.rank, model=self._prefix, digest=digest))
 

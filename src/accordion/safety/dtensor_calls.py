@@ -39,8 +39,8 @@ _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 
 def answer_for_shards(engine: Engine) -> None:
-    """Register the operator handlers of this module, which from then on act on `engine`'s parameters and on DTensors on their
-    meshes. An operator for which other code has registered a handler keeps that one."""
+    """Register the operator handlers of this module in the process. From then on they act on `engine`'s parameters and on
+    DTensors on their meshes. An operator for which other code has registered a handler keeps that one."""
     for param in [param for unit in engine.units for param in unit.params]:
         vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param)
         if isinstance(param.sharded, DTensor):
@@ -175,6 +175,6 @@ def _number(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _any_true(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a 0-d bool tensor: True if any element of `args[0]` on this rank is true. Not a collective, since anomaly detection
-    calls this for `isnan(gradient)` at points that other ranks may not reach."""
+    """Return a 0-d bool tensor: True if any element of `args[0]`, on the mesh of a sharded model, is true on this rank. Not a
+    collective, since anomaly detection calls this for `isnan(gradient)` at points that other ranks may not reach."""
     return operator(_torch.local_of(args[0])) if _is_on_our_mesh(args[0]) else _torch.unanswered(operator, args, kwargs)

@@ -19,9 +19,9 @@ from accordion.errors import NonFiniteError
 
 
 class FiniteCheck(Observer):
-    """Observer that checks parameters, outputs and gradients for NaN and inf (`debug="finite"`), and raises an error on the first
-    one. A 0-d tensor on the device for each unit and place becomes 1 if a value is not finite. The host waits for the device once
-    a pass. Ranks visit units in the same order, so the first tensor that is 1 on any rank belongs to the first unit."""
+    """Observer that checks parameters, outputs and gradients for NaN and inf (`debug="finite"`), and raises `NonFiniteError` at
+    the end of a pass. For each unit and place, a 0-d tensor on the device becomes 1 if a value is not finite, so the host waits
+    only once a pass. Ranks visit units in the same order, so the error names the first unit whose tensor is 1 on any rank."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -78,8 +78,8 @@ class FiniteCheck(Observer):
 
 class OverflowSpread(Observer):
     """Observer that adds inf to the gradients that are not sharded, if the gradient shards of any rank have inf or NaN. It acts
-    after each reduce, for units in fp16. `torch.amp.GradScaler` reduces its flag over ranks only if the first gradient is
-    sharded; otherwise one rank might skip a step that others take."""
+    after each reduce, for units in fp16, and is a collective. `torch.amp.GradScaler` reduces its flag over ranks only if the
+    first gradient is sharded; otherwise one rank might skip a step that others take."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -22,7 +22,7 @@ class ForwardWrites(Observer):
 
     By default each unit is checked in its first training step only, and the observer detaches itself after the last unit; with
     `always` every forward is checked. Checksums stay on the device until the outermost call of a unit ends; then the host waits
-    for them and raises the error.
+    for the device, and the error is raised. Units whose shards are the full parameters are not checked.
     """
 
     def __init__(self, engine: Engine, *, always: bool) -> None:

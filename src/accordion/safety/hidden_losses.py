@@ -31,8 +31,10 @@ class HiddenLosses(Observer):
         self._watches: dict[int, torch.autograd.graph.saved_tensors_hooks] = {}
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """Install a hook on the tensors that autograd saves in the forward of `call`, unless it is a dummy call or has no
-        backward, its unit's first backward needed no hook, or a hook of other code is installed."""
+        """Install a hook on tensors that autograd saves in the forward of `call`. If a backward reads a full parameter among
+        them, the hook begins the backward of `call`. No hook is installed for a dummy call or a call without a backward, inside
+        saved-tensor hooks of other code, or if the unit's first backward needed none and `call` needs full parameters in its
+        backward anyway."""
         if self._begins_at_reads.get(call.unit.index) is False and call.needs_full_in_backward:
             return
         if call.is_dummy or not call.may_come_back:
@@ -73,5 +75,5 @@ class HiddenLosses(Observer):
 
 
 def unpack(saved: Any) -> Tensor:
-    """Unpack hook: return the tensor saved as `saved`. A full parameter is a `partial`, which begins its call's backward."""
+    """Unpack hook: return the tensor saved as `saved`. A `partial` (a full parameter) first begins its call's backward."""
     return cast(Tensor, saved() if isinstance(saved, partial) else saved)

@@ -15,8 +15,8 @@ def keep_freed_memory() -> None:
     """Keep freed host memory in this process for its next allocation. Does nothing if an accelerator is available.
 
     Full parameters and gradients are allocated and freed with every unit. By default glibc returns their memory to the system,
-    which clears each page when it is touched again; without that, a step of a small GPT takes 0.87 to 0.89 of its processor time
-    (docs/performance.md). `malloc_trim(0)` returns free memory. Other C libraries are left unchanged.
+    which clears each page when it is touched again. Without that, a step of a small GPT takes 0.87 to 0.89 of its processor
+    time (docs/performance.md). `malloc_trim(0)` returns free memory. Other C libraries are left unchanged.
     """
     if torch.accelerator.is_available():
         return

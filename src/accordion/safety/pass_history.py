@@ -16,7 +16,7 @@ MANY = 1024
 @dataclass(slots=True)
 class _OpenPass:
     """A pass in progress: its `events` so far, those of the `last` pass of this `kind`, and the index `at` into `last` of the
-    event that is expected next."""
+    event expected next."""
 
     kind: Hashable
     last: list[Hashable]
@@ -29,7 +29,7 @@ class PassHistory:
 
     A pass is one forward or backward. Its kind is any value that tells passes apart. `begin` and `end` return True if the pass
     began or ended as predicted. After an unexpected event, prediction resumes after an equal event that comes later in the last
-    pass of that kind; without one, it stays where it was.
+    pass of that kind; if there is none, the prediction does not move.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class PassHistory:
         self._open: dict[Phase, _OpenPass] = {}
 
     def begin(self, phase: Phase, kind: Hashable) -> bool:
-        """Begin a pass of `kind`, in place of one of this `phase` that has not ended. Return True if `kind` was predicted."""
+        """Begin a pass of `kind`, replacing a pass of this `phase` that has not ended. Return True if `kind` was predicted."""
         known = False
         if self._last:
             history, last = tuple(self._last), self._last[-1]
@@ -61,7 +61,7 @@ class PassHistory:
         return True
 
     def note(self, phase: Phase, event: Hashable) -> bool:
-        """Record `event` in the pass of this `phase`, if one is in progress; return True if it was the one expected next."""
+        """Record `event` in the pass of this `phase`, if one is in progress. Return True if it was the event expected next."""
         expected = self.matches(phase, event)
         if not expected and phase in self._open:
             run = self._open[phase]

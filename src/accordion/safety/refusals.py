@@ -123,8 +123,8 @@ def _refusing(of: weakref.ref[nn.Module], method: Any, why: str, by: weakref.ref
 
 def _guard_forward(module: nn.Module, engine: Engine) -> None:
     """Replace the forward of the model `module` by one that handles errors which hooks do not see. torch runs no hooks after a
-    KeyboardInterrupt, so `engine` is reset here. If a forward reads a weight outside of its unit, which is a shard there, torch's
-    error about mixed tensors is replaced by one that names the unit."""
+    KeyboardInterrupt, so the new forward resets `engine`. If a forward reads a weight outside of its unit, which is a shard
+    there, the new forward raises a `UsageError` that names the unit, in place of torch's error about mixed tensors."""
     original, function, reference = module.__dict__.get("forward"), type(module).forward, weakref.ref(module)
 
     @wraps(function)
@@ -190,7 +190,7 @@ def _guard_conversion(guarded: nn.Module, of_unit: Hooks) -> None:
 
 
 def refuse_additions(model: nn.Module, engine: Engine) -> None:
-    """Register a hook on `model` with which each forward raises `UsageError` if the model has a trainable parameter that is not
+    """Register a hook on `model` with which a forward raises `UsageError` if the model has a trainable parameter that is not
     sharded, because it was added after `shard`.
 
     A forward checks the model only if a module or parameter was registered anywhere in the process since the last check. For
@@ -220,8 +220,8 @@ def refuse_additions(model: nn.Module, engine: Engine) -> None:
 
 
 class OneCaller(Observer):
-    """Observer that raises `UsageError` at a call of the model in a forked process, unless this rank is `alone`: without other
-    ranks. It also raises at a call from a second thread while a forward runs."""
+    """Observer that raises `UsageError` if the model is called in a forked process, unless there are no other ranks (`alone`).
+    It also raises `UsageError` if a second thread calls the model while a forward runs."""
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone

@@ -69,11 +69,11 @@ def same_structure(
     refused: UsageError | None = None,
 ) -> None:
     """Raise `DivergenceError` on every rank, with the differences, if arguments, units or parameters differ between ranks. A
-    collective. If this rank has refused its arguments with the error `refused`, raise that after the comparison, so that the
-    other ranks do not wait for this one.
+    collective. An error `refused`, with which this rank has refused its arguments, is raised after the comparison, so that the
+    others do not wait.
 
     `owned`: the parameters. `chosen`: (name, module) of each unit, the root first. `arguments`: other arguments of `shard` as
-    text; None: neither they nor buffers are compared.
+    text, by name; None: neither they nor buffers are compared.
     """
     sync = (arguments or {}).get("sync") == "True"
     known = STRATEGIES.get(strategy.name) == strategy
@@ -96,7 +96,8 @@ def same_structure(
 
 
 def form_of(tensor: object, sync: bool = False) -> str:
-    """Return a tensor's dtype, shape, placements and (unless `sync`) if it is on meta as text; else the object's type."""
+    """Return text such as "float32 (4, 8) as (Shard(dim=0),) on meta" for a tensor, or "of type int" for another object. With
+    `sync`, "on meta" is left out."""
     if not isinstance(tensor, Tensor):
         return f"of type {type(tensor).__name__}"
     device = " on meta" if tensor.is_meta and not sync else ""
@@ -159,9 +160,9 @@ def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Resul
 def same_given(
     values: Mapping[str, Any], monitor: DivergenceMonitor, what: str, also: Mapping[str, str] | None = None
 ) -> str:
-    """Compare `values` and the texts `also`, by name, over ranks; return a text that names the differences, "" if there are none
-    or no other ranks. A collective. Tensors are compared by dtype, shape and checksum, but DTensors by dtype, shape and
-    placements alone, and other objects by type. `what`: the function that got the values, for messages."""
+    """Compare `values` and the texts `also`, by name, over ranks. Return a text that names the differences; "" if there are
+    none, or no other ranks. A collective. Tensors are compared by dtype, shape and checksum, DTensors by dtype, shape and
+    placements, and other objects by type. `what`: the function that got the values, for messages."""
     if not monitor.listens:
         return ""
     sums = checksums({key: t for key, t in values.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)})
@@ -229,8 +230,8 @@ def first_ranks(tensor: Tensor, context: ShardingContext) -> Tensor:
 
 
 def _real_on_first(named: Mapping[str, Tensor], context: ShardingContext) -> set[int]:
-    """Return the ids of the tensors that are not on the meta device on the first rank; these are the same tensors on all ranks.
-    Raises `DivergenceError` on every rank if a tensor is on meta there and real on another rank. A collective."""
+    """Return the ids, on this rank, of the tensors in `named` that the first rank does not have on the meta device. Raises
+    `DivergenceError` on every rank if a tensor is on meta on the first rank and real on another. A collective."""
     if not named:
         return set()
     is_meta = torch.tensor([tensor.is_meta for tensor in named.values()], dtype=torch.uint8, device=context.device)
@@ -259,9 +260,9 @@ def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple
 
 
 def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context: ShardingContext, sync: bool) -> None:
-    """Move the buffers of `model` to the device, and cast them to their unit's precision. With `sync` (a collective) they get the
-    first rank's values. Buffers on the meta device stay there, unless `sync` is set and the first rank has values for them.
-    `precisions`: those of the units, by id of the unit's module; `model` must be among them."""
+    """Move the buffers of `model` to the device, and cast floating-point ones to their unit's precision. With `sync` (a
+    collective) they get the first rank's values. Buffers on the meta device stay there, unless `sync` is set and the first rank
+    has values for them. `precisions`: those of the units, by id of the unit's module; `model` must be among them."""
     synced: dict[int, Tensor] = {}
     if sync and _communicators(context):
         named = {f"buffer {name!r}": buffer for name, buffer in buffers_of(model, all_of_them=True)}

@@ -35,8 +35,8 @@ Record = dict[str, str]
 
 
 class StepWatch(Observer):
-    """Observer that records the optimizer steps before each backward, and sends the digest that ranks compare. From its creation
-    on, `stepped` is called after each step of any torch optimizer in the process. Writes to offloaded parameters are recorded
+    """Observer that records the optimizer steps before each backward, and sends the digest that ranks compare. Once created, it
+    gets a call of `stepped` after each step of any torch optimizer in the process. Writes to offloaded parameters are recorded
     only if made through the DTensors, because other threads step the local tensors."""
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor, model: weakref.ref[nn.Module]) -> None:
@@ -105,8 +105,9 @@ class StepWatch(Observer):
             self._versions = None
 
     def backward_begins(self) -> None:
-        """Add the record since the last backward to the digest, and send the digest. Does nothing if all parameters are frozen.
-        Raises `DivergenceError` if digests that were sent to the first rank before have differed."""
+        """Add the record since the last backward to the digest, and send the digest: in the tags of the first unit with
+        trainable parameters, or now and then to the first rank. Does nothing if all parameters are frozen. Raises
+        `DivergenceError` if digests that were sent to the first rank before have differed."""
         first = first_trained(self._engine)
         if first is None:
             return

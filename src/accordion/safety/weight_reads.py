@@ -18,7 +18,8 @@ from accordion.engine.tree import map_tensors
 
 
 class ListeningParameters(dict[str, Any]):
-    """Dict in place of `module._parameters` that calls `read` before `module.weight` returns, not when items are iterated."""
+    """Dict in place of `module._parameters` that calls `read` before `module.weight` returns, but not when `parameters()` or a
+    state dict iterates over the items."""
 
     __slots__ = ("_read",)
 
@@ -32,15 +33,15 @@ class ListeningParameters(dict[str, Any]):
 
 
 class WeightReads(Observer):
-    """Observer that unshards a layer when code of another unit reads one of its parameters, until the call of that unit ends. The
-    read begins a call of the layer, as its forward does, so that the backward unshards the layer too."""
+    """Observer that unshards a layer when code of another unit reads one of its parameters, until the call of that other unit
+    ends. The read begins a call of the layer, as its forward does, so that the backward unshards the layer too."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._begun: list[tuple[int, Hooks, nn.Module]] = []  # (depth, hooks, layer) of calls in progress
 
     def listen(self, hooks: Hooks, module: nn.Module) -> None:
-        """Replace `module._parameters` so that a read of a parameter of `module`, a layer of the unit of `hooks`, unshards it."""
+        """Replace `module._parameters`, so that a read of a parameter unshards `module`, a layer of the unit of `hooks`."""
         read = partial(self._begin, hooks, weakref.ref(module))
         module.__dict__["_parameters"] = ListeningParameters(module._parameters, read)
 

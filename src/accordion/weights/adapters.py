@@ -14,17 +14,17 @@ FROM_NUMBERS = (True, False, "gaussian")  # values of init_lora_weights that do 
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Return True if `module` is an adapter layer of PEFT, which wraps a layer of the model, `base_layer`, and adds weights."""
+    """Return True if `module` is an adapter layer of PEFT: it wraps a layer, its child `base_layer`, and adds weights."""
     return isinstance(getattr(type(module), "adapter_layer_names", None), tuple) and "base_layer" in module._modules
 
 
 def added_by(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the child modules that an adapter layer `module` adds to the layer that it wraps, without that layer."""
+    """Yield the child modules of the adapter layer `module`, except `base_layer`, the layer that it wraps."""
     return (child for key, child in module._modules.items() if key != "base_layer" and child is not None)
 
 
 def added_by_adapters(model: nn.Module) -> set[int]:
-    """Return the ids of all parameters that adapters and prompts of PEFT add to `model`."""
+    """Return the ids of all parameters that adapters and prompts of PEFT add to `model`, without those of copied layers."""
     ids: set[int] = set()
     for module in model.modules():
         if is_adapter(module):
@@ -51,7 +51,8 @@ def configs_of(model: nn.Module) -> Mapping[str, Any]:
 
 
 def reset_problem(module: nn.Module, configs: Mapping[str, Any]) -> str | None:
-    """Return the reason why the adapter `module` cannot be reset, as text; None if it can, or if it is no adapter."""
+    """Return text on why the adapter layer `module` cannot be reset; None if it can, or if it is no adapter layer. `configs`:
+    what `configs_of` returned."""
     if not is_adapter(module):
         return None
     method = _method_of(module)
@@ -68,8 +69,8 @@ def reset_problem(module: nn.Module, configs: Mapping[str, Any]) -> str | None:
 
 
 def reset_adapters(module: nn.Module, configs: Mapping[str, Any]) -> None:
-    """Call the reset method of the adapter layer `module` for each of its adapters. An adapter without a config is reset with the
-    defaults of that method, and LoRA's `init_lora_weights=True`. `reset_problem` must have returned None."""
+    """Initialise the parameters of each adapter in the adapter layer `module`, by the layer's own reset method. Its arguments
+    come from `configs` (adapter name -> config) or the layer. `reset_problem` must have returned None."""
     method = _method_of(module)
     assert method is not None, "reset_problem() was called before"
     for adapter in _adapters_of(module):
@@ -77,7 +78,7 @@ def reset_adapters(module: nn.Module, configs: Mapping[str, Any]) -> None:
 
 
 def follow_base(module: nn.Module) -> None:
-    """Compute DoRA's magnitudes in an adapter layer, if it has any: they depend on its base layer and its other weights."""
+    """Write DoRA's magnitudes in an adapter layer, computed from its base layer and LoRA weights. Do nothing without DoRA."""
     magnitudes: Any = module._modules.get("lora_magnitude_vector")
     for adapter, magnitude in magnitudes.items() if magnitudes is not None else ():
         layer: Any = module
@@ -92,9 +93,9 @@ def follow_base(module: nn.Module) -> None:
 def _arguments(
     module: nn.Module, method: Callable[..., Any], adapter: str, configs: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return (names of required arguments of the reset `method` for which no value was found, name -> value of the arguments
-    that the config or the layer has), without the first argument, the adapter's name. `init_lora_weights` is True if the config
-    lacks it. Other arguments with a default may be in neither."""
+    """Find the arguments for a call `method(adapter, **arguments)` of a reset method, in the adapter's config or else in the
+    layer `module`. Return (names of required arguments that were not found, name -> value of the others). An
+    `init_lora_weights` that was not found is True; other optional ones are left out."""
     missing, arguments = [], {}
     config = configs.get(adapter)
     for name, parameter in list(inspect.signature(method).parameters.items())[1:]:
@@ -116,8 +117,8 @@ def _adapters_of(module: nn.Module) -> list[str]:
 
 
 def _method_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the method of `module` that resets one adapter, such as `reset_lora_parameters`; None if `module` has none, or
-    several of which none is named after its package."""
+    """Return the method of `module` that resets one adapter, such as `reset_lora_parameters`. Of several, return the one named
+    after the package of the class (`lora`). Return None if there is none."""
     kind = type(module)
     methods = {
         name: getattr(module, name)

@@ -1,4 +1,4 @@
-"""Saves and loads folders of transformers and PEFT for a sharded model, with at most one full tensor in a rank's memory."""
+"""Saves and loads folders in the formats of transformers and PEFT for a sharded model."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: 
 
     The first rank calls that method, and writes the same files as for an unsharded model. Full tensors are gathered one at a
     time into temporary files next to `folder`, so host memory is needed for one full tensor and for the method. Of a PEFT model
-    only the adapters and other trained parameters are gathered. Layers that `quantize` made are written in the format of
-    bitsandbytes, and config.json says so, so that `from_pretrained` loads them as its own. Raises `UsageError` for a model
-    without `save_pretrained`, and `CheckpointError` on every rank if the first one failed.
+    only adapters and other trained parameters are gathered; with prompt adapters, all ranks gather the full model. Layers that
+    `quantize` made are written in the format of bitsandbytes, and config.json says so, so that `from_pretrained` loads them.
+    Raises `UsageError` for a model without `save_pretrained`, and `CheckpointError` on every rank if the first one failed.
     """
     method = getattr(type(model), "save_pretrained", None)
     if method is None:
@@ -63,9 +63,9 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: 
 def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[dict[str, Tensor] | None]:
     """Context manager that yields the full state dict on the first rank, and an empty dict on others. Collective.
 
-    The tensors are in files next to `folder`, which are removed at the end. Of a PEFT model only adapters and other trained
-    parameters are in the dict. With adapters of prompts, whose values PEFT computes, None is yielded on all ranks, and the
-    model has full parameters inside the context. The body must raise on all ranks or on none.
+    The tensors are in files next to `folder`, which are removed at the end. Four-bit layers have the format of bitsandbytes. Of
+    a PEFT model only adapters and other trained parameters are in the dict. With prompt adapters, whose values PEFT computes,
+    None is yielded on all ranks, and the model has full parameters inside. The body must raise on all ranks or on none.
     """
     engine = sharded_engine(model, "state_on_disk")
     if is_peft(model) and any(config.is_prompt_learning for config in model.peft_config.values()):  # type: ignore[operator]
@@ -96,9 +96,7 @@ def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[
 
 def _gathered(engine: Engine, values: Mapping[str, Any], scratch: Path | None, team: Team) -> dict[str, Tensor]:
     """Gather tensors one by one, tied ones once, into files in `scratch`. Return name -> tensor; {} if `scratch` is None.
-
-    Collective. A failed write is raised on all ranks. The files are mapped, so the system can evict their pages.
-    """
+    Collective. A failed write raises `CheckpointError` on all ranks. Files are mapped, so the system can evict their pages."""
 
     def in_file(value: Any, index: int) -> Any:
         if scratch is None or not isinstance(value, Tensor) or not value.numel():
@@ -139,8 +137,8 @@ def _of_adapters(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_exported(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Fill a sharded model, or the adapters of a PEFT model, from a folder that `save_pretrained` wrote. Collective. Raises
-    `CheckpointError` if weights are missing or do not fit."""
+    """Fill a sharded model, or only the adapters of a PEFT model, from a folder that `save_pretrained` wrote. Collective.
+    Raises `CheckpointError` if weights are missing or do not fit; for adapters, if a file cannot be read or is empty."""
     if not is_peft(model):
         load_pretrained(model, folder)
         return

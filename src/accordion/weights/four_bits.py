@@ -23,10 +23,10 @@ FourBits = Literal["nf4", "fp4", "nf4-double", "fp4-double"]
 
 
 class FourBitLinear(nn.Linear):
-    """A linear layer with a frozen weight of four bits. Adapters around it train; its bias is that of the replaced layer.
+    """A linear layer with a frozen weight of four bits, in place of the layer `plain`, whose bias parameter it keeps.
 
-    All parameters but the bias are bytes, so that a unit gathers them in one message and no precision casts a scale. Each row
-    of `weight` and `absmax` is one block, so that a block and its scale are on one rank:
+    All parameters but the bias are uint8, so that a unit gathers them in one message and no precision casts a scale. Each row
+    of `weight` and `absmax` is one block of 64 weights, so that a block and its scale are on one rank:
 
         weight  (blocks, 32)      two weights in a byte
         absmax  (blocks, 4)       the float32 scale of a block; with double quantisation (blocks, 1), its 8 bits
@@ -70,14 +70,14 @@ class FourBitLinear(nn.Linear):
     # -- the layout. Each function takes full tensors, or the rows of some blocks
 
     def packed(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of `weight`, (blocks, 32), and the float32 scales, (blocks, 1), of float `blocks`, (blocks, 64)."""
+        """Quantise float `blocks`, (n, 64). Return (their rows of `weight`, (n, 32) uint8; their float32 scales, (n, 1))."""
         from bitsandbytes.functional import quantize_4bit
 
         rows, state = quantize_4bit(blocks, blocksize=BLOCK, quant_type=self.quant_type)
         return rows.view(-1, BLOCK // 2), state.absmax.view(-1, 1)
 
     def scales(self, absmax: Tensor) -> dict[str, Tensor]:
-        """Return the parameters that store the float32 scales `absmax`, (blocks, 1), of all blocks, by name."""
+        """Return the parameters (name -> uint8 value) that store the float32 scales `absmax`, (blocks, 1), of all blocks."""
         from bitsandbytes.functional import quantize_blockwise
 
         if not self.is_double:
@@ -87,7 +87,7 @@ class FourBitLinear(nn.Linear):
         return {"absmax": rows, "nested": torch.cat([state.absmax, mean[None]])[:, None].view(torch.uint8)}
 
     def quant_state(self, absmax: Tensor, nested: Tensor | None) -> Any:
-        """Return the `QuantState` with which bitsandbytes reads the weight, given the full parameters `absmax` and `nested`."""
+        """Return bitsandbytes' `QuantState` for the weight, from full parameters `absmax` and `nested` (None if not double)."""
         from bitsandbytes.functional import QuantState
 
         shape = torch.Size((self.out_features, self.in_features))
@@ -101,7 +101,7 @@ class FourBitLinear(nn.Linear):
         return QuantState(absmax.view(-1), offset=values[-1], state2=state2, **about)
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """Return the values that the layer computes with for a full plain `weight`, (out, in), in the dtype of `weight`."""
+        """Return a full plain `weight`, (out, in), as the layer computes with it: quantised and dequantised, in its dtype."""
         from bitsandbytes.functional import dequantize_4bit
 
         packed, absmax = self.packed(weight.reshape(-1, BLOCK))
@@ -112,7 +112,7 @@ class FourBitLinear(nn.Linear):
 
 @cache
 def code_of(kind: str, device: torch.device) -> Tensor:
-    """Return the values, shared by callers, of the codes of `kind`: (16,) for "nf4" and "fp4", (256,) for "dynamic" (scales)."""
+    """Return the cached values of the codes of a `kind`: (16,) for "nf4" and "fp4", (256,) for "dynamic" (bytes of scales)."""
     from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
     with torch.inference_mode(False):
@@ -121,10 +121,11 @@ def code_of(kind: str, device: torch.device) -> Tensor:
 
 
 def quantize(model: nn.Module, kind: FourBits = "nf4", *, skip: Iterable[str] = ()) -> nn.Module:
-    """Replace the `nn.Linear` layers of `model`, except a transformers head, in place by frozen ones of four bits; return it.
+    """Replace `nn.Linear` layers of `model`, except a transformers head, by frozen four-bit ones, in place. Return `model`.
 
     Call it before adapters are added and before `shard`. A model on the meta device gets its values from `load_pretrained`,
-    which quantises each rank's rows while it reads them; a model with values is quantised at once. Needs bitsandbytes.
+    which quantises each rank's rows while it reads them; other weights are quantised now. Subclasses of `nn.Linear` are not
+    replaced. Needs bitsandbytes.
 
     Args:
         kind: "nf4" or "fp4", as in bitsandbytes; "nf4-double" or "fp4-double" quantise the scales of blocks too.
@@ -164,7 +165,8 @@ def num_weights(model: nn.Module) -> int:
 
 
 def check_layers(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
-    """Raise `UsageError` if a weight of `layers` (name -> layer of `model`) is sharded, tied, or no multiple of 64 in size."""
+    """Raise `UsageError` if a weight of `layers` (name -> layer of `model`) is sharded or tied, or if its number of elements is
+    no multiple of 64."""
     if any(isinstance(m.weight, DTensor) for m in layers.values()):
         raise UsageError("quantize() was given a sharded model; quantize it before shard().")
     uneven = [f"{n} {tuple(m.weight.shape)}" for n, m in layers.items() if m.weight.numel() % BLOCK]
@@ -182,10 +184,10 @@ def check_layers(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
 
 
 def as_bitsandbytes(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a copy of the full state dict `state` of `model`, with its four-bit layers in the format of bitsandbytes.
+    """Return a copy of the full state dict `state` of `model`, in which four-bit layers have the format of bitsandbytes.
 
     These are the names and layouts that transformers saves: `weight`, (bytes, 1), `weight.absmax`, `weight.quant_map`,
-    `weight.quant_state.bitsandbytes__nf4` (or `fp4`), and with double quantisation those of the scales' scales.
+    `weight.quant_state.bitsandbytes__nf4` (or `fp4`), and with double quantisation `weight.nested_absmax` and its `quant_map`.
     """
     state = dict(state)
     for name, layer in model.named_modules():
@@ -200,8 +202,8 @@ def as_bitsandbytes(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Ten
 
 @contextmanager
 def quantisation_in_config(model: Any) -> Iterator[None]:
-    """Context manager in which `model.config.quantization_config` tells transformers how four-bit layers are quantised; removed
-    at the end. Does nothing for a model without such layers or with adapters."""
+    """Context manager that sets `model.config.quantization_config`, which tells transformers how four-bit layers are quantised,
+    and removes it at the end. Does nothing for a model without such layers or with adapters."""
     layer = next((m for m in model.modules() if isinstance(m, FourBitLinear)), None)
     if layer is None or added_by_adapters(model):
         yield

@@ -31,20 +31,21 @@ from accordion.weights.write_through import Fulls, init_mode
 
 
 def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = None) -> None:
-    """Initialise a model that `shard` returned, from the meta device or not, with the weights that one device would give it.
+    """Initialise a model that `shard` returned, on the meta device or not, with the values that it would have on one device.
 
-    One device would build the model on meta, call `to_empty`, and initialise it with this seed and device type, in the order
-    of `model.apply`, children first. Seed all ranks equally before the call, as with `torch.manual_seed(0)`.
+    On one device, the model would be built on meta, get memory by `to_empty`, and be initialised with the same seed and device
+    type, in the order of `model.apply`, children first. Seed all ranks equally before the call, as with `torch.manual_seed(0)`.
 
-    `init` is called with every module. If it is None, models of transformers are initialised by their `init_weights` and every
-    other module by `reset_parameters`; modules of other packages inside a model of transformers are reset after it. Adapters of
-    PEFT are reset by their own methods, such as `reset_lora_parameters`, and DoRA's magnitudes are then computed. A tied
-    parameter is drawn once for each of its names and keeps the last draw; in models of transformers, which tie after their
-    initialisation, it keeps the draw of its source. Parameters are drawn contiguous, in the dtype of their shards. Memory beyond
-    the shards is one full parameter and what `init` needs. Meta buffers are computed by `init` or by their modules. Collective.
+    `init` is called with every module, whose parameters are plain full tensors meanwhile. If it is None, models of transformers
+    are initialised by their `init_weights` and every other module by `reset_parameters`; modules of other packages inside a
+    model of transformers are reset after it. Adapters of PEFT are reset by their own methods, such as `reset_lora_parameters`,
+    and DoRA's magnitudes are then computed. A tied parameter is drawn once for each of its names and keeps the last draw; in
+    models of transformers, which tie after their initialisation, it keeps the draw of its source. Parameters are drawn
+    contiguous, in the dtype of their shards. Meta buffers are computed by `init` or by their modules. Memory beyond the shards
+    is one full parameter and what `init` needs. Collective.
 
-    Raises `UsageError` if, at the end, a buffer or, without `init`, a parameter has no value; the error names them. Raises
-    `DivergenceError` on every rank if the ranks' random generators differ before or after the initialisation.
+    Raises `UsageError` if, at the end, a buffer has no value, or, without `init`, if a parameter has none or an adapter cannot
+    be reset. Raises `DivergenceError` on every rank if the ranks' random generators differ before or after the initialisation.
     """
     engine = sharded_engine(model, "initialise")
     if init is None:
@@ -79,7 +80,7 @@ def initialise(model: nn.Module, init: Callable[[nn.Module], object] | None = No
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """A buffer on the meta device, and the real tensor that is registered in its place."""
+    """A buffer that was on the meta device, `meta`, and the tensor `real`, with `storage`, that was registered in its place."""
 
     name: str
     module: nn.Module
@@ -94,7 +95,7 @@ class Buffer:
 
 
 class Buffers:
-    """Registers a real tensor in place of each meta buffer of `model`, and records which of these tensors have got a value."""
+    """Registers an uninitialised tensor in place of each meta buffer of `model`, and records which of them have got a value."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model, self._engine = model, engine
@@ -120,11 +121,10 @@ class Buffers:
         return {b.name: b.module for b in self.all if id(b.storage) not in self._computed and id(b.meta) not in ignore}
 
     def compute_left(self, ignore: Iterable[int] = (), params: Collection[int] = (), seed: int = 0) -> list[str]:
-        """Run the modules' own code for buffers without a value and parameters with the ids `params`. Return the names of the
-        buffers that still have no value, and of those parameters that nothing was written into. Collective.
-
-        Changes no other parameter and no random generator. `ignore`: ids of meta buffers to skip. `seed`: equal on all ranks.
-        """
+        """Initialise buffers without a value, and the parameters with the ids `params`, by the code of their modules. Return
+        the names of the buffers that still have no value, and of those parameters that nothing was written into. Changes no
+        other parameter and no random generator. Collective. `ignore`: ids of meta buffers to skip. `seed`: the same on every
+        rank."""
         owners = list(dict.fromkeys(self.left(ignore).values()))
         if not owners and not params:
             return []
@@ -151,8 +151,8 @@ class Buffers:
 
 @contextmanager
 def materialised_buffers(model: nn.Module, engine: Engine) -> Iterator[Buffers]:
-    """Context manager that registers real tensors in place of the meta buffers of `model`, and yields the `Buffers` to fill them.
-    At the end floating-point ones are cast to `Precision.buffers`. After an error the meta buffers are registered again."""
+    """Context manager that registers real tensors in place of the meta buffers of `model`, and yields the `Buffers` to fill
+    them. At the end casts floating-point ones to `Precision.buffers`, if set. After an error the meta buffers are put back."""
     with torch.inference_mode(False), torch.no_grad():
         buffers = Buffers(model, engine)
         try:
@@ -205,7 +205,7 @@ def _init_as_transformers(top: Any) -> None:
 
 
 def _reset_own(module: nn.Module) -> None:
-    """Call the method of `module` that resets its own parameters. Do nothing if it has none."""
+    """Reset the parameters of `module` itself, by its `reset_parameters` or a similar method. Do nothing if it has none."""
     for name in ("reset_parameters", "_reset_parameters"):  # the second is of torch's attention and transformer modules
         # A method that a wrapper's `__getattr__` returns belongs to the module inside.
         method = getattr(module, name, None) if name in vars(module) or hasattr(type(module), name) else None
@@ -222,10 +222,11 @@ def _reset(
     families: bool = True,
     known: Collection[str] = (),
 ) -> None:
-    """Reset a module and its submodules, children first, in the order of `nn.Module.apply`.
+    """Reset a module and its submodules, children first; but a model of transformers initialises itself before its children.
 
-    `configs`: of adapters, by name. `only`: modules to reset, None for all; any other is skipped with its submodules.
-    `families`: initialise models of transformers too. `known`: packages whose modules an enclosing one of these has initialised.
+    `configs`: adapter name -> config. `only`: modules to reset, None for all; any other is skipped with its submodules.
+    `families`: initialise models of transformers too. `known`: packages whose modules are skipped, since an enclosing model of
+    transformers has initialised them.
     """
     if only is not None and module not in only:
         return
@@ -245,7 +246,7 @@ def _reset(
 
 
 def follow_loaded(model: nn.Module, params: Collection[int]) -> None:
-    """Compute the parameters among the ids `params` that adapters derive from other, loaded weights (DoRA). Collective."""
+    """Compute the parameters with the ids `params` that adapters derive from loaded weights (DoRA's magnitudes). Collective."""
     holders = _holders(model, params)
     with init_mode(model, only=params):
         for module in model.modules():
@@ -259,7 +260,8 @@ def _holders(model: nn.Module, params: Collection[int]) -> set[nn.Module]:
 
 
 def check_adapters(model: nn.Module, params: Collection[int] | None = None) -> None:
-    """Raise `UsageError` if an adapter in `model` (with one of the ids `params`, unless None) has no way to be reset."""
+    """Raise `UsageError` if an adapter in `model` cannot be reset. `params`: check only adapters with a parameter of these ids;
+    None: check all."""
     configs, holders = configs_of(model), None if params is None else _holders(model, params)
     refused = [
         f"{name or '(root)'}: {why}"

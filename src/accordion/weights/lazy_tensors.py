@@ -1,4 +1,4 @@
-"""Lazy tensors of files: functions of torch accept them without reading them, and parts are read when they are needed."""
+"""Lazy tensors of files: torch functions on them read nothing and return lazy tensors, which read what they need when used."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from accordion.checkpoint.untrusted_files import StoredTensor, read_folder
 from accordion.errors import CheckpointError
 
 Fill: TypeAlias = Callable[[Tensor, tuple[int, ...]], None]
-"""(into, start) -> None: fills `into` with a part of a tensor, which begins at the index `start` and has the shape of `into`."""
+"""(into, start) -> None: fills `into` with the part of a tensor that begins at index `start` and has the shape of `into`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """A lazy tensor: a tensor in a file, or the result of torch functions on lazy tensors. `fill` or `whole` read its values.
+    """A lazy tensor: in a file, or the result of torch functions on lazy tensors. `whole` reads all its values, `fill` a part.
 
     Torch functions accept lazy tensors and return lazy ones without reading, so the conversions of transformers run unchanged.
     Results of stack, cat, split, chunk and transpose read only what is needed. Others are computed whole in each read.
@@ -96,7 +96,8 @@ class Rows:
 
 
 def rows_of_folder(folder: Path) -> dict[str, Rows]:
-    """Return name -> lazy tensor of a folder of safetensors, by headers and index alone. Raises `CheckpointError` for faults."""
+    """Return name -> lazy tensor of a safetensors folder. Reads only headers and the index. Raises `CheckpointError` if one of
+    them is missing or damaged."""
     tensors = read_folder(folder)
     return {
         key: Rows(torch.Size(stored.shape), DTYPES[stored.dtype], partial(_read, path, stored))
@@ -116,7 +117,7 @@ def _read(path: Path, stored: StoredTensor, into: Tensor, at: tuple[int, ...]) -
 
 
 def as_rows(value: Any) -> Rows:
-    """Return `value` as a lazy tensor: itself, or a tensor in memory wrapped in `Rows`."""
+    """Return `value` as a lazy tensor: itself if it is one; a tensor in memory is wrapped in `Rows`."""
     if isinstance(value, Rows):
         return value
 
@@ -172,8 +173,8 @@ LAZY: Mapping[Any, Callable[..., Any]] = {
 
 
 def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of the torch function `func` as lazy tensors. `func` runs on meta tensors now, for their shapes, and on
-    values at each read. A result that is no tensor, or no sequence of tensors, is returned as it is."""
+    """Return the result of the torch function `func` as a lazy tensor or a tuple of them. `func` runs on meta tensors now, for
+    their shapes, and on values at each read. A result without tensors is returned as it is."""
 
     def run(tensor_of: Callable[[Rows], Tensor]) -> Any:
         def replaced(tree: Any) -> Any:

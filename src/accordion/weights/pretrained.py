@@ -1,4 +1,4 @@
-"""Fills sharded models, also from the meta device, from safetensors or checkpoints: each rank reads its own rows alone."""
+"""Fills sharded models, also from the meta device, from safetensors or checkpoints; each rank reads its own rows."""
 
 from __future__ import annotations
 
@@ -42,21 +42,24 @@ COMPARE_BYTES = 16 * 2**20  # largest part of a tensor that is read at a time to
 def load_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, ignore: Iterable[str] = ()) -> None:
     """Fill a model that `shard` returned from a folder of safetensors; called by all ranks together.
 
-    Each rank reads its own rows of each tensor into its shard, cast to the shard's dtype, and needs about 16 MiB more memory, or
-    one whole tensor if a conversion computes it. Names may differ by the usual prefixes. For models of transformers, names and
-    layouts of other versions are converted as transformers does. Tied tensors need to be stored only once. Buffers on the meta
-    device that no file contains, and the few parameters that transformers never saves, are computed by the modules' own code. In
-    PEFT models, files name a layer with adapters as they would without adapters; parameters that adapters add may be missing, as
-    if they were in `ignore`; and copies of layers that PEFT trains (`modules_to_save`) begin with the weights of these layers.
-    Layers that `quantize` made are quantised in the dtype of the file, one at a time: by each rank the blocks of its own rows.
+    Each rank reads its own rows of each tensor into its shard, cast to the shard's dtype, and needs about 16 MiB more memory,
+    or one whole tensor if a conversion computes it. Names may differ by the usual prefixes. For models of transformers, names
+    and layouts of other versions are converted as transformers does. Tied tensors need to be stored only once. Buffers on the
+    meta device that no file contains, and the few parameters that transformers never saves, are computed by the modules' own
+    code. In PEFT models, files name a layer with adapters as they would without adapters; parameters that adapters add may be
+    missing, as if they were in `ignore`; and copies of layers that PEFT trains (`modules_to_save`) begin with the weights of
+    these layers. Weights of layers that `quantize` made are quantised in the dtype of the file, one layer at a time: each rank
+    reads and quantises its own blocks.
 
     Args:
         folder: has `model.safetensors`, or `model.safetensors.index.json` and its files; or "owner/name", a model on the hub
-        ignore: shell patterns of names that may be missing in the folder or in the model. Such parameters keep their values;
-            those from the meta device without a value are initialised as by `initialise`, with the first rank's seed.
+        ignore: shell patterns of names that may be missing in the folder or in the model, and are not read. Such parameters
+            keep their values; those from the meta device without one are initialised as by `initialise`, with the first rank's
+            seed.
 
-    Raises `CheckpointError` on every rank, before any weight changes, if tensors are missing, extra or misshapen; it names all of
-    them. Raises `UsageError` inside `full_params`, and if a tensor on the meta device is in no file and no module computes it.
+    Raises `CheckpointError` on every rank: before any weight changes, if tensors are missing, extra or misshapen, with all
+    names; and if reading fails. Raises `UsageError` inside `full_params`, and if a meta tensor is in no file and no module
+    computes it.
     """
     engine = sharded_engine(model, "load_pretrained")
     if engine.suspended:
@@ -110,7 +113,8 @@ def load_saved(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _refuse_left(left: list[str], kinds: str, source: str) -> None:
-    """Raise `UsageError` unless `left`, names of tensors of `kinds` without a value from `source` or a module, is empty."""
+    """Raise `UsageError` if `left`, names of tensors without a value, is not empty. `kinds`, `source`: what they are, and where
+    values were sought, for the message."""
     if left:
         raise UsageError(
             f"{len(left)} {kinds} of the meta device are not in {source}, and no module computes them: {', '.join(left)}; "
@@ -119,7 +123,7 @@ def _refuse_left(left: list[str], kinds: str, source: str) -> None:
 
 
 def remember_source(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Store `folder`, which has the weights, in `model`, for `fill_from_source` of `model` or of a model that contains it."""
+    """Store `folder`, which has the weights of `model`, in an attribute of `model`, for a later `fill_from_source`."""
     vars(model)[SOURCE] = os.fspath(folder)
 
 
@@ -129,7 +133,7 @@ def source_of(model: nn.Module) -> str | None:
 
 
 def fill_from_source(model: nn.Module) -> None:
-    """Load the weights of a sharded model from the folder that `source_of` returns, if any, then forget it. Collective."""
+    """Load the weights of a sharded model from the folder `source_of(model)`, if any, and forget the folder. Collective."""
     folder = source_of(model)
     if folder is not None:
         load_pretrained(model, folder)
@@ -138,7 +142,7 @@ def fill_from_source(model: nn.Module) -> None:
 
 
 def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
-    """Return the ids of parameters from the meta device that match `ignore` or are of adapters, and have no value. Collective."""
+    """Return the ids of meta-device parameters without a value that match `ignore` or belong to adapters. Collective."""
     added = added_by_adapters(model)
     ignored = {id(t) for name, t in names_of(model).items() if _matches(name, ignore) or id(t) in added}
     params = [param for param in engine.params if not param.is_filled]
@@ -147,8 +151,8 @@ def _unfilled(model: nn.Module, engine: Engine, ignore: list[str]) -> set[int]:
 
 
 def local_folder(folder: str | os.PathLike[str]) -> Path:
-    """Return `folder` if there is such a folder. Otherwise download the model of that name, "owner/name", from the hub, and
-    return its folder. Raises `CheckpointError` if `folder` is no such name, or if the download fails."""
+    """Return `folder` as a path if it exists. Otherwise download the model of that name, "owner/name", from the hub, and return
+    the folder of the download. Raises `CheckpointError` if `folder` is no such name, or if the download fails."""
     path = Path(folder)
     if path.is_dir():
         return path
@@ -168,7 +172,7 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """The values in a folder for one tensor of a model. `stored_as`: their names in the folder, several if they are combined."""
+    """The values in a folder for one tensor of a model. `stored_as`: names of the stored tensors that they come from."""
 
     rows: Rows
     stored_as: tuple[str, ...]
@@ -185,10 +189,8 @@ class Matched:
 
 
 def check_pretrained(model: nn.Module, folder: Path) -> None:
-    """Raise `CheckpointError` if names, shapes or dtypes in `folder` do not fit an unsharded model, which may be on meta.
-
-    Raises `UsageError` if `folder` has a quantised model.
-    """
+    """Raise `CheckpointError` if names, shapes or dtypes in `folder` do not fit an unsharded model, which may be on meta. Raise
+    `UsageError` if `folder` has a quantised model."""
     stored = rows_of_folder(folder)
     check_quantised({}, str(folder), stored.keys() - names_of(model).keys())
     match(model, folder, stored, [])
@@ -197,10 +199,8 @@ def check_pretrained(model: nn.Module, folder: Path) -> None:
 def _fitting(
     model: nn.Module, engine: Engine, folder: Path, ignore: list[str]
 ) -> tuple[dict[str, StoredRows], set[int]]:
-    """Match `folder` with `model`. Raises `CheckpointError` if names, shapes or the values of tied tensors do not fit.
-
-    Returns (name in `model` -> tensor to read, tied ones once; ids of the parameters that the model's own code computes).
-    """
+    """Match `folder` with `model`. Return (name in `model` -> tensor to read, tied ones once; ids of the parameters that the
+    model's own code computes). Raises `CheckpointError` if names, shapes, dtypes or the values of tied tensors do not fit."""
     matched = match(model, folder, rows_of_folder(folder), ignore)
     wanted, unequal = names_of(model), []
     for first, second in matched.ties:
@@ -213,10 +213,9 @@ def _fitting(
 
 
 def match(model: nn.Module, folder: Path, stored: Mapping[str, Rows], ignore: list[str]) -> Matched:
-    """Match the tensors `stored`, by their names in `folder`, with those of `model`. Reads no values.
-
-    Raises `CheckpointError` if a tensor is missing on one side, unless its name matches a pattern in `ignore`, or does not fit.
-    """
+    """Match the tensors `stored` (name in `folder` -> lazy tensor) with those of `model`. Reads no values. Raises
+    `CheckpointError` if a tensor is missing on either side or does not fit. `ignore`: shell patterns of names that may be
+    missing; a tensor of `model` that matches one is left out."""
     wanted = names_of(model)
     for name, layer in four_bit_layers(model).items():  # folders have one plain tensor for the weight and its scales
         for scales in ("absmax", "nested"):
@@ -259,7 +258,8 @@ def _searched(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _class_patterns(model: nn.Module, kind: str) -> list[str]:
-    """Return the expressions of transformers' models for names that files may lack ("missing") or add ("unexpected")."""
+    """Return the regular expressions by which transformers' models in `model` name tensors that files may lack (`kind`
+    "missing") or have in addition ("unexpected")."""
     attribute = f"_keys_to_ignore_on_load_{kind}"
     return [p for m in model.modules() if is_of_transformers(m) for p in getattr(m, attribute, None) or ()]
 
@@ -270,13 +270,13 @@ def names_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def four_bit_layers(model: nn.Module) -> dict[str, FourBitLinear]:
-    """Return name of the weight, as in `names_of` -> layer, for each layer of `model` that `quantize` made."""
+    """Return {name of the weight, as in `names_of`: layer} for each layer of `model` that `quantize` made."""
     modules = {without_wrappers(f"{name}.weight", INSIDE): module for name, module in model.named_modules()}
     return {name: module for name, module in modules.items() if isinstance(module, FourBitLinear)}
 
 
 def copies_of_layers(model: nn.Module) -> dict[str, str]:
-    """Return name of the copy -> name of the original, as in `names_of`, for the tensors of PEFT's `modules_to_save`."""
+    """Return {name of the copy: name of the original}, as in `names_of`, for the tensors of PEFT's `modules_to_save`."""
     originals = {}
     for prefix, module in model.named_modules():
         for adapter, copy in copied_inside(module):
@@ -299,7 +299,7 @@ def _misfits(tensors: Mapping[str, StoredRows], wanted: Mapping[str, Tensor]) ->
 
 
 def equal_rows(a: Rows, b: Rows) -> bool:
-    """Return True if `a` equals `b`, of its shape, in the dtype of `a`. Reads at most 16 MiB of each at a time, or one row."""
+    """Return True if `a` equals `b`, of one shape, cast to `a.dtype`. Reads at most 16 MiB of each at a time, or one row."""
     if not a.shape:
         return torch.equal(a.whole(), b.whole())
     step = max(1, COMPARE_BYTES // max(1, a.shape[1:].numel() * a.dtype.itemsize))
@@ -313,8 +313,8 @@ def equal_rows(a: Rows, b: Rows) -> bool:
 def _named(
     model: nn.Module, stored: Mapping[str, Rows], wanted: Mapping[str, Tensor]
 ) -> tuple[dict[str, StoredRows], list[str], list[str]]:
-    """Return (name in `wanted` -> stored tensor, stored names without a tensor in `wanted`, error texts). The errors:
-    conversions that failed, and stored names for which another one fills the tensor already."""
+    """Return (name in `wanted` -> stored tensor, stored names without a tensor in `wanted`, error texts). The errors are
+    conversions that failed, and two stored names for one tensor."""
     tensors, extra, wrong = _converted(model, stored, wanted) if is_of_transformers(model) else ({}, list(stored), [])
     prefixes: tuple[str, ...] = PREFIXES
     if is_of_transformers(model) and model.base_model_prefix:
@@ -332,8 +332,8 @@ def _named(
 
 
 def own_name(key: str, wanted: Mapping[str, object], prefixes: Iterable[str]) -> str | None:
-    """Return the name in `wanted` that `key`, a name in a file, stands for; None if there is none. Tries `key` itself, then `key`
-    without wrappers, then without one of `prefixes` after another, at last each of these with one of `prefixes` added."""
+    """Return the name in `wanted` that `key`, a name in a file, stands for, or None. Tries `key` itself, then `key` without
+    wrappers, then removes one of `prefixes` after another. At last tries each of these names with one of `prefixes` added."""
     names = [key]
     key = without_wrappers(key, INSIDE)
     while True:
@@ -350,7 +350,7 @@ def _converted(
     model: Any, stored: Mapping[str, Rows], wanted: Mapping[str, Tensor]
 ) -> tuple[dict[str, StoredRows], list[str], list[str]]:
     """Apply the rules with which transformers renames, merges and splits tensors of other versions. Return (name in `wanted` ->
-    stored tensor, stored names that no rule leads to `wanted`, error texts)."""
+    stored tensor, stored names that no rule leads to a free name in `wanted`, error texts)."""
     from transformers import conversion_mapping, core_model_loading
 
     rules = conversion_mapping.get_model_conversion_mapping(model)

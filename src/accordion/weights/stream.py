@@ -27,7 +27,7 @@ BUCKET_BYTES = 256 * 2**20
 
 
 class Receivers(NamedTuple):
-    """The global `ranks` that receive. `has_this_rank`: True if this rank is one of them."""
+    """The global `ranks` that receive full tensors. `has_this_rank`: True if this rank is one of them."""
 
     ranks: frozenset[int]
     has_this_rank: bool
@@ -38,7 +38,8 @@ class WeightStream(Observer):
 
     The engine closes an open stream before this rank begins a forward, a backward or another collective. Closing takes part in
     the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name of an item -> 0-d
-    int64 digest of this rank's values in the dtype that is sent; {} if none are kept. `missing`: names of items not yet received.
+    int64 digest of this rank's values in the dtype that is sent; {} if the stream keeps none. `missing`: names of the items
+    that the consumer on this rank has not received yet.
     """
 
     # The end of the loop closes the stream: `break` and exceptions end the generator of `__iter__`, which runs its `finally`.
@@ -68,9 +69,8 @@ class WeightStream(Observer):
                     while tensors:
                         yield tensors.popleft()
                         self._check()
-                        if (
-                            self._buckets
-                        ):  # not earlier, because the caller's loop has kept the last bucket's last tensor
+                        # Not earlier, because the caller's loop has kept the last tensor of the last bucket.
+                        if self._buckets:
                             self._buckets[0].begin()
                     self.missing.discard(name)
         finally:
@@ -81,7 +81,7 @@ class WeightStream(Observer):
                 self.close()
 
     def close(self) -> None:
-        """Take part in the gathers that are left, and drop their results. Does nothing if the stream is closed."""
+        """Take part in the gathers that are left, unless ranks have diverged, and drop the results. May be called again."""
         if not self._is_open:
             return
         self._is_open = False
@@ -120,8 +120,8 @@ def stream_weights(
     changed_since: WeightStream | Literal["start"] | None = None,
     adapters: Adapters = "merged",
 ) -> WeightStream:
-    """Return an iterable of (name, full tensor) of a sharded model: its parameters and persistent buffers, tied ones once. Names
-    are those of the state dict; for a model of transformers, names and tensors are those that `save_pretrained` writes.
+    """Return an iterable of (name, full tensor) of a sharded model: its parameters and persistent buffers, tied ones once.
+    Names are those of the state dict; for a model of transformers, names and tensors are those that `save_pretrained` writes.
 
     Collective; all ranks iterate. They make the same gathers, also if a consumer breaks off or raises. The tensors are
     contiguous, on the device, and the consumer's own. The next bucket is gathered while the consumer has this one, so a rank
@@ -131,9 +131,9 @@ def stream_weights(
     Args:
         bucket_bytes: memory of one bucket, with all that its gather needs; a larger tensor is a bucket of its own.
         ranks: the global ranks that receive. The others only send: their loops have no iterations.
-        dtype: of floating-point parameters, which are cast before they are sent; by default that of the shards.
-        changed_since: an earlier stream of this model to the same ranks: only tensors whose bits, in `dtype`, have changed since
-            are delivered. "start": deliver all, and keep the digests that a later stream compares.
+        dtype: of floating-point parameters, cast before they are sent (merged weights: after); by default that of the shards.
+        changed_since: an earlier stream of this model to the same ranks: only tensors whose bits, in `dtype`, have changed
+            since are delivered. "start": deliver all, and keep the digests that a later stream compares.
         adapters: of a PEFT model: "merged" into the weights, with the names of the base model; or "alone", as PEFT saves them.
     """
     engine = sharded_engine(model, "stream_weights")
@@ -178,7 +178,8 @@ def _digest(item: Item) -> Tensor:
 
 
 def _changed(digests: dict[str, Tensor], earlier: WeightStream) -> set[str]:
-    """Return the names whose digests differ on any rank from those of `earlier`, or whose values a consumer lacks. Collective."""
+    """Return the names whose digests differ from those of `earlier` on any rank, or whose tensors some consumer did not receive
+    from `earlier`. Collective."""
     context = earlier.engine.context
     known = {name: digest for name, digest in earlier.digests.items() if name not in earlier.missing}
     counts = torch.stack([digest != known.get(name, ~digest) for name, digest in digests.items()]).int()
@@ -192,7 +193,8 @@ def _changed(digests: dict[str, Tensor], earlier: WeightStream) -> set[str]:
 
 
 class RowGather:
-    """The gather of one tensor over up to two mesh axes. The sharded dim is moved to the front, so that nothing is unpacked."""
+    """The gather of one tensor over up to two mesh axes: a collective for each `message`, then `full` returns the tensor. The
+    sharded dim is sent first, so that received rows need not be reordered."""
 
     def __init__(self, part: ItemPart, to: Receivers) -> None:
         self._part, self._to = part, to
@@ -227,7 +229,8 @@ class RowGather:
         return out, sent.repeat(sum(to)) if sum(to) > 1 else sent, received, [sent.numel() * each for each in to]
 
     def full(self) -> Tensor:
-        """Return the full tensor, contiguous and in memory of its own. A collective with tensor parallelism."""
+        """Return the full tensor, contiguous, in memory of its own, after all collectives. Collective with tensor
+        parallelism."""
         cut, around, rows = self._part.cut, self._part.around, self._rows[-1]
         full = rows if cut.dim is None else rows[: cut.rows].movedim(0, cut.dim)
         full = full.contiguous() if self.levels else full.clone(memory_format=torch.contiguous_format)
@@ -250,8 +253,8 @@ def _part_bytes(part: ItemPart, num_receivers: int) -> int:
 
 
 def in_buckets(items: Sequence[Item], num_receivers: int, most_bytes: int) -> list[list[Item]]:
-    """Return `items` in order, in lists. To gather and deliver a list, no rank needs more than `most_bytes` of device memory; an
-    item that needs more is alone in its list. `num_receivers`: number of ranks that the items are delivered to."""
+    """Divide `items`, in order, into lists that are gathered together. To gather and deliver a list, no rank needs more than
+    `most_bytes` of device memory; an item that needs more is alone. `num_receivers`: number of ranks that receive."""
     buckets, left = list[list[Item]](), -1
     for item in items:
         sizes = [_part_bytes(part, num_receivers) for part in item.parts]
@@ -265,7 +268,7 @@ def in_buckets(items: Sequence[Item], num_receivers: int, most_bytes: int) -> li
 
 
 class Bucket:
-    """The items of a stream that are gathered together. `what`: describes, in messages, a rank that waits for the gather."""
+    """The items of a stream that are gathered together. `what`: what a rank that waits for the gather does, for messages."""
 
     def __init__(self, items: Sequence[Item], to: Receivers, stream: SideStream, what: str) -> None:
         self._items, self._to, self._stream, self._what = items, to, stream, what
@@ -273,15 +276,15 @@ class Bucket:
         self._transfer: Transfer | None = None
 
     def begin(self) -> Transfer:
-        """Begin the gather, unless it has begun; return its transfer."""
+        """Begin the gather on the side stream, unless it has begun; return its transfer."""
         if self._transfer is None:
             self._gathers.extend(RowGather(part, self._to) for item in self._items for part in item.parts)
             self._transfer = self._stream.start(_steps(list(self._gathers)), [], self._what)
         return self._transfer
 
     def land(self) -> deque[tuple[str, deque[tuple[str, Tensor]]]]:
-        """Let the compute stream wait for the gather. Return (name of the item, (name, full tensor) of each tensor of the item)
-        for each item; nothing if this rank only sends."""
+        """Begin the gather if needed, and let the compute stream wait for it. Return for each item (its name, (name, full
+        tensor) of each of its tensors); an empty deque if this rank only sends."""
         self.begin().land()
         result = deque[tuple[str, deque[tuple[str, Tensor]]]]()
         for item in self._items:
@@ -295,7 +298,8 @@ class Bucket:
 
 
 def _steps(gathers: list[RowGather]) -> Steps:
-    """Yield the collectives of `gathers`, inner levels first, one for each communicator and kind of message; then empty it."""
+    """Yield the collectives of `gathers`, inner levels first, one for each communicator and kind of message. Clears
+    `gathers`."""
     for depth in range(max((len(gather.levels) for gather in gathers), default=0)):
         by_communicator: dict[int, tuple[Communicator, list[RowGather]]] = {}
         for gather in [gather for gather in gathers if depth < len(gather.levels)]:

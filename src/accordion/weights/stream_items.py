@@ -1,4 +1,4 @@
-"""The tensors of a stream of weights, in the order and under the names in which `from_pretrained` expects them."""
+"""The tensors of a stream of weights, under the names that `from_pretrained` expects; merges adapters of PEFT if asked to."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class ItemPart:
 
     @classmethod
     def of_param(cls, param: Param, dtype: torch.dtype | None = None) -> ItemPart:
-        """Return the part that sends `param` in `dtype`, None for its own. Raises `UsageError` if it has its own all-gather."""
+        """Return the part that sends `param` in `dtype`, None for its own. Raises `UsageError` if `param` is a tensor subclass
+        with its own all-gather."""
         refuse_own_gather(param)
         return cls(param.sharded, dtype or param.dtype, param.cut, param.context, param.around)
 
@@ -50,7 +51,7 @@ class ItemPart:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor of a stream, delivered in `dtype`. `merge`: computes it from the full tensors of all `parts`; None if there is one
+    """A tensor of a stream, delivered in `dtype`. `merge`: computes it from the full tensors of `parts`; None if there is one
     part. `split`: turns {name: tensor} into the named tensors that transformers saves for it; None if it saves it whole."""
 
     name: str
@@ -94,8 +95,8 @@ def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapte
 
 
 def _as_saved(model: nn.Module, items: Sequence[Item]) -> list[Item]:
-    """Return `items` under the names that transformers gives them in files. Those that transformers saves in several tensors,
-    such as fused experts, have a `split`. Raises `UsageError` for tensors that transformers joins to one in files."""
+    """Return `items` under the names that transformers gives them in files. An item that transformers saves as several tensors,
+    such as fused experts, gets a `split`. Raises `UsageError` for items that transformers joins into one tensor."""
     from transformers.core_model_loading import revert_weight_conversion
 
     split = partial(revert_weight_conversion, model)
@@ -120,10 +121,9 @@ def _as_saved(model: nn.Module, items: Sequence[Item]) -> list[Item]:
 
 
 def _base_tensors(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (name -> tensor of the model that PEFT wraps, name of a weight -> its layer with adapters that are not merged).
-
-    Of a layer that PEFT trains in a copy, the tensors are the active copy's. Raises `UsageError` for adapters without a weight.
-    """
+    """Return (name -> tensor of the model that PEFT wraps, name of a weight -> its layer with adapters that are not merged). Of
+    a layer that PEFT trains in a copy, the tensors are the active copy's. Raises `UsageError` for adapters with prompts or
+    biases."""
     for name, config in model.peft_config.items():
         if config.is_prompt_learning or getattr(config, "lora_bias", False):
             raise UsageError(
@@ -142,7 +142,7 @@ def _base_tensors(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _merged_item(engine: Engine, name: str, layer: Any, dtype: torch.dtype | None) -> Item:
-    """Return the item of a PEFT layer's weight, for which all parameters of the layer are sent, the base weight first."""
+    """Return the item of a PEFT layer's weight with adapters merged. All parameters of the layer are sent, the weight first."""
     weight, inside = layer.get_base_layer()._parameters["weight"], set(map(id, layer.parameters()))
     params = [param for param in engine.params if id(param.sharded) in inside]
     params.sort(key=lambda param: param.sharded is not weight)
@@ -151,7 +151,7 @@ def _merged_item(engine: Engine, name: str, layer: Any, dtype: torch.dtype | Non
 
 
 def _merge(engine: Engine, layer: Any, params: Sequence[Param], fulls: Sequence[Tensor]) -> Tensor:
-    """Return the weight of a PEFT layer with its active adapters merged, by PEFT's code, which overwrites `fulls[0]`."""
+    """Return the weight of a PEFT layer with its active adapters merged, by PEFT's code. The result overwrites `fulls[0]`."""
     full_params = [nn.Parameter(full, requires_grad=False) for full in fulls]
     by_id = {id(param): full for param, full in zip(params, full_params, strict=True)}
     with torch.no_grad(), shown(engine, by_id):

@@ -56,8 +56,9 @@ class Full:
 
 
 class Fulls(_torch.DispatchMode):
-    """Dispatch mode that gives memory to the full tensors, registered by `replace`, that an operator uses, filled from the shards
-    if the operator reads them (collective). Full tensors of earlier operators are first written to the shards and freed."""
+    """Dispatch mode that gives memory to full tensors while an operator uses them. `replace` registers full tensors. Before an
+    operator runs, those among its arguments get memory, filled from the shards if the operator reads them (collective). Those
+    of earlier operators are written to the shards and freed."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,7 +98,7 @@ class Fulls(_torch.DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def close(self, but: Iterable[Full] = ()) -> None:
-        """Write all full tensors with memory, except `but`, to the shards, and free their memory unless numpy shares it."""
+        """Write all full tensors with memory, except those in `but`, to the shards; free the memory unless numpy shares it."""
         for full in [full for full in self._open if full not in but]:
             if full.filled:
                 full.take(full.data)
@@ -107,8 +108,8 @@ class Fulls(_torch.DispatchMode):
                 self._open.remove(full)
 
     def settle(self, module: nn.Module) -> None:
-        """Write values that an init assigned in `module` (`weight.data = ...`, `weight = Parameter(...)`) to the shards. Raise
-        `UsageError` if a parameter is gone, has another shape, or is tied and was replaced."""
+        """Write values that an init assigned in `module` (`weight.data = ...`, `weight = Parameter(...)`) to the shards; show
+        the full tensor again. Raise `UsageError` if a parameter is gone, has another shape, or is tied and was replaced."""
         for _, attr, full in self._places.get(id(module), []):
             assigned = module._parameters.get(attr)
             storage = None if assigned is None else assigned.untyped_storage()
@@ -151,10 +152,10 @@ class Fulls(_torch.DispatchMode):
 def init_mode(
     model: nn.Module, *, only: Collection[int] | None = None, drafts: Iterable[tuple[nn.Module, str]] = ()
 ) -> Iterator[Fulls]:
-    """Context manager in which parameters are plain full tensors, and values written into them are written to the shards.
+    """Context manager that yields `Fulls`: inside, parameters are plain full tensors, and writes into them reach the shards.
 
-    Every rank must write the same values. `only`: ids of the sharded parameters that are written; values for others are
-    dropped. `drafts`: places (module, attribute) of tied parameters that get a separate full tensor, whose values are
+    Collective; every rank must write the same values. `only`: ids of the sharded parameters that are written; values for others
+    are dropped. `drafts`: places (module, attribute) of tied parameters that get a separate full tensor, whose values are
     dropped, as on one device if parameters are tied after an init. Raises `UsageError` inside `full_params` or another
     `init_mode`, and at the end if a parameter was removed or replaced by one of another shape, or a tied one was replaced.
     """

@@ -30,7 +30,7 @@ WARNED = -1  # in place of a digest of inputs, after the warning
 
 
 class Position:
-    """The position of this rank, which `str` returns as text for other ranks: what the rank is `doing` with others, if anything,
+    """The position of this rank. `str` returns it as text for other ranks: what the rank is `doing` with others, if anything,
     the `phase` of its step, and the line of the program."""
 
     def __init__(self) -> None:
@@ -112,7 +112,8 @@ class Hub:
     # -- what this rank reports
 
     def post(self, model: str, report: dict[str, Any] | None) -> None:
-        """Send `report` on the model named `model` to all ranks, in place of the last one; None withdraws that. See `Post`."""
+        """Send `report` (keys: see `Post`) on the model named `model` to all ranks, in place of the last one; None withdraws
+        that."""
         message = messages.Post(rank=self.rank, model=model, report=report)
         self._note(message)
         self._links.send(message)
@@ -161,7 +162,8 @@ class Hub:
         self._links.close()
 
     def _check_main_thread(self) -> None:
-        """If the main thread has ended, report the end of the program or its error, even if other threads (a save) go on."""
+        """If the main thread has ended, report the end of the program or its error, even if other threads (a save) go on. Does
+        nothing if this rank has reported its end before."""
         if self.is_closed or self._has_reported_end or threading.main_thread().is_alive():
             return
         if (error := last_error()) is None:
@@ -188,8 +190,8 @@ class Hub:
         return None if gone is None else self.cause(model=model) or gone
 
     def cause(self, wait_s: float = 0.0, model: str | None = None) -> tuple[int, str] | None:
-        """Return (rank, text) of the first failure or end of another rank, or None if none is known within `wait_s`. A follow-on
-        error counts only if no other is known. With `model`, failed steps of other models do not count."""
+        """Return (rank, text) of the first failure or end of another rank; None if none is known within `wait_s`. A follow-on
+        error counts only if no other failure is known. With `model`, failed steps of other models do not count."""
 
         def causes_of_model() -> list[tuple[int, str, str]]:
             with self._changed:
@@ -220,7 +222,7 @@ class Hub:
         return "; ".join(text for text in (wording.each_of(where), unknown) if text)
 
     def send_to_first(self, message: messages.HubMessage) -> None:
-        """Send `message` to the first rank, which acts on it."""
+        """Send `message` to the first rank, which acts on it. On the first rank, act on it now."""
         if self._links.leads:
             self.receive(message)
         else:
@@ -229,7 +231,7 @@ class Hub:
     # -- receiving
 
     def receive(self, message: messages.HubMessage) -> None:
-        """On the first rank, pass `message` on. On every rank, answer or store it, unless it is of a kind in `FOR_FIRST`."""
+        """On the first rank, pass `message` on. On every rank, answer or store it, unless its kind is in `FOR_FIRST`."""
         with self._changed:
             if self._links.leads:  # forwards first, since the message may end its process
                 self._pass_on(message)
@@ -343,8 +345,8 @@ def hubs_of_job() -> list[Hub]:
 
 
 def last_error() -> BaseException | None:
-    """Return the uncaught error that ended the program, which Python keeps until its exit. Return None if there is none, if it is
-    a warning, and in an interactive session."""
+    """Return the uncaught error that ended the program, which Python keeps until its exit; None if there is none, if it is a
+    warning, and in an interactive session."""
     error: BaseException | None = getattr(sys, "last_exc", getattr(sys, "last_value", None))
     # An interactive session keeps the last error of any statement. torch prints a warning that became an error like one that
     # ends the program, and continues.

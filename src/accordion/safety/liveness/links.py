@@ -61,8 +61,8 @@ def give_up(connection: socket.socket, timeout_s: float) -> None:
 
 
 class HubLinks:
-    """The connections of this rank: if it is the first one, to all other ranks, otherwise to the first rank. If a process ends in
-    any way, the system closes its connections. `peers`: the sockets of open connections, by the rank at the other end."""
+    """The connections of this rank: if it is the first one, to all other ranks, otherwise to the first rank. If a process ends
+    in any way, the system closes its connections. `peers`: the sockets of open connections, by the rank at the other end."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.ranks, self.rank, self.leads = list(ranks), rank, rank == ranks[0]
@@ -147,7 +147,8 @@ class HubLinks:
         threading.Thread(target=self._listen, args=(receive, check), name="accordion-hub", daemon=True).start()
 
     def send(self, message: HubMessage, to: int | None = None, but: int | None = None) -> None:
-        """Send a message to rank `to`, by default to all peers except `but`. Ignores errors; does nothing after `close`."""
+        """Send a message to rank `to`, by default to all peers except `but`. Ignores socket errors. After `close` does
+        nothing."""
         line = encoded(message)
         for rank, peer in list(self.peers.items()):
             if rank != but and to in (None, rank) and not self.closed:

@@ -26,8 +26,8 @@ class HasEnded(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Post(HubMessage):
-    """A report of `rank` about the model named `model`, in place of its last one; None withdraws that. Keys of `report`: `what`
-    the rank does, the `ranks` it waits for, or why it has `failed`."""
+    """A report of `rank` about the model named `model`, in place of its last one; None withdraws that. Keys of `report`, each
+    optional: `what` the rank does, the `ranks` it waits for, why it has `failed`, and facts for `wording.advice`."""
 
     model: str
     report: dict[str, Any] | None

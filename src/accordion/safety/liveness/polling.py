@@ -72,7 +72,7 @@ class Arrivals:
         return [rank for rank in self._ranks if self._count(rank, 0) < self.time]
 
     def withdraw(self, rank: int) -> bool:
-        """Undo the last arrival of this rank, `rank`, and return True. Return False if all ranks have just arrived."""
+        """Undo the last arrival of this rank, `rank`, and return True. If all ranks have arrived, only return False."""
         if int(self._store.add(f"{self._name}/met/{self.time}", -1)) + 1 >= len(self._ranks):
             self._store.add(f"{self._name}/met/{self.time}", 1)
             return False

@@ -128,7 +128,7 @@ def _place(lines: Iterable[tuple[str, int]]) -> str:
 
 def end_of(lines: Sequence[str]) -> str:
     """Return text on how a process ended that sent no report, as the end of a sentence that begins with "rank R". `lines`: what
-    `faulthandler` wrote; empty if the process did not crash."""
+    `faulthandler` wrote when the process crashed; otherwise empty."""
     if not lines or not lines[0].startswith(CRASH):
         return SILENT_END
     stacks: list[list[tuple[str, int]]] = [[]]
@@ -219,9 +219,9 @@ SHOWN = 3  # differences of a rank in a message
 
 
 def step_differences(histories: Mapping[int, Mapping[str, Any]]) -> str:
-    """Return an error text that names each rank with a backward whose record differs from the first rank's, and what differs in
-    the first such backward of that rank; "" if no record differs. `histories`: by rank, a dict whose `records` are (number of the
-    backward, step, dict of what the rank did before that backward)."""
+    """Return an error text that names each rank whose record of a backward differs from the first rank's, and what differs in
+    the first such backward; "" if no record differs. `histories`: by rank, a dict with the list `records`, whose entries are
+    (number of the backward, step, dict of what the rank did before that backward)."""
     ranks = [rank for rank in sorted(histories) if histories[rank].get("records")]
     if len(ranks) < 2:
         return ""
