@@ -29,8 +29,7 @@ STRATEGIES: dict[str, config.Strategy] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
     """The checked constructor arguments of one `FullyShardedDataParallel`, without `module` and `auto_wrap_policy`. `ignored`:
-    parameters that are not sharded. Raises `UsageError` for a wrong type or value, and for `process_group` with
-    `device_mesh`."""
+    parameters not to shard. Raises `UsageError` for a wrong type or value, and for `process_group` with `device_mesh`."""
 
     process_group: Any = None
     sharding_strategy: ShardingStrategy | None = None

@@ -188,8 +188,7 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
 
 def _master(root: nn.Module) -> torch.dtype:
     """Return the narrowest dtype of the parameters that require gradients; float32 without any. As `Precision.master` it casts
-    none of them, because wider ones keep their dtype. Raises `UsageError` if two are equally narrow, such as bfloat16 and
-    float16."""
+    none of them, because wider ones keep their dtype. Raises `UsageError` if bfloat16 and float16 are both the narrowest."""
     dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
     if not dtypes:
         return torch.float32
@@ -202,8 +201,7 @@ def _master(root: nn.Module) -> torch.dtype:
 
 @contextmanager
 def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
-    """Context manager that removes the parameters with ids in `ignored` from modules of `root`; the exit restores them, in
-    order."""
+    """Context manager that removes parameters with ids in `ignored` from modules of `root`; the exit puts them back."""
     before = [(m, dict(m._parameters)) for m in root.modules() if any(id(p) in ignored for p in m._parameters.values())]
     for module, params in before:
         for name in [name for name, p in params.items() if id(p) in ignored]:
@@ -220,8 +218,7 @@ def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
 def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[Wrapper]) -> None:
     """Initialise the modules of the sharded `root` whose ids are in `on_meta`. Collective. If all modules with parameters are
     on the meta device and no wrapper has a `param_init_fn`, call `initialise(root)`. Otherwise call for each module the
-    `param_init_fn` of its nearest wrapper, or if that is None its `reset_parameters`. Raises `UsageError` for a module without
-    both."""
+    `param_init_fn` of its nearest wrapper, or without one its `reset_parameters`. Raises `UsageError` if there is neither."""
     # Inner wrappers come later in the list, so theirs replaces that of outer ones.
     functions = {id(m): wrapper._arguments.param_init_fn for wrapper in wrappers for m in wrapper.modules()}
     owners = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]

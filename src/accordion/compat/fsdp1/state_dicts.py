@@ -275,8 +275,7 @@ def cut_like(value: Tensor, param: Param) -> Tensor:
 
 
 def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
-    """Return a list of qualified names for each param group of `optim`. Raises `UsageError` for a parameter that is not in
-    `model`."""
+    """Return for each group of `optim` the qualified names of its parameters. Raises `UsageError` if `model` lacks one."""
     names = {id(p): name for name, p in model.named_parameters()}
     for p in (p for group in optim.param_groups for p in group["params"]):
         if id(p) not in names:
@@ -322,12 +321,10 @@ def named_state(
 def state_by_id(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, full: bool, from_first_rank: bool = False
 ) -> dict[str, Any]:
-    """Convert a state dict by qualified names to one for `optim.load_state_dict`, and return it.
-
-    `full`: `state` has full tensors, equal on all ranks; if they differ, every rank raises `DivergenceError`.
-    `from_first_rank`: send the first rank's `state` to all ranks, without that check. Either makes this a collective. Raises
-    `UsageError` if `state` is empty, or if its param groups are not those of `optim`.
-    """
+    """Convert a state dict by qualified names to one for `optim.load_state_dict`, and return it. `full`: `state` has full
+    tensors, equal on all ranks; if they differ, every rank raises `DivergenceError`. `from_first_rank`: send the first rank's
+    `state` to all ranks, without that check. Either makes this a collective. Raises `UsageError` if `state` is empty, or if its
+    param groups are not those of `optim`."""
     engines = _engines_of(model)
     from_first = engines[0] if from_first_rank else None
     if full and from_first is None:
@@ -381,8 +378,7 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:
-    """Return the first rank's `value`, a collective of the ranks of `from_first`; this rank's `value` if `from_first` is
-    None."""
+    """Return the first rank's `value`, a collective of the ranks of `from_first`; if that is None, this rank's `value`."""
     if from_first is None:
         return value
     values = [value]
