@@ -37,9 +37,11 @@ class ActivationOffload:
 
     def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
         """Start copying `tensor`, the input of a unit, to `place`, "host" or "disk:FOLDER". Return an object that copies it
-        back. First calls `finish_store` for the previous input, after which the device memory of that one can be freed, and
-        which may raise. Raises `UsageError` if host memory is lacking, and `OffloadError` if the disk has no room or a write
-        failed."""
+        back.
+
+        First calls `finish_store` for the previous input, so that the device memory of that one can be freed. Raises
+        `UsageError` if host memory is lacking, and `OffloadError` if the disk has no room or an earlier write failed.
+        """
         self.finish_store()
         if place not in self._stores:
             folder, resources = folder_of(place), self.resources

@@ -24,7 +24,7 @@ def page_aligned(num_bytes: int) -> int:
 
 
 def aligned_buffer(num_bytes: int) -> Tensor:
-    """Return uninitialised host memory, (num_bytes,) uint8, that begins at a page, in a storage with all of its last page."""
+    """Return uninitialised host memory, (num_bytes,) uint8, that begins at a page. Its storage has all of the last page."""
     whole = torch.empty(page_aligned(num_bytes) + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
     start = -whole.data_ptr() % ALIGN_BYTES
     return whole[start : start + num_bytes]

@@ -108,8 +108,8 @@ class DiskShards(OffDeviceShards):
 
     def begin_read(self, version: int) -> None:
         """Start reading the rows, at `version` of the shards, from the file into the staging buffer, on threads. Do nothing if
-        that was done and no other unit had the buffer since. First copy changed shards into the rows, and wait for other
-        uses."""
+        that was done and no other unit had the buffer since. First copy changed shards into the rows, and wait until earlier
+        uses of the buffer have ended."""
         self.settle(version)
         times = self._staging_buffer.claim(self._unit)
         if self._staged == (times, version):

@@ -90,12 +90,12 @@ class Tiers:
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
-        """Pool of threads, each of which reads or writes one chunk of a file at a time. Created at the first use."""
+        """Threads that read and write files, one chunk each at a time, and step such chunks. Created at the first use."""
         return self._thread_pool(NUM_BUFFERS, "accordion-disk")
 
     @cached_property
     def stepper(self) -> ThreadPoolExecutor:
-        """Pool of one thread, which steps units one after the other. The kernels of a step use more threads themselves."""
+        """One thread that steps units one after the other; the kernels of a step start threads of their own."""
         return self._thread_pool(1, "accordion-step")
 
     def _thread_pool(self, num_threads: int, name: str) -> ThreadPoolExecutor:

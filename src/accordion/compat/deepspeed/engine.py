@@ -70,8 +70,8 @@ def initialize(
     Args:
         config: the path of a ds_config.json, or its content; by default `config_params`, then `args.deepspeed_config`.
         model_parameters: parameters of `model` before it is sharded, or groups of them; by default all that require gradients.
-        optimizer: an optimizer without state, which keeps its own groups of parameters, or a function of parameters; by
-            default the one in the configuration.
+        optimizer: an optimizer without state, whose own parameters are replaced by their shards, or a function that is called
+            with `model_parameters`; by default the one in the configuration.
         lr_scheduler: a scheduler, or a function of the optimizer; by default the configuration's, if any.
         training_data: dataset of which the loader gives each rank its micro-batches; without one, the loader is None.
         mpu, mesh_param: refused, because there is no model parallelism.

@@ -98,8 +98,8 @@ class Settings:
     ignored: tuple[str, ...]
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh | None:
-        """Return the mesh to pass to `shard`: None, with which `shard` uses all ranks, unless the strategy is hybrid. Then
-        create a mesh with the axes ("replicate", "shard"), which is collective."""
+        """Return the mesh to pass to `shard`. For a hybrid strategy, create a mesh with the axes ("replicate", "shard"), which
+        is collective. Otherwise return None, with which `shard` uses all ranks."""
         if self.group_ranks is None:
             return None
         replicas = self.replicas(dist.get_world_size())

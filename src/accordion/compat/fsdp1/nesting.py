@@ -188,7 +188,7 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
 
 def _master(root: nn.Module) -> torch.dtype:
     """Return the narrowest dtype of the parameters that require gradients; float32 without any. As `Precision.master` it casts
-    none of them, because wider ones keep their dtype. Raises `UsageError` if bfloat16 and float16 are both the narrowest."""
+    none of them, because wider ones keep their dtype. Raises `UsageError` if two dtypes tie, such as bfloat16 and float16."""
     dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
     if not dtypes:
         return torch.float32

@@ -442,8 +442,8 @@ def _planned(
 
 
 def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Iterator[tuple[Owned, Layout]]:
-    """Yield each sharded parameter with its layout; plain tensors and ignored parameters are left out. Raises `UsageError` if a
-    tensor of another kind or placement has been assigned since `fully_shard`."""
+    """Yield each sharded parameter with its layout. Plain parameters that were never sharded, and ignored ones, are left out.
+    Raises `UsageError` if a tensor of another kind or placement has been assigned since `fully_shard`."""
     layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
     ignored = {id(p) for part in parts for p in part.asked.ignored}
     for o in owned_parameters(root, index):

@@ -285,8 +285,8 @@ def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-    """Pre-hook of `load_state_dict`: end explicit unshards, wait for steps in progress, and replace DTensors in `state` that
-    come from a file by ones on the parameters' mesh. With assign=True also remove the engine, which has the old parameters."""
+    """Pre-hook of `load_state_dict`: end explicit unshards, wait for steps in progress, and replace DTensors in `state` from a
+    file by ones on the parameters' mesh, a collective. With assign=True also remove the engine, which has old parameters."""
     for part in parts_below([module]):
         part.settle()
     take_own_rows(module, state, prefix)
