@@ -70,7 +70,7 @@ class HostNeeds:
 
 
 def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
-    """Return the host memory that `shard` allocates on each rank. `offloads`, `shapes`: tiers and groups of each unit."""
+    """Return the host memory that `shard` allocates on each rank, by purpose. `offloads`, `shapes`: one entry per unit."""
     chosen = [(i, o, s) for i, (o, unit) in enumerate(zip(offloads, shapes, strict=True)) if o.offloads for s in unit]
     shard_buffers = 0
     landing: dict[int, int] = {}

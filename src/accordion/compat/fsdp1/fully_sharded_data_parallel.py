@@ -97,13 +97,13 @@ class FullyShardedDataParallel(StateDicts):
         return modules
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) with the names of the unwrapped module; builds the engine first if there is none."""
+        """Yield (name, parameter) with the names of the unwrapped module. Builds a missing engine, which is collective."""
         self._ready()
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, buffer) with the names of the unwrapped module; builds the engine first if there is none."""
+        """Yield (name, buffer) with the names of the unwrapped module. Builds a missing engine, which is collective."""
         self._ready()
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean(name), buffer

@@ -47,8 +47,8 @@ class StateDicts(Wrapper):
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """Return the state dict with the names of the unwrapped module. Tensors are full (a collective), or shards if
-        `state_dict_type` chose them. If full with `rank0_only`, ranks other than the first get {}. With `keep_vars`, the values
-        are the sharded parameters themselves. If `destination` is passed, the entries are added to it, and it is returned."""
+        `state_dict_type` chose them. With full tensors and `rank0_only`, ranks other than the first get {}. With `keep_vars`,
+        the values are the sharded parameters. If `destination` is passed, the entries are added to it, and it is returned."""
         self._ready()
         raw = super().state_dict(prefix=prefix, keep_vars=True)
         tensors = OrderedDict((clean(name), value) for name, value in raw.items())
@@ -63,9 +63,9 @@ class StateDicts(Wrapper):
         return destination  # type: ignore[no-any-return]
 
     def _converted(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """Return `tensors` as full tensors (a collective) or shards, as `state_dict_type` chose; if full with `rank0_only`, {}
-        on ranks other than the first. Buffers get back the dtype from before mixed precision. Changes the dict `tensors`.
-        `prefix`: the beginning of all names in `tensors`."""
+        """Return `tensors` as full tensors (a collective) or shards, as `state_dict_type` chose. With full tensors and
+        `rank0_only`, ranks other than the first get {}. Buffers get back the dtype from before mixed precision. Changes the
+        dict `tensors`. `prefix`: the beginning of all names in `tensors`."""
         engine = self._engine("state_dict()")
         config = self._settings.state_dict_config
         for name, value in tensors.items():
@@ -128,7 +128,7 @@ class StateDicts(Wrapper):
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return the state dict of `optim` by qualified names. It is full (a collective) or sharded, as `state_dict_type`
-        chose; if full with `rank0_only`, ranks other than the first get {}. `optim_state_dict`: the result of
+        chose; with full tensors and `rank0_only`, ranks other than the first get {}. `optim_state_dict`: the result of
         `optim.state_dict()`, if it was called already. `group` is ignored."""
         numbered = optim.state_dict() if optim_state_dict is None else optim_state_dict
         settings = StateDicts.get_state_dict_type(model)

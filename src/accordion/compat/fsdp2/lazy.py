@@ -182,7 +182,7 @@ class Part:
             self.tree.dissolve()
 
     def push(self) -> None:
-        """Apply `settings`, and the parts to prefetch in `ahead`, to the unit. Does nothing if there is no unit yet."""
+        """Apply `settings` and the parts to prefetch (`ahead`) to the unit. Do nothing if there is no unit yet."""
         if self.unit is None:
             return
         settings = self.settings
@@ -259,7 +259,7 @@ class Part:
         self.unit.release()
 
     def settle(self) -> None:
-        """End an explicit unshard, and wait for an optimizer step in progress, which only offload has."""
+        """End an explicit unshard, and wait for an optimizer step in progress, which exists only with offload."""
         self.end_unshard()
         if self.unit is not None:
             self.engine().synchronize()

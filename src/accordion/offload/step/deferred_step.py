@@ -237,8 +237,8 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
 def _start(
     engine: Engine, units: list[tuple[Unit, list[Entry]]], optimizer_copy: OptimizerCopy, optimizer: Optimizer
 ) -> None:
-    """Step those of `units`, pairs (unit, its entries to step), that are stepped on the device. Start the steps of the others
-    on a thread, in the order in which the next forward is expected to need the units."""
+    """Step the units that are stepped on the device. Start the steps of the others on a thread, in the order in which the next
+    forward is expected to need them. `units`: pairs (unit, its entries to step)."""
     tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
     states = tiers.states.get(optimizer)
     if states is not None and states.is_exposed:
