@@ -295,8 +295,7 @@ class DiskSlot:
                 raise
 
     def free(self, fetch: Transfer | None) -> None:
-        """Free the range, and cancel writes not begun; callable on any thread. `fetch`: a copy that may not have ended, or
-        None."""
+        """Free the range, and cancel writes not begun. Callable on any thread. `fetch`: a copy that may not have ended."""
         self._is_wanted = False
         moves = [] if self._stored is None else self._stored.cancel()
         if fetch is not None:

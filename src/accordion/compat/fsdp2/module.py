@@ -129,13 +129,11 @@ class FSDPModule(_Base):  # type: ignore[misc]
     set_unshard_in_backward = no_effect("full parameters are always gathered for the backward")
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch `modules` (gather their parameters) during this module's forward, not the module that came next last
-        time."""
+        """Prefetch parameters of `modules` in this module's forward, not those of the module that came next last time."""
         self._prefetch(FORWARD, modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch `modules` (gather their parameters) during this module's backward, not the module that came next last
-        time."""
+        """Prefetch parameters of `modules` in this module's backward, not those of the module that came next last time."""
         self._prefetch(BACKWARD, modules)
 
     def _prefetch(self, phase: Phase, modules: Iterable[Any]) -> None:
