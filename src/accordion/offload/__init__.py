@@ -1,1 +1,1 @@
-"""Memory tiers: keeps shards, gradients, optimizer states and activations off the device; the engine does not import it."""
+"""Keep shards, gradients, optimizer states and activations on host or disk. The engine does not import this package."""

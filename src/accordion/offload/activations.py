@@ -27,7 +27,7 @@ STORES, FETCHES = "copies activations to the host", "copies activations to the d
 
 class ActivationOffload:
     """Copies inputs of recomputed units of one model into stores on the host or on disk, which are created at the first use.
-    `offload` copies an input away; the `OffloadedInput` that it returns copies the input back."""
+    `offload` copies an input away, and returns an `OffloadedInput`, whose `tensor` copies it back."""
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
@@ -36,9 +36,11 @@ class ActivationOffload:
         self._storing: tuple[Transfer | CopyToDisk, Tensor, int] | None = None  # copy under way, input and its version
 
     def offload(self, tensor: Tensor, place: str) -> OffloadedInput:
-        """Start copying `tensor`, the input of a unit, to `place`, "host" or "disk:FOLDER". Return an object that copies it back.
+        """Start copying `tensor`, the input of a unit, to `place`, "host" or "disk:FOLDER". Return an object that copies it
+        back.
 
-        First calls `finish_store`, which frees the previous input. Raises `UsageError` or `OffloadError` if there is no room.
+        First calls `finish_store` for the previous input, so that the device memory of that one can be freed. Raises
+        `UsageError` if host memory is lacking, and `OffloadError` if the disk has no room or an earlier write failed.
         """
         self.finish_store()
         if place not in self._stores:
@@ -52,8 +54,8 @@ class ActivationOffload:
         return offloaded
 
     def finish_store(self) -> None:
-        """Make the compute stream wait for the last started copy to a store. Do nothing if there is none, or if this was called
-        for it before. Raise `UsageError` if the copied tensor was changed in place meanwhile."""
+        """Make the compute stream wait for the last started copy to a store, and drop the reference to its input. Do nothing if
+        there is none, or if this was called for it before. Raise `UsageError` if the input was changed in place meanwhile."""
         storing, self._storing = self._storing, None
         if storing is not None:
             move, tensor, version = storing
@@ -66,8 +68,8 @@ class ActivationOffload:
 
 
 class OffloadedInput:
-    """An input of a recomputed unit that is stored in `slot`, which is freed when this object is deleted. The constructor starts
-    the copy. `before`: the previous offloaded input of this forward, which the backward needs next; None for the first one."""
+    """An input of a recomputed unit that is stored in `slot`; deleting this object frees the slot. The constructor starts the
+    copy. `before`: the offloaded input before this one in the forward, which the backward needs next; None for the first."""
 
     def __init__(
         self,
@@ -83,11 +85,11 @@ class OffloadedInput:
         self.storing = slot.store(tensor, self._like)
 
     def leave(self) -> None:
-        """Drop the reference to the input on the device; `tensor` then returns a copy. Call when the unit's forward ends."""
+        """Drop the reference to the input on the device: `tensor` then returns a copy. Call it when the unit's forward ends."""
         self._live = None
 
     def fetch(self) -> None:
-        """Start copying the input back to the device, unless it is still there or the copy was started already."""
+        """Start copying the input back to the device. Do nothing before `leave`, or if that copy was started already."""
         if self._live is None and self._fetched is None:
             self._owner.finish_store()
             tensor = torch.empty_strided(
@@ -121,7 +123,7 @@ class OffloadedInput:
 
 
 class HostActivationStore:
-    """Host memory for inputs of recomputed units: a buffer for each stored input, which later inputs reuse after it is freed."""
+    """Host memory for inputs of recomputed units: one buffer for each input, which a later input reuses after it is freed."""
 
     def __init__(self, resources: Resources) -> None:
         self.resources = resources
@@ -129,8 +131,8 @@ class HostActivationStore:
         self.free: list[Arena] = []  # buffers without an input; slots put theirs back, on any thread
 
     def take(self, num_bytes: int) -> HostSlot:
-        """Return a slot of at least `num_bytes`, in the smallest free buffer that fits, or else in a new one. A new buffer takes
-        the place of the largest free one, if any buffer is free. Raises `UsageError` if memory is lacking."""
+        """Return a slot of at least `num_bytes`, in the smallest free buffer that fits, or else in a new one. If there are only
+        smaller free buffers, the new one replaces the largest of them. Raises `UsageError` if memory is lacking."""
         fits = [buffer for buffer in self.free if buffer.num_bytes >= num_bytes]
         if fits:
             buffer = min(fits, key=lambda buffer: buffer.num_bytes)
@@ -155,18 +157,19 @@ class HostSlot:
         self._store, self._buffer = store, buffer
 
     def store(self, tensor: Tensor, like: Tensor) -> Transfer:
-        """Start copying `tensor`, the input, to the host. `like`: a tensor of its shape and dtype, with the strides to store."""
+        """Start copying `tensor`, the input, to the host, and return the transfer. `like`: a tensor with its shape and dtype,
+        and the strides with which it is stored."""
         return self._store.resources.store_stream.copy(
             partial(_copy, shaped(self._buffer.memory, like), tensor), [tensor], STORES
         )
 
     def fetch(self, into: Tensor) -> Transfer:
-        """Start copying the input into `into`, on the device, of the shape, dtype and strides with which it was stored."""
+        """Start copying the input to `into`, a device tensor with the stored shape, dtype and strides. Return the transfer."""
         copy = partial(_copy, into, shaped(self._buffer.memory, into))
         return self._store.resources.fetch_stream.copy(copy, [into], FETCHES)
 
     def free(self, fetch: Transfer | None) -> None:
-        """Free the buffer; callable on any thread. `fetch`: a copy to the device that may not have ended."""
+        """Free the buffer; callable on any thread. `fetch`: a copy to the device that may not have ended, or None."""
         # The host must not wait for the copy: the device may be waiting for ranks that never arrive. Later stores wait for it.
         if fetch is not None:
             fetch.join(self._store.resources.store_stream)
@@ -186,8 +189,8 @@ class DiskActivationStore:
         self._stages = [Stage() for _ in range(NUM_STAGES)]  # the least recently used first
 
     def take(self, num_bytes: int) -> DiskSlot:
-        """Return a slot of `num_bytes`, whole pages: in the smallest free range that fits, or else at the end of the file, which
-        grows. First waits for reads and writes of ranges that were freed. Raises `OffloadError` if the disk has no room."""
+        """Return a slot of `num_bytes`, a multiple of the page size: in the smallest free range that fits, or else at the end
+        of the file, which grows. First waits for reads and writes of freed ranges. Raises `OffloadError` without room."""
         self._collect()
         fits = [(stop - start, start, stop) for start, stop in self._free if stop - start >= num_bytes]
         if fits:
@@ -212,8 +215,8 @@ class DiskActivationStore:
         self._free = joined(self._free)
 
     def stage(self, num_bytes: int) -> Stage:
-        """Return the least recently used stage, with a buffer of at least `num_bytes`; a smaller buffer is replaced. First waits
-        for the uses of that stage, and raises the error of a failed one."""
+        """Return the least recently used stage, with a buffer of at least `num_bytes`; a smaller buffer is replaced. First
+        waits for the uses of that stage, and raises the error of a failed one."""
         self._stages.append(self._stages.pop(0))
         stage = self._stages[-1]
         stage.content = None
@@ -239,7 +242,7 @@ class Stage:
 
 
 class DiskSlot:
-    """The place of one input in the file, `num_bytes` from byte `start` on, with its reads and writes under way."""
+    """Place of one input in the file, `num_bytes` from byte `start` on, with the reads and writes of it that are under way."""
 
     def __init__(self, store: DiskActivationStore, start: int, num_bytes: int) -> None:
         self.activation_store, self.start, self.num_bytes = store, start, num_bytes
@@ -249,7 +252,8 @@ class DiskSlot:
         self._is_wanted = True
 
     def store(self, tensor: Tensor, like: Tensor) -> CopyToDisk:
-        """Start copying `tensor` to the host and writing it to the file, with the strides of `like`, a tensor of its shape."""
+        """Start copying `tensor` to a host buffer and then writing it to the file; return the copy. `like`: a tensor with its
+        shape and dtype, and the strides with which it is stored."""
         store, resources = self.activation_store, self.activation_store.resources
         self._stage = stage = store.stage(self.num_bytes)
         memory, stage.content = stage.memory(self.num_bytes), self
@@ -260,8 +264,9 @@ class DiskSlot:
         return self._stored
 
     def fetch(self, into: Tensor) -> Transfer:
-        """Start copying the input back into `into`, on the device, and return the transfer. The source is the host buffer of
-        the input. If that was reused, it is the file; then raises `OffloadError` if writing the input failed."""
+        """Start copying the input to `into`, on the device, and return the transfer. The source is the host buffer through
+        which the input was stored. If another input has that buffer now, the source is the file; then raises `OffloadError` if
+        writing the input failed."""
         assert self._stage is not None, "an input is stored before it is fetched"
         assert self._stored is not None, "an input is stored before it is fetched"
         store, stage, reads = self.activation_store, self._stage, None
@@ -282,7 +287,7 @@ class DiskSlot:
         return transfer
 
     def _end(self, wait: Callable[[], None]) -> None:
-        """Call `wait`. An `OffloadError` that it raises is ignored if `free` was called."""
+        """Call `wait`. Ignore an `OffloadError` that it raises if `free` was called before."""
         try:
             wait()
         except OffloadError:
@@ -290,7 +295,7 @@ class DiskSlot:
                 raise
 
     def free(self, fetch: Transfer | None) -> None:
-        """Free the range, and cancel writes not yet begun; callable on any thread. `fetch`: a copy that may not have ended."""
+        """Free the range, and cancel writes not begun. Callable on any thread. `fetch`: a copy that may not have ended."""
         self._is_wanted = False
         moves = [] if self._stored is None else self._stored.cancel()
         if fetch is not None:

@@ -1,4 +1,4 @@
-"""The arena: one allocation of host memory for offloaded state, made before the first step and pinned for accelerators."""
+"""The arena: one allocation of host memory for offloaded state, made before the first step, and pinned for CUDA."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def page_aligned(num_bytes: int) -> int:
 
 
 def aligned_buffer(num_bytes: int) -> Tensor:
-    """Return uninitialised host memory, (num_bytes,) uint8, that begins at a page and can be read to the end of its last page."""
+    """Return uninitialised host memory, (num_bytes,) uint8, that begins at a page. Its storage has all of the last page."""
     whole = torch.empty(page_aligned(num_bytes) + ALIGN_BYTES, dtype=torch.uint8, device="cpu")
     start = -whole.data_ptr() % ALIGN_BYTES
     return whole[start : start + num_bytes]
 
 
 class Arena:
-    """One allocation of host memory that `take` divides into tensors, freed with the last of them. Raises `UsageError` if memory
-    cannot be allocated or pinned.
+    """One allocation of host memory that `take` divides into tensors. The memory is freed when the arena and all these tensors
+    are deleted. Raises `UsageError` if the memory cannot be allocated or pinned.
 
-    For an accelerator the driver pins it until the arena is freed, since torch's pinned allocator rounds up to powers of two.
+    For a CUDA device it is pinned as long as this object lives: by the driver, since torch's pinned allocator rounds sizes up.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Arena:
                 pin(self, self.memory, module.cudart(), settle, lambda: torch.zeros(1, device=device))
 
     def take(self, numel: int, dtype: torch.dtype, *, zeros: bool = True) -> Tensor:
-        """Return a new (numel,) tensor in the arena's memory; without `zeros` uninitialised, and not resident before its first
-        use. The caller takes no more than `num_bytes` in all, each tensor rounded up to whole pages."""
+        """Return a new tensor of `numel` elements that begins at a page of the arena: zeros, or uninitialised if `zeros` is
+        False. The caller must not take more than `num_bytes` in all, with each tensor rounded up to whole pages."""
         start, num_bytes = self._used, numel * dtype.itemsize
         self._used += page_aligned(num_bytes)
         assert self._used <= self.num_bytes, "the arena is sized for all that is taken from it"
@@ -74,10 +74,10 @@ ArenaMaker = Callable[[int, torch.device], Arena]
 
 
 def pin(owner: object, memory: Tensor, runtime: Any, settle: Callable[[], None], launch: Callable[[], object]) -> None:
-    """Pin `memory`, 1-D uint8, until `owner` is garbage-collected. Raise `UsageError` if the driver refuses.
+    """Pin `memory`, 1-D uint8, and keep it alive, until `owner` is garbage-collected. Raise `UsageError` if the driver refuses.
 
     `runtime`: `torch.cuda.cudart()`; `settle`: waits until no copy is under way, called on a thread before the memory is
-    unpinned; `launch`: launches any kernel.
+    unpinned; `launch`: launches any kernel, so that no later launch raises the driver's error if it refuses.
     """
     result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:

@@ -1,4 +1,4 @@
-"""Counts the bytes of a model in each tier, and chooses tiers so that budgets are not exceeded: arithmetic on shard sizes."""
+"""Count the bytes of a model in each tier, and choose tiers so that budgets are not exceeded: arithmetic on shard sizes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ NUM_STAGING_BUFFERS = 2
 
 
 class Shape:
-    """Bytes of one group, the parameters of a unit that are gathered in one dtype, on any rank: shards are counted with padding.
+    """Bytes of one group (parameters of a unit that are gathered in one dtype) on any rank. Shards are counted with padding.
 
-    Args: `msg`: layout of the shards; `dtypes`: of each shard, as the optimizer steps it; `trained`: True for parameters that
+    Args: `msg`: layout of the shards; `dtypes`: dtype in which the optimizer steps each; `trained`: True for parameters that
     require a gradient; `gathered`: dtype in which all shards are gathered.
     """
 
@@ -70,7 +70,7 @@ class HostNeeds:
 
 
 def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
-    """Return the host memory that `shard` allocates on each rank. `offloads`, `shapes`: tiers and groups of each unit."""
+    """Return the host memory that `shard` allocates on each rank, by purpose. `offloads`, `shapes`: one entry per unit."""
     chosen = [(i, o, s) for i, (o, unit) in enumerate(zip(offloads, shapes, strict=True)) if o.offloads for s in unit]
     shard_buffers = 0
     landing: dict[int, int] = {}
@@ -89,7 +89,7 @@ def host_needs(offloads: Sequence[Offload], shapes: Shapes) -> HostNeeds:
 
 
 def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
-    """Return folder -> bytes of this rank's file in it, for shards and gradients. `offloads`, `shapes`: one entry per unit."""
+    """Return folder -> bytes of one rank's file in it, for shards and gradients. `offloads`, `shapes`: one entry per unit."""
     num_bytes_in: dict[Path, int] = {}
     for offload, groups in zip(offloads, shapes, strict=True):
         for s in groups if offload.offloads else ():
@@ -101,8 +101,8 @@ def on_disk(offloads: Sequence[Offload], shapes: Shapes) -> dict[Path, int]:
 
 
 def device_bytes(offload: Offload, shapes: Sequence[Shape], num_states: int = NUM_STATES) -> int:
-    """Return the bytes of one unit, with the groups `shapes`, on the device while it is not gathered: its shards, or copies of
-    them in the gathered dtype, its gradients, and `num_states` optimizer states, as far as `offload` keeps them there."""
+    """Return the bytes that one unit with the groups `shapes` takes on the device while it is not gathered: shards (or copies
+    of them in the gathered dtype), gradients and `num_states` optimizer states, as far as `offload` keeps them there."""
     num_bytes = 0
     if not offload.offloads:
         num_bytes = sum(s.shard_bytes + s.trained_bytes for s in shapes)
@@ -112,18 +112,18 @@ def device_bytes(offload: Offload, shapes: Sequence[Shape], num_states: int = NU
 
 
 def state_bytes(offload: Offload, shapes: Sequence[Shape]) -> int:
-    """Return the bytes of one optimizer state of a unit with the tiers `offload` and the groups `shapes`."""
+    """Return the bytes of one optimizer state (as `exp_avg`) of a unit with tiers `offload` and groups `shapes`."""
     return sum(s.laid_out_bytes if offload.streams else s.trained_bytes for s in shapes)
 
 
 def within(policy: Offload, offloads: Sequence[Offload], shapes: Shapes) -> list[Offload]:
     """Return the tiers of each unit, such that one rank stays within `policy.device_bytes` and `policy.host_bytes`.
 
-    `offloads`: the tiers of each unit; entries that are not `policy` itself stay as they are. The entries that are `policy` start
-    from the tiers that it names and move nearer to the device while the budget allows: first parameters, which are used at each
-    gather, then gradients and states, which are used once a step. The first units move first, because offloaded units are stepped
-    in the next forward, which needs these first. If `policy` has neither disk nor `device_bytes`, units that do not fit on the
-    host stay on the device. Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
+    `offloads`: the tiers of each unit. Entries that are not `policy` itself stay as they are. Entries that are `policy` move
+    nearer to the device while the budgets allow it: first parameters, which are used at each gather, then gradients and states,
+    which are used once a step. The first units move first, because offloaded units are stepped in the next forward, which needs
+    these first. If `policy` has `host_bytes`, but neither disk nor `device_bytes`, units that do not fit on the host stay on
+    the device. Raises `UsageError` if a budget is less than the bytes that cannot be elsewhere.
     """
     result = list(offloads)
     movable = [i for i, offload in enumerate(offloads) if offload is policy]
@@ -176,8 +176,8 @@ def _promote(
     used: Callable[[], int],
     budget: int,
 ) -> None:
-    """Replace each entry of `result` with an index in `movable` by what each function of `nearer` returns for it: tiers with some
-    data nearer to the device. A change after which `used()`, a number of bytes, exceeds `budget` is undone."""
+    """Replace entries of `result` by tiers nearer to the device, in place. Each function in `nearer` is applied to all entries
+    with an index in `movable`. A change after which `used()`, in bytes, exceeds `budget` is undone."""
     for step in nearer:
         for i in movable:
             before, result[i] = result[i], step(result[i])
@@ -186,7 +186,7 @@ def _promote(
 
 
 def check_activations(offloads: Sequence[Offload], checkpointing: str) -> None:
-    """Raise `UsageError` if activations are offloaded and `checkpointing` is "none", so that no unit is recomputed."""
+    """Raise `UsageError` if a unit offloads activations, but `checkpointing` is "none", so that no unit is recomputed."""
     if checkpointing == "none" and any(offload.activations != DEVICE for offload in offloads):
         raise UsageError(
             "Offload(activations=...) takes the inputs of recomputed units off the device, and checkpoint_activations is 'none'; "
@@ -201,10 +201,10 @@ def check_activations(offloads: Sequence[Offload], checkpointing: str) -> None:
 class MemoryEstimate:
     """Bytes of one rank while no unit is gathered, without activations and the workspace of kernels.
 
-    `device`: shards, or copies of offloaded ones from which units are gathered, gradients and states. `device_buffers`: buffers
-    on the device through which a step copies offloaded state. `arena`: host memory that `shard` allocates, pinned for an
-    accelerator. `host_states`, `host_buffers`: host memory that `wrap_optimizer` or the first step allocates. `disk`: all
-    files. `places`: the tiers of each unit with budgets applied, the root first.
+    `device`: gradients, states and shards; of offloaded shards, the copies in the gathered dtype that stay on the device.
+    `device_buffers`: buffers on the device through which a step copies offloaded state. `arena`: host memory that `shard`
+    allocates, pinned for an accelerator. `host_states`, `host_buffers`: host memory that `wrap_optimizer` or the first step
+    allocates. `disk`: all files. `places`: the tiers of each unit with budgets applied, the root first.
     """
 
     device: int
@@ -229,7 +229,7 @@ def estimate_memory(
     precision: Precision | None = None,
     num_states: int = NUM_STATES,
 ) -> MemoryEstimate:
-    """Return the bytes that `shard(model, offload=offload)` will take in each tier on one rank; changes nothing.
+    """Return the bytes that `shard(model, offload=offload)` will take in each tier on one rank. Changes nothing.
 
     Args: `model`: not sharded, may be on the meta device; `num_ranks`: number of ranks over which optimizer states are sharded;
     `units`, `precision`: arguments of `shard`; `num_states`: optimizer states of each trained element, in the dtype of its
@@ -243,7 +243,7 @@ def estimate_memory(
 
 
 def shapes_of(owned: Sequence[Owned], precision: Precision, num_ranks: int) -> list[Shape]:
-    """Return the shape of each group of the unit that owns the parameters `owned`; a group is gathered in one dtype."""
+    """Return the `Shape` of each group of the unit that owns the parameters `owned`. A group is gathered in one dtype."""
     by_dtype: dict[torch.dtype, list[tuple[Cut, torch.dtype, bool]]] = {}
     for o in owned:
         p, gathered = o.original, gathered_dtype(o, precision)
@@ -288,10 +288,8 @@ def estimate_of_units(shapes: Shapes, offloads: Sequence[Offload], num_states: i
 
 
 def _buffer_bytes(s: Shape, offload: Offload, num_states: int, total: int) -> tuple[int, int]:
-    """Return the bytes of the largest chunk of group `s` in a host buffer and in a device buffer (0 if stepped on the host).
-
-    Args: `total`: number of elements on this rank that are stepped chunk by chunk.
-    """
+    """Return the bytes of the largest chunk of group `s` in (a host buffer, a device buffer); the latter is 0 if the host
+    steps. `total`: number of elements on this rank, of all groups, that are stepped chunk by chunk."""
     itemsize = max(dtype.itemsize for dtype, trains in zip(s.dtypes, s.trained, strict=True) if trains)
     numel = min(chunk_numel(s.gathered.itemsize, total), s.laid_out_bytes // itemsize)
     row = s.gathered.itemsize if itemsize != s.gathered.itemsize and offload.offloads else 0

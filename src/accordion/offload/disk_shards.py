@@ -1,4 +1,4 @@
-"""Shards on disk, which are read into host memory that units share before they are gathered."""
+"""Shards on disk. Before a gather they are read into a staging buffer, host memory that several units share."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class StagingBuffer:
     emptying: dict[int, Transfer] = field(default_factory=dict)  # id of the shard buffer -> its last copy to the device
 
     def claim(self, unit: int) -> int:
-        """Give the buffer to the unit with index `unit`. If another unit has it, first wait for the reads that fill it and the
-        copies that read it, and raise the error of a failed read. Return `times`, the number of changes of the unit so far."""
+        """Give the buffer to the unit with index `unit`, and return the number of changes of the unit so far. At a change,
+        first wait for the reads that fill it and the copies that read it. Raise the error of a failed read."""
         if self.unit != unit:
             self.wait_for_reads()
             for transfer in self.emptying.values():
@@ -37,7 +37,7 @@ class StagingBuffer:
         return self.times
 
     def wait_for_reads(self) -> None:
-        """Wait for the reads that fill the buffer. Raise the error of a failed one."""
+        """Wait for all reads that fill the buffer, and then raise the error of the first failed one."""
         futures, self.filling = self.filling, []
         wait(futures)  # for all, since the buffer is used again after the error of one
         for future in futures:
@@ -46,7 +46,7 @@ class StagingBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskPlace:
-    """The place of one group of the unit with index `unit` on disk and, for gathers, in a staging buffer."""
+    """Place of one group of the unit with index `unit`: its file, and its part of the staging buffer that gathers read."""
 
     unit: int
     allocator: FileAllocator  # of the file for shards
@@ -58,9 +58,9 @@ class DiskPlace:
 class DiskShards(OffDeviceShards):
     """The shards of one group on disk: `locals` are mapped from the file, and gathers read from a staging buffer.
 
-    The file has first a row for each parameter, the shard in the gathered dtype, and then each shard that is stepped in another
-    dtype; all begin at pages. So the rows are one range of the file, which is read for a gather. A step reads and writes the
-    file directly, not through the mapping.
+    The group's part of the file has first a row for each parameter, the shard in the gathered dtype, and then each shard that
+    is stepped in another dtype; all begin at pages. So the rows are one range of the file, which is read for a gather. A step
+    reads and writes the file directly, not through the mapping.
     """
 
     off_device = True
@@ -107,8 +107,9 @@ class DiskShards(OffDeviceShards):
         return None
 
     def begin_read(self, version: int) -> None:
-        """Bring the rows in the file up to date with `version` of the shards, and start reading them into the staging buffer on
-        threads, unless that was done and no other unit had the buffer since. First waits for other uses of the buffer."""
+        """Start reading the rows, at `version` of the shards, from the file into the staging buffer, on threads. Do nothing if
+        that was done and no other unit had the buffer since. First copy changed shards into the rows, and wait until earlier
+        uses of the buffer have ended."""
         self.settle(version)
         times = self._staging_buffer.claim(self._unit)
         if self._staged == (times, version):

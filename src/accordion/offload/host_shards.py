@@ -1,4 +1,4 @@
-"""Shards in host memory, and their copies to the device on a side stream; base class of all shard buffers off the device."""
+"""Shards and gradients in host memory, and their copies on side streams; base class of all shard buffers off the device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALIGNED_ITEMSIZE = 4  # for buffers that are never gathered: it only determines 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Streams, threads and a source of host memory for all that is offloaded from one model."""
+    """Streams, threads and the source of host memory that everything offloaded from one model uses."""
 
     device: torch.device
     fetch_stream: SideStream  # for copies to the device
@@ -46,7 +46,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedGroup:
-    """The layout of the shards of one group, and memory for its shard buffer off the device."""
+    """Layout, and memory off the device, for the shards of one group: parameters of a unit that are gathered in one dtype."""
 
     msg: Message  # layout of the shards
     rank: int  # of this process, among those that share the group
@@ -59,42 +59,40 @@ class OffloadedGroup:
 
 
 class Slot:
-    """Memory for the gradient of one parameter, used in every step. `memory`: a tensor of the shape and dtype of the shard,
-    mapped from `file_range` if the slot is on disk."""
+    """Memory off the device for the gradient of one parameter, reused in every step. `memory`: a tensor of the shape and dtype
+    of the shard. If the slot is on disk, `memory` is mapped from `file_range`."""
 
     def __init__(self, memory: Tensor, file_range: FileRange | None = None) -> None:
         self._memory, self.file_range = own_storage(memory), file_range
         self.num_holders = _torch.holders_of_memory(self._memory)  # references while no gradient uses the slot
 
     def take(self) -> Tensor:
-        """Return a tensor that shares the slot's memory, or new memory if a gradient of an earlier step still uses the slot."""
+        """Return a tensor in the slot's memory; in new host memory if a gradient of an earlier step still uses the slot."""
         if _torch.holders_of_memory(self._memory) > self.num_holders:
             return torch.empty_like(self._memory)
         return self._memory.detach()
 
     def file_range_of(self, grad: Tensor) -> FileRange | None:
-        """Return the place of `grad` in the file; None if the slot is in memory, or if `grad` has other memory than the slot."""
+        """Return the place of `grad` in the file; None if the slot is in memory, or if `grad` is not in this slot."""
         return None if self.file_range is None or grad.data_ptr() != self._memory.data_ptr() else self.file_range
 
     def settle(self) -> None:
-        """If the slot is on disk, write changes that a caller made to the gradient to the file. Otherwise do nothing."""
+        """If the slot is on disk, write changes that a caller made to the mapped gradient to the file; else do nothing."""
         if self.file_range is not None and self._memory.numel():
             self.file_range.file.settle(self.file_range.offset, page_aligned(self._memory.nbytes))
 
 
 class OffDeviceShards(ShardBuffer):
     """Base class of shard buffers off the device: `locals`, which the optimizer steps, are host memory or mapped from a file.
-
     Gathers read the rows: for each parameter its shard as a 1-D tensor in the gathered dtype. Reduced gradients are copied into
-    `slots`, one for each parameter. A gradient that is added to an earlier one, or whose slot is on disk, is first copied into
-    this group's part of the landing buffer, and added or written from there. All units share the landing buffer, so the engine
-    waits for its copies before the next unit's gradients are reduced.
-    """
+    `slots`, one for each parameter. On an accelerator, a gradient that is added to an earlier one, or whose slot is on disk, is
+    first copied into this group's part of the landing buffer, and added or written from there. All units share the landing
+    buffer, so the engine waits for its copies before the next unit's gradients are reduced."""
 
     is_memory_of_locals = False
 
     def _set_up(self, group: OffloadedGroup) -> None:
-        """Create the gradient slots and the other attributes. Subclasses call this after they have set `locals`."""
+        """Create the gradient slots and the other attributes of this class. Subclasses first set `locals`, then call this."""
         msg, rank, dtypes = group.msg, group.rank, group.dtypes
         if group.grads is None:
             plain = some_of(msg, range(len(msg.cuts)))
@@ -119,11 +117,11 @@ class OffDeviceShards(ShardBuffer):
         adding: Sequence[bool],
         after: Transfer | None = None,
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """Start copying `rows`, gradients of the parameters with the indices `chosen`, off the device.
+        """Start copying `rows`, reduced gradients of the parameters with the indices `chosen`, off the device.
 
-        Returns (for each row the tensor that will have its values, None if the row is None; the transfer, None if there is
-        nothing to copy). `adding`: True for rows that the caller only adds to a gradient and then drops. `after`: the transfer
-        that makes the rows; None if the compute stream has changed them since.
+        Returns (for each row the tensor that gets its values, None if the row is None; the transfer, None if there is nothing
+        to copy). On the CPU, a row to add is returned itself. `adding`: True for rows that the caller only adds to a gradient
+        and then drops. `after`: the transfer after which the copies start; None: after the work on the compute stream.
         """
         to: list[Tensor] = []
         source: list[Tensor] = []
@@ -151,7 +149,7 @@ class OffDeviceShards(ShardBuffer):
         return result, transfer
 
     def defer(self, wait: Callable[[], None]) -> None:
-        """Register a step that writes these shards and their rows. The next `ready` calls `wait`, which blocks until its end."""
+        """Register an optimizer step that writes these shards and rows. `ready` calls `wait`, which blocks until its end."""
         self.steps.append(wait)
 
     def ready(self) -> None:
@@ -160,8 +158,8 @@ class OffDeviceShards(ShardBuffer):
             self._is_written = True
 
     def settle(self, version: int) -> None:
-        """Before a gather, copy `locals` into the rows, unless the rows have `version` of the shards, or a step wrote the rows. A
-        copy first waits for optimizer steps under way and for transfers that read the rows."""
+        """Before a gather, make the rows equal to `version` of the shards: copy `locals` into them, unless they have that
+        version or a step wrote them. Before it copies, wait for optimizer steps and for transfers that read the rows."""
         if self._row_version != version and not self._is_written:
             self.synchronize()
             self.write_rows()
@@ -182,32 +180,31 @@ class OffDeviceShards(ShardBuffer):
 
     @abstractmethod
     def write_rows(self) -> None:
-        """Copy each shard in `locals` into its row, unless the shard is its own row. No transfer may read rows meanwhile."""
+        """Copy each shard in `locals` into its row, unless the shard itself is the row. No transfer may read rows meanwhile."""
 
     @abstractmethod
     def row(self, i: int) -> Values | None:
         """Return the row of parameter `i`, (numel,), which a step must write too; None if the shard itself is the row."""
 
     def shard(self, i: int) -> Values:
-        """Return the elements of the shard of parameter `i`, (numel,)."""
+        """Return the elements of the shard of parameter `i`, (numel,), in the dtype in which it is stepped."""
         return flat_of(self.locals[i], self.locals[i])
 
     def stored(self, i: int) -> list[Values]:
-        """Return [shard, gradient, row] of parameter `i`, for callers that read their dtypes, and which of them are on disk
-        (`FileRange`). The row is the copy that gathers read; it is left out if the shard itself is the row. For a gradient in
-        memory, the shard is returned in its place, since both have one dtype."""
+        """Return [shard, gradient, row] of parameter `i`, to read their dtypes and which are on disk (`FileRange`). The row is
+        left out if the shard is its own row. A gradient in memory is represented by the shard, which has the same dtype."""
         slot, row = self.slots[i], self.row(i)
         return [self.shard(i), slot.file_range or self.locals[i], *([] if row is None else [row])]
 
     def flush(self) -> None:
-        """If the shards are on disk, write changes that callers made to `locals` to the file."""
+        """Write changes that callers made to `locals` to the file, if the shards are on disk. Here they are not: do nothing."""
 
 
 class HostShards(OffDeviceShards):
     """The shards of one group in host memory, each in the dtype in which it is stepped, and the rows that gathers read.
 
-    A shard that is stepped in the gathered dtype is its own row; any other has a second copy, cast before it is gathered. With
-    `keeps` the device has a copy of all rows, updated once a step; otherwise each gather copies them to the device.
+    A shard in the gathered dtype is its own row. The row of any other shard is a second copy, cast before a gather. With
+    `keeps` the device has a copy of all rows, updated after each step; otherwise each gather copies them to the device.
     """
 
     def __init__(self, group: OffloadedGroup, *, keeps: bool) -> None:
@@ -259,15 +256,16 @@ class HostShards(OffDeviceShards):
 
 
 def allocated_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
-    """Return the bytes that shards of the layout `msg` and `dtypes`, in one flat buffer for each dtype, take from an arena."""
+    """Return the bytes that shards of the layout `msg` take from an arena, with one flat buffer for each dtype in `dtypes`."""
     return sum(page_aligned(part.shard_numel * dtype.itemsize) for dtype, _, part in flats_of(msg, dtypes))
 
 
 def paged_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
-    """Return the bytes of the shards of `msg` if each begins at a page, as on disk and in the landing buffer."""
+    """Return the bytes of shards of the layout `msg` if each begins at a page, as on disk and in the landing buffer."""
     return sum(page_aligned(c.shard_numel * dtype.itemsize) for c, dtype in zip(msg.cuts, dtypes, strict=True))
 
 
 def some_of(msg: Message, chosen: Sequence[int]) -> Message:
-    """Return the layout of the tensors of `msg` with the indices `chosen`, without flags, for memory that is never gathered."""
+    """Return the layout of the tensors of `msg` with the indices `chosen`, for memory that is never gathered: without the tag
+    that a gather sends."""
     return message([msg.cuts[i] for i in chosen], ALIGNED_ITEMSIZE)

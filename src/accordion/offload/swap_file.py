@@ -29,9 +29,9 @@ CHUNK_BYTES = 2**23  # bytes that one thread reads or writes at a time
 class SwapFile:
     """One file without a name. Its space is freed with this object and its `mapped` tensors, or when the process ends.
 
-    `read` and `write` may run on any thread. Their offsets and lengths are multiples of a page, and their memory begins at a
-    page. `mapped` returns tensors over the file for access outside of a step; their pages are loaded when they are read. The
-    constructor raises `OffloadError` if it cannot create a file in `folder`, or if there is no room for `num_bytes`.
+    `read` and `write` may run on any thread. Their offsets and lengths must be multiples of a page, and their memory must begin
+    at a page. `mapped` returns tensors over the file for access outside of a step. The constructor raises `OffloadError` if it
+    cannot create a file in `folder`, or if there is no room for `num_bytes`.
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
@@ -63,7 +63,7 @@ class SwapFile:
             return False
 
     def grow(self, num_bytes: int) -> None:
-        """Extend the file by `num_bytes`, whole pages, which `mapped` cannot reach. Raise `OffloadError` if there is no room."""
+        """Extend the file by `num_bytes`, whole pages, which `mapped` cannot reach. Raise `OffloadError` without room."""
         try:
             os.posix_fallocate(self._plain, self.num_bytes, num_bytes)
         except OSError as error:
@@ -71,7 +71,7 @@ class SwapFile:
         self.num_bytes += num_bytes
 
     def mapped(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a (numel,) tensor that shares memory with the file at `offset` bytes."""
+        """Return a (numel,) tensor that shares memory with the file from byte `offset` on. Reading it loads pages."""
         return own_storage(self._bytes[offset : offset + numel * dtype.itemsize].view(dtype))
 
     def flush(self) -> None:
@@ -79,8 +79,8 @@ class SwapFile:
         self._map.flush()
 
     def settle(self, offset: int, num_bytes: int) -> None:
-        """Write changes that were made through `mapped` in `num_bytes` from byte `offset` on, whole pages, to the file. Do
-        nothing if none of these pages is in the page cache, because then no page was changed since its last direct write."""
+        """Write changes that were made through `mapped` to the file, in `num_bytes` from byte `offset` on, whole pages. Do
+        nothing if none of these pages is in the page cache: then none was changed since its last direct write."""
         # Tensor versions cannot replace this check: foreach operators on DTensors do not increment them.
         present = torch.empty(num_bytes // ALIGN_BYTES, dtype=torch.uint8, device="cpu")
         start = ctypes.c_void_p(self._bytes.data_ptr() + offset)
@@ -154,7 +154,8 @@ Values: TypeAlias = Tensor | FileRange
 
 
 class FileAllocator:
-    """Divides a new file of `num_bytes` in `folder` into ranges that begin at pages. Raises `OffloadError` without room."""
+    """Divides a new file of `num_bytes` in `folder` into ranges that begin at pages; `take` returns the next one. Raises
+    `OffloadError` if the file cannot be created or has no room."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         self.file, self._used = SwapFile(folder, num_bytes), 0
@@ -167,17 +168,15 @@ class FileAllocator:
 
 
 def in_chunks(call: Callable[[int, Tensor], None], offset: int, memory: Tensor) -> list[Callable[[], None]]:
-    """Return calls that together do `call(offset, memory)`, each on at most `CHUNK_BYTES`. Runs none of them.
-
-    `call`: reads or writes whole pages from byte `offset` of a file on. `memory`: 1-D uint8.
-    """
+    """Return functions without arguments that together do `call(offset, memory)`, each on at most `CHUNK_BYTES`; calls none of
+    them. `call`: reads or writes whole pages from byte `offset` of a file on. `memory`: 1-D uint8."""
     starts = range(0, memory.numel(), CHUNK_BYTES)
     return [partial(call, offset + at, memory[at : at + CHUNK_BYTES]) for at in starts]
 
 
 class DiskCalls:
-    """Runs `calls`, reads or writes of a file, on threads of `pool`. The constructor does not wait: a thread of `pool` calls
-    `after` and then starts `calls`. Use `wait` or `settle` to wait for all."""
+    """Reads or writes of a file, `calls`, on threads of `pool`. The constructor does not wait: one thread calls `after`, and
+    then all start. Use `wait` or `settle` to wait for all."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, calls: Sequence[Callable[[], None]], after: Callable[[], None] = lambda: None
@@ -191,7 +190,7 @@ class DiskCalls:
         return [self._pool.submit(call) for call in calls]
 
     def wait(self, *_: Any) -> None:
-        """Wait for all calls. Raise `OffloadError` if one failed. Arguments, which torch's `Work.wait` has, are ignored."""
+        """Wait for all calls. Raise `OffloadError` if one failed. Ignore arguments, which `Work.wait` of torch has."""
         self.settle()
         try:
             for future in self._started.result():
@@ -211,8 +210,8 @@ class DiskCalls:
 
 
 class CopyToDisk:
-    """A copy to host memory, `transfer`, followed by `writes` of that memory to a file on threads of `pool`; has methods of a
-    `Transfer`. With `late` (debug="streams") the copy runs only when it is waited for, so the writes begin after that."""
+    """A copy to host memory, `transfer`, followed by `writes` of that memory to a file on threads of `pool`. Has the methods
+    `land` and `synchronize` of a `Transfer`. With `late` (debug="streams"), writes begin only when one of these is called."""
 
     def __init__(
         self, transfer: Transfer, writes: Sequence[Callable[[], None]], pool: ThreadPoolExecutor, *, late: bool
@@ -232,7 +231,7 @@ class CopyToDisk:
         self._begin()
 
     def synchronize(self) -> None:
-        """Let the host wait until the memory can be reused: until it is written, or only copied if the writes were cancelled."""
+        """Wait until the memory is written, or copied if the writes were cancelled. Raise `OffloadError` if a write failed."""
         self.land()
         if self._calls is None:
             self._transfer.block()
@@ -240,13 +239,13 @@ class CopyToDisk:
             self._calls.wait()
 
     def cancel(self) -> list[DiskCalls]:
-        """Cancel the writes if they have not begun. Return the writes under way, for which the caller must wait."""
+        """Cancel the writes if they were not started. Otherwise return them in a list; the caller must wait for them."""
         self._writes = ()
         return [] if self._calls is None else [self._calls]
 
 
 def _unnamed(folder: Path) -> int:
-    """Return a descriptor of a new file without a name. Raise `OffloadError` if none can be created in `folder`."""
+    """Return the descriptor of a new file without a name. Raise `OffloadError` if none can be created in `folder`."""
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             return os.dup(file.fileno())

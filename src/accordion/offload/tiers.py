@@ -1,4 +1,4 @@
-"""Creates the shard buffers of a model in the tiers that `Offload` names; `shard` hands it to the engine."""
+"""Memory tiers (device, host, disk) of a model: create its shard buffers in the tiers that `Offload` names, for the engine."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ log = logging.getLogger("accordion")
 
 
 class Tiers:
-    """The memory tiers of one model on one rank. Call this object to create the shard buffer of a group of parameters. It also
-    owns the threads, optimizer states and activation stores of the model, which are created at their first use.
+    """Memory tiers of one model on one rank. Call this object to create the shard buffer of a group of parameters. It also owns
+    the model's threads, optimizer states and activation stores, which are created at their first use.
 
-    The constructor allocates all host memory and file space that shards and gradients will ever need. Raises `UsageError` or
-    `OffloadError` if that fails. `offloads`, `shapes`: the tiers, with budgets applied, and the groups of each unit.
+    The constructor allocates the host memory and the files for the shards and gradients of all offloaded units. It also changes
+    how `GradScaler.unscale_` handles offloaded gradients in this process. Raises `UsageError` or `OffloadError` if memory or
+    disk space is lacking. `offloads`: the tiers of each unit, with budgets applied; `shapes`: the groups of each unit.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Tiers:
         )  # fmt: skip
 
     def states_of(self, optimizer: Optimizer) -> States:
-        """Return the store of the states that `optimizer` steps chunk by chunk, created at the first call."""
+        """Return the store for those states of `optimizer` that are stepped chunk by chunk. The first call creates it."""
         if optimizer not in self.states:
             self.states[optimizer] = States(self._resources())
         return self.states[optimizer]
@@ -89,7 +90,7 @@ class Tiers:
 
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
-        """Threads that read and write files, one chunk at a time each; created at the first use."""
+        """Threads that read and write files, one chunk each at a time, and step such chunks. Created at the first use."""
         return self._thread_pool(NUM_BUFFERS, "accordion-disk")
 
     @cached_property
@@ -104,11 +105,11 @@ class Tiers:
         return ThreadPoolExecutor(num_threads, name, initializer=initializer)
 
     def follow(self, unit: Unit, order: UnitOrder) -> None:
-        """Register `unit` and the `order` in which the engine uses units, which `read_ahead` needs."""
+        """Register `unit`, by a weak reference, and the `order` in which the engine uses units. `read_ahead` needs both."""
         self._units[unit.index], self._order = weakref.ref(unit), order
 
     def shard_buffer_of(self, unit: Unit, param: Tensor) -> tuple[OffDeviceShards, int] | None:
-        """Return the shard buffer of the sharded parameter `param` and its index there; None if it stays on the device."""
+        """Return (shard buffer of the parameter `param`, its index there); None if it is on the device, or not in `unit`."""
         for group in unit.groups:
             for i, candidate in enumerate(group.params):
                 if candidate.sharded is param:
@@ -116,8 +117,9 @@ class Tiers:
         return None
 
     def read_ahead(self, index: int) -> None:
-        """Start reading the shards of the unit that is gathered after the one with index `index`, if they are on disk and not
-        being stepped, after earlier uses of its staging buffer, unless the unit is not known or both have the same buffer."""
+        """Start reading the shards of the next unit, which is gathered after unit `index`, from disk into its staging buffer,
+        on threads, except those that are being stepped. First wait for earlier uses of that buffer. Do nothing if the next unit
+        is not known, or has the same buffer as unit `index`."""
         unit = self._units[index]() if index in self._units else None
         if unit is None:
             return
@@ -136,8 +138,11 @@ class Tiers:
     def __call__(
         self, unit: int, msg: Message, rank: int, dtypes: Sequence[torch.dtype], gathered: torch.dtype
     ) -> ShardBuffer:
-        """Create and return the shard buffer of one group of the unit with index `unit`, on the device unless it is offloaded.
-        `msg`: layout of its shards; `dtypes`: in which each shard is stepped; `gathered`: in which all are gathered."""
+        """Create and return the shard buffer of one group of parameters, on the device unless its unit is offloaded.
+
+        Args: `unit`: index of the unit; `msg`: layout of the shards; `rank`: of this process, among those that share the group;
+        `dtypes`: in which each shard is stepped; `gathered`: in which all are gathered.
+        """
         offload = self.offloads[unit]
         if not offload.offloads:
             return on_device(self._context.device)(unit, msg, rank, dtypes, gathered)
@@ -175,7 +180,7 @@ class Tiers:
 
 
 def activation_offload_of(engine: Engine, unit: int) -> Callable[[Tensor], OffloadedInput] | None:
-    """Return the function that offloads an input of the recomputed unit with index `unit`; None if inputs stay on the device."""
+    """Return the function (input) -> `OffloadedInput` for the unit with index `unit`; None if inputs stay on the device."""
     tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers) or tiers.offloads[unit].activations == DEVICE:
         return None

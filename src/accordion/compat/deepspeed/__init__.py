@@ -1,4 +1,4 @@
-"""Read DeepSpeed configurations with `read`, and run programs with DeepSpeed's own training loop with `initialize`."""
+"""Read DeepSpeed's configurations with `read`, and run programs with DeepSpeed's own training loop with `initialize`."""
 
 from accordion.compat.deepspeed.engine import DeepSpeedEngine, add_config_arguments, init_distributed, initialize
 from accordion.compat.deepspeed.reading import BatchSizes, Settings, read

@@ -30,7 +30,8 @@ LATEST = "latest"  # the file with the tag of the newest checkpoint in a folder
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
-    """Create the process group unless there is one. `options` other than `timeout`, `rank` and `world_size` are ignored."""
+    """Create the process group; do nothing if there is one. `dist_backend`: as in `dist.init_process_group`. Of `options`, only
+    `timeout`, `rank` and `world_size` are used."""
     if not dist.is_initialized():
         used = {key: options[key] for key in ("timeout", "rank", "world_size") if options.get(key) not in (None, -1)}
         dist.init_process_group(dist_backend, **used)
@@ -38,7 +39,7 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Add the options `--deepspeed` (without effect) and `--deepspeed_config FILE` to `parser`, and return `parser`.
-    `initialize(args=...)` reads the file if it gets no other configuration."""
+    `initialize(args=...)` reads FILE if it gets no other configuration."""
     group = parser.add_argument_group("DeepSpeed")
     group.add_argument("--deepspeed", action="store_true", help="accepted without effect: initialize() always shards")
     group.add_argument("--deepspeed_config", help="path of the ds_config.json")
@@ -63,13 +64,14 @@ def initialize(
     """Shard `model` in place, create optimizer, scheduler and data loader, and return (engine, optimizer, loader, scheduler).
 
     Collective. Creates the process group if there is none. All ranks get the first rank's weights. `distributed_port` and
-    `dist_init_required` have no effect. Raises `UsageError` without a configuration, a model or an optimizer, for a wrong key or
-    value in the configuration, and for an optimizer with state.
+    `dist_init_required` have no effect. Raises `UsageError` without a configuration, a model or an optimizer, for a wrong key
+    or value in the configuration, and for an optimizer with state.
 
     Args:
         config: the path of a ds_config.json, or its content; by default `config_params`, then `args.deepspeed_config`.
         model_parameters: parameters of `model` before it is sharded, or groups of them; by default all that require gradients.
-        optimizer: one without state, which uses its own parameters, or a function of parameters; by default the configuration's.
+        optimizer: an optimizer without state, whose own parameters are replaced by their shards, or a function that is called
+            with `model_parameters`; by default the one in the configuration.
         lr_scheduler: a scheduler, or a function of the optimizer; by default the configuration's, if any.
         training_data: dataset of which the loader gives each rank its micro-batches; without one, the loader is None.
         mpu, mesh_param: refused, because there is no model parallelism.
@@ -98,9 +100,9 @@ def initialize(
 
 
 def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings: Settings) -> Optimizer:
-    """Return `choice`, an optimizer, after putting sharded parameters in place of its old ones. If `choice` is a function, or
-    None for the one in `settings`, return the optimizer that it makes of `groups` (None: all parameters of `model` that require
-    gradients). Raises `UsageError` for an optimizer with state, or if nothing names an optimizer."""
+    """Return the optimizer for the sharded `model`. If `choice` is an optimizer, put sharded parameters in place of its old
+    ones, and return it. Otherwise call `choice`, or the optimizer in `settings` if it is None, with the sharded `groups` (None:
+    all parameters that require gradients). Raises `UsageError` for an optimizer with state, or if there is none."""
     if isinstance(choice, Optimizer):
         if choice.state:
             raise UsageError("initialize() got an optimizer with state; pass a new one, or a function that makes it.")
@@ -120,7 +122,7 @@ def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings
 
 
 def _sharded(param: Any) -> nn.Parameter:
-    """Return the shard that has replaced `param`, a parameter or pair of `named_parameters()`; without one, the parameter."""
+    """Return the shard that has replaced `param`, a parameter or (name, parameter) pair; without one, the parameter itself."""
     before = param[1] if isinstance(param, tuple) else param
     sharded: nn.Parameter = vars(before).get("moved_to", before)
     return sharded
@@ -153,14 +155,14 @@ class DeepSpeedEngine(nn.Module):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Run the backward of `loss` divided by the accumulation steps, and scaled under fp16. Returns `loss` unchanged."""
+        """Run the backward of `loss`, divided by the accumulation steps, and scaled under fp16. Return `loss` unchanged."""
         self.scaler.scale(loss / self.sizes.accumulation).backward()
         return loss
 
     def step(self) -> None:
         """Count a micro-batch; call this after each backward. After the last micro-batch of a step, also clip gradients, step
-        optimizer and scheduler, and clear gradients. Under fp16, a step with gradients that are not finite is skipped and counted
-        in `skipped_steps`, and a dynamic loss scale is lowered; if it is the least one, raises `AccordionError`."""
+        optimizer and scheduler, and clear gradients. Under fp16, a step with gradients that are not finite is skipped and
+        counted in `skipped_steps`, and a dynamic loss scale is lowered; `AccordionError` is raised if it was the least one."""
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not boundary:
@@ -198,7 +200,8 @@ class DeepSpeedEngine(nn.Module):
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the last step's norm before clipping; None before, or without clipping and fp16. Waits for the device."""
+        """Return the gradient norm of the last step, before clipping. Return None before the first step, and if neither
+        clipping nor fp16 is enabled. Waits for the device."""
         return None if self._norm is None else float(self._norm)
 
     @property
@@ -210,8 +213,8 @@ class DeepSpeedEngine(nn.Module):
     def save_checkpoint(
         self, save_dir: str | Path, tag: str | None = None, client_state: Mapping[str, Any] | None = None, **_: Any
     ) -> bool:
-        """Write the checkpoint `save_dir/tag` in this library's format, and name it in the file `latest`. Returns True.
-        Collective. Any number of ranks can load the checkpoint. `tag`: by default "global_step" and the number of steps.
+        """Write the checkpoint `save_dir/tag` in this library's format, and its tag to the file `save_dir/latest`. Returns
+        True. Collective. Any number of ranks can load the checkpoint. `tag`: by default "global_step" and the number of steps.
         `client_state`: data that `load_checkpoint` returns. Other arguments of DeepSpeed are ignored."""
         tag = tag or f"global_step{self.global_steps}"
         extra = {
@@ -229,9 +232,9 @@ class DeepSpeedEngine(nn.Module):
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, **_: Any
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load model, optimizer, scheduler, scaler and step counts from `load_dir/tag`; if `tag` is None, from the newest
-        checkpoint in `load_dir`. Returns (path of the checkpoint, the `client_state` that was saved). Returns (None, {}) if `tag`
-        is None and `load_dir` has no file `latest`. Collective. Raises `CheckpointError` if the checkpoint cannot be loaded."""
+        """Load model, optimizer, scheduler, scaler and step counts from `load_dir/tag`. If `tag` is None, use the tag in the
+        file `load_dir/latest`; without that file, load nothing and return (None, {}). Otherwise return (path of the checkpoint,
+        the `client_state` that was saved). Collective. Raises `CheckpointError` if the checkpoint cannot be loaded."""
         newest = Path(load_dir, LATEST)
         if tag is None and not newest.exists():
             return None, {}

@@ -1,4 +1,4 @@
-"""Read a `ds_config.json` into `Settings`: check its keys and values, and resolve `"auto"`."""
+"""Read a `ds_config.json` into `Settings`: check its keys and values, and replace `"auto"` by values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Key:
     """One row of keys.toml: how a key of DeepSpeed's configuration is treated.
 
     Args:
-        used, not_needed, refused: one of them says how the key is used, or why it is not; the others are empty.
+        used, not_needed, refused: one of them has the text: how the key is used, or why it is not. The others are empty.
         takes: values of a used key: a tuple of words, `bool`, `float` (at least 0), or an int, the least whole number.
         off: values of a refused key that are accepted, because they ask for nothing.
         asked: the key of `accordion train` that replaces an "auto". Other callers must pass a value, unless `auto` is set.
@@ -84,8 +84,8 @@ class Settings:
     Args:
         clip: largest gradient norm; 0: no clipping.
         group_ranks: number of ranks that share one sharded copy of the model, for a hybrid strategy; else None.
-        said: the values in the file for keys that are used, by dotted key ("optimizer.params.lr"), with `"auto"` resolved.
-        autos, ignored: dotted keys that were `"auto"`, and dotted keys that are not needed here.
+        said: dotted key ("optimizer.params.lr") -> value in the file, for keys that are used, with `"auto"` resolved.
+        autos, ignored: dotted keys whose value was `"auto"`, and dotted keys that are not needed here.
     """
 
     sharding: Sharding
@@ -98,15 +98,16 @@ class Settings:
     ignored: tuple[str, ...]
 
     def mesh(self, device_type: str = "cpu") -> DeviceMesh | None:
-        """Return the mesh to pass to `shard`. For a hybrid strategy, create a mesh with the axes ("replicate", "shard"), which is
-        collective. Otherwise return None, with which `shard` uses all ranks."""
+        """Return the mesh to pass to `shard`. For a hybrid strategy, create a mesh with the axes ("replicate", "shard"), which
+        is collective. Otherwise return None, with which `shard` uses all ranks."""
         if self.group_ranks is None:
             return None
         replicas = self.replicas(dist.get_world_size())
         return init_device_mesh(device_type, (replicas, self.group_ranks), mesh_dim_names=("replicate", "shard"))
 
     def replicas(self, num_ranks: int) -> int:
-        """Return the number of sharded copies of the model. Raises `UsageError` if `group_ranks` does not divide `num_ranks`."""
+        """Return the number of sharded copies of the model, 1 unless the strategy is hybrid. Raises `UsageError` if
+        `group_ranks` does not divide `num_ranks`."""
         if self.group_ranks is None:
             return 1
         if num_ranks % self.group_ranks:
@@ -117,12 +118,12 @@ class Settings:
         return num_ranks // self.group_ranks
 
     def scaler(self, device_type: str = "cpu") -> LossScaler:
-        """Return a new gradient scaler, which does nothing unless fp16 is enabled."""
+        """Return a new gradient scaler; it does nothing unless the file enables fp16."""
         return LossScaler(_below(self.said, "fp16."), device_type)
 
     def batch(self, num_ranks: int) -> BatchSizes:
-        """Return the three batch sizes, derived from those in the file. Raises `UsageError` if the file has neither a train nor a
-        micro-batch size, or if the sizes contradict each other on `num_ranks` ranks."""
+        """Return the three batch sizes on `num_ranks` ranks, derived from those in the file. Raises `UsageError` if the file
+        has neither a train nor a micro-batch size, or if the sizes contradict each other."""
         keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         train, micro, accumulation = (self.said.get(key) for key in keys)
         if train is None and micro is None:
@@ -144,8 +145,9 @@ class Settings:
 
 def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -> Settings:
     """Read the `ds_config.json` at the path `source`, or a dict of its content, and return its `Settings`. Needs no DeepSpeed.
-    `auto`: dotted key -> value for keys that are `"auto"`; docs/compat_deepspeed.md lists what the others become. Logs the keys
-    that are not needed here. Raises `UsageError` if the file cannot be read, or if a key or value is wrong or not supported."""
+    `auto`: dotted key -> value for keys that are `"auto"`, which the Hugging Face Trainer would fill from its arguments;
+    docs/compat_deepspeed.md lists what other keys become. Logs the keys that are not needed here. Raises `UsageError` if the
+    file cannot be read, or if a key or value is wrong or not supported."""
     auto = auto or {}
     values = dict(_flat(_content(source)))
     keys = {name: _key(name, value) for name, value in {**dict.fromkeys(auto), **values}.items()}
@@ -197,9 +199,9 @@ def _content(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for each key of `content` and of its nested sections, with `prefix` before the key, and with
-    "bf16" for "bfloat16". A key is a section if `KEYS` has keys inside it. A section that is None is left out, and another that
-    is no dict raises `UsageError`; only "compile" may have a plain value, which is yielded."""
+    """Yield (dotted key, value) for each key of `content` and of the sections in it. `prefix` is put before each key, and
+    "bfloat16" becomes "bf16". A key is a section if `KEYS` has keys inside it. A section that is None is left out. Raises
+    `UsageError` if the value of a section is no dict, except for "compile", whose value is then yielded."""
     for key, value in content.items():
         name = "bf16" if f"{prefix}{key}" == "bfloat16" else f"{prefix}{key}"
         has_keys = any(known.startswith(f"{name}.") for known in KEYS)
@@ -213,8 +215,8 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _key(name: str, value: Any) -> Key:
-    """Return the `Key` of the dotted key `name`; if the section around it takes any key, that of the section. Raises `UsageError`
-    if there is no such key, or if it is not supported and `value` does not turn it off."""
+    """Return the `Key` of the dotted key `name`. In a section that takes any keys, that is the `Key` of the section. Raises
+    `UsageError` if there is no such key, or if it is not supported and `value` does not turn it off."""
     row = name
     while row and row not in KEYS:
         row = row.rpartition(".")[0]
@@ -250,7 +252,7 @@ def _resolved(name: str, value: Any, key: Key, auto: Mapping[str, Any]) -> Any:
 
 
 def _checked(name: str, value: Any, key: Key) -> Any:
-    """Return `value` of key `name`, as an int if `key` takes one; "auto" unchecked. Raises `UsageError` for a wrong value."""
+    """Return `value` of key `name`, as an int if `key` takes one; "auto" unchecked. Raises `UsageError` if `value` is wrong."""
     takes = None if value == "auto" else key.takes  # some are resolved later, from other keys
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if takes is bool and not isinstance(value, bool):
@@ -267,13 +269,13 @@ def _checked(name: str, value: Any, key: Key) -> Any:
 
 
 def _below(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return key -> value for the keys in `values` that begin with `prefix`. The prefix is removed from the returned keys."""
+    """Return key -> value for the keys in `values` that begin with `prefix`, which is removed from the keys."""
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def _strategy(values: Mapping[str, Any]) -> tuple[config.Strategy, int | None]:
-    """Return (strategy, number of ranks that share one sharded copy). The number is None unless the strategy is hybrid. Raises
-    `UsageError` if there is no such stage, if hpZ or MiCS is asked for in another stage than 3, or if both are asked for."""
+    """Return (strategy, number of ranks that share one sharded copy). The number is None unless the strategy is hybrid: hpZ or
+    MiCS. Raises `UsageError` for a stage above 3, for hpZ or MiCS in another stage than 3, and for both together."""
     stage = values.get("zero_optimization.stage", 0)
     if stage > 3:
         raise UsageError(f"zero_optimization.stage is {stage}; valid: 0, 1, 2, 3.")

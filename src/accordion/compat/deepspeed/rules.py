@@ -38,7 +38,7 @@ class OptimizerChoice:
 
     @property
     def weight_decay(self) -> float:
-        """Weight decay in `params`, or else the default of `cls`; 0 if `cls` takes no weight decay."""
+        """Weight decay in `params`; if not there, the default of `cls`, or 0 if `cls` has no weight decay."""
         return self._number("weight_decay")
 
     def _number(self, name: str) -> float:
@@ -46,14 +46,14 @@ class OptimizerChoice:
         return float(self.params.get(name, takes[name].default if name in takes else 0.0))
 
     def __call__(self, params: Iterable[Any]) -> Optimizer:
-        """Return the optimizer over `params`, without applying `accordion.wrap_optimizer`."""
+        """Create and return the optimizer over `params`. Does not apply `accordion.wrap_optimizer`."""
         return self.cls(params, **self.params)
 
 
 def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
     """Return the optimizer class and its arguments for the section `optimizer` of a configuration. `name`, `params`: the values
     of the section's keys `type` and `params`; the dict `params` is changed. Raises `UsageError` if `name` is no text, if
-    torch.optim lacks the optimizer or steps it otherwise than DeepSpeed, or if it lacks an argument in `params`."""
+    torch.optim lacks that optimizer or steps it otherwise than DeepSpeed, or if it does not take an argument in `params`."""
     if not isinstance(name, str):
         raise UsageError(f"optimizer.type is {name!r}; it takes a name, AdamW for example.")
     ours = {key: params.pop(key) for key in OURS if key in params}
@@ -80,8 +80,8 @@ def optimizer_of(name: Any, params: dict[str, Any]) -> OptimizerChoice:
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A learning rate schedule of a `ds_config.json`. Call it with an optimizer to create a scheduler of torch. Rates are
-    DeepSpeed's, step for step: the first two steps both count as the beginning of the warmup. The constructor raises `UsageError`
-    for a type or parameter that is not supported, and if a type that needs `total_num_steps` lacks it."""
+    DeepSpeed's, step for step: the first two steps both count as the beginning of the warmup. The constructor raises
+    `UsageError` for a type or parameter that is not supported, and if a type that needs `total_num_steps` lacks it."""
 
     type: str
     params: Mapping[str, Any]
@@ -100,7 +100,7 @@ class Schedule:
             raise UsageError(f"{self.type} needs scheduler.params.total_num_steps; add it.")
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
-        """Return a scheduler of torch that has set the first rates of `optimizer`. Step it after each optimizer step."""
+        """Return a scheduler of torch, which sets the first rates of `optimizer` at once. Step it after each optimizer step."""
         return Scheduled(optimizer, self)
 
     @property
@@ -109,7 +109,7 @@ class Schedule:
         return max(2, int(self.params.get("warmup_num_steps", 1000)))
 
     def lr(self, done: int, first_rate: float) -> float:
-        """Return the learning rate after `done` steps for a parameter group whose rate in the optimizer was `first_rate`."""
+        """Return the learning rate after `done` steps for a param group whose rate in the optimizer was `first_rate`."""
         at = done - 1
         if at < 0:
             rise = 0.0
@@ -152,7 +152,7 @@ class Scheduled(LRScheduler):
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch's GradScaler with DeepSpeed's fixed and least scale; off unless `fp16`, that section of the file, enables it."""
+    """torch's GradScaler with DeepSpeed's fixed and least scale. Off unless `fp16`, that section of the file, enables it."""
 
     def __init__(self, fp16: Mapping[str, Any], device_type: str) -> None:
         self._fixed = float(fp16.get("loss_scale", 0)) or None
@@ -165,7 +165,7 @@ class LossScaler(torch.amp.GradScaler):
         )
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update the scale after a step. Raises `AccordionError` on all ranks if gradients overflow at the least scale."""
+        """Update the scale after a step. Raises `AccordionError`, on all ranks, if gradients overflow at the least scale."""
         before = self.get_scale()
         super().update(self._fixed if new_scale is None else new_scale)
         if not self.is_enabled() or new_scale is not None or self.get_scale() >= min(before, self._least):

@@ -28,8 +28,8 @@ STRATEGIES: dict[str, config.Strategy] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The checked arguments of one `FullyShardedDataParallel`, without `module` and `auto_wrap_policy`. `ignored`: parameters
-    that are not sharded. Raises `UsageError` for a wrong type or value, and for `process_group` together with `device_mesh`."""
+    """The checked constructor arguments of one `FullyShardedDataParallel`, without `module` and `auto_wrap_policy`. `ignored`:
+    parameters not to shard. Raises `UsageError` for a wrong type or value, and for `process_group` with `device_mesh`."""
 
     process_group: Any = None
     sharding_strategy: ShardingStrategy | None = None
@@ -136,8 +136,8 @@ class Arguments:
 
 
 def ignored_parameters(modules: Iterable[nn.Module] | None, states: Iterable[Any] | None) -> list[nn.Parameter]:
-    """Return the parameters that are not to be sharded, each once, for the arguments `ignored_modules` and `ignored_states`
-    (parameters and modules). Raises `UsageError` if both are passed, or for an object of another type in them."""
+    """Return the parameters that are not to be sharded, each once. `modules`, `states`: the arguments `ignored_modules` and
+    `ignored_states` (parameters and modules). Raises `UsageError` if both are passed, or for objects of other types."""
     if modules is not None and states is not None:
         raise UsageError("ignored_modules and ignored_states are both passed; pass everything in ignored_states.")
     params: list[nn.Parameter] = []

@@ -31,9 +31,10 @@ SIGNATURE = inspect.signature(theirs.FullyShardedDataParallel.__init__)
 class FullyShardedDataParallel(StateDicts):
     """Wrapper that shards a module's parameters, and gathers and frees them together. Takes the arguments of torch's class.
 
-    One engine serves the outermost wrapper and all inside it. The constructor builds it if it gets an `auto_wrap_policy`; else
-    the first use of parameters, state or forward does, because an outer wrapper may follow; until then parameters are full. Then
-    each is a DTensor under its own name. Building is collective. Raises `UsageError` for options that are not supported.
+    One engine serves the outermost wrapper and all wrappers inside it. With an `auto_wrap_policy`, the constructor wraps
+    submodules in place and builds the engine. Otherwise the first use of parameters, state or forward builds it, because an
+    outer wrapper may follow. Building is collective. Until then parameters are full; afterwards each is a DTensor under its own
+    name. The constructor raises `UsageError` for options that are not supported.
     """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -96,20 +97,20 @@ class FullyShardedDataParallel(StateDicts):
         return modules
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) with the names of the unwrapped module; builds the engine first if there is none."""
+        """Yield (name, parameter) with the names of the unwrapped module. Builds a missing engine, which is collective."""
         self._ready()
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, buffer) with the names of the unwrapped module; builds the engine first if there is none."""
+        """Yield (name, buffer) with the names of the unwrapped module. Builds a missing engine, which is collective."""
         self._ready()
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean(name), buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call `fn` with every module while all parameters are full, and return self. The shards keep what `fn` writes.
-        Collective if the engine has been built."""
+        """Call `fn` with every module, children first, while all parameters are full, and return this wrapper. Changes that
+        `fn` makes are kept in the shards. Collective if the engine has been built."""
         if not self._built or state.sharded_engine(self, "apply").suspended:
             return super().apply(fn)
         with self.summon_full_params(self):
@@ -117,22 +118,22 @@ class FullyShardedDataParallel(StateDicts):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Return all wrappers in `module`, and itself if it is one; with `root_only` only those that are inside no other one."""
+        """Return all wrappers in `module`, itself included; with `root_only` only those that are in no other wrapper."""
         wrappers = [m for _, m in walk(module) if isinstance(m, FullyShardedDataParallel)]
         return [m for m in wrappers if m.check_is_root()] if root_only else wrappers
 
     # -- training
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager in which backwards do not reduce gradients: each rank sums its full gradients, and the next backward
-        outside reduces the sums. Raises `UsageError` on a wrapper inside another wrapper."""
+        """Context manager: the backward of a forward inside it reduces no gradients, but sums full ones on each rank. The next
+        backward of a forward outside reduces these sums too. Raises `UsageError` on a wrapper inside another wrapper."""
         self._require_root("no_sync()")
         return state.no_sync(self)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients of the model so that their norm over all ranks is at most `max_norm`. Returns the norm before that,
-        a 0-d float32 tensor. Collective. Raises `UsageError` on a wrapper inside another wrapper."""
+        """Scale the gradients of the model so that their norm over all ranks is at most `max_norm`. Returns the norm before
+        that, a 0-d float32 tensor. Collective. Raises `UsageError` on a wrapper inside another wrapper."""
         self._require_root("clip_grad_norm_()")
         return clip_grad_norm_(self, float(max_norm), float(norm_type))
 
@@ -146,10 +147,10 @@ class FullyShardedDataParallel(StateDicts):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Generator[None]:
-        """Context manager in which all parameters of each outermost wrapper around or in `module` are full on every rank.
-        Collective. `recurse` and `rank0_only` change nothing. `with_grads`: gradients are full too. `writeback`: changes of both
-        are written into the shards at the end, not lost. Raises `UsageError` for `rank0_only` with `writeback`, and for
-        `offload_to_cpu` on an accelerator."""
+        """Context manager in which all parameters of each outermost wrapper around or in `module` are full, on every rank.
+        Collective. With `with_grads`, gradients are full too. With `writeback`, the exit writes changes of parameters and
+        gradients into the shards; all ranks must make equal changes. Without it, changes are lost. `recurse` and `rank0_only`
+        change nothing. Raises `UsageError` for `rank0_only` with `writeback`, and for `offload_to_cpu` on an accelerator."""
         if rank0_only and writeback:
             raise UsageError("summon_full_params(rank0_only=True) cannot write back: pass writeback=False.")
         with contextlib.ExitStack() as stack:
@@ -172,8 +173,8 @@ class FullyShardedDataParallel(StateDicts):
 
 
 def _check(module: nn.Module, policy: Any) -> None:
-    """Raise `UsageError` if `module`, which is to be wrapped, contains wrappers although a `policy` was passed; if a wrapper in
-    it has an engine already; or if it is a ModuleList or ModuleDict with parameters, because it has no forward to gather them."""
+    """Raise `UsageError` if `module` cannot be wrapped: it contains wrappers and a `policy` was passed; a wrapper in it has an
+    engine already; or it is a ModuleList or ModuleDict with parameters or a policy, which has no forward to gather them."""
     inside = wrappers_in(module)
     if inside and policy is not None:
         raise UsageError(
@@ -195,8 +196,8 @@ def _check(module: nn.Module, policy: Any) -> None:
 
 @contextlib.contextmanager
 def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> Generator[None]:
-    """Context manager in which the parameters of `top` are full, and with `with_grads` also their gradients. With `writeback`,
-    the exit writes changes of full parameters and gradients into the shards; otherwise they are lost. Collective."""
+    """Context manager in which the parameters of `top`, and with `with_grads` their gradients, are full. With `writeback`, the
+    exit writes changes of full parameters and gradients into the shards; otherwise they are lost. Collective."""
     sharded = dict(nn.Module.named_parameters(top))
     entries = state_dicts.params_of([engine])
     with state.full_params(top, write=writeback):
@@ -213,8 +214,8 @@ def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> 
 
 
 def _auto_wrap(root: nn.Module, policy: Any, arguments: dict[str, Any]) -> None:
-    """Wrap the submodules of `root` that `policy` chooses, children before parents. `arguments`: those of the wrappers.
-    `policy`: a function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. If `arguments` ask for mixed
+    """Replace the submodules of `root` that `policy` chooses by wrappers with `arguments`, children before parents. `policy`: a
+    function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. If `arguments` ask for mixed
     precision, batch norms are wrapped too, without mixed precision, as in torch. Raises `UsageError` for another `policy`."""
     mixed = arguments.get("mixed_precision")
     exempt = () if mixed is None else tuple(_torch.classes_without_mixed_precision(mixed))
@@ -246,7 +247,8 @@ def _by_function(
     targets: dict[nn.Module, dict[str, Any]] = {}
 
     def visit(module: nn.Module) -> int:
-        """Add the modules in `module` that `policy` chooses to `targets`, children first. Return the number of their elements."""
+        """Add the modules in `module` that `policy` chooses to `targets`, children first. Return the number of parameter
+        elements in the chosen ones."""
         num_elements = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
         if not policy(module=module, recurse=True, nonwrapped_numel=num_elements):
             return 0

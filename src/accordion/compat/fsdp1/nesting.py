@@ -1,4 +1,4 @@
-"""`Wrapper`, base class of `FullyShardedDataParallel`: builds one engine for nested wrappers at the first use."""
+"""`Wrapper`, base class of `FullyShardedDataParallel`: build one engine for nested wrappers at their first use."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ PREFIXES = (INNER, "_checkpoint_wrapped_module.")
 
 
 def clean(name: str) -> str:
-    """Return the qualified name `name` without the parts that wrappers for FSDP and activation checkpointing add."""
+    """Return the qualified name `name` without the parts that wrappers add, such as "_fsdp_wrapped_module."."""
     for prefix in PREFIXES:
         name = name.replace(prefix, "")
     return name
 
 
 class Wrapper(nn.Module):
-    """Base class of `FullyShardedDataParallel`: stores the arguments of one wrapper, and builds the engine of nested wrappers."""
+    """Base class of `FullyShardedDataParallel`: stores one wrapper's arguments, and builds one engine for nested wrappers."""
 
     _arguments: Arguments
     _outer: weakref.ref[Wrapper] | None
@@ -57,7 +57,7 @@ class Wrapper(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo cannot trace collectives
     def _ready(self) -> None:
-        """Build one engine for the outermost wrapper and all inside it, unless the engine exists. Collective."""
+        """Build one engine for the outermost wrapper and all wrappers inside it (collective), unless there is one already."""
         if self._built:
             return
         top = self._outermost()
@@ -81,7 +81,7 @@ class Wrapper(nn.Module):
         return state.sharded_engine(self, what)
 
     def _require_root(self, what: str) -> None:
-        """Raise `UsageError`, which begins with `what`, if this wrapper is inside another. Otherwise build a missing engine."""
+        """Raise `UsageError`, which begins with `what`, if this wrapper is inside another. Else build a missing engine."""
         if not self.check_is_root():
             raise UsageError(
                 f"{what} was called on a FullyShardedDataParallel inside another; call it on the outermost."
@@ -93,8 +93,8 @@ class Wrapper(nn.Module):
 
 
 def walk(module: nn.Module, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) for `module` and all its submodules, each once. Unlike `named_modules` of a wrapper, it builds no
-    engine. `prefix`: the name of `module`. `seen`: ids of modules to skip; those of the modules that are yielded are added."""
+    """Yield (name, module) for `module` and all its submodules, each once. Unlike `named_modules` of a wrapper, this does not
+    build an engine. `prefix`: the name of `module`. `seen`: ids of modules to leave out; those of yielded modules are added."""
     seen = set() if seen is None else seen
     if id(module) in seen:
         return
@@ -110,7 +110,7 @@ def wrappers_in(module: nn.Module) -> list[Wrapper]:
 
 
 def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
-    """Return all wrappers in `module`, including itself. Raises `UsageError` if there are none; `what` begins its message."""
+    """Return all wrappers in `module`, including itself. Raise `UsageError`, which begins with `what`, if there are none."""
     wrappers = wrappers_in(module)
     if not wrappers:
         raise UsageError(f"{what} needs a FullyShardedDataParallel, but this {type(module).__name__} contains none.")
@@ -118,7 +118,7 @@ def some_wrappers(module: nn.Module, what: str) -> list[Wrapper]:
 
 
 def _put_prefix(module: nn.Module, loaded: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Pre-hook of `load_state_dict`: insert `INNER` after `prefix` in the keys of `loaded`, because `module` is a wrapper."""
+    """Pre-hook of `load_state_dict` of a wrapper: insert "_fsdp_wrapped_module." after `prefix` in the keys of `loaded`."""
     for name in [name for name in loaded if name.startswith(prefix)]:
         loaded[f"{prefix}{INNER}{name.removeprefix(prefix)}"] = loaded.pop(name)
 
@@ -127,11 +127,12 @@ def _put_prefix(module: nn.Module, loaded: dict[str, Any], prefix: str, *rest: A
 
 
 def _build(wrappers: Sequence[tuple[str, Wrapper]]) -> None:
-    """Shard the outermost of nested `wrappers` in place, with one engine for all. Collective.
+    """Shard the outermost of nested `wrappers` in place, with one engine for all, and initialise modules on the meta device.
+    Collective. `wrappers`: (name in the outermost wrapper, wrapper), the outermost first.
 
-    `wrappers`: (name in the outermost wrapper, wrapper), the outermost first. Initialises modules on the meta device. If ranks
-    built different values, the first rank's are used, and a warning is logged unless a wrapper asks for `sync_module_states`.
-    Raises `UsageError` if one engine cannot serve all arguments, and `DivergenceError` if models differ in more than values.
+    Sets the current device to the outermost wrapper's `device_id`. If ranks built different values, the first rank's are used,
+    and a warning is logged unless a wrapper asks for `sync_module_states`. Raises `UsageError` if one engine cannot serve all
+    arguments, and `DivergenceError` if models differ in more than values.
     """
     (_, root), inner = wrappers[0], wrappers[1:]
     arguments = root._arguments
@@ -186,8 +187,8 @@ def _check_alike(name: str, theirs: Arguments, root: Arguments) -> None:
 
 
 def _master(root: nn.Module) -> torch.dtype:
-    """Return the narrowest dtype of the parameters that require gradients, or float32. As `Precision.master` it changes none,
-    because wider parameters keep theirs. Raises `UsageError` if two dtypes are equally narrow, such as bfloat16 and float16."""
+    """Return the narrowest dtype of the parameters that require gradients; float32 without any. As `Precision.master` it casts
+    none of them, because wider ones keep their dtype. Raises `UsageError` if two dtypes tie, such as bfloat16 and float16."""
     dtypes = {p.dtype for p in root.parameters() if p.is_floating_point() and p.requires_grad}
     if not dtypes:
         return torch.float32
@@ -200,7 +201,7 @@ def _master(root: nn.Module) -> torch.dtype:
 
 @contextmanager
 def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
-    """Context manager in which modules of `root` lack the parameters with ids in `ignored`. The exit restores their order."""
+    """Context manager that removes parameters with ids in `ignored` from modules of `root`; the exit puts them back."""
     before = [(m, dict(m._parameters)) for m in root.modules() if any(id(p) in ignored for p in m._parameters.values())]
     for module, params in before:
         for name in [name for name, p in params.items() if id(p) in ignored]:
@@ -215,9 +216,9 @@ def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
 
 
 def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[Wrapper]) -> None:
-    """Initialise the modules of the sharded `root` whose ids are in `on_meta`. If all modules with parameters are on the meta
-    device and no wrapper has a `param_init_fn`, call `initialise(root)`. Otherwise call for each module the `param_init_fn` of
-    its nearest wrapper, or without one the module's `reset_parameters`. Raises `UsageError` if there is neither."""
+    """Initialise the modules of the sharded `root` whose ids are in `on_meta`. Collective. If all modules with parameters are
+    on the meta device and no wrapper has a `param_init_fn`, call `initialise(root)`. Otherwise call for each module the
+    `param_init_fn` of its nearest wrapper, or without one its `reset_parameters`. Raises `UsageError` if there is neither."""
     # Inner wrappers come later in the list, so theirs replaces that of outer ones.
     functions = {id(m): wrapper._arguments.param_init_fn for wrapper in wrappers for m in wrapper.modules()}
     owners = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]

@@ -1,4 +1,4 @@
-"""ShardedGradScaler: torch's GradScaler, which finds the overflows of all ranks, because gradients are DTensors."""
+"""ShardedGradScaler: torch's GradScaler. It finds the overflows of all ranks, because gradients are DTensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SIGNATURE = inspect.signature(theirs.ShardedGradScaler.__init__)
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """Gradient scaler for fp16 with the arguments of torch's ShardedGradScaler: an overflow on one rank skips the step on all.
-    `process_group` is ignored, since gradients are DTensors, whose mesh has groups of its own."""
+    """Gradient scaler for fp16 with the arguments of torch's ShardedGradScaler. If gradients overflow on one rank, all ranks
+    skip the step. `process_group` is ignored, since gradients are DTensors, whose mesh has groups of its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = SIGNATURE.bind(self, *args, **kwargs).arguments

@@ -46,9 +46,9 @@ class StateDicts(Wrapper):
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the state dict with the names of the unwrapped module. Tensors are full, which makes this a collective, unless
-        `state_dict_type` chose shards. With `rank0_only`, ranks other than the first get {}. With `keep_vars`, the values are the
-        sharded parameters themselves. If `destination` is passed, the entries are added to it, and it is returned."""
+        """Return the state dict with the names of the unwrapped module. Tensors are full (a collective), or shards if
+        `state_dict_type` chose them. With full tensors and `rank0_only`, ranks other than the first get {}. With `keep_vars`,
+        the values are the sharded parameters. If `destination` is passed, the entries are added to it, and it is returned."""
         self._ready()
         raw = super().state_dict(prefix=prefix, keep_vars=True)
         tensors = OrderedDict((clean(name), value) for name, value in raw.items())
@@ -63,9 +63,9 @@ class StateDicts(Wrapper):
         return destination  # type: ignore[no-any-return]
 
     def _converted(self, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-        """Return `tensors` as full tensors (a collective) or shards, as `set_state_dict_type` chose. Buffers get back the dtype
-        from before mixed precision. Changes the dict `tensors`. With `rank0_only`, ranks other than the first get {}. `prefix`:
-        the beginning of all names in `tensors`."""
+        """Return `tensors` as full tensors (a collective) or shards, as `state_dict_type` chose. With full tensors and
+        `rank0_only`, ranks other than the first get {}. Buffers get back the dtype from before mixed precision. Changes the
+        dict `tensors`. `prefix`: the beginning of all names in `tensors`."""
         engine = self._engine("state_dict()")
         config = self._settings.state_dict_config
         for name, value in tensors.items():
@@ -91,7 +91,7 @@ class StateDicts(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set the type and configs (None: defaults) of later state dicts for all wrappers in `module`. Returns the previous
+        """Set the type and configs (None: defaults) of later state dicts, for all wrappers in `module`. Return the previous
         settings of the first wrapper. Raises `UsageError` if there is no wrapper, or if type and configs do not fit."""
         settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
         wrappers = some_wrappers(module, "set_state_dict_type")
@@ -127,8 +127,9 @@ class StateDicts(Wrapper):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Return the state dict of `optim` by qualified names, full (a collective) or sharded, as `state_dict_type` chose; with
-        `rank0_only`, {} on other ranks than the first. `optim_state_dict`: `optim.state_dict()`, if known. `group` is ignored."""
+        """Return the state dict of `optim` by qualified names. It is full (a collective) or sharded, as `state_dict_type`
+        chose; with full tensors and `rank0_only`, ranks other than the first get {}. `optim_state_dict`: the result of
+        `optim.state_dict()`, if it was called already. `group` is ignored."""
         numbered = optim.state_dict() if optim_state_dict is None else optim_state_dict
         settings = StateDicts.get_state_dict_type(model)
         return named_state(model, optim, numbered, settings)
@@ -142,10 +143,12 @@ class StateDicts(Wrapper):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Convert a result of `optim_state_dict`, from any number of ranks, to a dict for `optim.load_state_dict`. With
-        `load_directly`, also load it into `optim`. Collective if `state_dict_type` chose full tensors; then raises
-        `DivergenceError` if the ranks' dicts differ, or with `rank0_only` sends the first rank's to all. `group` is ignored.
-        Raises `UsageError` if `is_named_optimizer`."""
+        """Convert a result of `optim_state_dict`, from any number of ranks, to a dict for `optim.load_state_dict`, and return
+        it. With `load_directly`, also load it into `optim`. `group` is ignored. Raises `UsageError` if `is_named_optimizer`.
+
+        Collective if `state_dict_type` chose full tensors: with `rank0_only` the first rank's dict is sent to all; otherwise
+        raises `DivergenceError` if the ranks' dicts differ. Collective also for tensors that are sharded unlike the parameters.
+        """
         if is_named_optimizer:
             raise UsageError(
                 "is_named_optimizer=True is not supported: optimizers of torch.optim number their parameters."
@@ -162,8 +165,8 @@ class StateDicts(Wrapper):
     def full_optim_state_dict(
         model: nn.Module, optim: Optimizer, optim_input: Any = None, rank0_only: bool = True, group: Any = None
     ) -> dict[str, Any]:
-        """Return the full state dict of `optim` on CPU; with `rank0_only` it is empty on all ranks but the first. Collective.
-        `optim_input` and `group` are ignored."""
+        """Return the full state dict of `optim`, by qualified names and on CPU; with `rank0_only`, ranks other than the first
+        get {}. Collective. `optim_input` and `group` are ignored."""
         settings = settings_for(
             StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         )
@@ -179,7 +182,7 @@ class StateDicts(Wrapper):
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any], model: nn.Module, optim_input: Any = None, optim: Optimizer | None = None
     ) -> dict[str, Any]:
-        """Convert a full state dict by qualified names, equal on all ranks, to one for `optim.load_state_dict`. Collective.
+        """Convert a full state dict by qualified names, equal on all ranks, to a dict for `optim.load_state_dict`. Collective.
         `optim_input` is ignored. Raises `UsageError` without `optim`, and `DivergenceError` if the ranks' dicts differ."""
         return state_by_id(model, _required(optim), full_optim_state_dict, full=True)
 
@@ -187,7 +190,8 @@ class StateDicts(Wrapper):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
-        """Convert a sharded state dict for `optim.load_state_dict`. Collective if it is sharded unlike the parameters."""
+        """Convert a sharded state dict by qualified names to a dict for `optim.load_state_dict`. Collective if its tensors are
+        sharded in another way than the parameters."""
         return state_by_id(model, optim, sharded_optim_state_dict, full=False)
 
     @staticmethod
@@ -198,7 +202,7 @@ class StateDicts(Wrapper):
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """Convert the first rank's full state dict by qualified names to one for `optim.load_state_dict` on every rank.
+        """Convert the first rank's full state dict by qualified names to a dict for `optim.load_state_dict` on every rank.
         Collective. `optim_input` and `group` are ignored. Raises `UsageError` without `optim`."""
         full = full_optim_state_dict or {}
         return state_by_id(model, _required(optim), full, full=True, from_first_rank=True)
@@ -220,8 +224,8 @@ def _required(optimizer: Optimizer | None) -> Optimizer:
 def settings_for(
     kind: StateDictType, config: StateDictConfig | None, optim_config: OptimStateDictConfig | None
 ) -> StateDictSettings:
-    """Return torch's `StateDictSettings` with `kind` and both configs. A config of None becomes the default one of `kind`. Raises
-    `UsageError` if `kind` is LOCAL_STATE_DICT or unknown, or if a config belongs to another kind."""
+    """Return torch's `StateDictSettings` with `kind` and both configs; a config of None becomes the default one of `kind`.
+    Raises `UsageError` if `kind` is LOCAL_STATE_DICT or unknown, or if a config belongs to another kind."""
     if kind is StateDictType.LOCAL_STATE_DICT:
         raise UsageError(
             "LOCAL_STATE_DICT is not supported: it has flat parameters, which do not exist here. Use SHARDED_STATE_DICT, which "
@@ -238,7 +242,7 @@ def settings_for(
 
 
 def _engines_of(model: nn.Module) -> list[Engine]:
-    """Return the engines of the outermost wrappers that contain `model` or are in it. Builds missing engines, which is
+    """Return the engine of each outermost wrapper that contains `model` or is in it. Builds missing engines, which is
     collective. Raises `UsageError` if `model` contains no wrapper."""
     return [top._engine(OPTIM) for top in dict.fromkeys(m._outermost() for m in some_wrappers(model, OPTIM))]
 
@@ -260,8 +264,8 @@ def own_dtensor(full: Tensor, param: Param) -> Any:
 
 
 def cut_like(value: Tensor, param: Param) -> Tensor:
-    """Return the optimizer state `value` as a DTensor that is sharded like `param`. If `value` has another shape than `param`,
-    return it as a full tensor. Collective if `value` is a DTensor with another mesh or placement than `param`."""
+    """Return the optimizer state `value` as a DTensor that is sharded like `param`. If `value` is a scalar or has another shape
+    than `param`, return it as a full tensor. Collective if `value` is a DTensor with another mesh or placement than `param`."""
     like = param.sharded
     if isinstance(value, DTensor):
         if value.placements == like.placements and value.device_mesh == like.device_mesh:  # type: ignore[attr-defined]
@@ -271,7 +275,7 @@ def cut_like(value: Tensor, param: Param) -> Tensor:
 
 
 def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
-    """Return the names of the parameters in each group of `optim`. Raises `UsageError` if one of them is not in `model`."""
+    """Return for each group of `optim` the qualified names of its parameters. Raises `UsageError` if `model` lacks one."""
     names = {id(p): name for name, p in model.named_parameters()}
     for p in (p for group in optim.param_groups for p in group["params"]):
         if id(p) not in names:
@@ -285,8 +289,8 @@ def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
 def named_state(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """Convert `state`, a result of `optim.state_dict()`, to a state dict by qualified names. Its tensors are full (a collective)
-    or shards, as `settings` say. If `settings` are full and have `rank0_only`, ranks other than the first get {}."""
+    """Convert `state`, a result of `optim.state_dict()`, to a state dict by qualified names, and return it. Its tensors are
+    full (a collective) or shards, as `settings` say. If they are full with `rank0_only`, ranks other than the first get {}."""
     engines = _engines_of(model)
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     cpu = settings.optim_state_dict_config.offload_to_cpu
@@ -317,10 +321,10 @@ def named_state(
 def state_by_id(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, full: bool, from_first_rank: bool = False
 ) -> dict[str, Any]:
-    """Convert a state dict by qualified names to one for `optim.load_state_dict`. `full`: `state` has full tensors, equal on all
-    ranks; if they differ, every rank raises `DivergenceError`. `from_first_rank`: send the first rank's `state` to all ranks,
-    without a comparison. Both are collective. Raises `UsageError` if `state` is empty, or has other parameter groups than
-    `optim`."""
+    """Convert a state dict by qualified names to one for `optim.load_state_dict`, and return it. `full`: `state` has full
+    tensors, equal on all ranks; if they differ, every rank raises `DivergenceError`. `from_first_rank`: send the first rank's
+    `state` to all ranks, without that check. Either makes this a collective. Raises `UsageError` if `state` is empty, or if its
+    param groups are not those of `optim`."""
     engines = _engines_of(model)
     from_first = engines[0] if from_first_rank else None
     if full and from_first is None:
@@ -374,7 +378,7 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
 
 
 def _shared(value: Any, from_first: Engine | None) -> Any:
-    """Return the first rank's `value`, a collective of the ranks of `from_first`; this rank's if `from_first` is None."""
+    """Return the first rank's `value`, a collective of the ranks of `from_first`; if that is None, this rank's `value`."""
     if from_first is None:
         return value
     values = [value]

@@ -1,6 +1,6 @@
-"""`torch.distributed.fsdp.fully_shard` and its companions on Accordion's engine; docs/compat.md says what differs.
+"""Accordion's versions of `torch.distributed.fsdp.fully_shard` and its companions; docs/compat.md lists the differences.
 
-A program written for torch's runs with its import changed: `from accordion.compat.fsdp2 import fully_shard, ...`.
+A program that uses torch's `fully_shard` only changes its import: `from accordion.compat.fsdp2 import fully_shard, ...`.
 """
 
 from __future__ import annotations
@@ -67,12 +67,14 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of `module` that no earlier call has sharded, and return `module`. Call it bottom-up, the root last.
 
-    Parameters become DTensors at once: (Shard(0),) on a 1-D mesh, (Replicate(), Shard(0)) on a 2-D one. The first forward or
-    `unshard` builds one engine for the whole model. The class X of a module becomes FSDPX, which is an `FSDPModule` too.
+    Parameters become DTensors at once: (Shard(0),) on a 1-D mesh, (Replicate(), Shard(0)) on a 2-D one. Buffers move to the
+    device. The first forward or `unshard` builds one engine for the whole model. The class X of a module becomes FSDPX, a
+    subclass of X and `FSDPModule`.
 
     Args:
         module: a module, or a list of modules that are gathered together.
-        mesh: the ranks, by default all. A 1-D mesh shards, a 2-D one replicates on its first axis. Experts may have fewer ranks.
+        mesh: the ranks; None: all, and the process group is created if there is none. A 1-D mesh shards, a 2-D one replicates
+            on its first axis. Modules inside, such as experts, may be on a mesh of fewer ranks.
         reshard_after_forward: True frees full parameters after the forward, False keeps them until the backward, and None
             leaves this to the engine. An int n, which must divide the ranks, keeps them sharded over n ranks.
         shard_placement_fn: parameter -> Shard(dim), None for dim 0, or torch's ShardPlacementResult with a mesh of its own.
@@ -102,8 +104,8 @@ fully_shard.state = part_of  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make `module.method_name(...)` gather full parameters and free them, as `forward` does. Replaces the method on this
-    instance. Does nothing if `module` is no `FSDPModule`. Raises `UsageError` if there is no such method."""
+    """Replace the method `method_name` of this `module` by one that gathers full parameters, calls it and frees them, as
+    `forward` does. Do nothing if `module` is no `FSDPModule`. Raises `UsageError` if there is no such method."""
     if not isinstance(module, FSDPModule):
         return
     if not callable(getattr(module, method_name, None)):
@@ -121,8 +123,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Make root modules, such as pipeline stages, share streams and communicators of the first one, except on other meshes. Call
-    it before the first forward: it removes the engine of a later module, whose next use builds a new one."""
+    """Make root modules, such as pipeline stages, use the streams and communicators of the first one; modules on another mesh
+    keep theirs. Call this before the first forward: it removes the engines of all but the first, which are then built anew."""
     parts = [fsdp_part(m) for m in modules]
     for part in parts[1:]:
         part.dissolve()
@@ -136,9 +138,9 @@ class Installed(ExitStack):
 
 
 def install() -> Installed:
-    """Replace `torch.distributed.fsdp.fully_shard` and its companions by those of this module, in the whole process, and return a
-    handle that restores torch's functions. For programs that you do not want to edit; call it before models are sharded. Modules
-    that imported torch's names are changed too, except torch's and Accordion's own. A second call changes nothing."""
+    """Replace torch's `fully_shard` and its companions by those of this module, in the whole process, for programs that you do
+    not want to edit. Return a handle that restores torch's functions. Call this before models are sharded. Modules that
+    imported torch's names are changed too, except torch's and Accordion's own. A second call changes nothing."""
     installed, homes = Installed(), _torch.homes_of_fully_shard()
 
     def put_back(module: ModuleType, name: str, theirs: Any) -> None:

@@ -14,7 +14,7 @@ from accordion.safety.own_process import keep_freed_memory
 
 def main(words: list[str]) -> None:
     """Run the program `words` (a file, or "-m" and a module, then its arguments) as Python would, with torch's `fully_shard`
-    replaced. Raises `SystemExit` if no program is named."""
+    replaced by Accordion's. Sets `sys.argv`. Raises `SystemExit` if no program is named."""
     as_module = words[:1] == ["-m"]
     words = words[as_module:]
     if not words:

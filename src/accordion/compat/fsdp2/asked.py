@@ -31,7 +31,7 @@ class Asked:
     Args:
         mesh: the data-parallel mesh.
         sharding: strategy, precision, offload; `secondary` is the number of ranks to reshard over after the forward, or None.
-        keep: keep full parameters from forward to backward; None: the engine decides.
+        keep: True keeps full parameters from forward to backward, False frees them; None: the engine decides.
         policy: the caller's `MixedPrecisionPolicy`, which is passed to tensor subclasses.
         ignored: parameters that are not sharded.
     """
@@ -108,7 +108,7 @@ def modules_of(module_or_list: Any) -> list[nn.Module]:
 
 
 def _mesh_of(mesh: Any) -> DeviceMesh:
-    """Return `mesh`, or for None a mesh of all ranks, for which the process group is created if there is none. Raises
+    """Return `mesh`. If it is None, return a mesh of all ranks, for which the process group is created if there is none. Raises
     `UsageError` unless `mesh` has one or two axes, this rank, and devices that this machine has."""
     if mesh is None:
         if not dist.is_initialized():
@@ -128,9 +128,9 @@ def _mesh_of(mesh: Any) -> DeviceMesh:
 
 
 def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
-    """Return (keep, number of ranks) for the argument `reshard_after_forward`. keep: True keeps full parameters until the
-    backward, False frees them, None leaves it to the engine. The ranks are those to reshard over, None for all. Raises
-    `UsageError` unless `reshard` is None, a bool, or an int of at least 1 that divides the ranks over which `mesh` shards."""
+    """Return (keep, number of ranks) for `reshard`, the argument `reshard_after_forward`. keep: True keeps full parameters
+    until the backward, False frees them, None leaves it to the engine. number of ranks: to reshard over after the forward;
+    None: all. Raises `UsageError` unless `reshard` is None, a bool, or an int above 0 that divides the ranks that shard."""
     if reshard is None or isinstance(reshard, bool):
         return None if reshard is None else not reshard, None
     ranks = mesh.size(mesh.ndim - 1)

@@ -1,4 +1,4 @@
-"""Shard the parameters of one `fully_shard` call: choose placements, check what can be composed, keep this rank's rows."""
+"""Shard the parameters of one `fully_shard` call: choose placements, check what can be combined, and keep this rank's rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from accordion.units import Owned, owned_parameters
 
 
 def cut_parameters(part: Part, rule: PlacementRule | None) -> None:
-    """Shard the parameters of `part`, one `fully_shard` call, in place, and move its buffers to the device. Parameters and
-    buffers of inner calls are left out, and parameters on the meta device stay there. `rule`: the argument `shard_placement_fn`.
+    """Shard the parameters of `part`, one `fully_shard` call, in place, and move its buffers to the device. Parameters on the
+    meta device stay there. Parameters and buffers of inner calls are left out. `rule`: the argument `shard_placement_fn`.
     Raises `UsageError` if a parameter cannot be sharded; then none is, and `part` is removed from its modules."""
     modules = part.alive()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
@@ -60,8 +60,8 @@ def cut_parameters(part: Part, rule: PlacementRule | None) -> None:
 
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
-    """Yield the parameters in `root` that `part`, a `fully_shard` call, is to shard: all except ignored ones and those of modules
-    with ids in `below`, the modules of inner calls. Raises `UsageError` if one is tied to a parameter of another call."""
+    """Yield the parameters in `root` that `part`, a `fully_shard` call, is to shard: all except ignored ones and those of
+    modules with ids in `below`, which inner calls shard. Raises `UsageError` if one is tied to a parameter of another call."""
     for o in owned_parameters(root, {}):
         places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
         if not places or o.original in part.asked.ignored:
@@ -75,8 +75,9 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
 
 
 def _layout(part: Part, o: Owned, rule: PlacementRule | None) -> Layout:
-    """Return the `Layout` of the parameter `o`, on the dim and mesh that `rule` chooses. Raises `UsageError` for a tensor that
-    cannot be sharded, and for a DTensor, unless its mesh and the chosen one have named axes, and no name in common."""
+    """Return the `Layout` (placements and rows) of the parameter `o`, on the dim and mesh that `rule` chooses. Raises
+    `UsageError` for a kind of tensor that cannot be sharded. A DTensor is accepted only if its mesh and the chosen one have
+    named axes, and no name in common; otherwise raises `UsageError` too."""
     name = o.names[0]
     param: Any = o.original
     tensor, (dim, mesh) = local_part(param), placed_by(rule, part.asked.mesh, param)

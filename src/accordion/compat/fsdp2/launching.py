@@ -18,8 +18,8 @@ transformers or TRL, on Accordion's engine: torchrun, with accordion.compat.fsdp
 
 
 def run(words: list[str]) -> int:
-    """Run the command line `words` as torchrun would. Returns the exit code: 0, or 1 if a rank failed. Without words (exit code
-    2) or for `--help`, only prints the usage. Raises `UsageError` for a wrong option, or if no program is named."""
+    """Run the command line `words` as torchrun would. Return the exit code: 0, or 1 if a rank failed. Without words (exit code
+    2), or for "-h" or "--help" (0), only print the usage. Raises `UsageError` for a wrong option, or if no program is named."""
     if not words or words[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if words else 2

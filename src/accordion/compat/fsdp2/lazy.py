@@ -46,7 +46,7 @@ class PartSettings:
     Args:
         stays: do not free the memory of full parameters when they are resharded.
         keeps_parts: allow resharding over fewer ranks after the forward, if `reshard_after_forward` is an int.
-        sync, all_reduce: reduce gradients in a backward; on a 2-D mesh only if both are True.
+        sync, all_reduce: reduce gradients in a backward: on a 1-D mesh if `sync` is True, on a 2-D mesh if both are.
         scale: factor for gradient sums; None: one over the number of ranks.
         after_reduce: hook that gets each reduced buffer of gradients.
     """
@@ -64,7 +64,7 @@ def living(references: Iterable[weakref.ref[T]]) -> list[T]:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a bound method through a weak reference, and does nothing after its object is deleted."""
+    """Return a function that calls a bound method through a weak reference; after its object is deleted, it returns None."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -75,8 +75,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tensor) -> None:
-    """Hook of `leaf`, full parameter `i` of the unit `of`, after `leaf.grad` was accumulated. Moves the gradient to the engine
-    `by`, which reduces it as one from outside of the forward; drops it if engine or unit is deleted."""
+    """Hook of `leaf`, the full parameter with index `i` of the unit `of`: move the accumulated `leaf.grad` to the engine `by`,
+    which reduces it like one from outside of the unit's forward. Drop it if the engine or the unit is deleted."""
     engine, unit, grad = by(), of(), leaf.grad
     leaf.grad = None
     if engine is not None and unit is not None and grad is not None:
@@ -84,7 +84,7 @@ def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tenso
 
 
 class UnshardEnds(Observer):
-    """Observer that ends explicit unshards of `parts` with a backward, unless `set_reshard_after_backward` keeps parameters."""
+    """Observer that ends explicit unshards of `parts` after a backward, unless `set_reshard_after_backward` forbids it."""
 
     def __init__(self, parts: Sequence[weakref.ref[Part]]) -> None:
         self._parts = parts
@@ -97,7 +97,8 @@ class UnshardEnds(Observer):
 
 class Part:
     """One call of `fully_shard`: the modules that it gathers together, its arguments, and once an engine exists, its unit. The
-    constructor stores it in the modules, removes engines inside them, and registers hooks by which a forward builds an engine."""
+    constructor stores the part in its modules, removes the engines of parts inside them, and registers hooks with which the
+    next forward builds an engine."""
 
     def __init__(self, modules: Sequence[nn.Module], asked: Asked) -> None:
         self.modules = [weakref.ref(m) for m in modules]
@@ -142,16 +143,15 @@ class Part:
         return self.tree.engine
 
     def ensure(self) -> Unit:
-        """Return the unit of this part. If there is no engine, build one for the outermost part and all parts inside it, which is
-        collective."""
+        """Return the unit of this part. Builds a missing engine, for the outermost part and all inside it (collective)."""
         if self.unit is None:
             Tree(self.outermost())
         assert self.unit is not None, "a part belongs to the tree of its outermost part"
         return self.unit
 
     def wired(self) -> ShardingContext:
-        """Return the context (streams, communicators) for engines of this part: that of the part `shares` if its mesh is equal,
-        else this part's own. Collective the first time, because communicators are created."""
+        """Return the context (streams, communicators) for engines of this part: that of the part `shares` if both meshes are
+        equal, else this part's own. Collective the first time, because communicators are created."""
         source = None if self.shares is None else self.shares()
         mesh = self.asked.mesh
         if source is not None and source.asked.mesh == mesh:
@@ -176,13 +176,13 @@ class Part:
         self._triggers = []
 
     def dissolve(self) -> None:
-        """Remove the engine, if there is one, from this part and all that share the engine: parameters stay sharded, and the next
-        use builds another engine. Raises `UsageError` in a forward or backward, or if there are unreduced gradients."""
+        """Remove the engine, if there is one, from this part and all that share the engine: parameters stay sharded, and the
+        next use builds another engine. Raises `UsageError` in a forward or backward, or if there are unreduced gradients."""
         if self.tree is not None:
             self.tree.dissolve()
 
     def push(self) -> None:
-        """Apply `settings`, and the parts to prefetch in `ahead`, to the unit. Does nothing if there is no unit yet."""
+        """Apply `settings` and the parts to prefetch (`ahead`) to the unit. Do nothing if there is no unit yet."""
         if self.unit is None:
             return
         settings = self.settings
@@ -206,7 +206,8 @@ class Part:
     # -- explicit unshards
 
     def begin_unshard(self) -> Unit:
-        """Start the all-gather of the unit, and return the unit without waiting. Collective. Builds a missing engine."""
+        """Start the all-gather of the unit, and return the unit without waiting. Collective. Builds a missing engine. Outside
+        of a forward or backward, first drops outdated full parameters and recovers from an earlier exception."""
         unit = self.ensure()
         engine = self.engine()
         if self._shown is None and engine.depth == 0 and not _torch.is_in_backward():
@@ -218,8 +219,8 @@ class Part:
         return unit
 
     def unshard(self) -> None:
-        """Gather parameters, wait, and register them in the modules as plain leaf tensors until `reshard`, or the end of a
-        forward or backward that frees them. Collective. Builds a missing engine."""
+        """Gather parameters, wait, and register them in the modules as plain leaf tensors, until `reshard` or the end of a
+        forward or backward that frees them. Their gradients go to the engine. Collective. Builds a missing engine."""
         unit, engine = self.begin_unshard(), self.engine()
         if self._shown is not None:
             return
@@ -244,7 +245,7 @@ class Part:
             self.end_unshard()
 
     def end_unshard(self) -> None:
-        """Register the shards in the modules again, and free the full parameters. Does nothing without an `unshard`."""
+        """Register the shards in the modules again, and free the full parameters. Do nothing unless `unshard` was called."""
         shown = self._shown
         if shown is None or self.unit is None:
             return
@@ -258,13 +259,13 @@ class Part:
         self.unit.release()
 
     def settle(self) -> None:
-        """End an explicit unshard, and wait for an optimizer step in progress, which only offload has."""
+        """End an explicit unshard, and wait for an optimizer step in progress, which exists only with offload."""
         self.end_unshard()
         if self.unit is not None:
             self.engine().synchronize()
 
     def reshard(self) -> None:
-        """Free the full parameters, unless a call in progress needs them. A backward that needs them gathers them again."""
+        """Free the full parameters, unless a call in progress needs them. A backward that needs them gathers again."""
         self.end_unshard()
         if self.unit is not None and self.tree is not None:
             unit = self.unit
@@ -274,8 +275,8 @@ class Part:
 
 
 class Tree:
-    """The engine of an outermost part, a `fully_shard` call, and all parts inside it. `dissolve` removes it before shards change
-    dtype, device or memory: parameters stay sharded, and the next use builds another tree."""
+    """The engine of an outermost part (a `fully_shard` call) and all parts inside it. The constructor builds the engine, a
+    collective. `dissolve` removes it before shards change dtype, device or memory."""
 
     def __init__(self, top: Part) -> None:
         if _torch.transforms_active():
@@ -299,7 +300,7 @@ class Tree:
         self._finalizer = weakref.finalize(modules[0], self.engine.dismantle)
 
     def dissolve(self) -> None:
-        """Wait for work in progress and remove the engine. Parameters stay sharded, and the next forward builds another engine.
+        """Wait for work in progress and remove the engine. Parameters stay sharded, and the next use builds another tree.
         Raises `UsageError` in a forward or backward, or if there are unreduced gradients."""
         engine = self.engine
         if engine.depth or _torch.is_in_backward():
@@ -340,9 +341,9 @@ def part_of(module: nn.Module) -> Part | None:
 
 
 def _checked_parameters(root: nn.Module, parts: list[Part]) -> list[tuple[Owned, Layout]]:
-    """Remove the engines of `parts`, before one engine is built for all of them, and return (parameter, layout) for each sharded
-    parameter of `parts`. Raises `UsageError` in a forward or backward, if there are unreduced gradients, and if a parameter is on
-    the meta device, or was replaced since `fully_shard` by a tensor of another kind or placement."""
+    """Remove the engines of `parts`, before one engine is built for all of them. Return (parameter, layout) for each sharded
+    parameter of `parts`. Raises `UsageError` in a forward or backward, if there are unreduced gradients, and if a parameter is
+    on the meta device, or was replaced since `fully_shard` by a tensor of another kind or placement."""
     for part in parts:
         part.dissolve()
     on_meta = [name for name, p in root.named_parameters() if isinstance(p, DTensor) and p.is_meta]
@@ -441,8 +442,8 @@ def _planned(
 
 
 def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Iterator[tuple[Owned, Layout]]:
-    """Yield each sharded parameter with its layout. Plain ones, which were never sharded, and ignored ones are left out. Raises
-    `UsageError` if a tensor of another kind or placement has been assigned since `fully_shard`."""
+    """Yield each sharded parameter with its layout. Plain parameters that were never sharded, and ignored ones, are left out.
+    Raises `UsageError` if a tensor of another kind or placement has been assigned since `fully_shard`."""
     layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
     ignored = {id(p) for part in parts for p in part.asked.ignored}
     for o in owned_parameters(root, index):

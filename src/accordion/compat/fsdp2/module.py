@@ -1,4 +1,4 @@
-"""`FSDPModule`, the class that `fully_shard` mixes into a module's own class, and the hooks of such a module."""
+"""`FSDPModule`, the class that `fully_shard` adds to a module's own class, and the hooks of such a module."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _Handle: Any = _torch.gradient_reduction_handle()
 
 
 class GradientReductionHandle(_Handle):  # type: ignore[misc]
-    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns after gradients are complete; nothing is left to wait
-    for."""
+    """Handle that `FSDPModule.finalize_backward(async_op=True)` returns when gradients are complete; `wait` returns at once."""
 
     def __init__(self) -> None: ...
 
@@ -35,13 +34,13 @@ class GradientReductionHandle(_Handle):  # type: ignore[misc]
 
 
 class UnshardHandle:
-    """Handle that `FSDPModule.unshard(async_op=True)` returns."""
+    """Handle that `FSDPModule.unshard(async_op=True)` returns; call `wait` before using the parameters."""
 
     def __init__(self, part: Part | None = None) -> None:
         self._part = part
 
     def wait(self) -> None:
-        """Wait for the all-gather, then register the full parameters in the module. A second call does nothing."""
+        """Wait for the all-gather, and register the full parameters in the module. A second call does nothing."""
         part, self._part = self._part, None
         if part is not None:
             part.unshard()
@@ -58,7 +57,7 @@ def no_effect(why: str) -> Callable[..., None]:
 
 class FSDPModule(_Base):  # type: ignore[misc]
     """Methods of a module that `fully_shard` has sharded. The setters act from the next forward or backward on; with `recurse`
-    also on the FSDP modules inside."""
+    they also set the FSDP modules inside this one."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Makes an unsharded module of the original class, because `nn.Sequential` calls its own class for a slice.
@@ -94,12 +93,12 @@ class FSDPModule(_Base):  # type: ignore[misc]
         return None
 
     def reshard(self) -> None:
-        """Free the full parameters of this module, but not those of FSDP modules inside it, nor any that a running call needs."""
+        """Free the full parameters of this module, unless a running call needs them. FSDP modules inside it are not changed."""
         fsdp_part(self).reshard()
 
     def reset_iter_state(self) -> None:
-        """Clean up after an exception in a forward or backward; unreduced gradients are dropped. Does nothing before the first
-        forward. Raises `RuntimeError` on a module that is not the root."""
+        """Clean up after an exception in a forward or backward; gradients that were not reduced are dropped. Do nothing before
+        the first forward. Raises `RuntimeError` on a module that is not the root."""
         part = _root_part(self, "reset_iter_state")
         if part.unit is not None:
             part.engine().reset()
@@ -107,8 +106,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
                 unit.local_sums.drop()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose if full parameters are freed after the forward (True) or kept for the backward (False), instead of an earlier
-        int: parameters are resharded over all ranks. Raises `UsageError` unless a bool is passed."""
+        """Choose if full parameters are freed after the forward (True) or kept for the backward (False). An int that was passed
+        to `fully_shard` no longer applies: parameters are resharded over all ranks. Raises `UsageError` without a bool."""
         if not isinstance(reshard_after_forward, bool):
             raise UsageError(f"reshard_after_forward is {reshard_after_forward!r}; pass True or False.")
         for part in _parts(self, recurse):
@@ -116,7 +115,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
             part.push()
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Choose if the memory of full parameters is kept, at one address, when they are resharded; CUDA graphs need this."""
+        """Choose if the memory of full parameters is kept, at one address, when they are resharded (for CUDA graphs)."""
         for part in _parts(self, recurse):
             part.settings.stays = bool(keep)
             part.push()
@@ -130,11 +129,11 @@ class FSDPModule(_Base):  # type: ignore[misc]
     set_unshard_in_backward = no_effect("full parameters are always gathered for the backward")
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch `modules` during this module's forward, instead of the module that ran after it last time."""
+        """Prefetch parameters of `modules` in this module's forward, not those of the module that came next last time."""
         self._prefetch(FORWARD, modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch `modules` during this module's backward, instead of the module that ran after it last time."""
+        """Prefetch parameters of `modules` in this module's backward, not those of the module that came next last time."""
         self._prefetch(BACKWARD, modules)
 
     def _prefetch(self, phase: Phase, modules: Iterable[Any]) -> None:
@@ -145,7 +144,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
     # -- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Choose if backwards reduce gradients (True), or only sum full gradients on each rank for a later reduce (False)."""
+        """Choose if backwards reduce gradients (True), or only sum full gradients on each rank for a later reduce (False).
+        Replaces an earlier `set_requires_all_reduce`."""
         for part in _parts(self, recurse):
             part.settings.sync = part.settings.all_reduce = requires_gradient_sync
             _settle_sync(part)
@@ -164,7 +164,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce gradients that were only summed on each rank, and wait. Then free full parameters, unless
-        `set_reshard_after_backward` keeps them. Does nothing before the first forward. Collective. With `async_op`, return a
+        `set_reshard_after_backward` keeps them. Do nothing before the first forward. Collective. With `async_op`, return a
         handle with nothing to wait for. Raises `RuntimeError` in a forward or backward, and on a module inside another."""
         part = _root_part(self, "finalize_backward")
         if part.unit is not None:
@@ -180,8 +180,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         return GradientReductionHandle() if async_op else None
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this module's own gradients by `factor` instead of the number of ranks. Modules inside are not
-        changed. Raises `UsageError` unless `factor` is above 0."""
+        """Divide the sum of this module's own gradients by `factor` instead of the number of ranks. FSDP modules inside it are
+        not changed. Raises `UsageError` unless `factor` is above 0."""
         if not factor > 0:
             raise UsageError(f"the gradient divide factor is {factor!r}; pass a positive number.")
         part = fsdp_part(self)
@@ -191,8 +191,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # torch's older name
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook` with each 1-D buffer of reduced and divided gradients, on the stream of the reduce. The hook may write into
-        the buffer: this rank's rows and padding. Raises `UsageError` for a `stream`."""
+        """Call `hook` with each 1-D buffer of reduced and divided gradients (this rank's rows, with padding), on the stream of
+        the reduce. The hook may write into the buffer. Raises `UsageError` for a `stream`."""
         if stream is not None:
             raise UsageError(
                 "set_all_reduce_hook(stream=) is not supported: the hook runs on the stream of the reduce; leave it out."
@@ -223,8 +223,8 @@ class FSDPModule(_Base):  # type: ignore[misc]
         )
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Make the current stream wait for `event`, such as the end of an optimizer step on another stream, in this module's next
-        forward. No effect on CPU."""
+        """Let the next forward of this module first make the current stream wait for `event`, such as the end of an optimizer
+        step on another stream. No effect on CPU."""
         part = fsdp_part(self)
         if part.asked.mesh.device_type == "cpu":
             return
@@ -271,7 +271,8 @@ def _settle_sync(part: Part) -> None:
 
 
 def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Forward pre-hook: return (args, kwargs) on the device of the mesh of an outermost `module`; else None: no change."""
+    """Forward pre-hook of `module`. Return (args, kwargs) with tensors on the mesh's device if `module` is the outermost; else
+    return None, which changes nothing."""
     part = fsdp_part(module)
     if not part.is_outermost():
         return None
@@ -284,8 +285,8 @@ def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
-    """Pre-hook of `load_state_dict`: end explicit unshards, wait for steps in progress, and replace DTensors in `state` that come
-    from a file by ones on the mesh of the parameters. With assign=True also remove the engine, which has the old parameters."""
+    """Pre-hook of `load_state_dict`: end explicit unshards, wait for steps in progress, and replace DTensors in `state` from a
+    file by ones on the parameters' mesh, a collective. With assign=True also remove the engine, which has old parameters."""
     for part in parts_below([module]):
         part.settle()
     take_own_rows(module, state, prefix)

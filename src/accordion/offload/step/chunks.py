@@ -1,4 +1,4 @@
-"""Splits the step of parameters into chunks of a limited number of elements, and steps one chunk."""
+"""Split the step of parameters into chunks of a limited number of elements, and step one chunk."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NUM_CHUNKS = 100  # number of chunks of a step between these limits, so that buf
 
 @dataclass(frozen=True, slots=True)
 class StateBlock:
-    """Optimizer states of the parameters of one unit, param group and dtype. Each state is one flat run of all parameters, in
-    which each parameter begins at a page of the smallest dtype. Chunks are whole pages of that dtype too.
+    """Optimizer states of the parameters of one unit, param group and dtype. Each state is one 1-D run of elements for all of
+    these parameters. Parameters and chunks begin at multiples of the elements that a page has in the smallest dtype.
 
     Args: `runs`: name of a state -> its `numel` elements in memory or in a file, for each state that has the parameter's shape;
     `itemsize`: bytes of the smallest element of parameter, gradient, row (the shard's copy in the gathered dtype) and states;
@@ -39,7 +39,7 @@ class StateBlock:
     total_bytes: int = 0
 
     def buffer_bytes(self, *, on_device: bool) -> int:
-        """Return the bytes of the largest chunk in a buffer of the device, or else of the host."""
+        """Return the bytes of the largest chunk in a buffer: all its values on the device, on the host only those in files."""
         states = sum(run.dtype.itemsize for run in self.runs.values() if on_device or isinstance(run, FileRange))
         return ((self.total_bytes if on_device else self.disk_bytes) + states) * min(self.max_numel, self.numel)
 
@@ -65,7 +65,8 @@ class ParamStep:
     states: dict[str, Any] = field(default_factory=dict)  # all states, as the step of the last chunk returned them
 
     def spans(self, low: int, high: int) -> list[Span]:
-        """Return the elements [low, high) of the shard, of its gradient and, if the step writes a row too, of the row."""
+        """Return the elements [low, high) of the shard, of its gradient and, if the shard is not its own row, of the row. The
+        step reads shard and gradient, and writes shard and row."""
         entry, row = self.entry, None
         shard: Values = flat_of(entry.local, entry.local)
         grad: Values = flat_of(entry.grad, entry.local)
@@ -79,7 +80,7 @@ class ParamStep:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements of a shard, gradient, row or state, in memory or in a file, that the step of a chunk reads, writes, or both."""
+    """Elements of a shard, gradient, row or state, in memory or in a file, which the step of a chunk reads, writes, or both."""
 
     values: Values
     reads: bool  # the step needs the values
@@ -88,7 +89,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Elements [low, high) of the parameter of `todo`. `spans`: the slice of `Chunk.spans` that `todo.spans(low, high)` fills."""
+    """Elements [low, high) of the parameter of `todo`. `spans`: the slice of `Chunk.spans` with `todo.spans(low, high)`."""
 
     todo: ParamStep
     low: int
@@ -108,15 +109,15 @@ class Chunk:
 
 
 def chunk_numel(itemsize: int, total: int) -> int:
-    """Return the number of elements of the largest chunk of a step of `total` elements: a whole number of pages in each dtype.
+    """Return the number of elements of the largest chunk of a step of `total` elements. It fills whole pages in each dtype.
     `itemsize`: bytes per element of the smallest dtype."""
     step = ALIGN_BYTES // itemsize
     return max(step, min(CHUNK_NUMEL, max(LEAST_NUMEL, total // NUM_CHUNKS)) // step * step)
 
 
 def chunks_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
-    """Yield the chunks of the steps `todos`, one block of states after the other, in the order of the states in a block. A chunk
-    may have elements of several parameters whose states are adjacent, but none of a parameter that is not in `todos`."""
+    """Yield the chunks of the steps `todos`: one block of states after the other, and each block from its first element on. A
+    chunk can have several parameters whose states are adjacent, but none of a parameter that is not in `todos`."""
     by_block: dict[int, list[ParamStep]] = {}
     for todo in todos:
         by_block.setdefault(id(todo.place.block), []).append(todo)
@@ -154,9 +155,9 @@ def _chunk(block: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]
 
 
 def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Step the elements of `chunk` in place, and keep the new states in `ParamStep.states`. `views`: a 1-D tensor with the values
-    of each span of the chunk, all on one device. Raises `UsageError` if the optimizer creates a state of a parameter's shape
-    that it did not have when it was wrapped."""
+    """Step the elements of `chunk` in place, and keep the new states in `ParamStep.states`. `views`: a 1-D tensor with the
+    values of each span of the chunk, all on one device; shards, rows and states in it are changed. Raises `UsageError` if the
+    optimizer creates a state of a parameter's shape that it did not have when it was wrapped."""
     work = []
     blocks = dict(zip(chunk.block.runs, views, strict=False))
     for part in chunk.parts:

@@ -1,4 +1,4 @@
-"""The optimizer step of offloaded parameters: unit by unit on a thread, in the order in which the next forward needs them."""
+"""The optimizer step of offloaded parameters: unit by unit on a thread, in the order in which the next forward needs units."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Owner:
 
 
 def own_parameters(engine: Engine, unit: Unit) -> None:
-    """Register `unit` with the tiers of `engine`. If anything of the unit is offloaded, set an `Owner` on its parameters, except
-    tensor subclasses. Do nothing if `engine` has no tiers."""
+    """Register `unit` with the tiers of `engine`. If anything of the unit is offloaded, set an `Owner` as an attribute of its
+    sharded parameters, except tensor subclasses. Do nothing if `engine` has no tiers."""
     tiers = engine.context.shard_buffers
     if not isinstance(tiers, Tiers):
         return
@@ -58,7 +58,7 @@ def own_parameters(engine: Engine, unit: Unit) -> None:
 
 
 def refuse_unwrapped(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if `optimizer`, which is not wrapped, has parameters that are stepped chunk by chunk."""
+    """Raise `UsageError` if an offloaded parameter of `optimizer`, which is not wrapped, must be stepped chunk by chunk."""
     for _, _, engine, unit in owned_by(optimizer):
         if tiers_of(engine).offloads[unit.index].streams:
             raise UsageError(
@@ -68,7 +68,7 @@ def refuse_unwrapped(optimizer: Optimizer) -> None:
 
 
 def owner_of(param: Tensor) -> tuple[Engine, Unit] | None:
-    """Return the engine and the unit of an offloaded parameter; None for any other tensor, or if the model is gone."""
+    """Return (engine, unit) of an offloaded parameter. Return None for any other tensor, or if the model was deleted."""
     owner = vars(param).get(OWNER) if isinstance(param, DTensor) else None
     if not isinstance(owner, Owner):
         return None
@@ -77,7 +77,7 @@ def owner_of(param: Tensor) -> tuple[Engine, Unit] | None:
 
 
 def owners_of(params: Iterable[Tensor]) -> list[tuple[Engine, Unit]]:
-    """Return (engine, unit) of each tensor of `params` that is an offloaded parameter."""
+    """Return (engine, unit) of each tensor of `params` that is an offloaded parameter; other tensors are left out."""
     return [owner for owner in map(owner_of, params) if owner is not None]
 
 
@@ -94,8 +94,8 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
 
 @dataclass(eq=False)
 class UnitStep:
-    """The step of one unit's parameters, `entries`, on the host; keeps their gradients alive until it has ended. `todos`: the
-    steps of those `entries` that are stepped chunk by chunk, with their states in `states`, which is None if there are none."""
+    """The step on the host of one unit's parameters, `entries`, whose gradients it keeps alive until it has ended. `todos`: the
+    steps of those that are stepped chunk by chunk. `states`: the store of their states; None if there are no `todos`."""
 
     optimizer_copy: OptimizerCopy
     entries: Sequence[Entry]
@@ -107,7 +107,7 @@ class UnitStep:
     _chunk_steps: list[Future[None]] = field(default_factory=list)
 
     def begin(self, tiers: Tiers) -> None:
-        """Start the step on a thread; with `shard(debug="streams")` set parameters to NaN and leave the step to `wait`."""
+        """Start the step on a thread. With `shard(debug="streams")`, only set parameters to NaN: `wait` then runs the step."""
         if not tiers.late:
             self._running = tiers.stepper.submit(self.run)
             return
@@ -117,8 +117,8 @@ class UnitStep:
                 local.fill_(float("nan"))
 
     def wait(self, engine: Engine) -> None:
-        """Wait until all parameters are stepped and written, then write their new states into `optimizer.state`. Runs the step
-        itself if `begin` has not. An error is reported to the other ranks and raised. Adds the time to `Tiers.waited_s`."""
+        """Wait until all parameters are stepped and written, and write the new states of `todos` into `optimizer.state`. Run
+        the step here if `begin` has not. Report an error to the other ranks and raise it. Adds the time to `Tiers.waited_s`."""
         start = time.perf_counter()
         with reported(engine):
             if self._running is not None:
@@ -139,7 +139,8 @@ class UnitStep:
         tiers_of(engine).waited_s += time.perf_counter() - start
 
     def run(self) -> None:
-        """Step the parameters that are stepped at once, and start the steps of all chunks of the others."""
+        """Step the parameters that are not stepped chunk by chunk, and write their rows and states. Then start the steps of all
+        chunks of the others on threads; `wait` waits for these."""
         todos = {id(todo.entry) for todo in self.todos}
         in_memory = [entry for entry in self.entries if id(entry) not in todos]
         with torch.no_grad():
@@ -156,8 +157,8 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None
     """Allocate the states of those parameters of `optimizer` that are stepped chunk by chunk and have none yet, and take over
     states that a load has put into `optimizer.state`.
 
-    Returns a copy of `optimizer`; None if it has no parameter that is stepped chunk by chunk. `kind`: the optimizer's class
-    before wrapping. Raises `OffloadError` or `UsageError` if memory or disk space is lacking.
+    Returns a copy of `optimizer`; None if no parameter is stepped chunk by chunk. `kind`: the optimizer's class before
+    wrapping. Raises `OffloadError` or `UsageError` if memory or disk space is lacking.
     """
     owned, optimizer_copy = owned_by(optimizer), None
     for engine in engines_of(optimizer):
@@ -192,7 +193,7 @@ def reported(engine: Engine) -> Iterator[None]:
 
 
 def expose(optimizer: Optimizer) -> None:
-    """Record that a caller gets access to `optimizer.state` and may write states. The next step first takes over such writes."""
+    """Record that a caller gets access to `optimizer.state` and may write states. The next step first takes over changes."""
     for engine in engines_of(optimizer):
         states = tiers_of(engine).states.get(optimizer)
         if states is not None:
@@ -200,10 +201,11 @@ def expose(optimizer: Optimizer) -> None:
 
 
 def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
-    """Wait for earlier steps. Then step every parameter of `optimizer` that has a gradient, and run the optimizer's step hooks.
+    """Wait for earlier steps. Then step every parameter of `optimizer` that has a gradient, and call the step hooks.
 
     Steps on the device run in this call. Steps on the host run on a thread during the next forward, with the present gradients
-    and hyperparameters; the gather of a unit waits for the step of that unit. `kind`: the class before wrapping.
+    and hyperparameters; the gather of a unit waits for its step, but step post-hooks do not. `kind`: the optimizer's class
+    before wrapping.
     """
     for hook in optimizer._optimizer_step_pre_hooks.values():
         hook(optimizer, (), {})
@@ -235,8 +237,8 @@ def defer(optimizer: Optimizer, kind: type[Optimizer]) -> None:
 def _start(
     engine: Engine, units: list[tuple[Unit, list[Entry]]], optimizer_copy: OptimizerCopy, optimizer: Optimizer
 ) -> None:
-    """Step those of `units`, pairs (unit, its entries to step), that are stepped on the device. Start the steps of the others on
-    a thread, in the order in which the next forward is expected to need the units."""
+    """Step the units that are stepped on the device. Start the steps of the others on a thread, in the order in which the next
+    forward is expected to need them. `units`: pairs (unit, its entries to step)."""
     tiers, place = tiers_of(engine), {index: i for i, index in enumerate(engine.order.sequence())}
     states = tiers.states.get(optimizer)
     if states is not None and states.is_exposed:

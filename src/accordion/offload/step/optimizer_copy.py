@@ -39,8 +39,8 @@ class OptimizerCopy:
     """A copy of `optimizer` with its hyperparameters at the time of the copy, which can step some of its parameters later.
 
     `kind`: the optimizer's class before wrapping. `after`: the values, except parameters and their states, that the optimizer
-    has after a step: one dict per param group, one of states without a parameter, one of attributes. None for optimizers of
-    torch, whose steps change no such values.
+    has after a step: one dict per param group, one of states without a parameter, one of attributes. `after` is None for
+    optimizers of torch, whose steps change no such values; for others, the constructor steps small tensors to learn it.
     """
 
     def __init__(self, optimizer: Optimizer, kind: type[Optimizer]) -> None:
@@ -75,10 +75,8 @@ class OptimizerCopy:
             self.after = self._extras(self._stepped(small), small)
 
     def step(self, todo: Sequence[Part]) -> dict[Tensor, dict[str, Any]]:
-        """Step the tensors of `todo` in place. Return tensor -> its new state.
-
-        Raises `UsageError` if a value, such as a hyperparameter, is then unlike that in `after`: it depends on what is stepped.
-        """
+        """Step the tensors of `todo` in place. Return tensor -> its new state. Raises `UsageError` if the step leaves a value,
+        such as a hyperparameter, that differs from `after`: such a value depends on which elements are stepped."""
         if not todo:
             return {}
         clone = self._stepped(todo)
@@ -92,7 +90,7 @@ class OptimizerCopy:
         return {key: state for key, state in clone.state.items() if isinstance(key, Tensor)}
 
     def _stepped(self, todo: Sequence[Part]) -> Any:
-        """Return a new optimizer that has stepped the tensors of `todo` alone, in place; its `state` has their new states."""
+        """Return a new optimizer that has stepped only the tensors of `todo`, in place; its `state` has their new states."""
         values = self._values
         if todo[0][2].device.type == "cpu":
             values = self._for_host
@@ -113,7 +111,7 @@ class OptimizerCopy:
         return clone
 
     def _extras(self, clone: Any, todo: Sequence[Part]) -> list[dict[str, Any]]:
-        """Return the values of `clone`, a stepped copy, except parameters and their states, as dicts in the order of `after`."""
+        """Return the values of `clone`, a stepped copy, except parameters and their states: dicts in the order of `after`."""
         values = [{key: value for key, value in group.items() if key != "params"} for group in clone.param_groups]
         values.append({key: value for key, value in clone.state.items() if not isinstance(key, Tensor)})
         param_ids = {id(tensor) for _, _, tensor, _ in todo} | set(map(id, self._absent.values()))
@@ -121,7 +119,7 @@ class OptimizerCopy:
         return [*values, {k: v for k, v in attributes.items() if param_ids.isdisjoint(map(id, leaves(v)))}]
 
     def write_after(self, optimizer: Optimizer) -> None:
-        """Write the values of `after` into `optimizer`, as its own step would. Does nothing if `after` is None."""
+        """Write the values of `after` into `optimizer`, as a step of its own would. Do nothing if `after` is None."""
         targets: list[dict[Any, Any]] = [*optimizer.param_groups, optimizer.state, vars(optimizer)]
         for target, after in zip(targets, self.after, strict=True) if self.after is not None else ():
             for key, value in after.items():
@@ -132,8 +130,8 @@ class OptimizerCopy:
                     target[key] = value
 
     def scalar(self, group: int, key: str, value: Any, local: Tensor) -> Any:
-        """Return a copy of `value`, the state `key` of a parameter, such as its step count, if it is a tensor; else `value`. A
-        "step" is copied to the device of `local` if the param group with index `group` is fused or capturable."""
+        """Return a copy of `value`, the state named `key` of a parameter, if it is a tensor, such as the step count; else
+        `value`. A "step" is copied to the device of `local` if the param group with index `group` is fused or capturable."""
         if not isinstance(value, Tensor):
             return value
         options = self._values[group]
@@ -141,7 +139,8 @@ class OptimizerCopy:
         return value.to(local.device, copy=True) if counts else value.clone()
 
     def shaped_states(self, group: int, dtype: torch.dtype, device: torch.device) -> dict[str, torch.dtype]:
-        """Return name -> dtype of the states that have the parameter's shape, by stepping a small tensor on `device`."""
+        """Return name -> dtype of the states that have the parameter's shape. To find them, step a small tensor of `dtype` on
+        `device` with the options of the param group with index `group`."""
         probe = _small(dtype, device)
         state = self.step([(group, self._firsts[group], probe, {})]).get(probe, {})
         return {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.shape == probe.shape}
@@ -192,7 +191,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def has_elements(tree: Any, local: Tensor) -> bool:
-    """Return True if the state `tree` is or contains a tensor, but no scalar, of the shape of `local`."""
+    """Return True if the state `tree` is, or contains, a tensor of the shape of `local` that is not a scalar."""
     return any(isinstance(v, Tensor) and v.dim() > 0 and v.shape == local.shape for v in leaves(tree))
 
 
@@ -214,7 +213,7 @@ def _small(dtype: torch.dtype, device: torch.device, num_dims: int = 1) -> Tenso
 
 
 def step_entries(optimizer_copy: OptimizerCopy, entries: Sequence[Entry]) -> None:
-    """Step the parameters of `entries` in place, and write their new states, as DTensors if sharded, into `entry.state`."""
+    """Step the parameters of `entries` in place. Write their new states, as DTensors if sharded, into `entry.state`."""
     for entry in entries:
         entry.local.grad = entry.grad
     try:
@@ -227,12 +226,12 @@ def step_entries(optimizer_copy: OptimizerCopy, entries: Sequence[Entry]) -> Non
 
 
 def local_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of one parameter with local tensors in place of DTensors."""
+    """Return the states of one parameter, with the local tensor in place of each DTensor."""
     return {k: _torch.local_or_same(v) for k, v in state.items()}
 
 
 def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor) -> None:
-    """Write the states `inner` of a step into `outer`, those of `p`, as DTensors if `p` is one and has a shard of their shape."""
+    """Write the states `inner` into `outer`, the states of `p`: as DTensors if `p` is one and they have its shard's shape."""
     for key, value in inner.items():
         current = outer.get(key)
         if current is value or (isinstance(current, DTensor) and _torch.local_of(current) is value):

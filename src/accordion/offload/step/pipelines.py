@@ -1,4 +1,4 @@
-"""Moves the chunks of a step: from files through host buffers, and from the host through device buffers."""
+"""Move the chunks of a step: from files through host buffers, and from the host through device buffers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ NUM_DEVICE_BUFFERS = 3  # the chunk in one is stepped, one is copied in, one is 
 
 
 class HostPipeline:
-    """Steps chunks on the host in any order: each thread of `pool` reads, steps and writes one chunk in one of `buffers`.
-
-    Only one chunk is stepped at a time, because its kernel uses several threads itself. `buffers`: 1-D uint8.
-    """
+    """Steps chunks on the host, in any order: each thread of `pool` reads one chunk into one of `buffers` (1-D uint8), steps it
+    and writes it. Only one chunk is stepped at a time, because the kernel of a step uses several threads itself."""
 
     def __init__(self, pool: ThreadPoolExecutor, buffers: Sequence[Tensor]) -> None:
         self._pool, self._stepping = pool, Lock()
@@ -37,9 +35,9 @@ class HostPipeline:
             self._free.put(buffer)
 
     def start(self, chunk: Chunk, step: Callable[[Chunk, list[Tensor]], None]) -> Future[None]:
-        """Read `chunk`, call `step(chunk, views)` and write the chunk back, on a thread. Return a future of all of that.
-        `views`: a tensor for each span of the chunk. Blocks until a buffer is free. A chunk with a state that does not exist yet
-        is stepped and written before this returns."""
+        """Read `chunk`, call `step(chunk, views)` and write the chunk back, on a thread. Return a future that is done after the
+        write. `views`: a tensor for each span of the chunk. Blocks until a buffer is free. If a state of the chunk does not
+        exist yet, all of that is done by the calling thread before this returns."""
         buffer = self._free.get()
         if any(not span.reads for span in chunk.spans[: len(chunk.block.runs)]):
             # This step creates states outside of the buffer. Each thread's allocator would keep that memory after it is freed,
@@ -65,7 +63,7 @@ class HostPipeline:
             self._free.put(buffer)
 
     def drain(self) -> None:
-        """Wait until no chunk is under way."""
+        """Wait until all chunks that were started are stepped and written."""
         for buffer in [self._free.get() for _ in range(self._num_buffers)]:
             self._free.put(buffer)
 
@@ -74,7 +72,7 @@ class DevicePipeline:
     """Steps chunks on the device, in their order, through buffers of the host and of the device.
 
     Threads read chunks into `host_buffers` and write them back. While one chunk is stepped, the next is copied to the device on
-    one side stream and the last one back on another. All copies are started by the thread that runs forward and backward.
+    one side stream, and the previous one back on another. The thread that calls `run` starts all copies.
     """
 
     def __init__(
@@ -95,8 +93,8 @@ class DevicePipeline:
         ]
 
     def run(self, step: Callable[[Chunk, list[Tensor]], None]) -> None:
-        """Call `step(chunk, views)` for each chunk, and wait until all chunks are copied back and written. Can be called once.
-        `views`: a tensor on the device for each span of the chunk."""
+        """Call `step(chunk, views)` for each chunk, and wait until all chunks are copied back and written. `views`: a tensor on
+        the device for each span of the chunk. Can be called once."""
         try:
             for which in list(self._chunks):
                 self._fetch(which)
@@ -120,8 +118,8 @@ class DevicePipeline:
         return views_of(chunk, self._host_buffers[which % NUM_BUFFERS] if self._host_buffers else None)
 
     def _refill(self, stepped: Chunk | None, after: Callable[[], None] | None, which: int) -> None:
-        """Call `after`, which waits until a host buffer has the results of the chunk `stepped`. Write these to their files, and
-        read chunk number `which` into the buffer. Skips what is None, and a chunk after the last one."""
+        """Call `after`, which waits until a host buffer has the results of the chunk `stepped`, and write these to their files.
+        Then read chunk number `which`, if there is one, into the buffer. `after` and `stepped` are None at the first use."""
         if after is not None:
             after()
         if stepped is not None:
@@ -131,7 +129,8 @@ class DevicePipeline:
             read(chunk, self._host_views(which, chunk))
 
     def _fetch(self, which: int) -> None:
-        """Start copying chunk number `which`, if there is one, to the device once it is read, unless that was started already."""
+        """Wait until chunk number `which` is read into host memory, and start copying it to the device. Do nothing if there is
+        no such chunk, or if that was started already."""
         if which not in self._chunks or which in self._fetched:
             return
         self._refills[which % NUM_BUFFERS].result()
@@ -145,7 +144,8 @@ class DevicePipeline:
         self._fetched[which] = transfer, views
 
     def _store(self, which: int) -> None:
-        """Start copying the stepped chunk number `which` to the host. A thread then writes it, and refills the host buffer."""
+        """Start copying chunk number `which`, which was stepped, to the host. A thread then writes it to its files, and reads
+        the next chunk for that host buffer."""
         (_, views), chunk = self._fetched.pop(which), self._chunks.pop(which)
         host_views = self._host_views(which, chunk)
         pairs = [(h, v) for v, h, s in zip(views, host_views, chunk.spans, strict=True) if v is not h and s.writes]
@@ -175,7 +175,7 @@ def views_of(chunk: Chunk, buffer: Tensor | None, device: torch.device | None = 
 
 
 def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Read the spans of `chunk` that are in files into `views`, and set those of new states to zero that are on the host."""
+    """Read the spans of `chunk` that are in files into `views`. Set views on the host of new states to zero."""
     for i, (span, view) in enumerate(zip(chunk.spans, views, strict=True)):
         if isinstance(span.values, FileRange) and span.reads:
             span.values.file.read(span.values.offset, whole_pages(view))
@@ -184,7 +184,7 @@ def read(chunk: Chunk, views: Sequence[Tensor]) -> None:
 
 
 def write(chunk: Chunk, views: Sequence[Tensor]) -> None:
-    """Write `views` to the files of `chunk`, except spans that a step does not change."""
+    """Write `views` to the files of `chunk`, except views of spans that a step does not change."""
     for span, view in zip(chunk.spans, views, strict=True):
         if isinstance(span.values, FileRange) and span.writes:
             span.values.file.write(span.values.offset, whole_pages(view))

@@ -1,4 +1,4 @@
-"""Stores the optimizer states that are stepped chunk by chunk, on disk or in memory that `wrap_optimizer` allocates."""
+"""Store the optimizer states that are stepped chunk by chunk, on disk or in memory that `wrap_optimizer` allocates."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Wanted:
 
 
 class States:
-    """The states of one optimizer that are stepped chunk by chunk: their memory or files, and the buffers of the steps. `cover`
-    allocates states, `adopt` takes over those of a load, and `flush` writes a caller's changes to the files."""
+    """Those states of one optimizer that are stepped chunk by chunk: their memory or files, and the buffers of the steps.
+    `cover` allocates states, `adopt` takes over those of a load, and `flush` writes a caller's changes to the files."""
 
     def __init__(self, resources: Resources) -> None:
         self._resources, self._device = resources, resources.device
@@ -58,8 +58,8 @@ class States:
         return sum(buffer.numel() for buffer in self._buffers)
 
     def cover(self, wanted: Sequence[Wanted], optimizer_copy: OptimizerCopy) -> None:
-        """Allocate the states of the parameters `wanted` that have none yet; `optimizer_copy` steps a small tensor to find
-        which states there are. Raise `OffloadError` or `UsageError` if there is no room."""
+        """Allocate states for those of the parameters `wanted` that have none yet, and larger buffers for the steps if needed.
+        `optimizer_copy` steps a small tensor to find which states exist. Raise `OffloadError` or `UsageError` without room."""
         by_block: dict[tuple[str, int, int, torch.dtype], list[Wanted]] = {}
         for w in wanted:
             if id(w.param) not in self._places and w.local.numel():
@@ -88,8 +88,8 @@ class States:
         )  # fmt: skip
 
     def _allocator(self, place: str, num_bytes: int) -> Callable[[int, torch.dtype], Values]:
-        """Return a function (numel, dtype) that returns new elements in the tier `place`. On the host or disk, allocate
-        `num_bytes` for them."""
+        """Return a function (numel, dtype) -> new elements in the tier `place`. If that is the host or disk, allocate
+        `num_bytes` for all of them now."""
         folder = folder_of(place)
         if folder is not None:
             allocator = FileAllocator(folder, num_bytes)
@@ -102,7 +102,7 @@ class States:
         return self._arenas[-1].take
 
     def _add(self, block: StateBlock, members: Sequence[Wanted]) -> None:
-        """Add `block`, with memory for the states of `members` in their order."""
+        """Add `block`, and record the place of the states of each of `members`, one parameter after the other."""
         self.blocks.append(block)
         start = 0
         for w in members:
@@ -131,8 +131,8 @@ class States:
             ]
 
     def adopt(self, state: Any) -> None:
-        """Copy states that a load has put into `state` (`optimizer.state`) to this store, and replace them by views of the store.
-        If there were any, set `is_exposed`, so that the next step flushes them to their files."""
+        """Copy states that a load has put into `state` (`optimizer.state`) to this store, and replace them there by views of
+        the store. If there were any, set `is_exposed`, so that the next step flushes them to their files."""
         for place in self._places.values():
             p = place.param
             for key in place.shown if p in state else ():
@@ -149,8 +149,8 @@ class States:
         self.is_exposed = False
 
     def todo(self, entries: Sequence[Entry]) -> list[ParamStep]:
-        """Return the steps of those `entries` that are stepped chunk by chunk and have elements on this rank. Changes that a
-        caller made to gradients on disk are first written to their files."""
+        """Return the steps of those `entries` that are stepped chunk by chunk and have elements on this rank. First write
+        changes that a caller made to gradients on disk to their files."""
         steps = []
         for entry in entries:
             place = self._places.get(id(entry.param))
@@ -162,8 +162,8 @@ class States:
         return steps
 
     def step_on_device(self, todos: Sequence[ParamStep], step: Callable[[Chunk, list[Tensor]], None]) -> None:
-        """Call `step(chunk, views)` for each chunk of `todos` on the device, wait until all chunks are copied back and written,
-        and write the new states into `optimizer.state`."""
+        """Call `step(chunk, views)` for each chunk of `todos` on the device, after chunks that are stepped on the host. Wait
+        until all chunks are copied back and written, and write the new states into `optimizer.state`."""
         self.host_pipeline.drain()  # chunks on the host use the same buffers
         pipeline = DevicePipeline(chunks_of(todos), self._resources, self._buffers, self._device_buffers)
         with torch.no_grad():
@@ -173,7 +173,8 @@ class States:
 
 
 def _unallocated_block(members: Sequence[Wanted], dtypes: Iterable[torch.dtype], total: int) -> StateBlock:
-    """Return a block without `runs` for the states, of `dtypes`, of `members`. `total`: elements of all that is stepped so."""
+    """Return a block without `runs`, for the states of `members`, which have the dtypes `dtypes`. `total`: elements of all
+    parameters that are stepped chunk by chunk."""
     itemsizes = {dtype.itemsize for dtype in dtypes}
     disk_bytes = total_bytes = 0
     for w in members:
