@@ -106,8 +106,7 @@ class Communicator:
         return self._launch(self._exchange, [(*send, self._exchange_options) for send in sends])
 
     def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
-        """Reduce-scatter: sum each `inputs[i]` (num_ranks * n,) over ranks, fill `outs[i]` (n,) with chunk `rank` of the
-        sum."""
+        """Reduce-scatter: fill each `outs[i]` (n,) with chunk `rank` of the sum of `inputs[i]` (num_ranks * n,) over ranks."""
         return self._pending(self._scatter_coalesced(outs, inputs, self._scatter_options)) if outs else self._pending()
 
     def sum(self, tensors: Sequence[Tensor]) -> Pending:
