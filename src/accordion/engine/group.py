@@ -72,7 +72,7 @@ class Group(ABC):
     """The parameters of one unit that are gathered in one dtype: their memory, their gather and the plans of their reduces.
 
     `place`: (index, name) of the unit. `shard_buffer`: this rank's shards. `views`: the full parameters. `full_buffer`: their
-    memory; None if the shards are themselves the full parameters. `filled`: `version()` of the shards in them.
+    memory; None if the shards are themselves the full parameters. `filled`: `version()` of the shards when they were gathered.
     """
 
     shard_buffer: ShardBuffer

@@ -216,8 +216,7 @@ def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], i
 
 def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
     """Divide tensors of `numels` elements into pieces of at most `most` elements, and return the pieces: lists of (index of a
-    tensor, start, stop). A tensor that fits into the last piece joins it: [5, 2], 4 -> [[(0, 0, 4)], [(0, 4, 5), (1, 0,
-    2)]]."""
+    tensor, start, stop). A tensor that fits into the last piece joins it. [2, 1], 3 -> [[(0, 0, 2), (1, 0, 1)]]."""
     pieces, left = list[list[tuple[int, int, int]]](), 0
     for i, numel in enumerate(numels):
         if pieces and numel <= left:

@@ -124,10 +124,8 @@ class ModuleParams:
 
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         """Apply the conversion `function` of `module.to(...)` and similar methods to the module's full parameters, if shown.
-
         Otherwise convert nothing, and raise `UsageError` if the conversion would change dtype or device of a shard: torch would
-        replace the sharded parameters by others that neither the graph nor the engine knows.
-        """
+        replace the sharded parameters by others that neither the graph nor the engine knows."""
         for attributes, attr, i in self._places:
             if attributes is not module.__dict__:
                 continue

@@ -60,11 +60,11 @@ class Observer:
         False under no_sync."""
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
-        """Called before a forward outside of a backward gathers `unit`. `differentiable`: a backward may follow. `by_read`: a
+        """Called before a forward, not in a backward, gathers `unit`. `differentiable`: a backward may follow. `by_read`: a
         read of a weight begins this forward."""
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """Called when the unit of `call` is gathered, and modules (in no dummy call) see the full parameters `fulls`."""
+        """Called when the unit of `call` is gathered. Its modules see the full parameters `fulls`, except in a dummy call."""
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
         """Called at the end of the forward `call`. `out`: its result; None after the exception `error`; () for a dummy call.

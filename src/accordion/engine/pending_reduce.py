@@ -145,10 +145,8 @@ class PendingReduce:
 
     def finish(self, decide: bool = True) -> list[Tensor | None]:
         """Let the compute stream wait for the reduce; return this rank's rows of each sum, in the sharded gradient's dtype.
-
         `decide`: return None, not zeros, for gradients that no rank has; if this rank lacks one, the host waits for the device.
-        Raises `DivergenceError` if ranks reduced different units and the waiter asks for this check.
-        """
+        Raises `DivergenceError` if ranks reduced different units and the waiter asks for this check."""
         group, waiter = self._group, self._group.context.waiter
         if self._transfer is not None:
             self.arrive()
