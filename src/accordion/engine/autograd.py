@@ -166,8 +166,8 @@ class Gather(torch.autograd.Function):
 class OutputNode(torch.autograd.Function):
     """The identity on the outputs of the model's outermost call; its backward calls `begin`, which starts that call's backward.
 
-    `tensors`: `num_outputs` outputs that require gradients, then the scalar `Call.reached` of each call in this forward (a
-    view). The backward gives each of these scalars the gradient `zero`. `shared`: outputs that share memory with an input or
+    `tensors`: `num_outputs` outputs that require gradients, then for each call in this forward a view of its Gather's scalar.
+    The backward gives each of these scalars the gradient `zero`. `shared`: outputs that share memory with an input or
     another output. The backward raises `UsageError` if a tensor in `shared` was modified in place, if the outputs are plain
     tensors and get a DTensor as gradient, and for batched gradients (`is_grads_batched=True`) of parameters.
     """

@@ -84,8 +84,8 @@ class Call:
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
         """Begin the backward of this call, unless it has begun. If `needs_full_in_backward`, gather the unit, and let its
         modules see `fulls`, the full parameters that they saw in the forward. Also notify observers, and begin to gather the
-        units that are expected next. `grad`: not used; autograd passes it to hooks on gradients. Raises `UsageError` for
-        `create_graph=True`, for a deleted model, and if the unit is gathered and was changed since the forward."""
+        units expected next. `grad`: not used; autograd passes it to hooks on gradients. Raises `UsageError` for
+        `create_graph=True`, for a deleted model, and, if the unit is gathered, for parameters changed since the forward."""
         task, engine, unit = _torch.current_graph_task(), self.engine, self.unit
         if task in self.waiting:
             return

@@ -102,7 +102,7 @@ class Communicator:
         return self._pending()
 
     def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
-        """All-to-all for each (1-D output, 1-D input, output split sizes, input split sizes); sizes [] are equal ones."""
+        """All-to-all for each tuple (1-D output, 1-D input, output split sizes, input split sizes); [] splits equally."""
         return self._launch(self._exchange, [(*send, self._exchange_options) for send in sends])
 
     def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
@@ -179,7 +179,8 @@ def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device
 
 
 def carried(tensor: Tensor) -> Tensor:
-    """Return `tensor` itself if all backends can send its dtype, else a view as bytes; its last dim must then be dense."""
+    """Return `tensor` if all backends can send its dtype, else a view of it as bytes, for which its last dim must be
+    contiguous."""
     return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 
@@ -218,7 +219,7 @@ def broadcast(tensors: Sequence[Tensor], communicators: Sequence[Communicator]) 
 
 
 def common_name(communicators: Sequence[Communicator]) -> str:
-    """Return a random hexadecimal name, the same on all ranks of `communicators`; "" if these are empty. A collective."""
+    """Return a random hexadecimal name, the same on all ranks of `communicators`; "" without communicators. A collective."""
     if not communicators:
         return ""
     number = torch.tensor(secrets.randbits(62), device=communicators[0].device)

@@ -38,7 +38,8 @@ class KeptLease:
 
 
 class Engine:
-    """The gathers, reduces and bookkeeping of one sharded model, for all its units. `shard` creates one for each model."""
+    """The gathers, reduces and bookkeeping of one sharded model, for all its units (modules whose parameters are gathered and
+    freed together). `shard` creates one engine for each model."""
 
     def __init__(self, context: ShardingContext, strategy: Strategy, precision: Precision, prefetch: Prefetch) -> None:
         self.context, self.strategy, self.precision = context, strategy, precision

@@ -24,8 +24,7 @@ class GradientsUnderWay:
     over the replicate axis of a hybrid strategy still runs, the oldest first. `copies`: copies to host or disk under way.
     `to_add`: (gradient, term) pairs; `land` adds the term after these copies. `undecided`: parameters for which this rank had
     no gradient and perhaps no rank had one. Maps id of a parameter to (parameter, its `.grad`, list of (sums, k)): `sums[k]`,
-    on the device, is 0 if no rank had a gradient in one reduce. `leaf`: a dummy leaf of all graphs of the model, for
-    `may_write`.
+    on the device, is 0 if no rank had a gradient in one reduce. `leaf`: a dummy leaf of the model's graphs, for `may_write`.
     """
 
     # The counts are read once, at the end of the backward, because each read makes the host wait for the device.
@@ -83,8 +82,7 @@ class GradientsUnderWay:
         """Record in `undecided` the parameters for which perhaps no rank had a gradient. `grads`: results of a reduce, which
         become `.grad`, or are added in place to the gradients in `earlier`; None is skipped. `counted`: per parameter (sums,
         k), where `sums[k]`, on the device, is 0 if no rank had a gradient; None if some rank had one: the record of the
-        parameter is then deleted, and its gradient stays. An earlier gradient without a record stays in any case, and none is
-        made."""
+        parameter is then deleted, and its gradient stays. An earlier gradient without a record stays too, and gets none."""
         for param, previous, grad, count in zip(params, earlier, grads, counted, strict=True):
             if grad is None:
                 continue

@@ -356,7 +356,7 @@ class Hooks:
 
 
 def attached_to(module: nn.Module) -> Hooks | None:
-    """Return the hooks of the unit that was attached to `module`; None if `module` is no unit."""
+    """Return the hooks that are attached to `module`; None if `module` is no unit."""
     return module.__dict__.get(ATTACHED)
 
 

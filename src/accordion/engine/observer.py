@@ -47,9 +47,9 @@ class CallInForward(Protocol):
 class Observer:
     """Callbacks at the moments of a step, in the order of a step; each does nothing by default.
 
-    Observers are called in the order in which they were attached. An exception ends the forward or backward. Only `unit_enters`,
-    `unit_leaves`, `unit_returns` and the callbacks at the start and end of forwards and backwards may wait for other ranks.
-    "Outermost": the call of a unit that is inside of no other unit's call.
+    Observers are called in the order in which they were attached. An exception ends the forward or backward. They must not wait
+    for other ranks in `unit_is_full`, `outputs_are_ready`, `full_gradients`, `memory_is_for`, `unit_unshards`, `unit_reshards`
+    and `interrupted`. "Outermost": the call of a unit that is inside of no other unit's call.
     """
 
     def unit_is_called(self) -> None:
@@ -72,7 +72,7 @@ class Observer:
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
-        """Called after a forward with gradients enabled, whose result is `out`. `inputs`: its (args, kwargs)."""
+        """Called after a forward with gradients enabled and result `out`. `fulls`: as modules saw. `inputs`: (args, kwargs)."""
 
     def forward_ends(self, error: BaseException | None) -> None:
         """Called when the outermost forward, not in a backward, has ended with `error` or None."""

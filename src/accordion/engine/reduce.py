@@ -133,8 +133,7 @@ class AxisReduce:
 
     def load(self, grads: Sequence[Tensor], flags: Tensor, ours: Sequence[bool]) -> None:
         """Copy full gradients `grads`, and `flags` (num_ranks, num_flags), row r of which is for rank r, to the buffers to
-        send. Large ones may be sent as they are. `ours`: True for gradients to which nothing else refers: they may be
-        overwritten."""
+        send. Large gradients may be sent as they are. `ours`: True for those to which nothing else refers: they may change."""
         plan, msg, wire = self._plan, self._msg, self._plan.wire
         for i in plan.taken:
             self.results[i] = dense(grads[i], self.out.dtype, copy=not ours[i])

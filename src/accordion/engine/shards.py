@@ -45,7 +45,7 @@ class ShardBuffer:
         return []
 
     def refresh(self, version: int) -> Transfer | None:
-        """Begin to bring copies that gathers read to `version` of the shards; return the copy under way, None if none is."""
+        """Begin to update the copies, if any, from which gathers read, to `version`; return the copy under way, or None."""
         return None
 
     def read_by(self, transfer: Transfer) -> None:
@@ -76,7 +76,8 @@ class ShardBuffer:
 
 
 class FlatShards(ShardBuffer):
-    """Shards in flat buffers, one per dtype, in the order of `msg`. Small shards of a single dtype thus need no packing."""
+    """Shards in flat buffers, one per dtype, in the order of `msg`. With one dtype, small shards need no packing for
+    gathers."""
 
     def __init__(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], allocate: Allocate) -> None:
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else None

@@ -207,7 +207,7 @@ class Transfer:
         self._tensors.clear()
 
     def abandon(self) -> None:
-        """Give up the result without a wait of the host, and drop the buffers, which works of gloo keep alive."""
+        """Give up the result without a wait of the host, and drop the buffers; unfinished works of gloo keep them alive."""
         if self.ended:
             self.land()
         if self._pending is not None:
@@ -221,7 +221,7 @@ class Transfer:
             stream.wait_event(self._end)
 
     def join(self, side_stream: SideStream) -> None:
-        """Let another side stream wait for the end. Keep this transfer alive until a later one there has landed."""
+        """Let `side_stream` wait for the end. The caller keeps this transfer alive until a later one there has landed."""
         self._finish()
         side_stream.wait(self._end)
 

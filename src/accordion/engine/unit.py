@@ -40,8 +40,7 @@ class TrainedParams:
     """The parameters of a unit that require gradients, as parallel lists, and the autograd node that their calls share.
 
     `indices`: theirs in the unit. `params`: the sharded parameters. `views`: the full ones. `likes`: DTensors with placement
-    and dtype of the sharded gradients. `by_group`: for each group with such parameters, (group, slice of these lists, indices
-    in it).
+    and dtype of the sharded gradients. `by_group`: per group with such parameters (group, slice of these lists, indices in it).
     """
 
     indices: tuple[int, ...]
@@ -193,8 +192,8 @@ class Unit:
         return self.is_unsharded and not self._under_way
 
     def acquire(self) -> int:
-        """Take a lease on the full parameters, and return the version of the shards from which they were gathered. Call `unshard`
-        before. The compute stream waits for the gather. The memory is freed when every lease was released."""
+        """Take a lease on the full parameters, and return the version of the shards from which they were gathered. Call
+        `unshard` before. The compute stream waits for the gather. The memory is kept until every lease is released."""
         if self._under_way:
             self._land()
             version = sum([g.filled for g in self._gathered])
@@ -323,8 +322,8 @@ class Unit:
     ) -> list[PendingReduce]:
         """Begin to reduce full gradients over ranks; return one `PendingReduce` per entry of `trained.by_group`.
 
-        Sums that backwards under no_sync left on this rank are added and forgotten. `grads`: one per trained parameter; None to
-        reduce those sums alone. `ours`: True for gradients to which nothing else refers.
+        Sums that backwards under no_sync left on this rank are added to them and forgotten. `grads`: one per trained parameter;
+        None to reduce those sums alone. `ours`: True for gradients to which nothing else refers: they may be overwritten.
         """
         added = not self.local_sums.pending.isdisjoint(trained.indices)
         if added or grads is None:
