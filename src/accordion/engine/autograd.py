@@ -119,9 +119,9 @@ class Gather(torch.autograd.Function):
     """Node that makes the full parameters of one `call` of a unit, which were gathered before, part of autograd's graph.
 
     Forward: return (dummy scalar, full parameters that are trained), and set `call.gather` to a weak reference to the node.
-    `edge`: AwaitReduce's output, or a leaf if nothing is reduced. Backward: let the full parameters be freed, and begin to
-    reduce their gradients. Under no_sync, or if the unit's policy says so, add them to sums on this rank instead. Raises
-    `UsageError` for a sparse gradient.
+    `edge`: AwaitReduce's output, or a leaf if nothing is reduced. Backward: let the full parameters be freed (unless gradients
+    of the call's inputs are still computed), and begin to reduce their gradients. Under no_sync, or if the unit's policy says
+    so, add the gradients to sums on this rank instead. Raises `UsageError` for a sparse gradient.
     """
 
     @staticmethod

@@ -179,8 +179,7 @@ def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device
 
 
 def carried(tensor: Tensor) -> Tensor:
-    """Return `tensor` if all backends can send its dtype, else a view of it as bytes, for which its last dim must be
-    contiguous."""
+    """Return `tensor` if all backends can send its dtype, else a view as bytes, for which its last dim must be contiguous."""
     return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 
