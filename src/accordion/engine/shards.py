@@ -76,8 +76,7 @@ class ShardBuffer:
 
 
 class FlatShards(ShardBuffer):
-    """Shards in flat buffers, one per dtype, in the order of `msg`. If there is one dtype, gathers need not pack small
-    shards."""
+    """Shards in flat buffers, one per dtype, in the order of `msg`. With one dtype, gathers need not pack small shards."""
 
     def __init__(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], allocate: Allocate) -> None:
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else None
