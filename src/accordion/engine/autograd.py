@@ -1,9 +1,9 @@
-"""Two autograd nodes per unit: AwaitReduce (shards -> an edge tensor) and Gather (edge tensor -> full parameters).
+"""The autograd nodes of a unit: `AwaitReduce` (shards -> an edge tensor) and `Gather` (edge tensor -> full parameters).
 
-The edge tensor is a scalar that only links the nodes. AwaitReduce is shared by the unit's calls; each call has its own Gather.
-In a backward Gather runs after all other nodes of its call: it lets full parameters be freed and begins to reduce gradients.
-AwaitReduce runs after the next unit's backward, because its sequence number was reserved one unit before Gather's; it waits
-for the reduce and writes the gradients.
+The edge tensor is a scalar that only links the nodes. The unit's calls share one AwaitReduce; each call has its own Gather. In
+a backward Gather runs after the other nodes of its call. It lets the full parameters be freed, and begins to reduce their
+gradients. AwaitReduce runs one unit later, so that the reduce overlaps with that unit's backward. It waits for the reduce and
+writes the gradients. (autograd runs it then, because its sequence number was reserved in the forward of the unit before.)
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ MOST_PUT_OFF = 2  # the most calls whose reduce over replicas may continue while
 
 @_torch.run_at_once
 class AwaitReduce(torch.autograd.Function):
-    """Forward: return the edge tensor, a scalar with the value of the dummy `leaf`, whose graph leads to `shards`.
+    """Node that waits for the reduces of a unit's gradients, and adds the results to `.grad` of the unit's `shards`.
 
-    Backward: wait for the reduces listed in `node`, which Gather's backward began, and add the gradients to `.grad` of the
-    shards. Return the gradients that autograd must accumulate itself, such as those of shards with hooks. With a hybrid strategy
-    up to `MOST_PUT_OFF` calls wait for their reduces, and write their gradients, later in the backward.
+    Forward: return the edge tensor, a scalar with the value of the dummy `leaf`. `node`: the record in which `Gather` lists the
+    reduces that it begins. Backward: wait for the listed reduces of this backward and write their gradients. Return the
+    gradients that autograd must accumulate itself, such as those of shards with hooks. With a hybrid strategy up to
+    `MOST_PUT_OFF` calls are put off: their reduces end, and their gradients are written, later in the backward.
     """
 
     @staticmethod
@@ -66,11 +67,12 @@ class AwaitReduce(torch.autograd.Function):
 
 
 def hand_over(call: Call, parts: list[PendingReduce], may_write: bool) -> tuple[Tensor | None, ...] | None:
-    """Wait for the reduces `parts` of a call, and add the sharded gradients to `.grad` of parameters that have no hooks.
+    """Wait for the reduces `parts` of `call`, and add the sharded gradients to `.grad`, except those that are left to autograd.
 
-    `may_write`: False to leave all gradients to autograd. Returns what the backward of AwaitReduce returns: (None, None, one
-    gradient or None per trained parameter), with the gradients that autograd must accumulate; None if there are none. With
-    offload, a gradient is added to an earlier `.grad` only in `GradientsUnderWay.land`.
+    Gradients are left to autograd if the parameter has hooks, is frozen by now, or has a `.grad` that is no DTensor; if
+    `may_write` is False, all are. Returns them as the backward of AwaitReduce does: (None, None, one gradient or None per
+    trained parameter). Returns None if no parameter is left to autograd. The host waits for copies of earlier gradients off the
+    device. While a gradient itself is being copied, it is added to an earlier `.grad` only in `GradientsUnderWay.land`.
     """
     gradients, params = call.engine.gradients, call.trained.params
     gradients.land()
@@ -114,11 +116,12 @@ def hand_over(call: Call, parts: list[PendingReduce], may_write: bool) -> tuple[
 
 @_torch.run_at_once
 class Gather(torch.autograd.Function):
-    """Forward: return a dummy output and the trained full parameters, already gathered. Backward: let the full parameters be
-    freed, and begin to reduce the gradients; under no_sync, add them to sums on this rank instead.
+    """Node that makes the full parameters of one `call` of a unit, which were gathered before, part of autograd's graph.
 
-    `call`: the unit's call. `edge`: AwaitReduce's output, or a leaf if nothing is reduced. The backward raises `UsageError` for
-    a sparse gradient.
+    Forward: return (dummy scalar, full parameters that are trained), and set `call.gather` to a weak reference to the node.
+    `edge`: AwaitReduce's output, or a leaf if nothing is reduced. Backward: let the full parameters be freed (unless gradients
+    of the call's inputs are still computed), and begin to reduce their gradients. Under no_sync, or if the unit's policy says
+    so, add the gradients to sums on this rank instead. Raises `UsageError` for a sparse gradient.
     """
 
     @staticmethod
@@ -163,9 +166,10 @@ class Gather(torch.autograd.Function):
 class OutputNode(torch.autograd.Function):
     """The identity on the outputs of the model's outermost call; its backward calls `begin`, which starts that call's backward.
 
-    `tensors`: `num_outputs` outputs, then one tensor per inner call; the backward gives each of the latter the gradient `zero`.
-    `shared`: outputs that share memory with an input or another output. The backward raises `UsageError` if one of these was
-    modified in place, for a gradient that is a DTensor, and for batched gradients (`is_grads_batched`) of parameters.
+    `tensors`: `num_outputs` outputs that require gradients, then for each call in this forward a view of its Gather's scalar.
+    The backward gives each of these scalars the gradient `zero`. `shared`: outputs that share memory with an input or
+    another output. The backward raises `UsageError` if a tensor in `shared` was modified in place, if the outputs are plain
+    tensors and get a DTensor as gradient, and for batched gradients (`is_grads_batched=True`) of parameters.
     """
 
     # Gradients of the inner calls' tensors make the Gather of each call run, in one order on all ranks, also on a rank that
@@ -189,7 +193,8 @@ class OutputNode(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        """Return the outputs' tangents, passed through a second `OutputNode`. Raises `UsageError` for batched tangents."""
+        """Return the outputs' tangents, passed through another `OutputNode`; None for an output without one (forward-mode AD).
+        Raises `UsageError` for batched tangents."""
         outputs = tangents[4 : len(tangents) - len(ctx.to_reach)]
         having = [tangent for tangent in outputs if tangent is not None]
         if any(map(_torch.is_batched, having)):

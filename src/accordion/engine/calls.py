@@ -1,8 +1,8 @@
 """One call of a unit: when a backward reaches it, and how long each backward keeps the unit's full parameters in memory.
 
-The backward of a call begins when its pre-backward node (made at the end of the forward) runs, when an output gets its gradient,
-or when its Gather node runs, whichever is first. It ends when Gather runs. If Gather will not run, or may run too early, the
-call's backward ends when the gradients of its inputs are computed.
+The backward of a call begins when its pre-backward node (made at the end of the forward) runs, when an output gets its
+gradient, or when its Gather node runs, whichever is first. It ends when Gather runs. If Gather will not run, or may run too
+early, the call's backward ends when the gradients of its inputs are computed, or, if that is unknown, with the whole backward.
 """
 
 from __future__ import annotations
@@ -39,9 +39,13 @@ def changed_error(unit: Unit) -> UsageError:
 
 
 class Call:
-    """One run of a unit's forward, and its state in each backward that reaches it (several with `retain_graph`). `waiting`: id of
-    a backward -> number of inputs whose gradients must be computed before the full parameters are freed; 0 if the Gather node
-    frees them, -1 if the end of the backward does. `shown`: id of a backward -> the full parameters it uses."""
+    """One run of a unit's forward, and its state in each backward that reaches it (several with `retain_graph`).
+
+    `by_read`: a read of a weight began this call, instead of a forward. `is_dummy`: this rank skipped the unit, and only joins
+    the collectives of ranks that call it. `waiting`: id of a backward -> number of inputs whose gradients must still be
+    computed before the full parameters are freed; 0 if the Gather node frees them, -1 if the end of the backward does. `shown`:
+    id of a backward -> the full parameters that modules see in it.
+    """
 
     # Graph nodes refer to a call, and a call only to nodes of its inputs, which are earlier: no cycle keeps a graph alive.
 
@@ -78,12 +82,10 @@ class Call:
         return _torch.current_graph_task() in self.waiting
 
     def begin(self, fulls: Sequence[Tensor], grad: Tensor | None) -> None:
-        """Begin the backward of this call, unless it has begun. If `needs_full_in_backward`, gather and show `fulls`.
-
-        Also begins to gather the units that are expected next. `fulls`: the call's full parameters, as modules see them. `grad`:
-        not used; autograd passes it, because this is a hook on gradients. Raises `UsageError` for `create_graph=True`, for a
-        deleted model, and for parameters changed since the forward.
-        """
+        """Begin the backward of this call, unless it has begun. If `needs_full_in_backward`, gather the unit, and let its
+        modules see `fulls`, the full parameters that they saw in the forward. Also notify observers, and begin to gather the
+        units expected next. `grad`: not used; autograd passes it to hooks on gradients. Raises `UsageError` for
+        `create_graph=True`, for a deleted model, and, if the unit is gathered, for parameters changed since the forward."""
         task, engine, unit = _torch.current_graph_task(), self.engine, self.unit
         if task in self.waiting:
             return
@@ -111,8 +113,8 @@ class Call:
         engine.gather_ahead(BACKWARD, unit)
 
     def begin_for_read(self, fulls: Sequence[Tensor]) -> None:
-        """Begin the backward of this call, unless it has begun. In any case gather `fulls`, since one of them is about to be
-        read. Raises `UsageError` for `create_graph=True`, a deleted model, and parameters changed since the forward."""
+        """Call `begin`, and gather the unit even if its backward needs no full parameters, because code is about to read one of
+        `fulls`. Raises `UsageError` for `create_graph=True`, a deleted model, and parameters changed since the forward."""
         self.begin(fulls, None)
         task = _torch.current_graph_task()
         if task not in self.shown:  # an embedding's backward has no lease, but a hook reads its weight
@@ -134,8 +136,9 @@ class Call:
         self.shown[task] = fulls
 
     def _watch_inputs(self, task: int) -> None:
-        """Register hooks that end this call's part of the backward with id `task` when the gradients of its inputs are computed.
-        If autograd cannot tell which inputs get gradients, register none; the part then ends with the whole backward."""
+        """Register hooks that call `end(task)` when the gradients of all inputs of this call are computed, and set
+        `waiting[task]` to the number of these inputs. `task`: id of the running backward. If autograd cannot tell which inputs
+        get gradients, register none; the call then ends with the whole backward."""
         # autograd runs the newest ready node first; Gather is older than all nodes of its call, which have thus run before it.
         # The exception is a node on another device's thread that has no gradient for a parameter.
         try:
@@ -150,7 +153,8 @@ class Call:
     # -- it ends
 
     def end(self, task: int) -> None:
-        """Hide the full parameters that the backward with id `task` uses, and release its lease. Do nothing if it uses none."""
+        """End this call in the backward with id `task`: modules no longer see its full parameters, and its lease is released,
+        so that memory without other leases may be freed. Do nothing if this backward uses no full parameters of the call."""
         fulls = self.shown.pop(task, None)
         if fulls is not None:
             for handle in self.watching:
@@ -161,7 +165,7 @@ class Call:
             self.unit.release()
 
     def drop(self) -> None:
-        """Forget all reduces of this unit's gradients under way, because their backward failed or the model is deleted."""
+        """Forget the reduces that the unit's AwaitReduce would await, because their backward failed or the model is deleted."""
         if self.reduce_node is not None:
             self.reduce_node.reducing.clear()
 

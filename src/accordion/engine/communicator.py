@@ -1,4 +1,4 @@
-"""Collectives between ranks, called on process groups without the `dist` wrappers. The engine communicates only through it."""
+"""Collectives between ranks. Those of a training step are called on the process group, without the cost of `dist` wrappers."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def is_stream_ordered(backend: str, device: torch.device) -> bool:
 
 
 class Pending(NamedTuple):
-    """The `Work`s of a collective that the host must wait for; none if the backend runs in the order of streams. `sends`: works
-    of point-to-point messages. Wait for these after `works`, when all ranks have begun them, because a wait that times out closes
-    gloo's connections."""
+    """The `Work`s of a collective of `communicator` for which the host must wait; none if the backend runs in the order of
+    streams. `sends`: works of point-to-point messages. Wait for `sends` after `works`, because all ranks have then begun to
+    send: a wait for a message that times out closes gloo's connections."""
 
     communicator: Communicator
     works: Sequence[Any] = ()
@@ -51,9 +51,10 @@ class Pending(NamedTuple):
 
 
 class Communicator:
-    """A process group whose collectives return a `Pending` to wait for. With `group` None it is one rank without collectives.
+    """A process group whose collectives return a `Pending` to wait for. With `group` None it is a single rank, on which only
+    `sum` may be called. `rank`: index of this rank in the group. `ranks`: global ranks of its members.
 
-    Properties of the backend. `exchanges`: all-to-all is faster than reduce-scatter at every size. `in_one_piece`: to split an
+    Properties of the backend. `exchanges`: all-to-all is faster than reduce-scatter at every size. `in_one_piece`: splitting an
     all-to-all gains nothing. `sends`: point-to-point messages are faster than collectives. `can_poll`: a wait may time out and
     be repeated (other backends fail after a timeout). `pack_limit_bytes`: smaller tensors are packed into one message.
     `is_ordered`: collectives run in the order of a stream, without a wait of the host.
@@ -101,11 +102,11 @@ class Communicator:
         return self._pending()
 
     def exchange(self, sends: Sequence[tuple[Tensor, Tensor, list[int], list[int]]]) -> Pending:
-        """All-to-all for each (output, input, output split sizes, input split sizes); tensors are 1-D, [] splits equally."""
+        """All-to-all for each tuple (1-D output, 1-D input, output split sizes, input split sizes); [] splits equally."""
         return self._launch(self._exchange, [(*send, self._exchange_options) for send in sends])
 
     def scatter_sum(self, outs: list[Tensor], inputs: list[Tensor]) -> Pending:
-        """Reduce-scatter: sum each `inputs[i]` (num_ranks * n,) over ranks, and fill `outs[i]` (n,) with this rank's part."""
+        """Reduce-scatter: fill each `outs[i]` (n,) with chunk `rank` of the sum of `inputs[i]` (num_ranks * n,) over ranks."""
         return self._pending(self._scatter_coalesced(outs, inputs, self._scatter_options)) if outs else self._pending()
 
     def sum(self, tensors: Sequence[Tensor]) -> Pending:
@@ -126,8 +127,8 @@ class Communicator:
 
 
 class Axis:
-    """One mesh axis: its communicators for gathers and for reduces. `one_node`: True if all ranks are on one machine.
-    `algorithm`: of reduces; "auto" lets `takes_exchange` choose by sizes."""
+    """One mesh axis: `gather` and `reduce`, the communicators over its ranks for gathers and for reduces. `one_node`: True if
+    all ranks are on one machine. `algorithm`: how to reduce; "auto" lets `takes_exchange` choose by backend and size."""
 
     def __init__(
         self,
@@ -142,7 +143,8 @@ class Axis:
         self.one_node, self._algorithm = one_node, algorithm
 
     def takes_exchange(self, cuts: Sequence[layout.Cut], itemsize: int) -> bool:
-        """Return True to reduce gradients divided as `cuts` by an exchange (all-to-all, local sum), False by a reduce-scatter."""
+        """Return True if gradients divided as `cuts` are reduced by an exchange (all-to-all, then a local sum), False if by a
+        reduce-scatter. `itemsize`: bytes of an element that is sent."""
         # An exchange sends gradients in their own dtype and sums in float32, but each rank sends to every other one.
         if self._algorithm != "auto":
             return self._algorithm == "exchange"
@@ -153,17 +155,18 @@ class Axis:
 
 
 def own_communicator(communicator: Communicator, device: torch.device) -> Communicator:
-    """Return a communicator for reduces over the ranks of `communicator`: a second one if collectives run in stream order (NCCL),
-    because reduces would wait for gathers on the first; otherwise `communicator` itself. All models over these ranks share the
-    second one, which takes hundreds of megabytes of device memory until the job ends. A collective."""
+    """Return a communicator for reduces over the ranks of `communicator`: one with a second process group if collectives run in
+    stream order (NCCL), because reduces would wait for gathers on the first; otherwise `communicator` itself. All models over
+    these ranks share the second group, which takes hundreds of megabytes of device memory until the job ends. A collective."""
     if communicator.num_ranks == 1 or not communicator.is_ordered:
         return communicator
     return Communicator(group_of_job([communicator], communicator.ranks, device), device)
 
 
 def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device: torch.device) -> Any:
-    """Return a process group of `ranks` that all models share. The first call creates the group, with the timeout of the first of
-    `communicators`, and is a collective of the ranks of all `communicators`."""
+    """Return a process group of the global ranks `ranks`, one of which is this rank; all models share it until the job ends.
+    The first call creates the group, with the timeout of `communicators[0]`, and is a collective: all ranks of all
+    `communicators` must call this function, each with the ranks of its own group."""
     names = "/".join(_torch.name_of_group(communicator.group) for communicator in communicators)
     key = f"accordion/group/{names}/{len(ranks)}/"
     groups = _torch.kept_with_job(key)
@@ -176,12 +179,13 @@ def group_of_job(communicators: Sequence[Communicator], ranks: list[int], device
 
 
 def carried(tensor: Tensor) -> Tensor:
-    """Return `tensor`. If not all backends support its dtype, return a view as bytes; the last dim must then be contiguous."""
+    """Return `tensor` if all backends can send its dtype, else a view as bytes, for which its last dim must be contiguous."""
     return tensor if tensor.dtype in CARRIED else tensor.view(torch.uint8)
 
 
 def gathered_rows(row: Tensor, communicator: Communicator) -> Tensor:
-    """All-gather the 1-D `row` (n,) into a new (num_ranks, n). The host waits. `communicator` must have a group."""
+    """All-gather the 1-D `row` (n,) of each rank into a new tensor (num_ranks, n), and return it. The host waits, unless the
+    backend is stream-ordered. `communicator` must have a group."""
     out = row.new_empty(communicator.num_ranks * row.numel())
     for work in communicator.gather([carried(out)], [carried(row)]).works:
         work.wait()
@@ -214,7 +218,7 @@ def broadcast(tensors: Sequence[Tensor], communicators: Sequence[Communicator]) 
 
 
 def common_name(communicators: Sequence[Communicator]) -> str:
-    """Return a random hexadecimal name, the same on all ranks; "" without communicators. A collective."""
+    """Return a random hexadecimal name, the same on all ranks of `communicators`; "" without communicators. A collective."""
     if not communicators:
         return ""
     number = torch.tensor(secrets.randbits(62), device=communicators[0].device)

@@ -17,10 +17,11 @@ from accordion.engine.streams import SideStream, Waiter
 class ShardingContext:
     """The ranks, side streams and device over which a model, or one group of parameters, is sharded.
 
-    `shard`: axis over which ranks keep different rows. `replicate`: axis over which ranks keep equal rows; one rank if there is
-    no such axis. `cut_twice`: the optimizer's rows are divided over `replicate` too. `keeps_full`: full parameters stay in memory
-    between steps. `keep_until_backward`: full parameters stay in memory from a forward to its backward. `scale`: factor for sums
-    of gradients. `where`: suffix of messages that names the ranks; "" if these are all ranks of the model.
+    `shard`: axis whose ranks keep different rows. `replicate`: axis whose ranks keep equal rows, unless `cut_twice`: then their
+    rows are divided over this axis once more, as the optimizer steps them. An axis that the mesh lacks has one rank.
+    `keeps_full`: full parameters stay in memory between steps. `keep_until_backward`: they stay from a forward to its backward.
+    `scale`: by which sums of gradients over ranks are multiplied. `shard_buffers`: makes the buffer of a group's shards.
+    `where`: suffix of messages that names the ranks; "" if these are all ranks of the model.
     """
 
     shard: Axis
@@ -43,7 +44,8 @@ class ShardingContext:
         return self.shard.num_ranks * self.replicate.num_ranks
 
     def levels(self, c: Cut) -> list[tuple[Axis, Cut]]:
-        """Return (axis, division) for each axis that divides the tensor of `c`: `shard`, then `replicate` if `cut_twice`."""
+        """Return (axis, division over it) for each axis that divides a tensor: (`shard`, `c`); then, if `cut_twice`,
+        (`replicate`, the division of this rank's rows)."""
         # If rows do not divide evenly, torch's strided placement assigns other rows; the engine never uses its redistribution.
         first = (self.shard, c)
         if not self.cut_twice:
@@ -52,7 +54,7 @@ class ShardingContext:
 
     @property
     def cut_communicators(self) -> list[Communicator]:
-        """Return the communicators of the mesh axes over which shards differ, without axes of one rank."""
+        """Return the communicators, for gathers, of the mesh axes of several ranks over which shards differ."""
         axes = (self.shard, self.replicate) if self.cut_twice else (self.shard,)
         return [axis.gather for axis in axes if axis.num_ranks > 1]
 
@@ -67,8 +69,8 @@ def own_rows(full: Tensor, c: Cut, context: ShardingContext) -> Tensor:
 
 
 def gathered(local: Tensor, c: Cut, context: ShardingContext) -> Tensor:
-    """All-gather the rows `local` of each rank into a new detached full tensor on the device, and return it. The host waits. `c`:
-    the division of the full tensor over the `shard` axis. A collective."""
+    """All-gather `local`, the rows of each rank, into a new, detached full tensor on the device, and return it. The host waits,
+    unless the backend is stream-ordered. `c`: the division of the full tensor over the `shard` axis. A collective."""
     local = local.detach().to(context.device)
     for axis, level in reversed(context.levels(c)):
         if level.dim is None or axis.num_ranks == 1:

@@ -28,8 +28,8 @@ WAITING_ROOTS = 4  # the most forwards whose full parameters wait for a backward
 
 @dataclass(eq=False, slots=True)
 class KeptLease:
-    """A claim that a unit's full parameters stay in memory from a forward to its backward. `root`: number of that forward, or
-    `IN_BACKWARD` for a recomputation."""
+    """A lease that keeps a unit's full parameters in memory from a forward to its backward. `root`: number of the model's
+    forward, or `IN_BACKWARD` for a recomputation."""
 
     # Call and engine both refer to this object and not to each other, so that no reference cycle keeps the autograd graph.
 
@@ -38,7 +38,8 @@ class KeptLease:
 
 
 class Engine:
-    """The gathers, reduces and bookkeeping of one sharded model, for all its units. `shard` creates one for each model."""
+    """The gathers, reduces and bookkeeping of one sharded model, for all its units (modules whose parameters are gathered and
+    freed together). `shard` creates one engine for each model."""
 
     def __init__(self, context: ShardingContext, strategy: Strategy, precision: Precision, prefetch: Prefetch) -> None:
         self.context, self.strategy, self.precision = context, strategy, precision
@@ -83,12 +84,12 @@ class Engine:
     # -- forward
 
     def enter(self) -> None:
-        """Prepare for the forward that the next call of a unit begins. Does nothing inside another unit's call, and in a backward
-        only forgets old pre-backward nodes.
+        """Prepare for a forward of the model; called before each call of a unit. Does nothing inside another unit's call. In a
+        backward it only forgets the pre-backward nodes of an earlier forward.
 
         Cleans up after a backward that raised, marks outdated full parameters for a new gather, notes which parameters now
-        require gradients, releases leases kept for old forwards, and notifies observers. Raises `UsageError` if the user assigned
-        `p.data`, and `DivergenceError` if collectives are not safe any more.
+        require gradients, releases leases kept for old forwards, and notifies observers. Raises `UsageError` if the user
+        assigned `p.data`, and `DivergenceError` if collectives are not safe any more.
         """
         if self.depth:
             return
@@ -141,8 +142,8 @@ class Engine:
         return result
 
     def acquire(self, unit: Unit) -> int:
-        """Gather `unit` if needed, and let the compute stream wait for the gather. The full parameters stay in memory until
-        `unit.release()`. Returns the version of the shards from which they were gathered."""
+        """Gather `unit` if needed, and let the compute stream wait for the gather. Takes a lease: the full parameters stay in
+        memory until `unit.release()`. Returns the version of the shards from which they were gathered."""
         if not unit.is_unsharded:
             self.allocate(GATHERED, unit.unshard)
         return unit.acquire()
@@ -154,14 +155,15 @@ class Engine:
             unit.reshard(waits)
 
     def drop_kept(self, matches: Callable[[KeptLease], bool] = lambda lease: True) -> None:
-        """Release the leases in `kept_leases` for which `matches` returns True, by default all. Their backwards gather again."""
+        """Release the leases in `kept_leases` for which `matches` returns True, by default all. Backwards then gather again."""
         # Never called by a destructor, because all ranks must end their leases at the same time.
         for lease in [lease for lease in self.kept_leases if matches(lease)]:
             self.kept_leases.remove(lease)
             lease.unit.release()
 
     def reset(self) -> None:
-        """Drop all calls, leases and gradients under way after an interrupted forward, for which torch runs no hooks."""
+        """Drop all calls, leases and gradients under way, and let modules see their shards, after a forward for which torch ran
+        no forward hooks, as after a KeyboardInterrupt. Also notifies observers and frees full parameters."""
         for hooks in self.hooks:
             hooks.forget()
         for notify in self.observers.interrupted:
@@ -175,8 +177,8 @@ class Engine:
             unit.reshard(waits=False)
 
     def recover(self) -> None:
-        """Drop the gradients of a backward that raised, and all kept leases; do nothing if no backward raised. The next backward
-        waits for collectives under way, because other ranks may not have begun them; the host does not wait here."""
+        """Drop the calls and gradients of a backward that raised, and all kept leases; do nothing if no backward raised. The
+        host does not wait for collectives under way, because other ranks may not have begun them; the next backward does."""
         if not self._tasks and not self.gradients.reduces:
             return
         self.gradients.drop()
@@ -195,8 +197,8 @@ class Engine:
     # -- backward
 
     def join(self, task: int, call: Any) -> None:
-        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call. Before
-        its first call, notify observers, and let the host wait for reduces of backwards that raised."""
+        """Record that the backward with id `task` has reached `call`, so that the end of this backward also ends the call. If
+        no backward was under way, also notify observers, and let the host wait for reduces of backwards that raised."""
         self._follow(task)
         self._tasks[task].append(call)
         self._reduces |= call.reduces
@@ -213,7 +215,8 @@ class Engine:
         _torch.queue_callback(partial(self._end_of, task))
 
     def add_outside(self, unit: Unit, i: int, grad: Tensor) -> None:
-        """Add `grad`, a gradient of the unit's parameter `i` from outside of any call, to the sums that this backward reduces."""
+        """Add `grad`, a full gradient of parameter `i` of `unit` that no call of the unit computed (the loss read the parameter
+        itself, for example), to this rank's sums, which are reduced by the end of this backward."""
         self._follow(_torch.current_graph_task())
         self._reduces = True
         # All trained parameters are added: ranks may have such gradients for different ones, and must reduce the same.
@@ -238,8 +241,8 @@ class Engine:
                 group.shard_buffer.synchronize()
 
     def _end_of(self, task: int) -> None:
-        """End the calls of the backward with id `task`. If no other backward runs, also write all gradients, release leases that
-        were kept for the forwards of these backwards, and notify observers."""
+        """End the calls of the backward with id `task`, and write gradients that were put off. If no other backward runs, also
+        complete all gradients, release leases that were kept for the forwards of these backwards, and notify observers."""
         for call in self._tasks.pop(task):
             call.end(task)
             self._walked.add(call.root)
@@ -259,7 +262,8 @@ class Engine:
         self._ended(reduced)
 
     def _ended(self, reduced: bool) -> None:
-        """If `reduced`, complete all gradients and mark full parameters stale. Then free unused units and notify observers."""
+        """Free full parameters without a lease, and notify observers. If `reduced` (backwards reduced gradients), first reduce
+        sums of no_sync that are left, set `.grad` to None if no rank had a gradient, and mark full parameters stale."""
         if reduced:
             self._reduce_leftovers()
             self.gradients.settle_undecided()
@@ -275,7 +279,7 @@ class Engine:
             self._ended(reduced=True)
 
     def _reduce_leftovers(self) -> None:
-        """Reduce the sums of no_sync that no call of this backward has reduced, and add them to `.grad`, unit by unit. Call the
+        """Reduce the sums of no_sync that no call of this backward has reduced, add them to `.grad`, unit by unit, and call the
         post-accumulate hooks of these parameters. Units whose policy has `reduces=False` are left out. Parameters that were
         frozen since are included: gradients of their earlier micro-batches belong to the step."""
         for unit in [unit for unit in self.units if unit.local_sums.pending and unit.unit_policy.reduces]:
@@ -302,8 +306,8 @@ class Engine:
     # -- ahead of use
 
     def gather_ahead(self, phase: Phase, unit: Unit) -> None:
-        """Record that `unit` runs now, and begin to gather the units expected next, within the prefetch budget, or those that the
-        policy of `unit` names. In a backward, units that need no full parameters there are left out."""
+        """Record that `unit` runs now in `phase`, and begin to gather other units: those that the policy of `unit` names, or
+        else those expected next, within the prefetch budget. In a backward, units that need no full parameters are left out."""
         self.order.visit(phase, unit.index)
         chosen: Iterable[int] | None = unit.unit_policy.ahead.get(phase)
         for index in self.order.ahead(phase, unit.index) if chosen is None else chosen:
@@ -312,7 +316,7 @@ class Engine:
                 self.allocate(GATHERED, following.unshard)
 
     def is_among_last(self, unit: Unit) -> bool:
-        """Return True if `unit` ran last in the last forward, or last but one before a unit that is one layer (a head)."""
+        """Return True if `unit` ran last in the last forward, or just before a last unit that is a single layer (a head)."""
         following = self.order.after(FORWARD, unit.index)
         if following is not None and self.units[following].is_layer:
             return self.order.ends_with(FORWARD, following)

@@ -1,4 +1,4 @@
-"""The memory of full parameters, which is freed between uses."""
+"""The memory of the full parameters of a group (a unit's parameters that are gathered in one dtype), freed between uses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from accordion.engine.layout import Cut
 
 
 class FullMemory(Protocol):
-    """Protocol for the memory of the full parameters of a group. `flat`: a tensor whose version counter counts writes into them.
-    `storage_keys`: identify the storages that `close` frees. `num_bytes`: the size of the memory while it is allocated."""
+    """Protocol for the memory of a group's full parameters, which `close` frees. `flat`: a tensor whose version counter counts
+    writes into them. `storage_keys`: identify the storages that are freed. `num_bytes`: size of the memory while allocated."""
 
     flat: Tensor
 
@@ -29,9 +29,9 @@ class FullMemory(Protocol):
 class FullBuffer:
     """One storage for the full parameters of a group, each contiguous and, if cut on dim 0, padded to equal chunks.
 
-    `flat`: the whole storage as a 1-D tensor, in which each parameter begins at its entry of `offsets`; it is allocated at
-    first, so a new buffer is open. `cut_dim_first`: store tensors with their cut dim first, as shards are. `poison`: fill
-    unused memory with NaN, to reveal reads without a wait.
+    `flat`: a 1-D tensor with the whole, allocated storage; parameter i, divided as `cuts[i]`, begins at element `offsets[i]`.
+    `rank`: of this process on the mesh axis. `cut_dim_first`: store tensors with their cut dim first, as shards are. `poison`:
+    fill unused memory with NaN instead of freeing it, to reveal reads without a wait; floating dtypes only.
     """
 
     # Gathers write through tensors whose version counter is not that of `views`: autograd may have saved a view whose storage
@@ -65,7 +65,7 @@ class FullBuffer:
             self.rows.append(rows)
 
     def open(self) -> None:
-        """Allocate the memory, unless it is allocated. Its contents are undefined; with `poison` they are NaN."""
+        """Allocate the memory, with undefined contents, unless it is allocated. With `poison`, fill it with NaN."""
         if not self._storage.nbytes():  # resizing to the same size would allocate and copy
             self._storage.resize_(self.num_bytes)
         if self._poison:  # otherwise values of the last step would hide a missing wait

@@ -17,8 +17,8 @@ from accordion.engine.streams import Steps
 
 
 class AxisGather:
-    """The all-gather of one group over one mesh axis, in every step, from `shard_buffer` into `full_buffer`. Small shards are
-    packed into one message (num_ranks, row_numel), which has memory between `open` and `close`."""
+    """The all-gather of one group over one mesh axis, from `shard_buffer` into `full_buffer`; every step uses the same object.
+    Small shards are packed into one message (num_ranks, row_numel), which has memory between `open` and `close`."""
 
     def __init__(self, axis: Axis, msg: Message, shard_buffer: ShardBuffer, full_buffer: FullBuffer) -> None:
         num = axis.num_ranks
@@ -37,8 +37,8 @@ class AxisGather:
             self._pack(full_buffer.flat.new_empty(msg.row_numel * num), shard_buffer, cast)
 
     def _pack(self, packed: Tensor, shard_buffer: ShardBuffer, cast: bool) -> None:
-        """Make the views that fill and unpack the message `packed` (num_ranks * row_numel,), then free its memory. `cast`: True
-        if shards must be copied into the message; False to send the shard buffer's own row, if there is one."""
+        """Store the views that fill and unpack the message `packed` (num_ranks * row_numel,), then free its memory. `cast`:
+        True if shards must be copied into the message; False to send the shard buffer's own row, if there is one."""
         msg, num = self._msg, self._axis.num_ranks
         sizes = [msg.cuts[i].shard_numel for i in msg.packed]
         rows = packed.view(num, -1)
@@ -79,13 +79,14 @@ class AxisGather:
             self._storage.resize_(0)
 
     def load(self) -> None:
-        """Copy shards that need a cast or packing, or that are not divided, to the full buffer or the packed message."""
+        """Copy shards that cannot be sent from their own memory to the full buffer or the packed message: those that are cast,
+        packed, off the device or not divided, and on an axis of one rank all."""
         if self._to:
             _torch.foreach_copy_(self._to, self._source, non_blocking=self.off_device)
 
     def steps(self, check: Callable[[Tensor], None]) -> Steps:
-        """Generator: gather and unpack, and yield works to wait for. Calls `load` first; if shards are off the device, the caller
-        must do this. `check`: called with the tags (num_ranks, num_flags) that all ranks sent, if tags are sent."""
+        """Generator: gather into the full buffer and unpack; yields works to wait for. Calls `load` first, unless shards are
+        off the device: the caller then must. `check`: called with the tags (num_ranks, num_flags) of all ranks, if any."""
         if self._to and not self.off_device:
             self.load()
         if self._axis.num_ranks == 1:
@@ -106,7 +107,8 @@ class AxisGather:
 
 
 def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (destination, source) views; copying each pair unpacks `part` (num_ranks, chunk * row_numel) into the tensor `to`."""
+    """Yield pairs of views (destination, source); copying each pair unpacks `part` (num_ranks, chunk * row_numel), the rows of
+    all ranks, into the full tensor `to`, divided as `c`."""
     # No temporary copies: for a tensor that is not cut on dim 0 they may take gigabytes.
     if c.dim == 0:
         yield to.view(c.num_ranks, -1), part
@@ -122,9 +124,9 @@ def unpacked(c: Cut, to: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]
 
 
 def in_runs(*sides: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Join neighbouring views of equal shape (a run) to save copies. Yields, for each run, a list of one stacked view per side.
-    If a run is not equally spaced in the first of `sides`, its views are yielded one by one, with a new dim 0 of size 1;
-    otherwise it must be equally spaced in the other sides too."""
+    """Stack neighbouring views of equal shape (a run), to save copies. `sides`: lists of equal length, such as destinations and
+    sources of copies. Yields, for each run, a list with one stacked view per side. If a run is not equally spaced in memory in
+    the first side, its views are yielded one by one, with a new dim 0 of size 1; else it must be so in the other sides too."""
     for _, group in groupby(zip(*sides, strict=True), key=lambda views: views[0].shape):
         run = list(group)
         gaps = {b[0].storage_offset() - a[0].storage_offset() for a, b in pairwise(run)}

@@ -1,4 +1,4 @@
-"""Faster gathers and reduces for gloo on CPU, point to point and without copies; docs/design.md has the measurements."""
+"""Faster gathers and reduces for gloo on CPU: large tensors are sent point to point. docs/design.md has the measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TAG = 1 << 20  # first tag of those messages, above the tags of other code
 
 
 class GlooCommunicator(Communicator):
-    """A communicator with gloo as its backend, on which reduces use an all-to-all and a local sum at every size."""
+    """A communicator with gloo as its backend. By default its reduces are an all-to-all and a local sum at every size."""
 
     # gloo's reduce-scatter is an all-reduce (twice the bytes) that ignores timeouts (torch 2.13). `in_one_piece`: the host
     # would begin a second piece only when it waits for the first.
@@ -31,8 +31,8 @@ class GlooCommunicator(Communicator):
         self.sends = device.type == "cpu" and 2 <= self.num_ranks <= SENDING_RANKS
 
     def send_each(self, messages: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
-        """For each (received, sent), begin to send `sent[r]` to rank r and to receive `received[r]` from it; return the works.
-        All tensors must be contiguous. Empty tensors and this rank's own index are skipped."""
+        """Begin, for each (received, sent) in `messages`, to send `sent[r]` to rank r and to receive `received[r]` from it;
+        return the works. All tensors must be contiguous. Empty tensors and this rank's own index are skipped."""
         # 12.6 MB over 2 ranks take 0.6 of the time of an all-gather.
         works = []
         for i, (received, sent) in enumerate(messages):
@@ -67,7 +67,7 @@ class SendingGather(AxisGather):
 
 
 class SendingReduce(AxisReduce):
-    """A reduce over gloo that sends large gradients point to point, and sums them out of the receive buffers."""
+    """A reduce over gloo that sends large gradients point to point, and small ones, packed, in a collective."""
 
     def steps(self) -> Steps:
         communicator, messages = self._axis.reduce, self._messages()
@@ -81,8 +81,8 @@ class SendingReduce(AxisReduce):
         sum_rows(self._received[-1], self._out_pack)
 
     def _messages(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Return (rows to receive from each rank, rows to send to each rank) for each large gradient; at this rank's own index
-        both lists have its own rows."""
+        """Return for each large gradient (buffers for the rows of each rank, rows to send to each rank). At this rank's own
+        index both lists have its own rows."""
         messages, rank = [], self._axis.rank
         for i, grad, received in zip(self._msg.direct, self._direct, self._received, strict=False):
             c = self._msg.cuts[i]

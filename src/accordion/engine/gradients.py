@@ -1,5 +1,5 @@
-"""Gradients between a backward and their `.grad`: their reduces, copies off the device, zeros that perhaps no rank needs, and
-full gradients that are summed on one rank under no_sync, until a later backward reduces them."""
+"""Gradients between a backward and their `.grad`: their reduces, copies off the device, and `.grad`s that become None if no
+rank had a gradient. Also full gradients that are summed on one rank under no_sync, until a later backward reduces them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class GradientsUnderWay:
 
     `reduces`: the reduces under way, one list per call of a unit. `delayed_writes`: callbacks that write gradients whose reduce
     over the replicate axis of a hybrid strategy still runs, the oldest first. `copies`: copies to host or disk under way.
-    `to_add`: (gradient, term) pairs; `land` adds the term after these copies. `undecided`: by id, parameters whose `.grad` is
-    zeros because this rank had no gradient; each with this `grad`, and (sums, position) of each count of the ranks that had one.
+    `to_add`: (gradient, term) pairs; `land` adds the term after these copies. `undecided`: parameters for which this rank had
+    no gradient and perhaps no rank had one. Maps id of a parameter to (parameter, its `.grad`, list of (sums, k)): `sums[k]`,
+    on the device, is 0 if no rank had a gradient in one reduce. `leaf`: a dummy leaf of the model's graphs, for `may_write`.
     """
 
     # The counts are read once, at the end of the backward, because each read makes the host wait for the device.
@@ -40,8 +41,8 @@ class GradientsUnderWay:
         self._may_write: tuple[int, bool] | None = None  # (id of a backward, result of `may_write` in it)
 
     def may_write(self) -> bool:
-        """Return True if the engine may write `.grad` in this backward. False in `autograd.grad`, in a backward with `inputs`,
-        and in anomaly mode. If True, also let the compute stream wait for other streams that wrote gradients."""
+        """Return True if the engine may write `.grad` in this backward. Return False in `autograd.grad`, in a backward with
+        `inputs`, and in anomaly mode. If True, also let the compute stream wait for other streams that wrote gradients."""
         task = _torch.current_graph_task()
         if self._may_write is None or self._may_write[0] != task:  # computed once per backward
             self._may_write = task, not torch.is_anomaly_enabled() and _torch.walks_everything(self._leaf)
@@ -78,9 +79,10 @@ class GradientsUnderWay:
         grads: Sequence[Tensor | None],
         counted: Sequence[tuple[Tensor, int] | None],
     ) -> None:
-        """Record that each of `grads` becomes the `.grad` of its parameter, or is added in place to the one in `earlier`. No
-        record is made for an earlier gradient without one. `counted`: (counts, k) for each: `counts[k]`, on the device, is the
-        number of ranks with a gradient in this reduce; None deletes the parameter's record, so that its gradient stays."""
+        """Record in `undecided` the parameters for which perhaps no rank had a gradient. `grads`: results of a reduce, which
+        become `.grad`, or are added in place to the gradients in `earlier`; None is skipped. `counted`: per parameter (sums,
+        k), where `sums[k]`, on the device, is 0 if no rank had a gradient; None if some rank had one: the record of the
+        parameter is then deleted, and its gradient stays. An earlier gradient without a record stays too, and gets none."""
         for param, previous, grad, count in zip(params, earlier, grads, counted, strict=True):
             if grad is None:
                 continue
@@ -93,8 +95,8 @@ class GradientsUnderWay:
                 entry[2].append(count)
 
     def settle_undecided(self) -> None:
-        """Set `.grad` to None for recorded parameters for which no rank had a gradient, and forget all records. The host waits
-        for the device if there is a record."""
+        """Set `.grad` to None for parameters in `undecided` for which no rank had a gradient, and forget all records. The host
+        waits for the device if there is a record."""
         if not self.undecided:
             return
         entries, self.undecided = self.undecided, {}
@@ -106,13 +108,13 @@ class GradientsUnderWay:
                 param.grad = None
 
     def join_writers(self) -> None:
-        """Let the compute stream wait for all streams that wrote gradients, as autograd does for its own accumulation."""
+        """Let the compute stream wait for all streams that wrote gradients, as autograd does after its own accumulation."""
         self._side_stream.join(self._written_on)
         self._written_on.clear()
 
     def drop(self) -> None:
-        """Drop the gradients of a backward that raised. The host does not wait for collectives, because other ranks may not have
-        begun them; `finish_failed` does."""
+        """Drop the reduces, delayed writes and records of a backward that raised. The host does not wait for collectives,
+        because other ranks may not have begun them; `finish_failed` does."""
         for part in [part for parts in self.reduces for part in parts]:
             if part.lets_host_wait:
                 self._failed.append(part)
@@ -137,8 +139,8 @@ class GradientsUnderWay:
 
 
 def weighted(grads: Sequence[Tensor | None], weight: float, *, zeros: bool = False) -> Sequence[Tensor | None]:
-    """Return this rank's gradients times `weight`. If that is 0, each is None, as on a rank that has no gradient, or with `zeros`
-    a tensor of zeros."""
+    """Return this rank's gradients times `weight`; None stays None. If `weight` is 0, return None for each, as on a rank that
+    has no gradient; with `zeros`, return tensors of zeros instead."""
     if weight == 1.0:
         return grads
     if weight:
@@ -161,8 +163,8 @@ class _Sum:
 
 
 class LocalSums:
-    """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype. `pending`: indices of parameters
-    for which `add` was called since the last `take`, equal on all ranks."""
+    """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype (`dtypes`). `pending`: indices of
+    parameters for which `add` was called since the last `take`, also with None; the same on all ranks."""
 
     def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:
         self._params, self._dtypes = params, dtypes
@@ -191,11 +193,9 @@ class LocalSums:
             self._sums[i] = _Sum(grad.to(self._dtypes[i]), shown, shown._version, is_ours)
 
     def take(self, indices: Sequence[int], grads: Sequence[Tensor | None] | None) -> list[Tensor | None]:
-        """Return for each parameter in `indices` its sum plus its gradient in `grads`, None if it has neither; forget the sums.
-
-        `grads`: None to take the sums alone. With gradients, a parameter that was frozen since the forward keeps its sum, and
-        only its gradient is returned.
-        """
+        """Return for each parameter in `indices` its sum plus its gradient in `grads`, None if it has neither. Forget these
+        sums, and set `.grad` that `add` filled with zeros to None again. `grads`: None to take the sums alone. With gradients,
+        a parameter that was frozen since the forward keeps its sum, and only its gradient is returned."""
         result: list[Tensor | None] = []
         for i, grad in zip(indices, [None] * len(indices) if grads is None else grads, strict=True):
             local_sum = None
@@ -225,8 +225,8 @@ class LocalSums:
             self._params[i].sharded.grad = None
 
     def _sum_of(self, i: int) -> _Sum | None:
-        """Return the sum of parameter `i`; None if there is none, or if the user has set `.grad` to None or to zeros since. A
-        write into the zeros that `add` put into `.grad` counts as clearing too. The host may wait for the device."""
+        """Return the sum of parameter `i`; None if there is none, or if the user has set `.grad` to None or filled it with
+        zeros since. Any write into zeros that `add` put into `.grad` counts as that too. The host may wait for the device."""
         entry = self._sums.get(i)
         grad = None if entry is None else self._params[i].sharded.grad
         if entry is None or grad is None:

@@ -38,8 +38,8 @@ def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) 
 
 
 class InnerShard(ShardBuffer):
-    """With `hybrid_shard_optim`: this rank's shard over the `shard` axis, in the gathered dtype. The optimizer steps smaller
-    shards, divided over the `replicate` axis too, which are gathered into this one once a step."""
+    """This rank's shard over the `shard` axis, in the gathered dtype, with `hybrid_shard_optim`. The optimizer steps smaller
+    shards, which are divided over the `replicate` axis too (layout `inner`) and are gathered into this one after each step."""
 
     def __init__(
         self, msg: Message, inner: Message, rank: int, dtype: torch.dtype, device: torch.device, *, poison: bool
@@ -57,11 +57,9 @@ class InnerShard(ShardBuffer):
 
 
 class GroupPlan(NamedTuple):
-    """The arguments of a `Group`: parameters of one unit, the dtype in which they are gathered, and that of gradient sums.
-
-    `context`: the ranks over which they are sharded; None for those of the model. `secondary`: a few ranks that keep, divided
-    among them, a copy of the full parameters from a forward to its backward; None for no copy.
-    """
+    """The arguments of a `Group`: parameters of one unit, the dtype in which they are gathered, and the dtype in which their
+    gradients are summed. `context`: the ranks over which they are sharded; None for those of the model. `secondary`: a few
+    ranks that keep, divided among them, a copy of the full parameters from a forward to its backward; None for no copy."""
 
     params: list[Param]
     dtype: torch.dtype
@@ -73,8 +71,8 @@ class GroupPlan(NamedTuple):
 class Group(ABC):
     """The parameters of one unit that are gathered in one dtype: their memory, their gather and the plans of their reduces.
 
-    `shard_buffer`: this rank's shards. `full_buffer`: memory of the full parameters; None if the shards themselves are the full
-    parameters. `views`: the full parameters. `filled`: `version()` of the shards from which they were gathered.
+    `place`: (index, name) of the unit. `shard_buffer`: this rank's shards. `views`: the full parameters. `full_buffer`: their
+    memory; None if the shards are themselves the full parameters. `filled`: `version()` of the shards when they were gathered.
     """
 
     shard_buffer: ShardBuffer
@@ -110,8 +108,8 @@ class Group(ABC):
         self._expect()
 
     def remark(self, mark: int) -> None:
-        """Set `mark`, which is added to the tag (number of the unit) of later reduces, in place of the last mark. A reduce that
-        checks tags fails if ranks sent different ones."""
+        """Set the number `mark`, which is added to the tag (number of the unit) that later reduces send, in place of the last
+        mark. A reduce whose tags are compared fails if ranks have set different marks."""
         tag = (self.index + mark) % NUM_TAGS + 1
         if tag != self._reduce_tag:
             self._reduce_tag = tag
@@ -120,7 +118,7 @@ class Group(ABC):
             self._expect()
 
     def _expect(self) -> None:
-        """Set `tag_sum`, the sum of all ranks' tags that a reduce should return, scaled as its gradients are."""
+        """Set `tag_sum`, which a reduce returns if all ranks send the same tag: the sum of tags, scaled as gradients are."""
         dtype, expected = self.reduce_dtype, self._reduce_tag * self.context.num_ranks
         self.tag_sum = torch.full((1,), expected, dtype=dtype, device=self.context.device)
         if dtype.is_floating_point:
@@ -128,7 +126,7 @@ class Group(ABC):
 
     @property
     def caches(self) -> list[Tensor]:
-        """Return device memory besides the shards that is kept between steps, and filled again after `mark_stale`."""
+        """Return the copies of shards on the device that are kept between steps, and are filled again after `mark_stale`."""
         inner = self._inner_shard
         return [*self.shard_buffer.caches, *([] if inner is None else [inner.full_buffer.flat])]
 
@@ -148,16 +146,16 @@ class Group(ABC):
 
     @abstractmethod
     def gather(self) -> Transfer | None:
-        """Begin to gather the full parameters, and return the transfer; None if the shards are the full parameters. Call
-        `landed` later."""
+        """Begin to gather the full parameters into their memory, which this allocates; return the transfer. Return None if the
+        shards are the full parameters. Call `landed` later."""
 
     @abstractmethod
     def landed(self) -> None:
         """Free the gather's temporary memory. Call this when the compute stream waits for the transfer, or after an error."""
 
     def plans(self, chosen: Sequence[int], sent: torch.dtype, height: int | None = None) -> list[ReducePlan]:
-        """Return plans to reduce gradients of the parameters `chosen` (indices), one plan per axis that divides parameters. Plans
-        are cached. `sent`, `height`: as for `PendingReduce`."""
+        """Return cached plans to reduce gradients of the parameters `chosen` (indices), one per axis that divides parameters.
+        `sent`: dtype in which they are sent. `height`: their rows per rank if they belong to a `Slice`; None: all rows."""
         key = tuple(chosen), sent, height
         plans = self._plans.get(key)
         if plans is None:
@@ -172,9 +170,9 @@ class Group(ABC):
         return plans
 
     def flags(self, absent: Sequence[int], count: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor (num_ranks, count + 1) to send with `count` gradients, each row: 1 for a gradient, 0 if its position is
-        in `absent`; last the tag. Sums over ranks tell how many ranks had each gradient, and if all ranks reduce the same unit.
-        Small results are cached if `absent` is empty; the host then waits once for the device."""
+        """Return a tensor (num_ranks, count + 1) to send with `count` gradients. All rows are equal: 1 per gradient, or 0 if
+        its position is in `absent`; last the tag. Sums over ranks tell how many ranks had each gradient, and if all reduce the
+        same unit. Small results are cached if `absent` is empty; the host then waits once for the device."""
         key = (count, dtype)
         if not absent and key in self._ones:
             return self._ones[key]
@@ -190,7 +188,7 @@ class Group(ABC):
 
 
 class CutGroup(Group):
-    """The usual group: its parameters are divided by rows over the ranks."""
+    """The usual group: each rank keeps its rows of the parameters, and an all-gather makes them full."""
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
         super().__init__(context, planned, place)
@@ -271,8 +269,8 @@ class CutGroup(Group):
         return transfer
 
     def _check(self, tags: Tensor) -> None:
-        """Raise an error if the `tags` that all ranks sent with a gather differ: the ranks have then gathered different units.
-        Does nothing if the waiter does not ask for this check."""
+        """Raise `DivergenceError` if the `tags` that all ranks sent with a gather differ: they have then gathered different
+        units. On an accelerator the device asserts this instead. Does nothing if the waiter does not ask for this check."""
         waiter = self.context.waiter
         if waiter.looks(self.context.device):
             waiter.same_everywhere(tags, self._tag, self._gathers)

@@ -26,7 +26,7 @@ _HOOKS_OF = weakref.WeakKeyDictionary[nn.Module, "list[weakref.ref[Hooks]]"]()
 
 
 class Hooks:
-    """The forward hooks of one unit, a module whose parameters are gathered together, and its stack of running calls. The
+    """The forward hooks of one unit, a module whose parameters are gathered together, and the stack of its running calls. The
     constructor adds the unit to `engine`; `attach` registers the hooks."""
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
@@ -60,7 +60,7 @@ class Hooks:
         return [module for module in (ref() for ref in self.modules) if module is not None]
 
     def detach(self, modules: Iterable[nn.Module]) -> None:
-        """Remove the hooks from `modules`, which must be all attached modules; their parameters are the shards from then on."""
+        """Remove all hooks of this unit, whose modules see shards from then on. `modules`: all modules that have the hooks."""
         for handle in self._handles:
             handle.remove()
         for module in modules:
@@ -99,8 +99,9 @@ class Hooks:
         self._reserved = None
 
     def _edge(self, call: Call) -> Tensor:
-        """Return the input of a call's Gather node: a leaf if nothing is reduced, otherwise the output of the unit's AwaitReduce
-        node, whose sequence number in autograd, reserved by `reserve` in this forward or new, becomes `call.number`."""
+        """Return the input of a call's Gather node: the output of the unit's AwaitReduce node (made if needed), or a dummy leaf
+        if nothing is reduced. In the first case also set `call.reduce_node`, and `call.number`, the sequence number of
+        AwaitReduce in autograd: the one that `reserve` reserved in this forward, or a new one."""
         engine, trained = self.engine, call.trained
         if not call.sync or not trained.indices:
             return engine.leaf
@@ -126,11 +127,10 @@ class Hooks:
     # -- one call
 
     def before(self, module: nn.Module, args: Any, kwargs: Any, *, by_read: bool = False) -> Any:
-        """Forward pre-hook: gather the unit, show its full parameters, and return cast (args, kwargs), or None to keep them.
-
-        Inside `full_params` returns None and gathers nothing. `by_read`: True if a read of the layer's weight calls this method,
-        instead of torch. Raises `UsageError` in a transform of torch.func, and errors of observers.
-        """
+        """Forward pre-hook: gather the unit, let its modules see full parameters, and begin a call. Returns cast (args,
+        kwargs), or None to keep them. Inside `full_params` returns None and gathers nothing. `by_read`: True if a read of the
+        layer's weight calls this method, instead of torch. Raises `UsageError` in a transform of torch.func and if the user
+        replaced a parameter or its data, `DivergenceError`, and errors of observers."""
         engine, unit = self.engine, self.unit
         if engine.suspended:
             self._calls.append(None)
@@ -168,8 +168,9 @@ class Hooks:
         return self._cast_inputs(call, args, kwargs)
 
     def _cast_inputs(self, call: Call, args: Any, kwargs: Any) -> Any:
-        """Return (args, kwargs) cast to the unit's dtype, or None to keep them; set `call.inputs` to their autograd nodes. If
-        `unit.views_inputs`, replace inputs that require a gradient by views, whose gradients count this call alone."""
+        """Return (args, kwargs) with floating tensors cast to `unit.inputs`, or None to keep them. Sets `call.inputs` to the
+        autograd nodes of inputs that require a gradient. If `unit.views_inputs`, each of these that was not cast, outside of
+        lists and mappings, is replaced by a view, whose gradient comes from this call alone."""
         unit, dtype = self.unit, self.unit.inputs
         if dtype is None and not unit.views_inputs:
             if torch.is_grad_enabled():
@@ -195,7 +196,8 @@ class Hooks:
         return map_tensors(take, args, keep), {k: map_tensors(take, v, keep) for k, v in kwargs.items()}
 
     def _passes_gradients(self, args: Any, kwargs: Any) -> bool:
-        """Return True if a backward may pass through a call of this unit although its own parameters are frozen."""
+        """Return True if a backward may pass through a call of this unit although its own parameters are frozen: an input
+        requires a gradient, or the module reads trained parameters of other units."""
         # All ranks must then gather for it, also those that do not use the unit's output.
         units = self.engine.units
         if any(units[i].trained.indices for i in self.unit.reads):
@@ -203,8 +205,9 @@ class Hooks:
         return any(t.requires_grad for t in tensors_of((args, kwargs)))
 
     def _begin(self, differentiable: bool, by_read: bool, is_dummy: bool = False) -> tuple[Call, Sequence[Tensor]]:
-        """Gather the unit and begin a call, which the caller ends with `_end_forward`; outside of a backward also begin to gather
-        the units expected next. Returns (call, full parameters for the modules, in autograd's graph if trained)."""
+        """Gather the unit and begin a call, which the caller ends with `_end_forward`; outside of a backward also begin to
+        gather the units expected next. Returns (call, full parameters that modules should see). If `differentiable`, those that
+        are trained are outputs of the call's Gather node in autograd's graph."""
         unit, engine = self.unit, self.engine
         unit.module_params.check_registry()
         unit.keep_until_stale = False
@@ -237,8 +240,8 @@ class Hooks:
     def after(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Forward hook, also after an error (`out` None): end the call of `before`; return a replacement for `out`, or None.
 
-        Returns None at once if `before` has begun no call. Raises `UsageError` if the forward wrote into full parameters, because
-        such a write does not reach the shards. An error of an observer is raised after the call has ended.
+        Returns None at once if `before` has begun no call. Raises `UsageError` if the forward wrote into full parameters,
+        because such a write does not reach the shards. An error of an observer is raised after the call has ended.
         """
         if not self._calls or (entry := self._calls.pop()) is None:
             return None
@@ -275,8 +278,8 @@ class Hooks:
         return None if out is result else out
 
     def own_memory(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, an output of the unit; a copy if it is a view of a full parameter (learned positions), whose memory
-        will be freed."""
+        """Return `tensor`, an output of the unit, or a copy if it shares memory with a full parameter (learned positions),
+        which will be freed."""
         return tensor.clone() if self.unit.holds(tensor) else tensor
 
     def _watch_outputs(self, call: Call, fulls: Sequence[Tensor], out: Any, inputs: Any) -> Any:
@@ -313,7 +316,8 @@ class Hooks:
             self.engine.pre_backward_nodes.append(node)
 
     def _end_forward(self, call: Call, *, failed: bool = False) -> None:
-        """End the forward's lease, or keep it for the backward if the policy says so or the backward begins with this unit."""
+        """Release the lease of the forward, or keep it for the backward: if the unit's policy or the strategy says so, or if
+        the backward begins with this unit. It is never kept after an error (`failed`), nor if the backward does not use it."""
         engine, unit, keep = self.engine, self.unit, self.unit.unit_policy.keep
         if failed or call.reached is None or not call.needs_full_in_backward:
             keep = False
@@ -332,8 +336,8 @@ class Hooks:
     # -- dummy calls: a unit that this rank skipped is gathered, because other ranks call it
 
     def begin_dummy(self, differentiable: bool, by_read: bool) -> tuple[Call, Sequence[Tensor]]:
-        """Join the gather of a unit that other ranks call and this rank skips; return (call, full parameters) for `end_dummy`.
-        `differentiable`: a backward may follow. `by_read`: on other ranks, a read of a weight began the call."""
+        """Join the gather of the unit, which other ranks call and this rank skips; return (call, full parameters) for
+        `end_dummy`. `differentiable`: a backward may follow. `by_read`: on other ranks, a read of a weight began the call."""
         with torch.set_grad_enabled(differentiable):
             call, fulls = self._begin(differentiable, by_read, is_dummy=True)
         for watch in self.engine.observers.unit_is_full:
@@ -352,7 +356,7 @@ class Hooks:
 
 
 def attached_to(module: nn.Module) -> Hooks | None:
-    """Return the hooks of the unit that was attached to `module`; None if `module` is no unit."""
+    """Return the hooks that are attached to `module`; None if `module` is no unit."""
     return module.__dict__.get(ATTACHED)
 
 

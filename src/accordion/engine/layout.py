@@ -69,8 +69,8 @@ class Cut:
 def cut(shape: Sequence[int], num_ranks: int, itemsize: int, state_block: int = 1, num_replicas: int = 1) -> Cut:
     """Return how to divide a tensor over `num_ranks` ranks: on one dim, or not at all. `itemsize`: bytes per gathered element.
 
-    `state_block`: elements that share a scale in low-bit optimizer states; 1 for other optimizers. A tensor that such an
-    optimizer quantises stays whole, up to `PACK_LIMIT_BYTES`, if a rank's rows would end inside a block, or if it would be
+    `state_block`: elements that share a scale in low-bit optimizer states; 1 for other optimizers. A tensor of up to
+    `PACK_LIMIT_BYTES` that such an optimizer quantises stays whole if a rank's rows would end inside a block, or if it would be
     divided on another dim than 0. `num_replicas`, only for this check: ranks that divide each rank's rows once more.
     """
     c = _least_padded(shape, num_ranks, itemsize)
@@ -81,7 +81,7 @@ def cut(shape: Sequence[int], num_ranks: int, itemsize: int, state_block: int = 
 
 
 def rows_per_block(shape: Sequence[int], block: int) -> int:
-    """Return the least number of rows of dim 0 whose elements make whole blocks of `block` elements."""
+    """Return the least number of rows of dim 0 whose elements make whole blocks: for `shape` (n, 6) and `block` 4 it is 2."""
     return block // gcd(prod(shape[1:]), block)
 
 
@@ -139,9 +139,9 @@ class Message:
     """The layout of a group's tensors in this rank's shard buffer and in collectives. Offsets and numels are in elements.
 
     Indices into `cuts`: `direct`, large tensors that are sent from their own memory; `packed`, small ones that are copied into
-    one message; `whole`, those that are not divided. The shard buffer (`shard_numel`) has the direct shards; from `pack_start`
-    on this rank's row of the packed message, `pack_numel` elements and `num_flags` flags; then whole tensors. `shard_offsets`
-    has the offset of each tensor. Shards are padded to `Cut.chunk` rows.
+    one message; `whole`, those that are not divided. The shard buffer, `shard_numel` elements, has in this order: the direct
+    shards; at `pack_start` this rank's row of the packed message, `pack_numel` elements and `num_flags` flags; whole tensors.
+    `shard_offsets`: offset of each tensor. Shards are padded to `Cut.chunk` rows.
     """
 
     cuts: tuple[Cut, ...]
@@ -215,8 +215,8 @@ def full_offsets(cuts: Sequence[Cut], itemsize: int) -> tuple[tuple[int, ...], i
 
 
 def columns(numels: Sequence[int], most: int) -> list[list[tuple[int, int, int]]]:
-    """Divide tensors of `numels` elements into pieces of at most `most` elements, and return the pieces. A piece is a list of
-    (index of a tensor, start, stop). A tensor that fits into the piece before it joins that piece."""
+    """Divide tensors of `numels` elements into pieces of at most `most` elements, and return the pieces: lists of (index of a
+    tensor, start, stop). A tensor that fits into the last piece joins it. [2, 1], 3 -> [[(0, 0, 2), (1, 0, 1)]]."""
     pieces, left = list[list[tuple[int, int, int]]](), 0
     for i, numel in enumerate(numels):
         if pieces and numel <= left:

@@ -14,7 +14,7 @@ from accordion.errors import UsageError
 
 
 class ModuleParams:
-    """Sets the parameters that a unit's modules see: the full ones of the last `show` without a `hide`, or else the shards."""
+    """Sets the parameters that a unit's modules see: those of the last `show` that no `hide` has undone, or shards."""
 
     def __init__(self, params: Sequence[Param]) -> None:
         self._params = params
@@ -35,7 +35,7 @@ class ModuleParams:
         return [module for module in (ref() for ref in refs) if module is not None]
 
     def check_registry(self) -> None:
-        """Raise `UsageError` if code has replaced a module's parameter since `shard`. Do nothing while full ones are shown."""
+        """Raise `UsageError` if a module's parameter was replaced since `shard`. Does nothing while full ones are shown."""
         if self._shown:
             return
         shards = self.shards
@@ -100,7 +100,7 @@ class ModuleParams:
             module.__dict__["_parameters"] = dict(module._parameters)
 
     def _install(self) -> None:
-        """Write the full parameters that were shown last, or the shards, into the modules' dicts."""
+        """Write the full parameters that were shown last, or the shards, into the dicts (and lists, of RNNs) of modules."""
         fulls, registered = self._shown[-1] if self._shown else (None, False)
         in_dict = fulls is not None and not registered
         # A module may register its parameter again, as quantized ones do, also while a backward recomputes it.
@@ -124,10 +124,8 @@ class ModuleParams:
 
     def convert(self, module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
         """Apply the conversion `function` of `module.to(...)` and similar methods to the module's full parameters, if shown.
-
-        If they are not shown, raise `UsageError` if the conversion would change dtype or device of a shard: torch would replace
-        the sharded parameters by others that neither the graph nor the engine knows.
-        """
+        Otherwise convert nothing, and raise `UsageError` if the conversion would change dtype or device of a shard: torch would
+        replace the sharded parameters by others that neither the graph nor the engine knows."""
         for attributes, attr, i in self._places:
             if attributes is not module.__dict__:
                 continue

@@ -1,5 +1,5 @@
-"""Callbacks at the moments of a training step, for code outside of the engine that watches a model. An observer overrides the
-callbacks it needs and is attached with `engine.observers.attach`; the engine imports none."""
+"""Callbacks at the moments of a training step, for code outside of the engine that watches a model, such as checks that ranks
+agree. An observer overrides the callbacks it needs, and is attached with `engine.observers.attach`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class CallInForward(Protocol):
 class Observer:
     """Callbacks at the moments of a step, in the order of a step; each does nothing by default.
 
-    Observers are called in the order in which they were attached. An exception ends the forward or backward. Only `unit_enters`,
-    `unit_leaves`, `unit_returns` and the callbacks at the start and end of forwards and backwards may wait for other ranks.
-    "Outermost": the call of a unit that is inside of no other unit's call.
+    Observers are called in the order in which they were attached. An exception ends the forward or backward. They must not wait
+    for other ranks in `unit_is_full`, `outputs_are_ready`, `full_gradients`, `memory_is_for`, `unit_unshards`, `unit_reshards`
+    and `interrupted`. "Outermost": the call of a unit that is inside of no other unit's call.
     """
 
     def unit_is_called(self) -> None:
@@ -60,10 +60,11 @@ class Observer:
         False under no_sync."""
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
-        """Called before a forward outside of a backward gathers `unit`. `by_read`: a read of a weight begins this forward."""
+        """Called before a forward, not in a backward, gathers `unit`. `differentiable`: a backward may follow. `by_read`: a
+        read of a weight begins this forward."""
 
     def unit_is_full(self, call: CallInForward, fulls: Sequence[Tensor]) -> None:
-        """Called when the unit of `call` is gathered, and its modules see the full parameters `fulls`."""
+        """Called when the unit of `call` is gathered. Its modules see the full parameters `fulls`, except in a dummy call."""
 
     def unit_leaves(self, call: CallInForward, out: Any, error: BaseException | None) -> Any:
         """Called at the end of the forward `call`. `out`: its result; None after the exception `error`; () for a dummy call.
@@ -71,16 +72,16 @@ class Observer:
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
-        """Called after a forward of a unit, when backwards through `out` will begin the call. `inputs`: (args, kwargs)."""
+        """Called after a forward with gradients enabled and result `out`. `fulls`: as modules saw. `inputs`: (args, kwargs)."""
 
     def forward_ends(self, error: BaseException | None) -> None:
         """Called when the outermost forward, not in a backward, has ended with `error` or None."""
 
     def backward_begins(self) -> None:
-        """Called when a backward reaches the first unit."""
+        """Called when a backward reaches its first unit, unless another backward is under way."""
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
-        """Called when a backward reaches `call`, before the unit is gathered; before a recomputation, `call` is None."""
+        """Called when a backward reaches `call`, before `unit` is gathered; `call` is None for a recomputation."""
 
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
         """Called with this rank's full gradients of a call's trained parameters, before they are reduced or summed."""
@@ -92,7 +93,7 @@ class Observer:
         """Called when all gradients of a backward are written. `reduced`: False if they were only summed on this rank."""
 
     def settles(self) -> None:
-        """Called before all ranks do something together between passes: a save, a load, a full state dict."""
+        """Called before all ranks do something together between steps: a save, a load, a full state dict."""
 
     def gradients_are_clipped(self, max_norm: float, norm_type: float) -> None:
         """Called at the start of `clip_grad_norm_`, with its arguments."""
@@ -114,7 +115,8 @@ MOMENTS = [name for name in vars(Observer) if not name.startswith("_")]
 
 
 class Observers:
-    """The observers of one model. For each method of `Observer`, an attribute of the same name: the tuple of callbacks."""
+    """The observers of one model. Each method of `Observer` has an attribute of its name, the tuple of callbacks to call: `for
+    notify in observers.forward_ends: notify(None)`."""
 
     if TYPE_CHECKING:
 

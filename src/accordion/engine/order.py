@@ -16,8 +16,8 @@ START, END = -1, -2
 
 
 class UnitOrder:
-    """The order in which units ran: for each unit (by index) and phase, the unit that followed it the last time. Results depend
-    on this alone, never on time or memory, so that all ranks gather the same units in one order.
+    """The order in which units ran: for each unit (by index) and phase, the unit that followed it the last time. Choices depend
+    on this record alone, never on time or memory, so that all ranks gather the same units in one order.
 
     `budget_bytes`: the most bytes of full parameters to prefetch; None: one unit of any size. `num_bytes`: bytes of each unit's
     full parameters; whoever adds a unit to the model appends them.
@@ -36,7 +36,7 @@ class UnitOrder:
         self._last[phase] = START
 
     def visit(self, phase: Phase, unit: int) -> None:
-        """Record that `unit` is about to run. The first backward is expected to run in the reverse order of the forward."""
+        """Record that `unit` is about to run. A first backward is expected to run in the reverse order of the forward."""
         last = self._last[phase]
         if last == unit:
             return
@@ -71,8 +71,8 @@ class UnitOrder:
         return self._next[phase].get(unit) == END
 
     def ahead(self, phase: Phase, unit: int) -> Sequence[int]:
-        """Return the units to prefetch while `unit` runs: the next ones that fit into the budget; without a budget, one. Units
-        that are gathered already are included."""
+        """Return the units (indices) to prefetch while `unit` runs: the expected ones that fit into the budget together;
+        without a budget, at most one. Units that are gathered already are included."""
         following, left_bytes = self.after(phase, unit), self.budget_bytes
         if left_bytes is None:
             return () if following is None or following == unit else (following,)

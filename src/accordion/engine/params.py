@@ -18,9 +18,9 @@ from accordion.engine.layout import Cut
 
 
 class TensorParallelView:
-    """The DTensor that a parameter was before `shard`, which shards its local tensor. A call with the gathered local tensor
-    returns the DTensor, connected to it in autograd's graph. `communicators`: one per mesh axis of several ranks that divides it.
-    """
+    """The DTensor that a parameter was before `shard` (tensor parallelism); the engine shards its local tensor. Called with the
+    gathered local tensor, this object returns the DTensor, connected to that tensor in autograd's graph. `communicators`: one
+    for each mesh axis of several ranks over which the DTensor is divided."""
 
     def __init__(
         self, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], device: torch.device
@@ -36,7 +36,7 @@ class TensorParallelView:
         )
 
     def whole(self, full: Tensor) -> Tensor:
-        """Return the full tensor, made of the local tensor `full` of each rank. A collective."""
+        """Return the tensor of the unsharded model, made of the local tensor `full` of each rank of `mesh`. A collective."""
         return self(full.detach()).full_tensor()
 
     def part_of(self, whole: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ class Param:
     """A parameter of the model and its sharded form. `places`: (module, attribute name) of each module that reads it.
 
     `cut`: the rows that each rank keeps. `grad_dtype`: dtype of the sharded gradient; None: that in which it is summed.
-    `grad_like`: a DTensor with dtype and placement of the gradient. `extension`, `around`: make what modules see out of a
-    gathered tensor, a tensor subclass or the DTensor of tensor parallelism. `context`: the ranks that share the rows.
+    `grad_like`: a DTensor with dtype and placement of the gradient. `context`: the ranks that share the rows. Modules see the
+    gathered tensor, or what `extension` (a tensor subclass) and then `around` (a DTensor of tensor parallelism) make of it.
     """
 
     name: str

@@ -19,8 +19,8 @@ class PendingReduce:
 
     `chosen`: indices of the parameters in `group`. `grads`: a full gradient for each; None if this rank has none. `sent`: the
     dtype in which they are sent. `ours`: True for gradients to which nothing else refers, so that they may be overwritten.
-    `height`: the gradients are those of a `Slice` with so many rows of each rank; None: of all rows. `goes_on`: True if a reduce
-    over a second axis follows, on another stream.
+    `height`: number of rows per rank if the gradients are those of a `Slice`; None for those of all rows. The attribute
+    `goes_on` is True if a reduce over a second axis follows, on another stream.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PendingReduce:
             self._go_on()
 
     def _all_steps(self) -> Steps:
-        """Reduce over both mesh axes on one stream; used if at most one of them has several ranks."""
+        """Generator: reduce over both mesh axes on one stream. Used if at most one of them has several ranks."""
         yield from self._first.steps()
         if self._group.context.replicate.num_ranks > 1 or self._last is not self._first:
             yield from self._outer_steps()
@@ -72,7 +72,7 @@ class PendingReduce:
             self._finish_sums(self._first.buffers, self._first)
 
     def _outer_steps(self) -> Steps:
-        """Sum the results of the first reduce over the `replicate` axis, whose ranks have the same rows, and scale them."""
+        """Generator: sum the results of the reduce over the `shard` axis over the `replicate` axis too, and scale the sums."""
         first, last, replicate = self._first, self._last, self._group.context.replicate
         if last is not first:
             last.load(first.results, first.flag_sums.expand(replicate.num_ranks, -1), [True] * len(first.results))
@@ -91,8 +91,8 @@ class PendingReduce:
         self._outer = side_stream.start(self._outer_steps(), buffers, self._group.reduces)
 
     def arrive(self) -> None:
-        """Let the compute stream wait for the reduce over the first axis; with gloo, the host waits too. With a hybrid strategy
-        also begin the reduce over the second axis, unless it has begun, and free most buffers."""
+        """Let the compute stream wait for the reduce over the first axis; with gloo, the host waits too. If a reduce over a
+        second axis follows (`goes_on`), begin it, unless it has begun, and free buffers that only the first one needed."""
         if self._transfer is not None:
             self._transfer.land()
             if self.goes_on and self._outer is None:
@@ -106,14 +106,14 @@ class PendingReduce:
         return any(transfer is not None and not transfer.ended for transfer in (self._transfer, self._outer))
 
     def abandon(self) -> None:
-        """Give up the results without a wait of the host."""
+        """Give up the results and drop the buffers, without a wait of the host."""
         for transfer in (self._transfer, self._outer):
             if transfer is not None:
                 transfer.abandon()
 
     def _finish_sums(self, buffers: list[Tensor], reduction: AxisReduce | None = None) -> None:
-        """Scale the sums in `buffers` in place, then call `after_reduce`, if set, for each buffer. `reduction`: the reduce whose
-        flags in `buffers` are restored after that; None for one rank."""
+        """Scale the sums in `buffers` in place, then call `group.after_reduce`, if set, with each buffer. `reduction`: the
+        reduce whose flags are in `buffers`, and are restored after that; None on a single rank, which has no flags."""
         group = self._group
         if group.scale != 1.0 and len(buffers) == 1:
             buffers[0].mul_(group.scale)
@@ -129,15 +129,15 @@ class PendingReduce:
 
     def finish_in_tier(self, adding: Sequence[bool], decide: bool) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """Call `finish(decide)`, and begin to move the rows that it returns to host or disk if gradients are offloaded there.
-        Returns (rows in that memory, copy under way or None). `adding`: True for rows that the caller only adds to a gradient."""
+        Returns (the rows in that memory, copy under way or None). `adding`: True for rows that are only added to a gradient."""
         rows, group = self.finish(decide), self._group
         # If the sums are cast to be gradients, the compute stream does that.
         made_by = (self._outer or self._transfer) if group.sums_are_grads else None
         return group.shard_buffer.put(self._chosen, rows, adding, made_by)
 
     def counted(self) -> list[tuple[Tensor, int] | None]:
-        """Return for each parameter (counts, k) if this rank has no gradient: `counts[k]`, on the device, is the number of
-        ranks that have one. None if this rank has a gradient, or if there is no other rank."""
+        """Return for each parameter (sums, k) if this rank has no gradient: `sums[k]`, on the device, is 0 if no rank has one,
+        after the reduce. None if this rank has a gradient, or if there is no other rank."""
         if not self.absent or self._transfer is None:
             return [None] * len(self._chosen)
         sums, absent = self._last.flag_sums, set(self.absent)
@@ -145,10 +145,8 @@ class PendingReduce:
 
     def finish(self, decide: bool = True) -> list[Tensor | None]:
         """Let the compute stream wait for the reduce; return this rank's rows of each sum, in the sharded gradient's dtype.
-
         `decide`: return None, not zeros, for gradients that no rank has; if this rank lacks one, the host waits for the device.
-        Raises an error if ranks reduced different units, when the waiter asks for this check.
-        """
+        Raises `DivergenceError` if ranks reduced different units and the waiter asks for this check."""
         group, waiter = self._group, self._group.context.waiter
         if self._transfer is not None:
             self.arrive()

@@ -21,8 +21,8 @@ CAST_BYTES, CAST_SHARE = 256 * 1024 * KIB, 8
 
 
 class ReducePlan:
-    """The layout and algorithm of a reduce over an axis, computed once: gradients of dtype `sent` are summed in `dtype`,
-    together with `num_flags` extra elements.
+    """The layout and algorithm of a reduce over an axis, computed once: gradients of dtype `sent`, divided as `cuts`, are
+    summed in `dtype`, together with `num_flags` extra elements.
 
     `taken`: on an axis of one rank, the indices of large gradients. Their results are not in the result buffer, but are the
     gradients themselves, or copies. `others`: all other indices. `places`: for each of `others`, the (shape, stride, offset) of
@@ -66,8 +66,8 @@ class ReducePlan:
 
     def _in_pieces(self) -> tuple[list[slice], list[int], int]:
         """Return (pieces, offset of each large gradient in the receive buffer, numel of that buffer) for an all-to-all. A piece
-        is a slice of large gradients that are sent together. Pieces are received one after the other into the same memory;
-        small, packed gradients go with the last."""
+        is a slice of the list of large gradients: these are sent together. Pieces are received one after the other into the
+        same memory; small, packed gradients go with the last piece."""
         rows = self.axis.num_ranks - self.sends
         numels = [rows * aligned(part.stop - part.start, self.wire.itemsize) for part in self.direct]
         least = max([*numels, PIECE_BYTES // self.wire.itemsize])
@@ -128,12 +128,12 @@ class AxisReduce:
         return [*self.buffers, self._pack, *self._direct, *self._received]
 
     def free(self) -> None:
-        """Drop all memory except that of the results. Call this after `steps`."""
+        """Drop all buffers except those of the results and flag sums. Call this after `steps`."""
         self._pack, self._direct, self._received = self._out_pack, [], []
 
     def load(self, grads: Sequence[Tensor], flags: Tensor, ours: Sequence[bool]) -> None:
-        """Fill the buffers to send: full gradients `grads`, and `flags` (num_ranks, num_flags), of which row r goes to rank r.
-        `ours`: True for gradients that may be overwritten, because nothing else refers to them."""
+        """Copy full gradients `grads`, and `flags` (num_ranks, num_flags), row r of which is for rank r, to the buffers to
+        send. Large gradients may be sent as they are. `ours`: True for those to which nothing else refers: they may change."""
         plan, msg, wire = self._plan, self._msg, self._plan.wire
         for i in plan.taken:
             self.results[i] = dense(grads[i], self.out.dtype, copy=not ours[i])
@@ -157,7 +157,7 @@ class AxisReduce:
             _torch.chunk_cat(parts, self._axis.num_ranks, out=self._pack)
 
     def steps(self) -> Steps:
-        """Generator: send what `load` has put into the buffers, and sum; yields works to wait for."""
+        """Generator: communicate what `load` has put into the buffers, and fill `results`; yields works to wait for."""
         communicator = self._axis.reduce
         if communicator.num_ranks == 1:
             if self._direct:
@@ -185,7 +185,7 @@ class AxisReduce:
                 yield communicator.sum(self._whole)
 
     def _cast(self, piece: Sequence[tuple[int, int, int]]) -> tuple[list[Tensor], list[Tensor]]:
-        """Copy one piece of the large gradients, cast, into the buffer for casts; return (outs, inputs) of its reduce-scatter."""
+        """Cast `piece`, columns of large gradients, into the buffer for casts; return (outs, inputs) of its reduce-scatter."""
         num, outs, inputs, at = self._axis.num_ranks, list[Tensor](), list[Tensor](), 0
         for i, start, stop in piece:
             inputs.append(self._received[0][at : at + num * (stop - start)])
@@ -228,5 +228,5 @@ def dense(grad: Tensor, dtype: torch.dtype, *, copy: bool) -> Tensor:
 
 
 def by_rank(grad: Tensor, c: Cut) -> Tensor:
-    """Return `grad` with the dim that `c` divides moved to the front, contiguous: the r-th chunk of rows is for rank r."""
+    """Return `grad`, contiguous, with the dim that `c` divides as dim 0, so that its r-th chunk of rows is for rank r."""
     return (grad.movedim(c.dim, 0) if c.dim else grad).contiguous()

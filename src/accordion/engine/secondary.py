@@ -18,10 +18,10 @@ from accordion.engine.streams import Steps, Transfer
 
 
 class LeavingBuffer(FullBuffer):
-    """A full buffer of which each rank keeps a copy of one slice (`part`) after a forward has freed the buffer.
+    """A full buffer of which each rank keeps a copy of one slice (the attribute `part`) after a forward has freed the buffer.
 
-    The slices are equal parts of the whole buffer, so that one all-gather restores it. `leaves`: False to keep none. `shows`:
-    version of the shards in the buffer, `NO_VERSION` if unknown. `left`: version of the shards in `part`.
+    The slices are equal parts of the whole buffer, so that one all-gather restores it. `leaves`: False to keep none. `shows`,
+    `left`: versions of the shards in the buffer and in `part`, `NO_VERSION` if unknown.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SecondaryGroup(CutGroup):
         return self._leaving
 
     def leaves(self, keeps: bool) -> None:
-        """Set whether later forwards keep slices of the full parameters. Without slices, backwards gather from all ranks."""
+        """Let later forwards keep slices of the full parameters if `keeps`. Without slices, backwards gather from all ranks."""
         self._leaving.leaves = keeps
 
     def gather(self) -> Transfer | None:

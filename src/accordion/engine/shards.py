@@ -45,7 +45,7 @@ class ShardBuffer:
         return []
 
     def refresh(self, version: int) -> Transfer | None:
-        """Update copies that gathers read to `version` of the shards; return the copy under way, or None if there is none."""
+        """Begin to update the copies, if any, from which gathers read, to `version`; return the copy under way, or None."""
         return None
 
     def read_by(self, transfer: Transfer) -> None:
@@ -69,14 +69,14 @@ class ShardBuffer:
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """Begin to move reduced gradients `rows` to the memory kind in which gradients are stored; by default do nothing.
 
-        Returns (rows there, copy under way or None). `chosen`: index of each row's parameter. `adding`: True for rows that the
-        caller only adds to a gradient. `after`: the transfer that makes the rows; None to wait for the compute stream.
+        Returns (tensors there that will have the rows, copy under way or None). `chosen`: index of each row's parameter.
+        `adding`: True for rows that are only added to a gradient. `after`: the transfer, if any, that makes the rows.
         """
         return rows, None
 
 
 class FlatShards(ShardBuffer):
-    """Shards in flat buffers, one per dtype, in the order of `msg`, so that small shards need no packing before a gather."""
+    """Shards in flat buffers, one per dtype, in the order of `msg`. With one dtype, gathers need not pack small shards."""
 
     def __init__(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], allocate: Allocate) -> None:
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else None
@@ -97,7 +97,7 @@ class FlatShards(ShardBuffer):
         self.tag = row[row.numel() - msg.num_flags :]
 
     def locals_in(self, flats: Sequence[Tensor]) -> list[Tensor]:
-        """Return each shard without padding, with its own storage, over the memory of `flats`, the flat buffers or copies."""
+        """Return each shard, without padding and with its own storage, over the memory of `flats`: `self.flats`, or copies."""
         shards = zip(self._places, self._cuts, strict=True)
         views = [local_view(flats[at][start : start + c.shard_numel], c, self._rank) for (at, start), c in shards]
         return [own_storage(view) for view in views]

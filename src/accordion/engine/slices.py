@@ -35,8 +35,8 @@ def why_not_sliced(unit: Unit) -> str:
 
 
 class Slices:
-    """The parameters of a unit for which `why_not_sliced` returns "", in slices of at most `max_rows` rows of all ranks together,
-    but at least one row of each rank."""
+    """The parameters of a unit for which `why_not_sliced` returns "", in slices of at most `max_rows` rows of all ranks
+    together, but at least one row of each rank. `gathered` iterates over them."""
 
     def __init__(self, engine: Engine, unit: Unit, max_rows: int) -> None:
         self.engine, self.unit, self.group = engine, unit, unit.groups[0]
@@ -46,8 +46,8 @@ class Slices:
         self.slices = [Slice(cut, start, min(start + height, cut.chunk)) for start in starts]
 
     def gathered(self) -> Iterator[tuple[Slice, list[Tensor]]]:
-        """Yield each slice with its rows of each parameter, while the next slice is gathered. The caller does not write shards
-        meanwhile, and drops the rows of a slice before it takes the next one. Collective."""
+        """Yield (slice, for each parameter the rows of all ranks in it), while the next slice is gathered. The caller must not
+        write shards meanwhile, and should drop the rows of a slice before it takes the next one. A collective."""
         buffer = self.group.shard_buffer
         buffer.ready()
         copy = buffer.refresh(self.group.version())
@@ -82,7 +82,7 @@ class Slices:
 
 
 class SlicedReduce(PendingReduce):
-    """The reduce of the gradients of a call, begun slice by slice by `add`; `write` ends it. One slice is under way at a time."""
+    """The reduce of the gradients of a call, slice by slice: `add` begins one after the other, `write` ends the last."""
 
     def __init__(self, call: Call) -> None:
         ((self._group, _, self._chosen),) = call.trained.by_group
@@ -97,8 +97,8 @@ class SlicedReduce(PendingReduce):
         call.engine.gradients.reduces.append([self])  # until `hand_over`, or `Engine.recover` after an error
 
     def add(self, part: Slice, grads: Sequence[Tensor]) -> None:
-        """Begin to reduce the gradients of the slice `part`, after the reduce of the slice before has ended. `grads`: one per
-        trained parameter, each (rows of all ranks with padding, ...)."""
+        """End the reduce of the slice before, and begin to reduce the gradients of the slice `part`. `grads`: one per trained
+        parameter, each (rows of all ranks with padding, ...); they may be overwritten."""
         self.finish()
         group, sent, ours, allocate = self._group, self._group.dtype, [True] * len(grads), self._call.engine.allocate
         grads = [grad.to(sent) for grad in weighted(grads, self._call.weight, zeros=True) if grad is not None]
@@ -115,7 +115,7 @@ class SlicedReduce(PendingReduce):
         return list(self._totals)
 
     def write(self) -> Sequence[Tensor | None]:
-        """Write the sharded gradients; return those that autograd must accumulate, one or None per trained parameter."""
+        """Add the sharded gradients to `.grad`; return those left to autograd, one or None per trained parameter."""
         grads = hand_over(self._call, [self], self._call.engine.gradients.may_write())
         return [None] * len(self._totals) if grads is None else grads[2:]
 
@@ -141,7 +141,7 @@ def begin_call(engine: Engine, unit: Unit) -> Call:
 
 
 def begin_backward(call: Call) -> None:
-    """Record that the running backward reaches `call`. Raises `UsageError` if its parameters were changed since its forward."""
+    """Record that the running backward reaches `call`. Raises `UsageError` if parameters were changed since `begin_call`."""
     if call.version != call.unit.groups[0].version():
         raise changed_error(call.unit)
     call.engine.join(_torch.current_graph_task(), call)

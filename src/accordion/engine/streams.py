@@ -21,8 +21,8 @@ PAUSE_S = 5e-4  # poll interval of a thread that waits for an event
 
 
 class Waiter(Protocol):
-    """Protocol for waits of the host for other ranks, and for errors if these fail; implemented in `safety/divergence.py`.
-    `broken`: the reason why collectives are not safe any more, None while they are."""
+    """Protocol for waits of the host for other ranks, and for checks that these do the same; implemented in
+    `safety/divergence.py`. `broken`: the reason why collectives are not safe any more, None while they are safe."""
 
     broken: str | None
 
@@ -30,13 +30,13 @@ class Waiter(Protocol):
         """Raise `DivergenceError` if collectives are not safe any more."""
 
     def wait(self, pending: Pending, what: str) -> None:
-        """Let the host wait for the works in `pending`. `what`: what this rank does, for messages."""
+        """Let the host wait for the works in `pending`. Raises `DivergenceError` if one fails. `what`: what this rank does."""
 
     def looks(self, device: torch.device) -> bool:
         """Return True if the caller should compare the tags (numbers of units) of a collective on `device`."""
 
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
-        """Raise an error unless each row of `rows` (num_ranks, n) equals `expected` (n,). `what`: for the message."""
+        """Raise an error, or let the device assert, unless each row of `rows` (num_ranks, n) equals `expected` (n,)."""
 
     def tell(self, text: str) -> None:
         """Report to the ranks that wait for this one that it has failed. Their error then names this rank and has `text`."""
@@ -85,7 +85,7 @@ class SideStream:
             self.stream.wait_event(event)
 
     def follow(self) -> Any:
-        """Let this side stream wait for all work on the compute stream so far, and return the latter; None without streams."""
+        """Let this side stream wait for all work so far on the compute stream, and return that stream; None without streams."""
         stream = self.compute()
         if stream is not None:
             self.stream.wait_event(stream.record_event())
@@ -118,7 +118,7 @@ class SideStream:
     def copy(
         self, copies: Callable[[], None], tensors: list[Any], what: str, after: Transfer | None = None
     ) -> Transfer:
-        """Run `copies()` on this side stream, as `start` does with steps, and return the transfer."""
+        """Run `copies()`, which begins copies, on this side stream; return the transfer. The rest is as in `start`."""
 
         def steps() -> Steps:
             copies()
@@ -129,8 +129,8 @@ class SideStream:
     def start(self, steps: Steps, tensors: list[Any], what: str, after: Transfer | None = None) -> Transfer:
         """Start `steps` on this side stream, after all work on the compute stream so far, and return their transfer.
 
-        `tensors`: kept alive until the transfer has landed. `what`: what this rank does, for messages. `after`: a transfer
-        after which the steps run, instead of the work on the compute stream.
+        `tensors`: buffers kept alive until `Transfer.land`. `what`: what this rank does, for messages, such as "reduces unit 3
+        (layers.3)". `after`: a transfer after which the steps run, instead of the work on the compute stream.
         """
         transfer = self.makes(self, steps, tensors, what)
         transfer.begin(after)
@@ -207,7 +207,7 @@ class Transfer:
         self._tensors.clear()
 
     def abandon(self) -> None:
-        """Give up the result without a wait of the host, and drop the buffers. Unfinished works of gloo keep their memory."""
+        """Give up the result without a wait of the host, and drop the buffers; unfinished works of gloo keep them alive."""
         if self.ended:
             self.land()
         if self._pending is not None:
@@ -221,7 +221,7 @@ class Transfer:
             stream.wait_event(self._end)
 
     def join(self, side_stream: SideStream) -> None:
-        """Let another side stream wait for the end. Keep this transfer alive until a later one on that stream has landed."""
+        """Let `side_stream` wait for the end. The caller keeps this transfer alive until a later one there has landed."""
         self._finish()
         side_stream.wait(self._end)
 

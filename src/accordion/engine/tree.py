@@ -18,7 +18,7 @@ def map_tensors(
     """Return `tree`, nested tuples, lists, mappings and dataclasses, with each tensor replaced by `function(tensor)`.
 
     A container without changes stays the same object; a changed one is copied. Objects of other types stay as they are.
-    `in_mutable`: the function for tensors inside lists and mappings, by default `function`.
+    `in_mutable`: the function for tensors inside lists and mappings, but not below a dataclass; by default `function`.
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -70,7 +70,7 @@ def _collect(tree: Any, tensors: list[Tensor]) -> None:
 
 
 def overlapping(outputs: Sequence[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
-    """Return the `outputs` that share memory with another output or with one of `others`."""
+    """Return the `outputs` that share their storage with another output or with one of `others`."""
     count = Counter(t.untyped_storage()._cdata for t in outputs if t.layout is torch.strided)
     count.update({t.untyped_storage()._cdata for t in others if t.layout is torch.strided})
     return [t for t in outputs if t.layout is torch.strided and count[t.untyped_storage()._cdata] > 1]

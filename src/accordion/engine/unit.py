@@ -27,7 +27,7 @@ class ReduceNode:
     """The autograd node that waits for the reduces of a unit's gradients; calls share it, because creating one takes 40 us.
 
     `edge`: its output, a scalar that links it to each call's node Gather. `stream`: the compute stream on which the node runs.
-    `reducing`: id of a running backward -> the calls whose gradients are being reduced, each with its reduces.
+    `reducing`: id of a running backward -> the (call, its reduces) for which the node will wait.
     """
 
     edge: Tensor
@@ -39,8 +39,8 @@ class ReduceNode:
 class TrainedParams:
     """The parameters of a unit that require gradients, as parallel lists, and the autograd node that their calls share.
 
-    `indices`: their indices in the unit. `params`: the sharded parameters. `views`: the full ones. `likes`: DTensors with
-    placement and dtype of the sharded gradients. `by_group`: (group, slice of `indices`, indices in the group) per group.
+    `indices`: theirs in the unit. `params`: the sharded parameters. `views`: the full ones. `likes`: DTensors with placement
+    and dtype of the sharded gradients. `by_group`: per group with such parameters (group, slice of these lists, indices in it).
     """
 
     indices: tuple[int, ...]
@@ -55,10 +55,10 @@ class TrainedParams:
 class UnitPolicy:
     """Settings of one unit that may differ from the strategy and change between passes.
 
-    `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: also after a backward, until
-    a reduce or a write of shards. `reduces`: False sums gradients on this rank, as under no_sync. `ahead`: indices of the units
-    to prefetch while this one runs, by phase; a phase without an entry follows the recorded order. `on_convert`: called before
-    `module.to(...)` and similar methods.
+    `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: keep them after a backward too,
+    until gradients are reduced or shards written. `reduces`: False to sum gradients on this rank, as under no_sync. `ahead`:
+    indices of the units to prefetch while this one runs, by phase; a phase without an entry follows the recorded order.
+    `on_convert`: called before `module.to(...)` and similar methods.
     """
 
     keep: bool | None = None
@@ -192,8 +192,8 @@ class Unit:
         return self.is_unsharded and not self._under_way
 
     def acquire(self) -> int:
-        """Take a lease on the full parameters, and return the version of the shards from which they were gathered. Call `unshard`
-        before. The compute stream waits for the gather. The memory is freed when every lease was released."""
+        """Take a lease on the full parameters, and return the version of the shards from which they were gathered. Call
+        `unshard` before. The compute stream waits for the gather. The memory is kept until every lease is released."""
         if self._under_way:
             self._land()
             version = sum([g.filled for g in self._gathered])
@@ -209,7 +209,7 @@ class Unit:
         return version
 
     def _land(self) -> None:
-        """Let the compute stream wait for the gathers under way."""
+        """Let the compute stream wait for the gathers under way, and free their temporary memory."""
         transfers = self._under_way
         for transfer in transfers:
             transfer.land()
@@ -252,7 +252,7 @@ class Unit:
         self.mark_stale()
 
     def note_memory(self) -> None:
-        """Record the memory of full plain parameters, so that `lost_write` detects `weight.data = ...`."""
+        """Record the memory of full parameters, if they are plain tensors, for `lost_write` to detect `weight.data = ...`."""
         # None for fake tensors, which have no addresses.
         is_real = not self.module_params.has_around and all(_torch.fake_device(v) is None for v in self.views)
         self._memory = [v.data for v in self.views] if is_real else None
@@ -278,7 +278,7 @@ class Unit:
             group.mark_stale()
 
     def writes(self) -> int:
-        """Return the number of writes into full parameters so far, by the model's code, which are lost; gathers do not count."""
+        """Return the number of writes into full parameters so far. Gathers do not count. Such writes do not reach shards."""
         return sum([full_buffer.flat._version for full_buffer in self._full_buffers])
 
     def lost_write(self, writes: int, fulls: Sequence[Tensor]) -> UsageError | None:
@@ -322,8 +322,8 @@ class Unit:
     ) -> list[PendingReduce]:
         """Begin to reduce full gradients over ranks; return one `PendingReduce` per entry of `trained.by_group`.
 
-        Sums that backwards under no_sync left on this rank are added and forgotten. `grads`: one per trained parameter; None to
-        reduce those sums alone. `ours`: True for gradients to which nothing else refers.
+        Sums that backwards under no_sync left on this rank are added to them and forgotten. `grads`: one per trained parameter;
+        None to reduce those sums alone. `ours`: True for gradients to which nothing else refers: they may be overwritten.
         """
         added = not self.local_sums.pending.isdisjoint(trained.indices)
         if added or grads is None:
@@ -337,8 +337,9 @@ class Unit:
     def as_gradients(
         self, trained: TrainedParams, parts: Sequence[PendingReduce], adding: Sequence[bool], decide: bool = True
     ) -> tuple[list[DTensor | None], list[Transfer]]:
-        """Wait for the reduces `parts`; return (sharded gradient per trained parameter, copies to host or disk under way).
-        `adding`: True for gradients that the caller only adds to others. `decide`: as in `PendingReduce.finish`."""
+        """Wait for the reduces `parts`; return (sharded gradient or None per trained parameter, copies to host or disk under
+        way). `adding`: True for gradients that the caller only adds to others. `decide`: return None, not zeros, for a gradient
+        that no rank has; if this rank lacks one, the host then waits for the device."""
         local: list[Tensor | None] = []
         copies: list[Transfer] = []
         for (_, at, _), part in zip(trained.by_group, parts, strict=True):
