@@ -30,8 +30,7 @@ class AdaptedLinear(nn.Module):
 
 
 class PlannedFourBitLinear(FourBitLinear):
-    """Stand-in for a `FourBitLinear`. It dequantises its weights by torch's operators, which a trace sees. Its values are
-    wrong."""
+    """Stand-in for a `FourBitLinear` that dequantises by torch's operators, which a trace sees. Its values are wrong."""
 
     def forward(self, input: Tensor) -> Tensor:
         out: Tensor = _FourBit.apply(input, self.weight.view(self.out_features, -1))  # type: ignore[no-untyped-call]

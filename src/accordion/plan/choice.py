@@ -97,8 +97,7 @@ class Choice:
 
     @property
     def num_traced(self) -> int:
-        """Number of micro-batches to trace, at most `accumulate`: the first one, one for all later ones, and also the last one
-        if only that one reduces gradients."""
+        """Micro-batches to trace: at most the first, one for all later ones, and the last if it alone reduces gradients."""
         return min(self.accumulate, 2 if self.each_reduces else 3)
 
     @property

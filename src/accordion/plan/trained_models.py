@@ -69,8 +69,7 @@ ATTENTIONS = {  # option -> the key of `Efficiency.attention` whose speed is ass
 
 
 def _check_config(config: Any, model: str) -> None:
-    """Raise `UsageError` if `config` is of a model without layers, with both an encoder and a decoder, or with quantized
-    weights. `model`: its name in the message."""
+    """Raise `UsageError` if `config` has no layers, has both an encoder and a decoder, or has quantized weights."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise UsageError(f"model {model!r} has {layers} layers (num_hidden_layers); it takes 1 or more.")
@@ -162,8 +161,7 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
 
 def language_subject(config: Any, label: str, micro_batch: int, seq: int, kernels: Kernels) -> Subject:
     """Return the training to trace: the language model of `config`, micro-batches of `micro_batch` random sequences of `seq`
-    tokens, and a loss. The loss function raises `UsageError` if the model's own code fails. `label`: name of the model in
-    errors."""
+    tokens, and a loss, which raises `UsageError` if the model's own code fails. `label`: name of the model in errors."""
     vocab = int(config.get_text_config().vocab_size)
 
     def tokens_and_labels() -> tuple[Tensor, Tensor]:

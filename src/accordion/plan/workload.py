@@ -88,9 +88,8 @@ class Trained:
 
 
 def trained(workload: Workload) -> Trained:
-    """Return a workload's model on the meta device, with its loss and batches; a module in `workload` stays as it is. Raises
-    `UsageError` if the model cannot be planned, for example because its configuration cannot be read, or because a parameter is
-    a DTensor."""
+    """Return a workload's model on the meta device, with its loss and batches; a module is copied. Raises `UsageError` if the
+    model cannot be planned, for example because its configuration cannot be read, or because a parameter is a DTensor."""
     if isinstance(workload.model, str):
         name, seq, kernels = workload.model, workload.seq, workload.kernels
         where = f"model {name!r}"

@@ -59,8 +59,7 @@ class Candidate:
         return self.memory.needed_bytes if self.memory is not None else self.least_bytes
 
     def tokens_per_s(self, tokens: int, rate: str = "middle") -> float:
-        """Return the tokens per second and GPU. `tokens`: tokens per sample. `rate`: a key of `steps`, which must not be
-        None."""
+        """Return tokens per second and GPU; `steps` must not be None. `tokens`: tokens per sample. `rate`: a key of `steps`."""
         assert self.steps is not None
         return self.choice.samples * tokens / self.steps[rate].seconds
 
@@ -77,8 +76,7 @@ class Evaluator:
         self._most = int((self._cluster.card_bytes - OUTSIDE_BYTES) / MARGIN)
 
     def candidates(self, chosen: Sequence[Choice]) -> list[Candidate]:
-        """Evaluate `chosen` in order, each with one offload of states after the other until one fits. Return all candidates,
-        one for each pair of choice and offload that was tried."""
+        """Evaluate `chosen` in order, each with one or more offloads of states. Return one candidate for each offload tried."""
         return [c for choice in chosen for c in self._offloads(choice)]
 
     def _offloads(self, choice: Choice) -> Iterator[Candidate]:
@@ -133,9 +131,9 @@ class Evaluator:
         return [self.candidate(choice) for choice in more[:NUM_VARIED]]
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Evaluate and return new candidates if none of `candidates` fits on all GPUs; else return []. They are up to
-        `NUM_VARIED` of those that need least memory, changed to offload the inputs of recomputed units. Places are tried one
-        after the other until a candidate fits."""
+        """Evaluate and return new candidates if none of `candidates` fits on all GPUs; else return []. New are up to
+        `NUM_VARIED` of those that need least memory, with inputs of recomputed units offloaded to one place after the other
+        until one fits."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
         if any(c.fits for c in on_all):
             return []
@@ -152,8 +150,7 @@ class Evaluator:
     # -- bounds
 
     def promising(self, chosen: Sequence[Choice]) -> list[Choice]:
-        """Return `chosen` sorted by the speed that bounds allow. The fastest are first, so that they can rule out slower
-        ones."""
+        """Return `chosen` sorted by the speed that bounds allow: fastest first, since they may rule out slower ones."""
         return sorted(chosen, key=lambda c: self._least_s(c) / c.samples)
 
     def _floor(self, choice: Choice) -> Floor | None:
@@ -192,9 +189,8 @@ class Evaluator:
     # -- figures
 
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
-        """Set memory, times, bytes and `fits` of `candidate`, and return it. Stores its floor and speed, which may rule out
-        later choices. `log`: log of its step without offloaded states. `traced`: log of its step with offload, for the memory;
-        None: derive it from `log`."""
+        """Set the figures of `candidate`, and return it. Stores its floor and speed, which may rule out later choices. `log`:
+        log of its step without offloaded states. `traced`: log with offload, for the memory; None: derive it from `log`."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         is_own = any(log is own for own in self.traces.traced.values())  # not extrapolated
         candidate.is_traced = is_own and (traced is not None or not choice.offload.is_any)
@@ -242,8 +238,8 @@ class Evaluator:
         return best
 
     def fastest(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the candidate that needs least memory, of those that fit and are as fast as the fastest, but for a share of
-        `AS_FAST`. None if none fits."""
+        """Return the candidate that needs least memory of all that fit and are at most `AS_FAST` slower than the fastest, or
+        None."""
         fitting = [c for c in candidates if c.fits]
         if not fitting:
             return None

@@ -75,15 +75,14 @@ class Space:
         return OPTIMIZERS[self.optimizer].state_bytes * self.master_share
 
     def offloads_of(self, choice: Choice) -> Sequence[Offload]:
-        """Return the offloads of states to try for `choice`, in order; only the first if its strategy keeps full parameters
-        until the backward, or does not shard gradients."""
+        """Return the offloads to try for `choice`; only the first if its strategy keeps full parameters or full gradients."""
         offloads = self.search.offloads
         searched = choice.strategy.grads is Place.SHARD and not choice.strategy.keep_until_backward
         return offloads if searched or len(offloads) == 1 else offloads[:1]
 
     def choices(self) -> list[Choice]:
-        """Return every choice of the space, without offload of parameters and states, and without the variants that are tried
-        only if nothing fits. Raises `UsageError` if there is none."""
+        """Return every choice to try at first, without offload of parameters and states. Raises `UsageError` if there is
+        none."""
         if choices := list(self.choices_over(self.search.sequence or 1)):
             return choices
         search = self.search
@@ -117,9 +116,9 @@ class Space:
                     yield choice.keeping(self.sharding.kept_over)
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
-        """Return the numbers of replicas to try on `gpus` GPUs. They are [1] if the strategy is not `hybrid`. Otherwise they
-        are the number in the search, or those that shard over 1, 2 and 4 nodes, without numbers that are 1 or do not divide
-        `gpus`; so there may be none."""
+        """Return the numbers of replicas to try on `gpus` GPUs: [1] unless the strategy is `hybrid`; else the number in the
+        search, or those that shard over 1, 2 and 4 nodes. Numbers that are 1 or do not divide `gpus` are left out, so there may
+        be none."""
         asked, node = self.search.replicas, self.cluster.node
         if not hybrid:
             return [1]

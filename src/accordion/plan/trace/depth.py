@@ -18,8 +18,7 @@ PERIODS = 3  # periods in the middle: the second one is repeated if the first an
 
 
 def num_traced(num_blocks: int, period: int, later: int = 0) -> int:
-    """Return the number of blocks to trace, so that the log of all `num_blocks` equal blocks of a model can be derived from
-    them. Return `num_blocks` if there are only few.
+    """Return the number of equal blocks to trace, of `num_blocks`, so that the log of all can be derived; all if they are few.
 
     Args:
         period: distance of blocks with equal events; 2 if every second block is recomputed.
@@ -89,8 +88,7 @@ class _Segment:
 
 
 class IrregularError(Exception):
-    """Raised if no log of the deep model can be derived, because the events of the blocks do not repeat. The caller then traces
-    the whole model."""
+    """Raised if events of blocks do not repeat, so that no log of the deep model can be derived; all is traced then."""
 
 
 def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> int:
@@ -150,8 +148,7 @@ class Extension:
     # -- segments
 
     def _position(self, unit: int) -> tuple[int | None, int]:
-        """Return (index of the block, index within the block) of the unit with index `unit`; outside of blocks, (None,
-        `unit`)."""
+        """Return (index of the block, index within the block) of a unit; outside of blocks, (None, `unit`)."""
         if not self._first <= unit < self._end:
             return None, unit
         return divmod(unit - self._first, self._each)
@@ -215,8 +212,7 @@ class Extension:
                 yield from ((s, s.block + more) for s in segments if s.block is not None)
 
     def _deep_block(self, block: int) -> int:
-        """Return the index in the deep model of the traced block with index `block`. For a repeated block, it is that of the
-        last copy."""
+        """Return the index in the deep model of a traced block; for a repeated block, that of its last copy."""
         return block if block < self._start else block + self._added
 
     # -- events
@@ -244,10 +240,9 @@ class Extension:
         return self._numbers.setdefault(name, len(self._numbers))
 
     def _references(self, event: Free | Wait, segment: _Segment, block: int | None) -> Sequence[int]:
-        """Return the numbers, in the deep model's log, of the allocations or transfers to which `event` refers. There is one
-        number; if `segment` is outside of blocks, there may be one for each copy of a repeated block. `block`: index in the
-        deep model of this copy of `segment`. Raises `KeyError` if the deep model's log has no such allocation or transfer so
-        far."""
+        """Return the numbers, in the deep model's log, of the allocations or transfers to which `event` refers: one number, or
+        if `segment` is outside of blocks, perhaps one for each copy of a repeated block. `block`: index in the deep model of
+        this copy of `segment`. Raises `KeyError` if the deep model's log has no such allocation or transfer so far."""
         origin = self._origins.get(_key(event))
         if origin is None or origin.block is None:
             return [self._number(origin or _key(event))]

@@ -45,8 +45,8 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def check_experts(model: nn.Module, name: str, ranks: int) -> None:
-    """Raise `UsageError` if `model` has no experts, or if `ranks` does not divide the number of experts in each module that
-    holds some. `name`: name of the model, for the message."""
+    """Raise `UsageError` if `model`, called `name`, has no experts, or if `ranks` does not divide a module's number of
+    experts."""
     modules = experts_in(model)
     if not modules:
         raise UsageError(

@@ -80,8 +80,7 @@ def has(strategy: Strategy) -> bool:
 
 
 def check_sharding(sharding: Sharding) -> None:
-    """Raise `UsageError` if FSDP2 does not support the strategy of `sharding`, or if a field that is not in `FIELDS` differs
-    from its default."""
+    """Raise `UsageError` if FSDP2 does not support the strategy of `sharding`, or a field that differs from its default."""
     config = sharding.as_config()
     if others := [f"{name}={value}" for name, value in config.items() if name not in FIELDS]:
         raise UsageError(
@@ -149,9 +148,9 @@ def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> d
 
 @contextmanager
 def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
-    """Context manager in which collectives of fake tensors send nothing; this stays so afterwards, in the whole process.
-    Inside, if `run` is for CUDA, streams and events of `torch.cpu` are replaced by ones that `tracker` logs, since a trace runs
-    on fake CPU tensors. Operators by which DTensor infers shapes are not logged."""
+    """Context manager in which collectives of fake tensors send nothing (also afterwards, in the whole process), and operators
+    by which DTensor infers shapes are not logged. If `run` is for CUDA, it replaces streams and events of `torch.cpu` by ones
+    that `tracker` logs, since a trace runs on fake CPU tensors."""
     _torch.fake_collectives()
     streams = _named_streams(tracker) if run.device == "cuda" else nullcontext()
     with _torch.around_propagation(tracker.paused), streams:
@@ -160,8 +159,7 @@ def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
 
 @contextmanager
 def _named_streams(tracker: Tracker) -> Iterator[None]:
-    """Context manager in which `torch.cpu` creates streams and events that `tracker` logs, in place of its own, which do
-    nothing. The streams get the names in `STREAMS`, in order."""
+    """Context manager in which `torch.cpu` creates streams, named as in `STREAMS`, and events that `tracker` logs."""
     names = iter(STREAMS)
     streams = {Streams.COMPUTE: _Stream(Streams.COMPUTE, tracker)}
 
@@ -185,8 +183,7 @@ def _named_streams(tracker: Tracker) -> Iterator[None]:
 
 
 class _Event:
-    """Stand-in for a device event, whose `record` and `wait` are logged in `tracker`. An event that was not recorded is no
-    wait."""
+    """Stand-in for a device event, whose `record` and `wait` are logged in `tracker`. `wait` before `record` does nothing."""
 
     def __init__(self, tracker: Tracker, *options: object, **named: object) -> None:
         self._tracker = tracker

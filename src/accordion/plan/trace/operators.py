@@ -50,8 +50,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _with_all_heads(func: Any, args: Any) -> Any:
-    """Return a list of the arguments `args` of an attention operator, in which key and value are expanded to as many heads as
-    the query has, as torch 2.11's counter needs them."""
+    """Return `args` of attention with key and value expanded to all heads of the query, as torch 2.11's counter needs them."""
     at = {argument.name: i for i, argument in enumerate(func._schema.arguments[: len(args)])}
     heads, args = args[at["query"]].shape[1], list(args)  # (batch, head, token, number of a head)
     for name in ("key", "value"):
@@ -63,8 +62,7 @@ def _with_all_heads(func: Any, args: Any) -> Any:
 
 def bytes_moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the bytes that one call of `func` with result `out` reads and writes. By default it reads each input once, and
-    writes each output and each argument that it changes once; the row of `func` may differ. Expanded tensors count as their
-    storage."""
+    writes each output and each changed argument once; the row of `func` may differ. Expanded tensors count as their storage."""
     row = row_of(func)
     if row.moved is not None:
         return row.moved(args, out)

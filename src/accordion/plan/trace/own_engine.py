@@ -43,8 +43,7 @@ CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.G
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
     """Shard `model` in place as `accordion.shard` does, and return its new optimizer with the functions that a trace calls to
-    run steps. Its communicators send nothing; they and the engine's observers log to `tracker`. Work of offload's threads runs
-    in the caller's thread."""
+    run steps. Engine and communicators log to `tracker`; nothing is sent, and offload uses no threads."""
     meshes: MeshChoice | None = None
     if run.expert_parallel > 1:
         with tracker.paused():
@@ -100,8 +99,7 @@ class AtOnce:
 
 
 class SilentCommunicator(Communicator):
-    """A communicator that logs each collective in `tracker` and sends nothing. Not logged are collectives of one rank, and
-    those without tensors."""
+    """A communicator that sends nothing, and logs each collective in `tracker` unless it has one rank or no tensors."""
 
     works: Sequence[Any] = ()  # in the `Pending` that each collective returns
 
@@ -140,8 +138,7 @@ class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
 
 
 class TracedArena(Arena):
-    """Offload's arena of host memory, which the constructor allocates. `tracker` logs that allocation, as host memory if the
-    ranks have GPUs."""
+    """Offload's arena of host memory. The constructor allocates it, which `tracker` logs under the stream of `_host_stream`."""
 
     def __init__(self, tracker: Tracker, run: TrainingSetup, num_bytes: int, device: torch.device) -> None:
         with tracker.on(_host_stream(run)), warnings.catch_warnings():
@@ -155,8 +152,7 @@ def silenced(tracker: Tracker, run: TrainingSetup) -> AbstractContextManager[Non
 
 
 def _host_stream(run: TrainingSetup) -> str:
-    """Return the stream under which host memory is logged: HOST, but COMPUTE for CPU ranks, whose device memory is host
-    memory."""
+    """Return the stream under which host memory is logged: HOST; for CPU ranks COMPUTE, since device memory is host memory."""
     return Streams.HOST if run.device == "cuda" else Streams.COMPUTE
 
 
@@ -165,8 +161,7 @@ def _host_stream(run: TrainingSetup) -> str:
 
 def watch(engine: Engine, tracker: Tracker) -> None:
     """Make `engine` report units and transfers to `tracker`, and set `tracker.axes`, the mesh axis of each communicator.
-    Attaches an observer to `engine`, makes its side streams create `_Traced` transfers, and wraps `close` of buffers that keep
-    a shard for the backward."""
+    Attaches an observer, and replaces methods of side streams and of buffers of full parameters."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
@@ -255,8 +250,7 @@ def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int
 
 
 def _tensors_below(value: Any, depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in `value`: in nested lists, tuples and dicts, and in attributes of objects of the engine, at most
-    `depth` attributes deep."""
+    """Yield the tensors in nested lists, tuples and dicts, and in attributes of the engine's objects, at most `depth` deep."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple)):

@@ -17,8 +17,7 @@ LEAST_TOKENS = 4096  # of a rank's part of a sequence, in a search: activations 
 
 
 def check_sequence(model: nn.Module, tokens: int, num_ranks: int) -> None:
-    """Raise `UsageError` if `num_ranks` does not divide `tokens`, the length of a sequence, or if that many ranks cannot share
-    the sequences of `model`, a model of transformers."""
+    """Raise `UsageError` if `num_ranks` ranks cannot share sequences of `tokens` tokens in `model`, a model of transformers."""
     from accordion.sequence.registry import checked
 
     if tokens % num_ranks:

@@ -18,11 +18,8 @@ ALIGN = 8  # elements: what it pads heads to
 
 class Substitutes:
     """Replaces CPU operators by those that CUDA would run, for all threads, inside the context manager that `installed()`
-    returns.
-
-    `substituted`: name of an operator that was called and replaced -> text on its replacement. `unmodelled`: name of an
-    operator that was called and could not be replaced -> text on how it is traced. Both are empty at first.
-    """
+    returns. `substituted`: name of each operator that was called and replaced -> text on its replacement. `unmodelled`: name of
+    each operator that was called and could not be replaced -> text on how it is traced."""
 
     # The replacements are registered in torch's dispatcher. So they apply under whatever name a module calls an operator, and
     # also while a backward recomputes, when a function mode would be off.

@@ -53,9 +53,9 @@ BY_PHASE = {  # category of new memory, if it is not set
 
 
 class Tracker(StorageWatch):
-    """A dispatch mode (context manager) that appends to `events` the storages, operators and collectives of a step, in the
-    order in which they occur. The traced engine appends its units and transfers. If `with_workspaces` is set, known workspaces
-    of CUDA kernels are appended too."""
+    """A dispatch mode (context manager) that appends to `events` the storages, operators and collectives of a step, in order.
+    The traced engine appends its units and transfers. Known workspaces of CUDA kernels are appended if `with_workspaces` is
+    set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,8 +121,7 @@ class Tracker(StorageWatch):
         self.events.append(Collective(kind, num_bytes, axis, self.stream))
 
     def exchange(self, rows: Tensor) -> Tensor:
-        """Log an all-to-all of `rows` over the ranks that share experts, and return a new, uninitialized tensor of equal shape.
-        Sends nothing."""
+        """Log an all-to-all over the ranks that share experts. Sends nothing, and returns new, uninitialized rows."""
         self.collective(ALL_TO_ALL, rows.nbytes, Axes.EXPERTS)
         return torch.empty_like(rows)
 
