@@ -25,8 +25,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A result to show: tables, and notes below them. `data`: content of its JSON file. `name`: name of that file, no
-    suffix."""
+    """A result to show: tables, and notes below them. `data`: content of its JSON file. `name`: file name without suffix."""
 
     name: str
     notes: Sequence[str]

@@ -127,14 +127,12 @@ class Plan:
         return Trace([drawn(self.log, costs, choice.strategy.name)])
 
     def mfu(self, c: Candidate, rate: str = "middle") -> float:
-        """Return FLOP/s of `c`, without recomputation, as a share (0 to 1) of the GPU's bf16 peak. `rate`: a key of
-        `c.steps`."""
+        """Return FLOP/s of `c`, without recomputation, as a share (0 to 1) of the GPU's bf16 peak. `rate`: key of `c.steps`."""
         assert c.steps is not None
         return c.steps[rate].flops / c.steps[rate].seconds / (self.cluster.gpu.tflops * 1e12)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the data that `--json` prints: figures of the chosen configuration; under "candidates", those of the
-        others."""
+        """Return the data that `--json` prints: figures of the chosen configuration, and of the others in `candidates`."""
         chosen = self.chosen
         others = [{**self._entry(c), "why": c.why} for c in self.found.candidates if c is not chosen]
         fewest = None if self.found.fewest is None else self._config(self.found.fewest)

@@ -139,8 +139,7 @@ class Kernels:
 
 def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
     """Return the language model of `config` on the meta device, with the dtype, attention, MLP tiles and adapters of `kernels`.
-    `label`: name of the model in errors. Raises `UsageError` if the model cannot be built, or if the adapters, four bits or
-    loss in `kernels` do not suit it."""
+    `label`: its name in errors. Raises `UsageError` if it cannot be built, or if adapters, four bits or loss do not suit it."""
     attention = "eager" if kernels.attention == "eager" else None
     model = (masked_model if is_encoder(config) else language_model)(config, label, attention)
     if kernels.pure:

@@ -22,7 +22,7 @@ BITS = 48  # of an address
 
 @dataclass(slots=True)
 class _Pool:
-    """Free blocks of one stream, for small allocations or for large ones. They are integers: a search reads them millions of
+    """Free blocks of one stream, for small or for large allocations, as integers, since a search reads them millions of
     times."""
 
     small: bool
@@ -88,8 +88,7 @@ class Allocator:
         pool.add(start, size)
 
     def _grown(self, pool: _Pool, size: int) -> tuple[int, int]:
-        """Reserve memory in `pool`; return (start, size) of a block of `size` bytes or more, which is not in its free
-        blocks."""
+        """Reserve memory in `pool`; return (start, size) of a block of `size` bytes or more, not one of its free blocks."""
         start = pool.top
         if self._expandable:
             start = pool.by_end.get(pool.top, start)

@@ -49,8 +49,7 @@ def drawn(log: Log, costs: Costs, strategy: str) -> RankTrace:
 
 
 class _DrawingClock(StreamClock):
-    """A clock of streams that also records `spans`, work and waits by lane, and `points`, live bytes by kind after each
-    change."""
+    """A clock of streams that also records `spans`, work and waits by lane, and `points`, live bytes after each change."""
 
     handlers: ClassVar[Mapping[type, str]] = {**StreamClock.handlers, Alloc: "allocate", Free: "free"}
 

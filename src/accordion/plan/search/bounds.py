@@ -67,8 +67,7 @@ class Floor:
     light_s: float = 0.0
 
     def recomputing(self, how: ActivationCheckpointing) -> Floor:
-        """Return the floor of a step with recomputation `how`: its time is longer, and its bound of memory is 0, since it needs
-        less."""
+        """Return the floor of a step with recomputation `how`: its time is longer, and its memory 0, since less is needed."""
         again_s = self.light_s if how.selective else self.blocks_s / how.every
         return replace(self, num_bytes=0, seconds=self.seconds + RECOMPUTED * again_s)
 

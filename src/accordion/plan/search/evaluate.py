@@ -132,8 +132,8 @@ class Evaluator:
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Evaluate and return new candidates if none of `candidates` fits on all GPUs; else return []. New are up to
-        `NUM_VARIED` of those that need least memory, with inputs of recomputed units offloaded to one place after the other
-        until one fits."""
+        `NUM_VARIED` of those that need least memory, with inputs of recomputed units moved to one place after the other until
+        one fits."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
         if any(c.fits for c in on_all):
             return []
@@ -238,8 +238,7 @@ class Evaluator:
         return best
 
     def fastest(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the candidate that needs least memory of all that fit and are at most `AS_FAST` slower than the fastest, or
-        None."""
+        """Return the candidate with least memory of those that fit and are within `AS_FAST` of the fastest's speed, or None."""
         fitting = [c for c in candidates if c.fits]
         if not fitting:
             return None

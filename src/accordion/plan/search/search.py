@@ -83,8 +83,7 @@ def _key(choice: Choice) -> tuple[object, ...]:
 
 
 def closest(candidates: Sequence[Candidate], space: Space) -> Candidate:
-    """Return the candidate for all requested GPUs that needs least memory, if possible one that was not ruled out by a
-    bound."""
+    """Return the candidate for all requested GPUs with least memory, if possible one that was not ruled out by a bound."""
     on_all = [c for c in candidates if c.choice.gpus == space.cluster.num_gpus]
     return min([c for c in on_all if c.memory is not None] or on_all, key=lambda c: c.needed_bytes)
 

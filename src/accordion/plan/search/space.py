@@ -81,8 +81,7 @@ class Space:
         return offloads if searched or len(offloads) == 1 else offloads[:1]
 
     def choices(self) -> list[Choice]:
-        """Return every choice to try at first, without offload of parameters and states. Raises `UsageError` if there is
-        none."""
+        """Return every choice of the space, with parameters and states on the device. Raises `UsageError` if there is none."""
         if choices := list(self.choices_over(self.search.sequence or 1)):
             return choices
         search = self.search
@@ -117,8 +116,8 @@ class Space:
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
         """Return the numbers of replicas to try on `gpus` GPUs: [1] unless the strategy is `hybrid`; else the number in the
-        search, or those that shard over 1, 2 and 4 nodes. Numbers that are 1 or do not divide `gpus` are left out, so there may
-        be none."""
+        search, or those that shard over 1, 2 and 4 nodes. Of these, only numbers above 1 that divide `gpus`, so there may be
+        none."""
         asked, node = self.search.replicas, self.cluster.node
         if not hybrid:
             return [1]

@@ -50,8 +50,7 @@ class Traces:
 
     def _family(self, choice: Choice) -> Family | None:
         """Return the `Family` from which the log of `choice` can be extrapolated. Traces the two smallest micro-batches of the
-        search, unless that was done before. Return None if the search has only one, or if the logs differ in more than
-        sizes."""
+        search, unless that was done before. Return None if there is only one, or if the logs differ in more than sizes."""
         key, batches = replace(choice, micro_batch=0), sorted(self._space.search.micro_batches)
         if len(batches) < 2:
             return None
@@ -81,7 +80,7 @@ class Family:
             raise UnlikeError
 
     def at(self, micro_batch: int) -> Log:
-        """Return the log of a step with micro-batch `micro_batch`: bytes and flops are on the line through those of the two
+        """Return the log of a step with micro-batch `micro_batch`: bytes and flops are on the line through those of both
         logs."""
         (batch, log), (larger, more) = self._base, self._more
         along = (micro_batch - batch) / (larger - batch)

@@ -45,8 +45,7 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def check_experts(model: nn.Module, name: str, ranks: int) -> None:
-    """Raise `UsageError` if `model`, called `name`, has no experts, or if `ranks` does not divide a module's number of
-    experts."""
+    """Raise `UsageError` if `model`, called `name`, has no experts, or if `ranks` does not divide their number in a module."""
     modules = experts_in(model)
     if not modules:
         raise UsageError(

@@ -74,8 +74,8 @@ def _described(value: Any) -> Any:
 
 def _maker(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Make | None:
     """Return a `Make` that creates results with the metadata of `out`, the result of `func` for `args` and `kwargs`. If `func`
-    changes an argument, the `Make` returns the first argument or None, as `func` does. Return None if `func` must run for a
-    result."""
+    changes an argument, the `Make` returns the first argument or None, as `func` does. Return None if `func` cannot be
+    cached."""
     schema, inputs = func._schema, tensors_of((args, kwargs))
     if any(a.alias_info is not None for a in schema.arguments):
         in_place = torch.Tag.inplace_view not in func.tags and "out" not in kwargs

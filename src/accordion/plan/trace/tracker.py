@@ -54,8 +54,8 @@ BY_PHASE = {  # category of new memory, if it is not set
 
 class Tracker(StorageWatch):
     """A dispatch mode (context manager) that appends to `events` the storages, operators and collectives of a step, in order.
-    The traced engine appends its units and transfers. Known workspaces of CUDA kernels are appended if `with_workspaces` is
-    set."""
+    The traced engine appends its units and transfers. If `with_workspaces` is set, known workspaces of CUDA kernels are
+    added."""
 
     def __init__(self) -> None:
         super().__init__()
