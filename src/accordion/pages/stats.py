@@ -45,8 +45,7 @@ def flat(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Result of `compare_losses`. `losses`, `tolerance`: its arguments. `wrong`: names of the contenders whose losses are
-    wrong."""
+    """Result of `compare_losses`. `losses`, `tolerance`: its arguments. `wrong`: names of contenders whose losses are wrong."""
 
     losses: dict[str, list[float]]
     tolerance: float
@@ -54,9 +53,9 @@ class Verdict:
 
 
 def compare_losses(losses: dict[str, list[float]], tolerance: float) -> Verdict:
-    """Compare each contender's losses with the median over contenders, step by step, and return which contenders are wrong:
-    those without losses, with a loss that is not finite, or with a loss that differs from the median by more than `tolerance`
-    times the median. A wrong contender does not count in the medians of later steps. If only two disagree, both are wrong.
+    """Compare each contender's losses with the median over contenders, step by step, and return which are wrong, as a
+    `Verdict`. A contender is wrong if it has no losses, if a loss is not finite, or if one differs from the median by more than
+    `tolerance` times the median. It does not count in the medians of later steps. If only two disagree, both are wrong.
     `losses`: name of each contender, one or more -> its losses from the first step on; lists may differ in length."""
     wrong = {name for name, values in losses.items() if not values}
     for step in range(max(map(len, losses.values()))):

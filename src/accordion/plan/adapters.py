@@ -57,16 +57,14 @@ def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_adapters(model: nn.Module, label: str, rank: int, targets: str, quantize: str | None) -> nn.Module:
-    """Freeze all parameters of `model`, replace its linear layers in place by ones with trainable LoRA adapters, and return
-    `model`.
+    """Freeze all parameters of `model`, add trainable LoRA adapters to its linear layers in place, and return `model`.
 
     Args:
         label: name of the model in errors.
         rank: features between the two layers of an adapter.
-        targets: layers that get adapters: last names separated by commas, such as "q_proj,v_proj", or "all" for all but the
-            head.
-        quantize: data type of four bits, such as "nf4", for the weights of all linear layers but the head, also of those
-            without adapters; None: weights stay as they are.
+        targets: layers with adapters: last names separated by commas, such as "q_proj,v_proj"; "all": all but the head.
+        quantize: data type of four bits, such as "nf4", for the weights of all linear layers but the head, with or without
+            adapters; None: weights stay as they are.
 
     Raises `UsageError` if `model` has no linear layers besides its head, if a name in `targets` is none of them, or if a layer
     to quantise has a weight that is tied, sharded, or of an unsuitable size.

@@ -97,7 +97,8 @@ class Choice:
 
     @property
     def num_traced(self) -> int:
-        """Micro-batches to trace: at most the first, one for all later ones, and the last if it alone reduces gradients."""
+        """Number of micro-batches to trace: the first, one for all later ones, and the last if it alone reduces; all if
+        fewer."""
         return min(self.accumulate, 2 if self.each_reduces else 3)
 
     @property

@@ -115,7 +115,7 @@ def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
 
 
 def with_attention(gpu: Gpu, kernel: str) -> Gpu:
-    """Return a copy of `gpu` whose `attention` is that of the attention kernel `kernel`, a key of `Efficiency.attention`."""
+    """Return a copy of `gpu` whose share `attention` is scaled to that of `kernel`, a key of `Efficiency.attention`."""
     known = BY_KIND.get(gpu.kind, GUESSED).attention
     return replace(gpu, attention=gpu.attention * known[kernel] / known[ATTENTION])
 

@@ -22,8 +22,7 @@ BITS = 48  # of an address
 
 @dataclass(slots=True)
 class _Pool:
-    """Free blocks of one stream, for small or for large allocations, as integers, since a search reads them millions of
-    times."""
+    """Free blocks of one stream, for small or for large allocations. They are integers, which makes a search much faster."""
 
     small: bool
     by_size: list[int] = field(default_factory=list)  # `size << BITS | start` of each block, sorted

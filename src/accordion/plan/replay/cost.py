@@ -71,8 +71,8 @@ class Costs:
         self.drag = 1 + DRAG * log2(max(1.0, ranks / MANY_RANKS))
 
     def of(self, op: Op | Collective) -> float:
-        """Return the seconds of `op` without waits. Its stream says what `op` is: a kernel on the device, a copy between host
-        and device, work of the host, or of its disk."""
+        """Return the seconds of `op`, without waits. If it is no collective, its stream says what it is: a kernel on the
+        device, a copy between host and device, or work of the host or its disk."""
         if isinstance(op, Collective):
             return self.of_collective(op)
         if op.stream in (Streams.FETCH, Streams.STORE):

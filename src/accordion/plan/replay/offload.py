@@ -64,8 +64,8 @@ def _without_states(log: Log, has_params_on_host: bool, compute_bytes: int) -> L
 
 def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
     """Yield the events of `log` without operators of the optimizer's step, and without frees of allocations whose numbers are
-    in `moved`. Sharded gradients are freed earlier than in `log`: after the compute stream waited for the next reduce, or when
-    the backward ends, because their copy to the host has ended then."""
+    in `moved`. Sharded gradients are freed earlier than in `log`: after the next reduce, or when the backward ends, because the
+    engine has then waited for their copy to the host."""
     gradients = offloaded_gradients(log)
     launches = [event for event in log.events if isinstance(event, Launch)]
     last = Streams.REPLICATE if any(event.stream == Streams.REPLICATE for event in launches) else "reduce"
@@ -249,9 +249,9 @@ def with_host_work(step: Step, work: Mapping[str, float], choice: Choice, num_un
     """Return the time of a step with offload. `step`: the time of the device alone. `work`: stream -> bytes, from `host_work`;
     if it is 0 everywhere, return `step` itself. `num_units`: number of units with state.
 
-    The optimizer steps during the next forward, unit by unit. The device always waits for the steps of the first two units, the
-    first copy to the device in a backward, the last two copies to the host, and the caller's own work on gradients. It waits
-    for other work only if that takes longer than the device's own work at that time.
+    The optimizer steps during the next forward, unit by unit. The device always waits for the steps of the first two units, for
+    the last two copies to the host, for the caller's own work on gradients, and for the first copy of parameters in a backward.
+    It waits for other work only if that takes longer than its own work at that time.
     """
     seconds = {stream: costs.of(Op("", 0.0, round(n), "", stream)) for stream, n in work.items() if n}
     if not seconds:

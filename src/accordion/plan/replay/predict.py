@@ -55,8 +55,7 @@ class MemoryNeed:
 
 def log_of(subject: Subject, run: TrainingSetup) -> Log:
     """Return the log of a step of `subject` with the setup `run`. Traces some of the model's equal blocks and repeats their
-    events. Traces all if there are few equal blocks or none, if their events do not repeat, or if the optimizer is
-    adamw_foreach."""
+    events. Traces all if few or none are equal, if their events do not repeat, or if the optimizer is adamw_foreach."""
     model = subject.make()
     blocks = longest_run(model, run.sharding.units)
     if blocks is None or run.optimizer == "adamw_foreach":

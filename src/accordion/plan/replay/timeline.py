@@ -45,7 +45,7 @@ class Step:
 
 
 class StreamClock:
-    """Simulates the step of a log: the method `run` returns its time, in sum, by kind of work and by part of the step.
+    """Simulates the step of a log: the method `run` returns its time, in total, by kind of work and by part of the step.
 
     Streams run in parallel. As in the engine, a transfer starts after the compute stream's work so far, and after earlier
     transfers on its own stream. The host takes `costs.rates.caller_s` for each kernel. `handlers`: type of event -> name of the
@@ -141,7 +141,7 @@ class StreamClock:
 
 def kind_of(event: Op | Collective) -> str:
     """Return the kind of work of `event`, by which seconds are summed: a kind of collective, such as "gather"; a kind of kernel
-    on the compute stream, such as "attention"; or the name of a side stream."""
+    on the compute stream, such as "attention"; or a side stream, such as "store"."""
     if isinstance(event, Collective):
         return ALL_TO_ALLS.get(event.axis, IN_LINE) if event.stream == COMPUTE else event.kind
     if event.stream in (Streams.FETCH, Streams.STORE):
@@ -203,8 +203,8 @@ def by_kind(step: Step) -> list[TimePart]:
 
 def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
     """Return the times of the compute stream by phase and unit, in the order of a step. Units whose names differ only in
-    numbers are one entry ("forward layers.*, 32 of them"), as are optimizer's step and clipping. `units`: names of units by
-    index."""
+    numbers are one entry, such as "forward layers.*, 32 of them". The step of the optimizer with clipping is one entry.
+    `units`: names by index."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by name: [seconds, waits among them]
     counts: dict[str, set[str]] = defaultdict(set)  # by name: its units
     for place, (seconds, waited) in step.by_place.items():

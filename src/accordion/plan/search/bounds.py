@@ -35,8 +35,8 @@ def least_bytes(choice: Choice, space: Space) -> int:
 
 
 def least_host_bytes(choice: Choice, space: Space) -> int:
-    """Return a lower bound, in bytes, of the host memory of one machine that `choice`, which offloads states, takes for
-    masters, gradients and optimizer states."""
+    """Return a lower bound, in bytes, of the host memory of one machine that `choice` takes for offloaded parameters, gradients
+    and optimizer states. `choice` must offload some of them."""
     over = choice.gpus if choice.strategy.optim_over_replicas else choice.shards
     wide = space.compute_bytes if space.compute_bytes != MASTER_BYTES else 0
     each = (MASTER_BYTES + GRADIENT_BYTES + wide) * space.master_share
@@ -67,7 +67,8 @@ class Floor:
     light_s: float = 0.0
 
     def recomputing(self, how: ActivationCheckpointing) -> Floor:
-        """Return the floor of a step with recomputation `how`: its time is longer, and its memory 0, since less is needed."""
+        """Return a copy for a step with recomputation `how`: its time is added; `num_bytes` is 0, since no such bound is
+        known."""
         again_s = self.light_s if how.selective else self.blocks_s / how.every
         return replace(self, num_bytes=0, seconds=self.seconds + RECOMPUTED * again_s)
 

@@ -80,8 +80,7 @@ class Family:
             raise UnlikeError
 
     def at(self, micro_batch: int) -> Log:
-        """Return the log of a step with micro-batch `micro_batch`: bytes and flops are on the line through those of both
-        logs."""
+        """Return the log of a step with another micro-batch. Its bytes and flops are on the line through those of both logs."""
         (batch, log), (larger, more) = self._base, self._more
         along = (micro_batch - batch) / (larger - batch)
         # A deep model's log has the same kernel object many times: it is computed once, and is one object in this log too.

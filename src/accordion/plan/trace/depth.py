@@ -40,8 +40,8 @@ class EqualBlocks:
 
 def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
     """Return a description of the longest `nn.ModuleList` or `nn.Sequential` of equal blocks in `model`; None if there is none.
-    It has two or more modules, which are all units and are inside of no unit but the root. They are equal in class, in names
-    and shapes of their parameters, and in number of inner units. `units`: the choice of units, as for `accordion.shard`."""
+    The container has two or more modules. All are units, inside of no unit but the root, and equal in class, in names and
+    shapes of their parameters, and in number of inner units. `units`: the choice of units, as for `accordion.shard`."""
     names = [name for name, _ in choose_units(model, units)]
     runs: list[EqualBlocks] = []
     for container, holder in model.named_modules():
@@ -88,7 +88,7 @@ class _Segment:
 
 
 class IrregularError(Exception):
-    """Raised if events of blocks do not repeat, so that no log of the deep model can be derived; all is traced then."""
+    """Raised if the events of the blocks do not repeat, so that no log of the deep model can be derived from them."""
 
 
 def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> int:
@@ -106,9 +106,9 @@ def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> 
 
 
 class Extension:
-    """Derives the log of a deep model from the log of the same model with fewer blocks; the method `log` returns the result. In
-    it, allocations and transfers have new numbers. Constructor and `log` raise `IrregularError`, `KeyError` or `IndexError` if
-    the events of the blocks do not repeat.
+    """Derives the log of a deep model from the log of the same model with fewer blocks; the method `log` returns it. In the
+    result, allocations and transfers have new numbers. Constructor and `log` raise `IrregularError`, `KeyError` or `IndexError`
+    if the events of the blocks do not repeat.
 
     Args:
         log: the log of the model with fewer blocks.

@@ -76,8 +76,8 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> Me
 
 def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Forward of a `module` whose experts are sharded over `ranks` ranks. Send the tokens `hidden`, (n, width), to the ranks of
-    their experts, run the module's own forward there, send the results back, and return the weighted sum for each token, (n,
-    width). Shapes are right, values are not. `chosen`: indices of each token's k experts, (n, k). `weights`: (n, k)."""
+    their experts, run the module's own forward there, send the results back, and return their weighted sums, (n, width). Shapes
+    are right, values are not. `chosen`, `weights`: indices of each token's k experts and their weights, (n, k)."""
     num, k = module.num_experts // ranks, chosen.shape[-1]
     by_expert = torch.argsort(chosen.flatten())
     rows, each = hidden[by_expert // k], weights.flatten()[by_expert].unsqueeze(-1)  # (n * k, width), (n * k, 1)

@@ -27,9 +27,8 @@ class Memo:
     aten operators that create new tensors, or that write into their arguments and return the first one or nothing. Views are
     computed each time. All other operators are left to torch's mode.
 
-    All instances share one cache, which outlives a trace; the constructor clears it if it has more than `MOST_KNOWN` results.
-    Fake tensors of two traces must not be mixed. So the cache stores shapes, strides and dtypes but no tensors, and results are
-    created from an empty tensor of the current trace.
+    All instances share one cache; the constructor clears it if it has more than `MOST_KNOWN` results. Fake tensors of two
+    traces must not be mixed. So the cache has no tensors, and results are created from an empty tensor of the current trace.
     """
 
     def __init__(self) -> None:
@@ -74,8 +73,7 @@ def _described(value: Any) -> Any:
 
 def _maker(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Make | None:
     """Return a `Make` that creates results with the metadata of `out`, the result of `func` for `args` and `kwargs`. If `func`
-    changes an argument, the `Make` returns the first argument or None, as `func` does. Return None if `func` cannot be
-    cached."""
+    changes an argument, it returns the first argument or None, as `func` does. Return None if `func` cannot be cached."""
     schema, inputs = func._schema, tensors_of((args, kwargs))
     if any(a.alias_info is not None for a in schema.arguments):
         in_place = torch.Tag.inplace_view not in func.tags and "out" not in kwargs

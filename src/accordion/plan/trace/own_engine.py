@@ -138,7 +138,7 @@ class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
 
 
 class TracedArena(Arena):
-    """Offload's arena of host memory. The constructor allocates it, which `tracker` logs under the stream of `_host_stream`."""
+    """Offload's arena of host memory. `tracker` logs its memory, which the constructor allocates, under `_host_stream(run)`."""
 
     def __init__(self, tracker: Tracker, run: TrainingSetup, num_bytes: int, device: torch.device) -> None:
         with tracker.on(_host_stream(run)), warnings.catch_warnings():
@@ -161,7 +161,7 @@ def _host_stream(run: TrainingSetup) -> str:
 
 def watch(engine: Engine, tracker: Tracker) -> None:
     """Make `engine` report units and transfers to `tracker`, and set `tracker.axes`, the mesh axis of each communicator.
-    Attaches an observer, and replaces methods of side streams and of buffers of full parameters."""
+    Attaches an observer, and replaces attributes of side streams and methods of buffers of full parameters."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
@@ -250,7 +250,7 @@ def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int
 
 
 def _tensors_below(value: Any, depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts, and in attributes of the engine's objects, at most `depth` deep."""
+    """Yield the tensors in nested lists, tuples and dicts, and in objects of the engine, at most `depth` attributes deep."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The dispatch mode that logs every storage, kernel and collective of one rank."""
+"""The dispatch mode that logs the storages, kernels and collectives of one rank."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ BY_PHASE = {  # category of new memory, if it is not set
 
 class Tracker(StorageWatch):
     """A dispatch mode (context manager) that appends to `events` the storages, operators and collectives of a step, in order.
-    The traced engine appends its units and transfers. If `with_workspaces` is set, known workspaces of CUDA kernels are
-    added."""
+    The traced engine appends its units and transfers. With `with_workspaces`, known workspaces of CUDA kernels are included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +120,8 @@ class Tracker(StorageWatch):
         self.events.append(Collective(kind, num_bytes, axis, self.stream))
 
     def exchange(self, rows: Tensor) -> Tensor:
-        """Log an all-to-all over the ranks that share experts. Sends nothing, and returns new, uninitialized rows."""
+        """Log an all-to-all over the ranks that share experts. Sends nothing; returns a new, uninitialized tensor like
+        `rows`."""
         self.collective(ALL_TO_ALL, rows.nbytes, Axes.EXPERTS)
         return torch.empty_like(rows)
 
