@@ -43,7 +43,8 @@ def mebi(num_bytes: float) -> str:
 
 
 def check_folder(folder: Path) -> Path:
-    """Create `folder` and its parents if they are missing; return `folder`. Raises `UsageError` if it is not writable."""
+    """Create `folder` and its parents if they are missing; return it. Raises `UsageError` if it cannot be made or written
+    to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

@@ -55,7 +55,7 @@ class Verdict:
 def compare_losses(losses: dict[str, list[float]], tolerance: float) -> Verdict:
     """Compare each contender's losses with the median over contenders, step by step, and return which are wrong, as a
     `Verdict`. A contender is wrong if it has no losses, if a loss is not finite, or if one differs from the median by more than
-    `tolerance` times the median. It does not count in the medians of later steps. If only two disagree, both are wrong.
+    `tolerance` times the median. Wrong ones do not count in the medians of later steps. If only two disagree, both are wrong.
     `losses`: name of each contender, one or more -> its losses from the first step on; lists may differ in length."""
     wrong = {name for name, values in losses.items() if not values}
     for step in range(max(map(len, losses.values()))):

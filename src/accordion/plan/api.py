@@ -49,7 +49,7 @@ def plan(
 
     Creates a fake process group during each trace, and destroys it afterwards. Raises `UsageError` if the model cannot be read,
     if arguments contradict each other, if this process has a process group already, or if the model needs the values of a
-    tensor, whose line the message names.
+    tensor; the message then names the line of code.
     """
     workload = Workload(subject) if isinstance(subject, str) else subject
     cluster = cluster_of(cluster) if isinstance(cluster, str) else cluster

@@ -97,8 +97,7 @@ class Choice:
 
     @property
     def num_traced(self) -> int:
-        """Number of micro-batches to trace: the first, one for all later ones, and the last if it alone reduces; all if
-        fewer."""
+        """Number of micro-batches to trace, up to `accumulate`: the first, one later one, and the last if it alone reduces."""
         return min(self.accumulate, 2 if self.each_reduces else 3)
 
     @property
@@ -118,7 +117,7 @@ class Choice:
     def keeping(self, ranks: int) -> Choice:
         """Return a copy with `secondary` set to `ranks`: each group of `ranks` neighbouring ranks keeps one copy of a unit's
         full parameters from its forward to its backward. `secondary` is None instead if the strategy keeps copies of its own,
-        or if `ranks` is 1 or less, is not below the number of shards, or does not divide it."""
+        or if `ranks` is not between 1 and the number of shards (both excluded) or does not divide that number."""
         s = self.strategy
         has_copies = s.params is Place.REPLICATE or s.keep_until_backward or s.optim_over_replicas
         gains = not has_copies and 1 < ranks < self.shards and self.shards % ranks == 0

@@ -291,7 +291,7 @@ CLUSTER_WORDS = ("network_gbps", "host_memory_gib", "disk_gbps", "price")
 
 
 def cluster_of(text: str, **more: Any) -> Cluster:
-    """Return the cluster that `text` describes: a GPU's name, then values of `CARD_WORDS` and `CLUSTER_WORDS`, as in
+    """Return the cluster that `text` describes: a GPU's name, then figures of the GPU or fields of `Cluster`, such as
     "h100,memory_gib=94,price=2.5". `more`: other fields of `Cluster`. Raises `UsageError` if `text` cannot be parsed, names an
     unknown GPU, or has a value out of range."""
     name, *words = (word.strip() for word in text.split(","))

@@ -118,9 +118,8 @@ class Plan:
         return unsettled(self.chosen, self.cluster) if self.chosen.is_open(self.cluster) else "does not fit"
 
     def trace(self) -> Trace:
-        """Return the planned step of the chosen configuration, at middle rates, as a trace of one rank. It can be drawn, or
-        passed as `plan` to `Trace.html` of recorded steps. Raises `UsageError` if the configuration was ruled out without a
-        trace."""
+        """Return the planned step of the chosen configuration, at middle rates, as a trace of one rank. It can be drawn, or be
+        the `plan` of `Trace.html` for recorded steps. Raises `UsageError` if no trace was made of the configuration."""
         if self.log is None:
             raise UsageError("the chosen configuration was ruled out without a trace, so there is no step to draw.")
         choice = self.chosen.choice

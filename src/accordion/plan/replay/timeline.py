@@ -203,8 +203,7 @@ def by_kind(step: Step) -> list[TimePart]:
 
 def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
     """Return the times of the compute stream by phase and unit, in the order of a step. Units whose names differ only in
-    numbers are one entry, such as "forward layers.*, 32 of them". The step of the optimizer with clipping is one entry.
-    `units`: names by index."""
+    numbers are one entry, as "forward layers.*, 32 of them"; so are the optimizer and clipping. `units`: names by index."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by name: [seconds, waits among them]
     counts: dict[str, set[str]] = defaultdict(set)  # by name: its units
     for place, (seconds, waited) in step.by_place.items():

@@ -131,8 +131,8 @@ class Evaluator:
         return [self.candidate(choice) for choice in more[:NUM_VARIED]]
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Evaluate and return new candidates if none of `candidates` fits on all GPUs; else return []. The new ones are up to
-        `NUM_VARIED` of those that need least memory, but offload inputs of recomputed units, to each place in order until one
+        """Evaluate and return candidates if none of `candidates` fits on all GPUs; else return []. The new ones are up to
+        `NUM_VARIED` of those that need least memory, with inputs of recomputed units in one place after the other until one
         fits."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
         if any(c.fits for c in on_all):

@@ -116,8 +116,7 @@ class Space:
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
         """Return the numbers of replicas to try on `gpus` GPUs: [1] unless the strategy is `hybrid`; else the number in the
-        search, or those that shard over 1, 2 and 4 nodes. Numbers that are 1, or do not divide `gpus`, are left out, perhaps
-        all."""
+        search, or those that shard over 1, 2 and 4 nodes. If none of them is above 1 and divides `gpus`, return []."""
         asked, node = self.search.replicas, self.cluster.node
         if not hybrid:
             return [1]

@@ -120,8 +120,7 @@ class Tracker(StorageWatch):
         self.events.append(Collective(kind, num_bytes, axis, self.stream))
 
     def exchange(self, rows: Tensor) -> Tensor:
-        """Log an all-to-all over the ranks that share experts. Sends nothing; returns a new, uninitialized tensor like
-        `rows`."""
+        """Log an all-to-all over the ranks that share experts. Sends nothing; returns an uninitialized tensor like `rows`."""
         self.collective(ALL_TO_ALL, rows.nbytes, Axes.EXPERTS)
         return torch.empty_like(rows)
 
