@@ -43,8 +43,8 @@ def mebi(num_bytes: float) -> str:
 
 
 def check_folder(folder: Path) -> Path:
-    """Create `folder` and its parents if they are missing; return it. Raises `UsageError` if it cannot be made or written
-    to."""
+    """Create `folder` and its parents if they are missing; return it. Raises `UsageError` if it cannot be created or
+    written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

@@ -67,7 +67,8 @@ class Floor:
     light_s: float = 0.0
 
     def recomputing(self, how: ActivationCheckpointing) -> Floor:
-        """Return a copy for a step with recomputation `how`: its time is added, and `num_bytes` is 0, as no bound is known."""
+        """Return a copy for a step with recomputation `how`: its time is longer by a lower bound of the recomputation, and
+        `num_bytes` is 0 (no bound), since recomputation takes less memory."""
         again_s = self.light_s if how.selective else self.blocks_s / how.every
         return replace(self, num_bytes=0, seconds=self.seconds + RECOMPUTED * again_s)
 

@@ -131,7 +131,7 @@ class Evaluator:
         return [self.candidate(choice) for choice in more[:NUM_VARIED]]
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Evaluate and return candidates if none of `candidates` fits on all GPUs; else return []. The new ones are up to
+        """Evaluate and return candidates if none of `candidates` fits on all GPUs; else return []. New ones are up to
         `NUM_VARIED` of those that need least memory, with inputs of recomputed units in one place after the other until one
         fits."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
@@ -238,7 +238,8 @@ class Evaluator:
         return best
 
     def fastest(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the candidate with least memory of those that fit and are within `AS_FAST` of the fastest's speed, or None."""
+        """Return the candidate that needs least memory, of those that fit and are slower than the fastest that fits by a share
+        of `AS_FAST` at most; None if none fits."""
         fitting = [c for c in candidates if c.fits]
         if not fitting:
             return None

@@ -75,13 +75,15 @@ class Space:
         return OPTIMIZERS[self.optimizer].state_bytes * self.master_share
 
     def offloads_of(self, choice: Choice) -> Sequence[Offload]:
-        """Return the offloads to try for `choice`; only the first if its strategy keeps full parameters or full gradients."""
+        """Return the offloads to try for `choice`, in order. It is only the first if the strategy keeps full parameters from
+        forward to backward, or full gradients."""
         offloads = self.search.offloads
         searched = choice.strategy.grads is Place.SHARD and not choice.strategy.keep_until_backward
         return offloads if searched or len(offloads) == 1 else offloads[:1]
 
     def choices(self) -> list[Choice]:
-        """Return every choice of the space, with parameters and states on the device. Raises `UsageError` if there is none."""
+        """Return every choice to evaluate first, without offload of parameters and states, and without those that `sequences`
+        adds if nothing fits. Raises `UsageError` if there is none."""
         if choices := list(self.choices_over(self.search.sequence or 1)):
             return choices
         search = self.search

@@ -45,7 +45,8 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def check_experts(model: nn.Module, name: str, ranks: int) -> None:
-    """Raise `UsageError` if `model`, called `name`, has no experts, or if `ranks` does not divide their number in a module."""
+    """Raise `UsageError` if `model` has no experts, or if `ranks` does not divide the number of experts of one of its modules.
+    `name`: name of the model in the message."""
     modules = experts_in(model)
     if not modules:
         raise UsageError(

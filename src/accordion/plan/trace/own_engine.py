@@ -43,7 +43,8 @@ CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.G
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
     """Shard `model` in place as `accordion.shard` does, and return its new optimizer with the functions that a trace calls to
-    run steps. Engine and communicators log to `tracker`; nothing is sent, and offload uses no threads."""
+    run steps. The engine's communicators send nothing; they and observers log to `tracker`. If experts are shared, the forward
+    of their modules is replaced. Offload runs in the caller's thread."""
     meshes: MeshChoice | None = None
     if run.expert_parallel > 1:
         with tracker.paused():
