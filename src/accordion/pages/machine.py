@@ -15,7 +15,8 @@ from accordion.version import VERSION
 
 
 def describe(device_type: str) -> dict[str, Any]:
-    """Return JSON data on this machine: hardware, versions, the current device; on accelerators, also their number."""
+    """Return name -> value for JSON: hardware and versions of this machine, and the name of its current device. If
+    `device_type` is not "cpu", also the number of devices and, if torch knows it, the version of their runtime."""
     driver = _torch.runtime_version(device_type)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -38,7 +39,7 @@ def describe(device_type: str) -> dict[str, Any]:
 
 
 def memory_bytes() -> int:
-    """Return the host memory of this machine; 0 if the system does not report it."""
+    """Return the bytes of host memory of this machine; 0 if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):

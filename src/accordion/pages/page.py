@@ -25,7 +25,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A result to show: tables, and notes below them. `name`: of its JSON file, without suffix. `data`: content of that file."""
+    """A result to show: tables, and notes below them. `data`: content of its JSON file. `name`: file name without suffix."""
 
     name: str
     notes: Sequence[str]
@@ -34,7 +34,7 @@ class Page:
 
 
 def spread(s: Spread, scale: float = 1.0, digits: int = 1) -> str:
-    """Format a spread as `median (low-high)`, each multiplied by `scale`."""
+    """Return a spread as text "median (low-high)", for example "1.5 (1.2-1.9)". Each number is multiplied by `scale`."""
     return f"{s.median * scale:,.{digits}f} ({s.low * scale:,.{digits}f}-{s.high * scale:,.{digits}f})"
 
 
@@ -43,7 +43,8 @@ def mebi(num_bytes: float) -> str:
 
 
 def check_folder(folder: Path) -> Path:
-    """Create `folder` if it is missing, and return it. Raises `UsageError` if nothing can be written there."""
+    """Create `folder` and its parents if they are missing; return it. Raises `UsageError` if it cannot be created or
+    written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -62,8 +63,8 @@ def write(page: Page, folder: Path) -> Path:
 
 
 def plain_data(value: Any) -> Any:
-    """Return a copy of nested data for `json.dumps`: dataclasses become dicts, tuples become lists, and keys become text. A key
-    that is a tuple of names becomes "a / b"."""
+    """Return a copy of nested `value` for `json.dumps`: dataclasses become dicts, tuples become lists, and keys become text. A
+    key that is a tuple of names, such as ("a", "b"), becomes "a / b"."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain_data(asdict(value))
     if isinstance(value, Mapping):
@@ -74,7 +75,7 @@ def plain_data(value: Any) -> Any:
 
 
 def as_text(table: Table) -> str:
-    """Return `table` as plain text: its title, then a line with the names of the columns and one for each row, aligned."""
+    """Return `table` as text: a line with its title, one with the names of the columns, and one for each row, aligned."""
     widths = [max(map(len, column)) for column in zip(table.columns, *table.rows, strict=True)]
     lines = [
         "  ".join(
@@ -86,7 +87,7 @@ def as_text(table: Table) -> str:
 
 
 def as_markdown(page: Page, about: str) -> str:
-    """Return `page` as Markdown: a fixed heading, the line `about`, the machine in `page.data`, the tables, and the notes."""
+    """Return `page` as Markdown: a fixed heading, the text `about`, the machine if it is in `page.data`, tables, and notes."""
     data = plain_data(page.data)
     machine = data.get("machine") or data.get("comparison", {}).get("machine", {})
     lines = ["# Figures of this machine", "", about, ""]

@@ -13,7 +13,7 @@ PLAIN_WIDTH = 200  # width of tables if the output is no terminal
 
 
 def show(page: Page) -> None:
-    """Print the tables of `page`, then its notes. On a narrow screen, cells take several lines, and nothing is cut off."""
+    """Print the tables of `page` to stdout, then its notes. On a narrow terminal, long cells take several lines."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -29,7 +29,7 @@ def show(page: Page) -> None:
 
 
 def _words(table: Table) -> set[int]:
-    """Return the indices of the columns with text: a cell has `MANY` words or more, or no cell has a digit."""
+    """Return the indices of the columns of text: those with a cell of `MANY` words or more, and those without any digit."""
     words = set()
     for i in range(len(table.columns)):
         cells = [row[i] for row in table.rows]

@@ -9,7 +9,7 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Median, lowest and highest of `count` values. If made by `quartiles`: `low` and `high` are the first and third quartile."""
+    """Median and range of `count` values. `low`, `high`: least and largest; from `quartiles`, first and third quartile."""
 
     median: float
     low: float
@@ -34,7 +34,7 @@ def extremes(values: Sequence[float]) -> Spread:
 
 
 def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Spread:
-    """Return median, lowest and highest of median(a) / median(b) over rounds. a, b: a round's figures in `ours` and `theirs`."""
+    """Return median, lowest and highest of median(a) / median(b) over rounds. a, b: lists of a round in `ours` and `theirs`."""
     # By round, since measurements of a round are close in time, and a slow phase of the machine affects both.
     return extremes([median(a) / median(b) for a, b in zip(ours, theirs, strict=True)])
 
@@ -45,8 +45,7 @@ def flat(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Result of `compare_losses`. `losses`: contender -> its loss at each step. `tolerance`: a share of the median loss over
-    contenders. `wrong`: contenders without losses, or with a loss that is not finite or differs by more than `tolerance`."""
+    """Result of `compare_losses`. `losses`, `tolerance`: its arguments. `wrong`: names of contenders whose losses are wrong."""
 
     losses: dict[str, list[float]]
     tolerance: float
@@ -54,10 +53,10 @@ class Verdict:
 
 
 def compare_losses(losses: dict[str, list[float]], tolerance: float) -> Verdict:
-    """Compare each contender's losses with the median over contenders, step by step. A contender is wrong if it has no losses, if
-    a loss is not finite, or if a loss differs from the median by more than `tolerance` times the median. A wrong contender does
-    not count in later medians. If two contenders disagree, both are wrong. `losses`: contender -> losses from the first step on;
-    lists may differ in length, and there is one contender or more."""
+    """Compare each contender's losses with the median over contenders, step by step, and return which are wrong, as a
+    `Verdict`. A contender is wrong if it has no losses, if a loss is not finite, or if one differs from the median by more than
+    `tolerance` times the median. Wrong ones do not count in the medians of later steps. If only two disagree, both are wrong.
+    `losses`: name of each contender, one or more -> its losses from the first step on; lists may differ in length."""
     wrong = {name for name, values in losses.items() if not values}
     for step in range(max(map(len, losses.values()))):
         at_step = {name: values[step] for name, values in losses.items() if step < len(values) and name not in wrong}

@@ -15,8 +15,8 @@ ALL = "all"
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer with a LoRA adapter: `inner(x) + up(down(x))`. The constructor creates the linear layers `down`, to `rank`
-    features, and `up` on the meta device. `width`, `out`: features of inputs and outputs."""
+    """The linear layer `inner` with a LoRA adapter: `inner(x) + up(down(x))`. The constructor creates the linear layers `down`,
+    from `width` to `rank` features, and `up`, from `rank` to `out` features, without biases, on the meta device."""
 
     def __init__(self, inner: nn.Module, width: int, out: int, rank: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class AdaptedLinear(nn.Module):
 
 
 class PlannedFourBitLinear(FourBitLinear):
-    """Stand-in for a `FourBitLinear` that widens its weights by torch's operators, which a trace sees. Its values are wrong."""
+    """Stand-in for a `FourBitLinear` that dequantises by torch's operators, which a trace sees. Its values are wrong."""
 
     def forward(self, input: Tensor) -> Tensor:
         out: Tensor = _FourBit.apply(input, self.weight.view(self.out_features, -1))  # type: ignore[no-untyped-call]
@@ -50,22 +50,24 @@ class _FourBit(torch.autograd.Function):
 
 
 def _widened(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a stand-in, (out, width) in `dtype`, for the dequantised `weight`, (out, width / 2), of which each byte packs two
-    elements. As in the real layer, one kernel reads `weight` and writes the result; the values are wrong."""
+    """Return a tensor in place of the dequantised weight, (out, width), in `dtype`. As in the real layer, one kernel reads
+    `weight` and writes the result, but the values are wrong. `weight`: (out, width / 2), two elements in each byte."""
     both = weight.unsqueeze(-1).expand(*weight.shape, 2)
     return (both + torch.zeros((), dtype=dtype, device=weight.device)).flatten(1)
 
 
 def with_adapters(model: nn.Module, label: str, rank: int, targets: str, quantize: str | None) -> nn.Module:
-    """Freeze all parameters of `model`, add trainable LoRA adapters of `rank` to its linear layers, in place, and return `model`.
+    """Freeze all parameters of `model`, add trainable LoRA adapters to its linear layers in place, and return `model`.
 
     Args:
         label: name of the model in errors.
-        targets: layers that get adapters: last names separated by commas, or "all" for all but the head.
-        quantize: data type of four bits for the weights of all linear layers but the head; None: they stay as they are.
+        rank: features between the two layers of an adapter.
+        targets: layers with adapters: last names separated by commas, such as "q_proj,v_proj"; "all": all but the head.
+        quantize: data type of four bits, such as "nf4", for the weights of all linear layers but the head, with or without
+            adapters; None: weights stay as they are.
 
-    Raises `UsageError` if `model` has no linear layers but its head, if a name in `targets` is no layer's, or if a layer to
-    quantise has a weight that is tied, sharded, or of an unsuitable size.
+    Raises `UsageError` if `model` has no linear layers besides its head, if a name in `targets` is none of them, or if a layer
+    to quantise has a weight that is tied, sharded, or of an unsuitable size.
     """
     linear = linear_layers(model)
     known = sorted({name.rpartition(".")[2] for name in linear})

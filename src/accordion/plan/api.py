@@ -35,21 +35,21 @@ def plan(
     *,
     say: Say = lambda text: None,
 ) -> Plan:
-    """Return a plan: the fastest configuration that fits, with predicted memory and time of a training step. Needs no GPU, no
-    weights and no other rank. If nothing fits, the plan has the configuration that is closest to fitting.
+    """Return a plan: the fastest configuration that fits on the GPUs, with predicted memory and time of a training step. Needs
+    no GPU, no weights and no other rank. If nothing fits, the plan has the configuration that is closest to fitting.
 
     Args:
         subject: the workload; or the name of a language model, a folder with a config.json, or that file.
-        cluster: the GPUs, or a description of them: "h100,network_gbps=25" is a node of eight H100.
-        sharding: the arguments of `accordion.shard`. A `Sharding` fixes all of them. A mapping fixes the fields it names: the
-            search chooses strategy, checkpointing, offload and `secondary` unless named, the precision is bf16 unless named,
-            and the other fields have their defaults. None: nothing is named.
+        cluster: the GPUs, or a text that describes them: "h100,network_gbps=25" is a node of eight H100.
+        sharding: the arguments of `accordion.shard`. A `Sharding` fixes all of them. A mapping (field -> value) fixes the
+            fields that it has. Of the other fields, the search chooses strategy, checkpointing, offload and `secondary`; the
+            precision is bf16, and the rest have their defaults. None: as an empty mapping.
         search: the values to try for fields that `sharding` does not fix.
         say: called with a line of text before each trace.
 
-    Creates a fake process group for the time of each trace. Raises `UsageError` if the model cannot be read, if arguments
-    contradict each other, if this process has a process group, or if the model needs the values of a tensor; the message then
-    names the line of the model.
+    Creates a fake process group during each trace, and destroys it afterwards. Raises `UsageError` if the model cannot be read,
+    if arguments contradict each other, if this process has a process group already, or if the model needs the values of a
+    tensor; the message then names the line of code.
     """
     workload = Workload(subject) if isinstance(subject, str) else subject
     cluster = cluster_of(cluster) if isinstance(cluster, str) else cluster
@@ -71,7 +71,7 @@ def plan(
 
 
 def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: Workload) -> Search:
-    """Return a copy of `search` that tries fewer values: of each field named in `fixed` only the value in `base`, and of all
+    """Return a copy of `search` that tries fewer values: for each field named in `fixed` only the value in `base`, and for all
     other fields only values that the engine, shared experts and the offload in `base` support. For a module, whose batch is
     given, the micro-batch is 1. Raises `UsageError` if fixed values contradict each other, or if no strategy is left."""
     search = search.narrowed(base, fixed)
@@ -94,7 +94,7 @@ def _narrowed(search: Search, base: Sharding, fixed: Collection[str], workload: 
 
 
 def _check(workload: Workload, cluster: Cluster, base: Sharding, search: Search) -> None:
-    """Raise `UsageError` if the GPUs, the sharding and the search contradict each other or the workload, or cannot be planned."""
+    """Raise `UsageError` if the arguments contradict each other, or if their combination cannot be planned."""
     tokens = workload.seq * min(search.micro_batches)
     if isinstance(workload.model, str) and tokens > LARGEST_TOKENS:
         raise UsageError(

@@ -46,9 +46,9 @@ class Choice:
         gpus: number of ranks.
         accumulate: micro-batches per step.
         replicas: copies of the model under a hybrid strategy, otherwise 1.
-        no_sync: gradients are reduced in the last micro-batch of a step only.
-        expert_parallel: number of ranks that share the experts of a mixture; 1: each rank has all of them.
-        sequence: number of neighbouring ranks that share each sequence.
+        no_sync: True if gradients are reduced in the last micro-batch of a step only.
+        expert_parallel: number of neighbouring ranks that share the experts of a mixture; 1: each rank has all of them.
+        sequence: number of neighbouring ranks that share each sequence; 1: each rank has whole sequences.
     """
 
     sharding: Sharding
@@ -92,12 +92,12 @@ class Choice:
 
     @property
     def samples(self) -> float:
-        """Samples that a rank contributes to a step; a share of each one if ranks share sequences."""
+        """Number of samples of one rank in a step. A sample that `sequence` ranks share counts as 1 / `sequence`."""
         return self.micro_batch * self.accumulate / self.sequence
 
     @property
     def num_traced(self) -> int:
-        """Number of micro-batches to trace: the first, one for all later ones, and the last if only that reduces gradients."""
+        """Number of micro-batches to trace, up to `accumulate`: the first, one later one, and the last if it alone reduces."""
         return min(self.accumulate, 2 if self.each_reduces else 3)
 
     @property
@@ -115,8 +115,9 @@ class Choice:
         return replace(self, sharding=replace(self.sharding, **fields))
 
     def keeping(self, ranks: int) -> Choice:
-        """Return a copy with `secondary` set to `ranks`: each group of `ranks` neighbouring ranks keeps one copy of a unit from
-        its forward to its backward. If this saves no messages, or `ranks` does not divide the shards, `secondary` is None."""
+        """Return a copy with `secondary` set to `ranks`: each group of `ranks` neighbouring ranks keeps one copy of a unit's
+        full parameters from its forward to its backward. `secondary` is None instead if the strategy keeps copies of its own,
+        or if `ranks` is not between 1 and the number of shards (both excluded) or does not divide that number."""
         s = self.strategy
         has_copies = s.params is Place.REPLICATE or s.keep_until_backward or s.optim_over_replicas
         gains = not has_copies and 1 < ranks < self.shards and self.shards % ranks == 0
@@ -124,14 +125,14 @@ class Choice:
 
 
 def traced_as(choice: Choice) -> Choice:
-    """Return `moved_as` of `choice` with parameters and states on the device: only the inputs of recomputed units are offloaded.
-    Choices that differ only in the offload of parameters and states share a trace, since the result is equal for them."""
+    """Return the choice to trace for a log of `choice` with parameters and states on the device. It is that of `moved_as`, but
+    offloads only the inputs of recomputed units. So choices that differ only in other offload share a trace."""
     return moved_as(choice.but(offload=Offload(activations=choice.offload.activations)))
 
 
 def moved_as(choice: Choice) -> Choice:
-    """Return the choice to trace for a log of `choice` with its offload. It has `num_traced` micro-batches, and offloads to the
-    host in place of a disk, which makes no difference to the device, since a trace has no files."""
+    """Return the choice to trace for a log of `choice` with its offload: a copy with `num_traced` micro-batches, and with the
+    host in place of a disk. A trace has no files, and the device's memory and work are equal for both."""
     on_host: dict[str, Any] = {k: HOST for k in ("optimizer", "activations") if folder_of(getattr(choice.offload, k))}
     return replace(choice.but(offload=replace(choice.offload, **on_host)), accumulate=choice.num_traced)
 
@@ -148,7 +149,7 @@ class Search:
             fit. Parameters can be offloaded to the host only, and only together with the optimizer states.
         activations: placements of the inputs of recomputed units; all but the first are tried only if nothing fits.
         replicas: copies of the model under a hybrid strategy. None: try those that shard each copy over one, two or four nodes.
-        copies: also try the fastest configurations with `Sharding.secondary` set to the ranks of a node.
+        copies: also try the fastest configurations with `Sharding.secondary` set to the number of ranks of a node.
         accumulate: micro-batches per step.
         global_batch: samples per step over all GPUs; replaces `accumulate`.
         no_sync: reduce gradients in the last micro-batch of a step only.
@@ -194,9 +195,10 @@ class Search:
                 )
 
     def narrowed(self, sharding: Sharding, fixed: Collection[str]) -> Search:
-        """Return a copy that tries only the value in `sharding` for the strategy, checkpointing or offload if `fixed` names the
-        field. The copy tries no offload with `no_sync`, and no `copies` if the strategy or `secondary` is fixed or experts are
-        shared. Raises `UsageError` if values contradict each other."""
+        """Return a copy that tries fewer values. If `fixed` names the strategy, checkpointing or offload (as fields of
+        `Sharding`), the copy tries only the value in `sharding` for it. The copy never offloads states with `no_sync`, or
+        inputs of recomputed units if checkpointing is fixed to "none". It has no `copies` if the strategy or `secondary` is
+        fixed, or if experts are shared. Raises `UsageError` if values contradict each other."""
         narrow: dict[str, Any] = {}
         if "strategy" in fixed:
             narrow |= {"strategies": [sharding.strategy], "copies": False}

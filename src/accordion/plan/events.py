@@ -10,7 +10,7 @@ ALL_TO_ALL = "all_to_all"  # kind of the collective of experts and of sequence p
 
 
 class Streams:
-    """Names of streams, besides those of transfers of the engine and of FSDP2, such as "gather" and "reduce"."""
+    """Names of streams. Transfers of the engine and of FSDP2 have more, such as "gather" and "reduce"."""
 
     COMPUTE = "compute"  # forward and backward
     FETCH, STORE = "fetch", "store"  # copies to the device and to the host, with offload
@@ -20,7 +20,7 @@ class Streams:
 
 
 class Axes:
-    """Names of axes of the mesh, besides "shard" and "replicate"."""
+    """Names of mesh axes, in addition to "shard" and "replicate"."""
 
     NEAR = "near"  # neighbouring ranks that keep one copy of a unit for its backward
     EXPERTS = "experts"  # neighbouring ranks that share a model's experts
@@ -41,7 +41,7 @@ class Category(Enum):
 
 
 class StepPhase(Enum):
-    """A phase of a trace. `BUILD`: sharding of the model. `STEP`: clipping, the optimizer's step, clearing of gradients."""
+    """A phase of a trace. `BUILD`: sharding of the model. `STEP`: clipping, the optimizer's step, and `zero_grad`."""
 
     BUILD = "build"
     FORWARD = "forward"
@@ -62,9 +62,9 @@ START = StepPart(StepPhase.FORWARD, -1)  # the start of a micro-batch: its forwa
 
 @dataclass(slots=True)
 class Alloc:
-    """Memory is allocated. `number`: identifies the allocation; the `Free` that ends it has the same number."""
+    """Memory is allocated."""
 
-    number: int
+    number: int  # identifies the allocation; the `Free` that ends it has an equal number
     num_bytes: int
     category: Category
     stream: str  # the stream whose pool the allocator takes it from
@@ -103,8 +103,8 @@ class Collective:
 
 @dataclass(slots=True)
 class Launch:
-    """A transfer, such as the gather of a unit, starts on `stream` after all work that is on the compute stream so far. The
-    operators and collectives of the transfer follow. `transfer`: number that identifies it."""
+    """A transfer, such as the gather of a unit, starts on `stream`, after all work that is on the compute stream so far. Its
+    operators and collectives are later events on `stream`. `transfer`: number that identifies the transfer."""
 
     transfer: int
     stream: str
@@ -120,7 +120,7 @@ class Mark:
 
 @dataclass(slots=True)
 class Wait:
-    """Later work on `stream` waits for `transfer`, the number of a `Launch` or of a `Mark`."""
+    """Later work on `stream` waits for the end of the transfer, or for the device event, with number `transfer`."""
 
     transfer: int
     stream: str
@@ -138,7 +138,7 @@ Event = Alloc | Free | Op | Collective | Launch | Mark | Wait | Enter
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Log:
-    """The log of one training step; the optimizer's states exist before it. No code changes a log: results from it are cached."""
+    """The log of one training step; the optimizer's states exist before it. Do not change a log: results from it are cached."""
 
     held: list[tuple[Alloc, int | None]]  # live before the step, with the index of the unit (None: of no unit)
     events: list[Event]
@@ -149,9 +149,9 @@ class Log:
 
 
 def without_host(log: Log) -> Log:
-    """Return a copy of `log` without the allocations and operators on the host. In the copy, `host_bytes` is the most host memory
-    that is live at once, and `unmodelled` notes that the log has no time for the step on the host. If no host memory is live
-    before the step, return `log` itself."""
+    """Return a copy of `log` without allocations and operators on the host. In the copy, `host_bytes` is the most host memory
+    that is live at once, and `unmodelled` has a note that work on the host takes no time. If no host memory is live before the
+    step, return `log` itself."""
     live = {alloc.number: alloc.num_bytes for alloc, _ in log.held if alloc.stream == Streams.HOST}
     if not live:
         return log

@@ -1,4 +1,4 @@
-"""GPUs, links and machines: their peaks, from data sheets, and the shares of the peaks that training is assumed to reach."""
+"""GPUs, links and machines: peak speeds from data sheets, and the shares of them that training is assumed to reach."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGEST_GPUS = 1 << 16  # a trace has a number for each rank of its world
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """The shares of a card's peak speeds that training reaches."""
+    """The shares of a GPU's peak speeds that training reaches."""
 
     products: float  # matrix products: share of peak flops
     elementwise: float  # kernels with little arithmetic: share of peak memory bandwidth
@@ -56,9 +56,9 @@ class Gpu:
         tflops: peak TFLOP/s of dense bf16.
         fp32_tflops: peak TFLOP/s of float32 without TF32, which is torch's default.
         bandwidth_gbps: peak GB/s of its memory.
-        link, link_gbps: the link between the GPUs of a node, and the peak GB/s that one GPU sends over it.
+        link, link_gbps: name of the link between the GPUs of a node, and the peak GB/s that one GPU sends over it.
         source: where the peaks are from.
-        host_gbps: peak GB/s to the host, and as much from the host at the same time.
+        host_gbps: peak GB/s to the host, and at the same time as much from the host.
         products, attention: share of `tflops` that matrix products and the forward of attention reach.
         elementwise: share of `bandwidth_gbps` that element-wise kernels reach.
         slow, fast: the speed of nine in ten steps is between these multiples of the predicted speed.
@@ -92,16 +92,21 @@ class Gpu:
 
     @property
     def efficiency_is(self) -> str:
-        """Text on where the shares of the peaks are from."""
+        """Text on the source of the shares of the peaks: published steps, or a guess."""
         if self.rows:
             return f"of {self.rows} published steps on such GPUs ({_FITTED['made']})"
         return "guessed: no published step on such a GPU was fitted"
 
 
 def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
-    """Return a row of the table of GPUs. `peaks`: fields of `Gpu` from `memory_gib` to `source`. `like`: kind of GPU whose shares
-    of the peaks are used, a key of `BY_KIND`; "": they are guessed. `slow`, `fast` and `rows` are those of the kind only if
-    `name` is one of its fitted cards, else guessed. `more`: other fields of `Gpu`."""
+    """Return a row of the table of GPUs.
+
+    Args:
+        peaks: values of the fields of `Gpu` from `memory_gib` to `source`, in this order.
+        like: kind of GPU whose shares of the peaks are used, a key of `BY_KIND`; "": they are guessed. Its `slow`, `fast` and
+            `rows` are used only if steps of `name` were fitted, and otherwise guessed.
+        more: other fields of `Gpu`, which replace those of the kind.
+    """
     kind = BY_KIND.get(like, GUESSED)
     ranges = kind if name in kind.cards else GUESSED
     shares = {"products": kind.products, "elementwise": kind.elementwise, "attention": kind.attention[ATTENTION]}
@@ -110,7 +115,7 @@ def _gpu(name: str, *peaks: Any, like: str = "", **more: Any) -> Gpu:
 
 
 def with_attention(gpu: Gpu, kernel: str) -> Gpu:
-    """Return a copy of `gpu` whose share `attention` is the one for `kernel`, a key of `Efficiency.attention`."""
+    """Return a copy of `gpu` whose share `attention` is scaled to that of `kernel`, a key of `Efficiency.attention`."""
     known = BY_KIND.get(gpu.kind, GUESSED).attention
     return replace(gpu, attention=gpu.attention * known[kernel] / known[ATTENTION])
 
@@ -173,7 +178,8 @@ class Rates:
     Args:
         end: speed of kernels: -1 for the GPU's `slow`, 1 for its `fast`, 0 for the middle.
         link: share that collectives reach of the peak of the link in a node.
-        network: share that collectives reach of a node's network peak: one link for each rank of the mesh axis on the node.
+        network: share that collectives reach of a node's network peak, which is one link for each of its ranks of the mesh
+            axis.
         host: factor on the rates of a machine's memory and disk, which are guesses.
         caller_s: seconds that Python and torch take on the host for each kernel. The device waits if its queue is empty.
     """
@@ -205,7 +211,7 @@ class Cluster:
 
     Args:
         gpu: a `Gpu`, or the name of one in the table.
-        gpus: total number of GPUs. If there are several numbers, the plan is for the largest, and tries the others too.
+        gpus: total number of GPUs, or several numbers: the plan is for the largest, and tries the others too.
         node: GPUs per machine.
         network_gbps: GB/s that one GPU sends to other machines.
         host_memory_gib: memory of one machine. None: that of a usual machine with such GPUs.
@@ -248,7 +254,7 @@ class Cluster:
 
     @property
     def host_is(self) -> str:
-        """Text on the host memory of one machine, and on the source of the number."""
+        """Text on the host memory of one machine, and whether it was given or is the usual one."""
         gib = self.host_bytes / GIB
         size = f"{gib / 1024:.3g} TiB" if gib >= 1024 else f"{gib:,.0f} GiB"
         source = "as given" if self.host_memory_gib else "the usual one; host_memory_gib changes it"
@@ -260,9 +266,9 @@ class Cluster:
 
 
 def gpu_named(name: str, **rates: float) -> Gpu:
-    """Return the GPU of the table called `name`, with `rates` in place of its figures. `rates`: any of memory_gib, tflops,
-    bandwidth_gbps and link_gbps; with all four, `name` may be any other text. Raises `UsageError` for an unknown name without
-    all four rates, or a rate out of range."""
+    """Return the GPU that the table has under `name` ("h100" or "H100-80GB"), with `rates` in place of its figures. `rates`:
+    any of memory_gib, tflops, bandwidth_gbps and link_gbps. With all four, `name` may be any text. Raises `UsageError` for an
+    unknown name without all four rates, or a rate out of range."""
     for key, value in rates.items():
         check_rate(key, value)
     key = name.lower().replace("_", "-").replace(" ", "").removesuffix("gb").replace("rtx-", "rtx")
@@ -285,8 +291,9 @@ CLUSTER_WORDS = ("network_gbps", "host_memory_gib", "disk_gbps", "price")
 
 
 def cluster_of(text: str, **more: Any) -> Cluster:
-    """Return the cluster that `text` describes: a GPU's name, then rates, as in `h100,memory_gib=94,price=2.5`. `more`: other
-    fields of `Cluster`. Raises `UsageError` if `text` cannot be parsed, names an unknown GPU, or has a value out of range."""
+    """Return the cluster that `text` describes: a GPU's name, then figures of the GPU or fields of `Cluster`, such as
+    "h100,memory_gib=94,price=2.5". `more`: other fields of `Cluster`. Raises `UsageError` if `text` cannot be parsed, names an
+    unknown GPU, or has a value out of range."""
     name, *words = (word.strip() for word in text.split(","))
     values: dict[str, float] = {}
     for word in words:
@@ -302,6 +309,6 @@ def cluster_of(text: str, **more: Any) -> Cluster:
 
 
 def check_rate(name: str, value: float | None, most: float = 1e6) -> None:
-    """Raise a `UsageError` that names `name` unless `value` is None, or between 0 and `most`, both excluded."""
+    """Raise `UsageError` unless `value` is None, or above 0 and below `most`. `name`: name of the value in the message."""
     if value is not None and not 0 < value < most:
         raise UsageError(f"{name} is {value:g}; it takes a positive number.")

@@ -1,4 +1,4 @@
-"""`Plan`, the result of planning, as plain data and as text for the screen and JSON."""
+"""`Plan`, the result of planning, and its figures as plain data and as text, for the screen and JSON."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Plan:
     """The result of `accordion.plan`.
 
     Args:
-        task: the workload's model on the meta device, and how it is trained.
-        workload: the model, loss and batches that were asked for.
+        task: the workload's model on the meta device, with its loss and batches.
+        workload: the model, loss and batches that were passed to `plan`.
         space: the GPUs, and the values that were searched.
         found: all candidates (configurations with their memory and time), and the best of them.
     """
@@ -84,22 +84,22 @@ class Plan:
 
     @property
     def is_tight(self) -> bool:
-        """True if the chosen configuration fits, but leaves so little memory that published runs lost time to the allocator."""
+        """True if the chosen configuration fits, but leaves so little GPU memory free that the allocator may slow it down."""
         memory = self.chosen.memory
         return self.fits and memory is not None and memory.is_tight(self.cluster)
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest candidate that fits on all GPUs asked for. If none fits, the one for all GPUs that needs least memory, if
-        possible one that was not ruled out by a bound."""
+        """The fastest candidate that fits on all GPUs asked for. If none fits, the candidate for all GPUs that needs least
+        memory, of those that were not ruled out by a bound if there are any."""
         if self.found.best is not None:
             return self.found.best
         return closest(self.found.candidates, self.space)
 
     @property
     def log(self) -> Log | None:
-        """Events of a step of the chosen configuration with its offload: traced, or derived from the trace without offloaded
-        states. None if neither was traced."""
+        """Log of a step of the chosen configuration with its offload: the traced log, or one derived from the trace without
+        offloaded states. None if neither was traced."""
         choice, logs = self.chosen.choice, self.found.logs
         if moved_as(choice) in logs:
             return logs[moved_as(choice)]
@@ -118,8 +118,8 @@ class Plan:
         return unsettled(self.chosen, self.cluster) if self.chosen.is_open(self.cluster) else "does not fit"
 
     def trace(self) -> Trace:
-        """Return the planned step of the chosen configuration, at middle rates, as a trace of one rank. It can be drawn, or
-        passed to `Trace.html` of recorded steps. Raises `UsageError` if the configuration was ruled out without a trace."""
+        """Return the planned step of the chosen configuration, at middle rates, as a trace of one rank. It can be drawn, or be
+        the `plan` of `Trace.html` for recorded steps. Raises `UsageError` if no trace was made of the configuration."""
         if self.log is None:
             raise UsageError("the chosen configuration was ruled out without a trace, so there is no step to draw.")
         choice = self.chosen.choice
@@ -127,12 +127,12 @@ class Plan:
         return Trace([drawn(self.log, costs, choice.strategy.name)])
 
     def mfu(self, c: Candidate, rate: str = "middle") -> float:
-        """Return model FLOPs (not recomputed ones) per second as a share of the GPU's bf16 peak. `rate`: a key of `c.steps`."""
+        """Return FLOP/s of `c`, without recomputation, as a share (0 to 1) of the GPU's bf16 peak. `rate`: key of `c.steps`."""
         assert c.steps is not None
         return c.steps[rate].flops / c.steps[rate].seconds / (self.cluster.gpu.tflops * 1e12)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the data that `--json` prints: figures of the chosen configuration, and those of the others in `candidates`."""
+        """Return the data that `--json` prints: figures of the chosen configuration, and of the others in `candidates`."""
         chosen = self.chosen
         others = [{**self._entry(c), "why": c.why} for c in self.found.candidates if c is not chosen]
         fewest = None if self.found.fewest is None else self._config(self.found.fewest)
@@ -201,9 +201,9 @@ class Plan:
 
     @property
     def free_bytes(self) -> dict[str, int]:
-        """Name -> free bytes of a GPU: "step" in a training step; while an inference engine generates, "parked" if the trained
-        model is parked (moved off the device), and "not parked" if it is not. Memory that torch has reserved is not free. {} if
-        the memory of the chosen configuration is not known."""
+        """Name -> free bytes of a GPU: "step" during a training step; and while an inference engine generates, "parked" if the
+        trained model is parked (moved off the device), "not parked" if it is not. Memory that torch has reserved in a step is
+        not free. {} if the memory of the chosen configuration is not known."""
         memory, card = self.chosen.memory, self.cluster.card_bytes
         if memory is None:
             return {}
@@ -212,8 +212,8 @@ class Plan:
 
     @property
     def run_cost(self) -> dict[str, tuple[float, ...]] | None:
-        """Cost of a run over the workload's `tokens`: "hours", "gpu_hours" and, if the cluster has a price, "dollars", each ->
-        (lowest, highest). None if `tokens` is not set, or if the chosen configuration has no times."""
+        """Cost of a run over the workload's `tokens`: name -> (lowest, highest), for "hours", "gpu_hours", and "dollars" if the
+        cluster has a price. None if `tokens` is not set, or if the chosen configuration has no times."""
         c, tokens, price = self.chosen, self.workload.tokens, self.cluster.price
         if tokens is None or c.steps is None:
             return None
@@ -223,8 +223,8 @@ class Plan:
         return cost if price is None else {**cost, "dollars": tuple(price * h for h in low_high)}
 
     def _entry(self, c: Candidate) -> dict[str, Any]:
-        """Return the figures and configuration of `c`. If `c` was ruled out without a trace, each of `FIGURES` is None, and
-        "least_bytes" is added. "fits" is None if that is not known."""
+        """Return the figures and configuration of `c` as plain data. "fits" is None if that is not known. If `c` was ruled out
+        without a trace, each of `FIGURES` is None, and there is an entry "least_bytes"."""
         fits = None if c.bound or c.is_open(self.cluster) else c.fits
         entry = {"fits": fits, **dict.fromkeys(FIGURES), "config": self._config(c)}
         if c.memory is None or c.steps is None:
@@ -241,7 +241,7 @@ class Plan:
         }
 
     def _config(self, c: Candidate) -> dict[str, Any]:
-        """Return the configuration of `c` as plain data. Strategy, offload and units are text, if text can describe them."""
+        """Return name -> value of the configuration of `c`. Strategy, offload and units are text, if text can describe them."""
         choice = c.choice
         words = {name: PRINTERS.get(name, lambda value: value)(getattr(choice.sharding, name)) for name in FIELDS}
         return {
@@ -292,7 +292,7 @@ class Plan:
 
 
 def versions() -> dict[str, str]:
-    """Return name -> version of the packages that a plan depends on, and of Python."""
+    """Return name -> version of Python and of the packages that a plan depends on; transformers only if it is installed."""
     names = {"accordion": VERSION, "torch": torch.__version__, "python": platform.python_version()}
     return {**names, "transformers": version("transformers")} if find_spec("transformers") is not None else names
 

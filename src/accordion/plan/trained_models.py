@@ -27,8 +27,9 @@ from accordion.weights.four_bits import FourBits
 
 
 def configuration(model: str, seq: int) -> Any:
-    """Return the transformers configuration of `model`: a preset, a folder with a config.json, or that file. Raises `UsageError`
-    if transformers is not installed, or if the file is missing, cannot be read or planned, or has fewer than `seq` positions."""
+    """Return the transformers configuration of `model`: the name of a preset, a folder with a config.json, or the path of such
+    a file. A preset has at least `seq` positions. Raises `UsageError` if transformers is not installed, or if the file is
+    missing, cannot be read, describes a model that cannot be planned, or has fewer than `seq` positions."""
     check_installed("a model by name or configuration", ["transformers"], "plan")
     if model in PUBLISHED:
         with without_collections():
@@ -68,7 +69,7 @@ ATTENTIONS = {  # option -> the key of `Efficiency.attention` whose speed is ass
 
 
 def _check_config(config: Any, model: str) -> None:
-    """Raise `UsageError` if `config` has no layers, has an encoder and a decoder, or has quantized weights."""
+    """Raise `UsageError` if `config` has no layers, has both an encoder and a decoder, or has quantized weights."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise UsageError(f"model {model!r} has {layers} layers (num_hidden_layers); it takes 1 or more.")
@@ -86,7 +87,7 @@ def _check_config(config: Any, model: str) -> None:
 
 
 def remarks_on(config: Any, model: nn.Module) -> list[str]:
-    """Return remarks for the user on how `model`, built from the transformers configuration `config`, is planned; [] if it is a
+    """Return texts that tell the user how `model`, built from the transformers configuration `config`, is planned; [] for a
     causal model without loops over tokens."""
     remarks = []
     if is_encoder(config):
@@ -113,15 +114,15 @@ OF_HEAD = ("chunked", "head_rows")  # computed together with the head, an `nn.Li
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """How a language model computes loss and attention, and trains and stores parameters. Raises `UsageError` for an unknown
-    name, or a number out of range."""
+    """Options of a language model: how it computes loss, attention and MLPs, and which parameters it trains in which dtype.
+    Raises `UsageError` for an unknown name, or a number out of range."""
 
     loss: str = "plain"  # a key of `LOSSES`
     attention: str = "auto"  # a key of `ATTENTIONS`
     mlp_tiles: int = 1  # parts of the tokens that an MLP computes one after another
     pure: bool = False  # parameters in bf16
     lora_rank: int = 0  # rank of LoRA adapters; all other parameters are frozen. 0: no adapters
-    lora_targets: str = ALL  # layers with adapters: names separated by commas, or "all" but the head
+    lora_targets: str = ALL  # linear layers with adapters: last names separated by commas; "all": all but the head
     quantize: str | None = None  # data type of four bits of frozen weights, as `accordion.quantize` takes it
 
     def __post_init__(self) -> None:
@@ -137,8 +138,8 @@ class Kernels:
 
 
 def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
-    """Return the language model of `config` on the meta device, with dtype and adapters as in `kernels`. `label`: its name in
-    errors. Raises `UsageError` if it cannot be built, or if adapters, four bits or the loss do not suit it."""
+    """Return the language model of `config` on the meta device, with the dtype, attention, MLP tiles and adapters of `kernels`.
+    `label`: its name in errors. Raises `UsageError` if it cannot be built, or if adapters, four bits or loss do not suit it."""
     attention = "eager" if kernels.attention == "eager" else None
     model = (masked_model if is_encoder(config) else language_model)(config, label, attention)
     if kernels.pure:
@@ -158,8 +159,8 @@ def trained_model(config: Any, label: str, kernels: Kernels) -> nn.Module:
 
 
 def language_subject(config: Any, label: str, micro_batch: int, seq: int, kernels: Kernels) -> Subject:
-    """Return the training to trace: the language model of `config`, and its loss on `micro_batch` random sequences of `seq`
-    tokens. That loss raises `UsageError` if the model's own code fails. `label`: name of the model in errors."""
+    """Return the training to trace: the language model of `config`, micro-batches of `micro_batch` random sequences of `seq`
+    tokens, and a loss, which raises `UsageError` if the model's own code fails. `label`: name of the model in errors."""
     vocab = int(config.get_text_config().vocab_size)
 
     def tokens_and_labels() -> tuple[Tensor, Tensor]:
@@ -183,8 +184,8 @@ def language_subject(config: Any, label: str, micro_batch: int, seq: int, kernel
 
 
 def token_loss(kind: str, model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of a language model, summed over tokens, 0-d. `kind`: a key of `LOSSES`; with "fused" the value is wrong,
-    but memory and kernels are right. `tokens`, `labels`: (micro_batch, seq)."""
+    """Run `model` on `tokens`, and return its loss for `labels`, summed over tokens, 0-d. `kind`: a key of `LOSSES`; with
+    "fused" the value is wrong, but memory and kernels are right. `tokens`, `labels`: (micro_batch, seq)."""
     if kind in OF_HEAD:
         head = model.get_output_embeddings()
         with head_returns_loss(head, labels, reduction="sum", head_rows=kind == "head_rows"):

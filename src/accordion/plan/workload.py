@@ -33,11 +33,11 @@ class Workload:
     module without `loss`.
 
     Args:
-        model: any module; or a language model: the name of a preset, a folder with a config.json, or that file.
-        loss: for a module, required: function of the module and a batch that returns a 0-d tensor.
-        batch: for a module: an example batch of one rank; its size is the micro-batch.
-        seq: tokens per sample, if `model` is a name.
-        kernels: loss, attention and adapters, if `model` is a name.
+        model: any module; or text for a language model: the name of a preset, a folder with a config.json, or that file.
+        loss: function of (module, batch) that returns a 0-d tensor. Required for a module, unused for a language model.
+        batch: for a module, an example batch of one rank, whose size is the micro-batch; unused for a language model.
+        seq: tokens per sample of a language model.
+        kernels: loss, attention and adapters of a language model.
         optimizer: adamw, adamw_ema, adamw_foreach, sgd, adamw_bf16, adamw_8bit or adamw_4bit.
         engine: "accordion", or "fsdp2" for PyTorch's own `fully_shard`.
         tokens: tokens of a whole run, to compute its hours and price.
@@ -75,7 +75,7 @@ class Trained:
         model: the model on the meta device.
         subject_for: function of a micro-batch size that returns the training to trace.
         counted: "tokens" or "batches": what the speed in a plan counts per second.
-        remarks: notes on how the model is planned, which a plan shows.
+        remarks: texts on how the model is planned, which a plan shows.
         vocab: size of the vocabulary of a language model; 0 for a module.
     """
 
@@ -88,8 +88,8 @@ class Trained:
 
 
 def trained(workload: Workload) -> Trained:
-    """Return a workload's model on the meta device, with its loss and batches. Raises `UsageError` if it cannot be planned, for
-    example because its configuration cannot be read, or because a parameter of a module is a DTensor."""
+    """Return a workload's model on the meta device, with its loss and batches; a module is copied. Raises `UsageError` if the
+    model cannot be planned, for example because its configuration cannot be read, or because a parameter is a DTensor."""
     if isinstance(workload.model, str):
         name, seq, kernels = workload.model, workload.seq, workload.kernels
         where = f"model {name!r}"
@@ -122,8 +122,8 @@ def trained(workload: Workload) -> Trained:
 
 
 def subject_of(model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batch: Any) -> Subject:
-    """Return the training to trace: copies of `model` on the meta device, `loss`, and copies of the nested `batch` with empty CPU
-    tensors in place of its tensors."""
+    """Return the training to trace: copies of `model` on the meta device, `loss`, and copies of the nested `batch`, in which
+    empty CPU tensors of equal shape and dtype replace the tensors."""
     batch_like = partial(tree_map_only, Tensor, partial(torch.empty_like, device="cpu"), batch)
     return Subject(make=partial(on_meta, model), batch=batch_like, loss=loss)
 

@@ -27,9 +27,9 @@ NOT_FOUND = 1  # exit code if nothing fits
 
 
 def run(words: list[str]) -> int:
-    """Print the plan that the arguments `words` describe, from the cache if it is there; a new plan is written to the cache, and
-    with --html to a page. With --help, print the help alone. Returns the exit code: 0, or 1 if nothing fits. Raises `UsageError`
-    for wrong arguments, and `TaskError` if the code of a task fails."""
+    """Print the plan that the arguments `words` describe, and return the exit code: 0, or 1 if nothing fits. A plan that is not
+    in the cache is made and written to it. With --html, also write a page that draws the step; such a plan is not cached. With
+    --help, print only the help. Raises `UsageError` for wrong arguments, and `TaskError` if a task's code fails."""
     task_words: list[str] = []
     if any(word.startswith("--task") for word in words):
         task_words, words = split_task(words)
@@ -65,9 +65,9 @@ class SavedAnswer:
 
 
 def place_of(o: Options) -> Path | None:
-    """Return the path of the cache file for the options `o`; the file may be missing. The path changes with the options, the
-    model's configuration, and versions or sources of packages. Returns None for a task, with `--html`, or if `o.model` is not a
-    preset, a JSON file, or a folder with a config.json."""
+    """Return the path of the cache file for the options `o`, which may be missing; None if the plan is not cached: for a task,
+    with `--html`, or if `o.model` is not a preset, a JSON file, or a folder with a config.json. The path depends on the
+    options, the model's configuration, the versions of packages, and Accordion's sources, but not on `--json`."""
     folder, config = Path(o.model), ""
     with suppress(OSError, ValueError):
         config = read_text(folder / "config.json" if folder.is_dir() else folder)
@@ -98,8 +98,8 @@ def cached(place: Path | None) -> SavedAnswer | None:
 
 
 def save(place: Path | None, answer: SavedAnswer) -> None:
-    """Write `answer` to the file `place` atomically, and create its folder if it is missing. Do nothing if `place` is None or
-    cannot be written."""
+    """Write `answer` to the file `place` atomically, and create its folder if it is missing. Do nothing if `place` is None. An
+    error of the file system is ignored."""
     if place is None:
         return
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The tables of a plan, for the screen."""
+"""The notes and tables of a plan, for the screen."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def workload_of(o: Options, task_words: list[str]) -> Workload:
 
 
 def cluster_in(o: Options) -> Cluster:
-    """Return the GPUs of `--gpu` and `--gpus`, without the memory of `--reserve-gb`. Raises `UsageError` for a wrong value."""
+    """Return the cluster of `--gpu` and `--gpus`, less `--reserve-gb` of each GPU. Raises `UsageError` for a wrong value."""
     gpus, node = counts_of(o.gpus)
     cluster = cluster_of(o.gpu, gpus=gpus, node=node)
     if not 0 <= o.reserve_gb < cluster.gpu.memory_gib:
@@ -88,8 +88,8 @@ def cluster_in(o: Options) -> Cluster:
 
 
 def sharding_of(o: Options) -> dict[str, Any]:
-    """Return field of `Sharding` -> value, for the precision and for the fields that options fix. A value of `--sharding` becomes
-    an int if it is a number, and otherwise stays text. Raises `UsageError` for a wrong precision or a value of 0."""
+    """Return field of `Sharding` -> value, for the precision and for the fields that options fix. A value in `--sharding`
+    becomes an int if it has only digits, else it stays text. Raises `UsageError` for a wrong precision, or a value of 0."""
     fixed = {name: getattr(o, name) for name in FIXED if getattr(o, name) is not None}
     for word in [] if o.sharding is None else o.sharding.split(","):
         name, _, value = (part.strip() for part in word.partition("="))

@@ -1,4 +1,4 @@
-"""A model of torch's caching allocator on CUDA: replay a log to find how many bytes of the card a step reserves.
+"""A model of torch's caching allocator on CUDA: replay a log to compute how many bytes of GPU memory a step reserves.
 
 The model follows c10/cuda/CUDACachingAllocator.cpp of torch 2.13. Each stream has two pools, one for blocks up to 1 MiB and one
 for larger blocks. Sizes are rounded up to 512 bytes. An allocation takes the smallest free block of its pool that is large
@@ -22,7 +22,7 @@ BITS = 48  # of an address
 
 @dataclass(slots=True)
 class _Pool:
-    """The small or the large free blocks of one stream. Blocks are integers, since a search reads them millions of times."""
+    """Free blocks of one stream, for small or for large allocations. They are integers, which makes a search much faster."""
 
     small: bool
     by_size: list[int] = field(default_factory=list)  # `size << BITS | start` of each block, sorted
@@ -42,8 +42,8 @@ class _Pool:
         del self.by_end[start + size]
 
     def take_fitting(self, size: int) -> tuple[int, int] | None:
-        """Remove the smallest block that is large enough and return (start, size); None if there is none. The block at the end
-        of the pool is left for growth if a larger block fits too."""
+        """Remove the smallest block of `size` bytes or more, and return its (start, size); None if there is none. If that block
+        is at the end of the pool, take the next larger one if there is one, since the last block can grow."""
         i, last = bisect_left(self.by_size, size << BITS), len(self.by_size) - 1
         if i > last:
             return None
@@ -87,7 +87,7 @@ class Allocator:
         pool.add(start, size)
 
     def _grown(self, pool: _Pool, size: int) -> tuple[int, int]:
-        """Reserve memory, and return (start, size) of a block of at least `size` bytes, which is in no list of free blocks."""
+        """Reserve memory in `pool`; return (start, size) of a block of `size` bytes or more, not one of its free blocks."""
         start = pool.top
         if self._expandable:
             start = pool.by_end.get(pool.top, start)
@@ -109,7 +109,7 @@ def _up(size: int, step: int) -> int:
 
 
 def reserved_bytes(log: Log, *, expandable: bool) -> int:
-    """Return the bytes that torch has reserved after two steps as in `log`, with or without expandable segments."""
+    """Return the bytes that torch has reserved after two runs of the step in `log`, with or without expandable segments."""
     allocator = Allocator(expandable=expandable)
     for alloc, _ in log.held:
         allocator.take(alloc.number, alloc.num_bytes, alloc.stream)

@@ -1,4 +1,4 @@
-"""Seconds of operators and collectives: the slower of arithmetic and memory, and latency plus bytes over bandwidth."""
+"""Compute the seconds of operators (the slower of arithmetic and memory) and collectives (latency, bytes over bandwidth)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from accordion.plan.hardware import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    """The number of ranks of one axis of the mesh, and the number of these that are on one node."""
+    """Sizes of one mesh axis. `ranks`: its ranks. `on_node`: how many of these are on one node."""
 
     ranks: int
-    on_node: int  # each of them has its own link to other nodes
+    on_node: int  # each has its own link to other nodes
 
     @property
     def far(self) -> bool:
@@ -33,7 +33,7 @@ class MeshAxis:
 
 
 class Costs:
-    """Computes the seconds of events of one rank on a cluster, at assumed rates.
+    """Computes the seconds that single operators and collectives of one rank take on `cluster`, at assumed rates.
 
     Args:
         rate: name of the assumed rates, a key of `REACHED`.
@@ -71,8 +71,8 @@ class Costs:
         self.drag = 1 + DRAG * log2(max(1.0, ranks / MANY_RANKS))
 
     def of(self, op: Op | Collective) -> float:
-        """Return the seconds of `op`: a kernel on the device, a copy between host and device, work on the host or a disk, or a
-        collective."""
+        """Return the seconds of `op`, without waits. If it is no collective, its stream says what it is: a kernel on the
+        device, a copy between host and device, or work of the host or its disk."""
         if isinstance(op, Collective):
             return self.of_collective(op)
         if op.stream in (Streams.FETCH, Streams.STORE):
@@ -91,9 +91,9 @@ class Costs:
         return max(op.flops / (peak * gpu.products * speed), by_memory, LAUNCH_S) * self.drag
 
     def of_collective(self, c: Collective) -> float:
-        """Return the seconds of one collective of n ranks; 0 if n is 1. It takes a latency, plus the time to send (n - 1) / n of
-        its bytes over the slowest link; a sum sends twice as many bytes. An all-to-all takes the latency, plus the time of its
-        messages inside the node or of those to other nodes, whichever is longer."""
+        """Return the seconds of one collective of n ranks; 0 if n is 1. They are a latency, plus the time to send (n - 1) / n
+        of its bytes (for a sum twice as many) over the slowest link. For an all-to-all they are the latency, plus the time of
+        the messages inside the node or of those to other nodes, whichever is longer."""
         axis = self.axes[c.axis]
         if axis.ranks == 1:
             return 0.0

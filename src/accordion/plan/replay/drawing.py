@@ -20,8 +20,8 @@ KINDS = {StepPhase.STEP: "optimizer"}
 
 
 def drawn(log: Log, costs: Costs, strategy: str) -> RankTrace:
-    """Simulate the step of `log` and return it as the trace of one rank, in which each unit's `full_bytes` is 0. `strategy`: name
-    of the strategy in the trace."""
+    """Simulate the step of `log`, and return it as the trace of one rank, for `observe`. In that trace, `full_bytes` of each
+    unit is 0, since a log does not have it. `strategy`: name of the strategy."""
     clock = _DrawingClock(log, costs)
     end_us = clock.run(log).seconds * 1e6
     # Of the points in each of `NUM_POINTS` equal parts of the step, keep the one with most bytes.
@@ -49,7 +49,7 @@ def drawn(log: Log, costs: Costs, strategy: str) -> RankTrace:
 
 
 class _DrawingClock(StreamClock):
-    """A clock of streams that also keeps `spans`, the work by lane, and `points`, the live bytes by kind after each change."""
+    """A clock of streams that also records `spans`, work and waits by lane, and `points`, live bytes after each change."""
 
     handlers: ClassVar[Mapping[type, str]] = {**StreamClock.handlers, Alloc: "allocate", Free: "free"}
 
@@ -96,8 +96,8 @@ class _DrawingClock(StreamClock):
             self._add(WAIT, LANES.get(cause, cause), self._busy[COMPUTE] - seconds, self._busy[COMPUTE])
 
     def _add(self, lane: str, kind: str, start_s: float, end_s: float) -> None:
-        """Add a span to `lane`: of the current unit on `COMPUTE` and `WAIT`, of no unit on others. If the last span there has the
-        same kind and unit and ends less than `GAP_US` before, extend that span instead."""
+        """Add a span to `lane`. Its unit is the current unit on `COMPUTE` and `WAIT`, and none on other lanes. If the last span
+        of the lane has equal kind and unit, and ends less than `GAP_US` before, extend that span instead."""
         spans = self.spans[lane]
         # A transfer starts during the unit before the one that it is for, which a log does not name.
         unit = self._place.unit if lane in (COMPUTE, WAIT) else NO_UNIT

@@ -1,4 +1,4 @@
-"""Offload in a log: the memory that it moves off the device, the bytes on the host and on a disk, and the time that it takes."""
+"""Add offload to a log without it: the memory that stays on the device, the bytes on the host and on a disk, and the time."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ NORM, SCALE = "_foreach_norm", "_foreach_mul_"  # kernels of clipping; later ker
 
 
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
-    """Return the log of a step with parameters and states offloaded as in `offload`, derived from `log`, in which they are on the
-    device. The result has the memory and work of the device only. Returns `log` itself if `offload` offloads neither parameters
-    nor states. Offload of activations must be in `log` already. Not for a single rank, whose offload has to be traced.
-    `compute_bytes`: bytes per element of the compute dtype."""
+    """Return the log of a step with parameters and states offloaded as in `offload`. It is derived from `log`, in which both
+    are on the device, and has only memory and work of the device. Return `log` itself if `offload` offloads neither. `log` must
+    have the offload of activations already. Not for a single rank, whose offload has to be traced. `compute_bytes`: bytes per
+    element of the compute dtype."""
     return _without_states(log, offload.params == HOST, compute_bytes) if offload.is_any else log
 
 
@@ -63,9 +63,9 @@ def _without_states(log: Log, has_params_on_host: bool, compute_bytes: int) -> L
 
 
 def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
-    """Yield the events of `log` without operators of the optimizer's step, and without frees of the allocations numbered in
-    `moved`. Sharded gradients are freed earlier than in `log`: when the next reduce ends or the backward ends, because the
-    engine waits for their copy to the host then."""
+    """Yield the events of `log` without operators of the optimizer's step, and without frees of allocations whose numbers are
+    in `moved`. Sharded gradients are freed earlier than in `log`: after the next reduce, or when the backward ends, because the
+    engine has then waited for their copy to the host."""
     gradients = offloaded_gradients(log)
     launches = [event for event in log.events if isinstance(event, Launch)]
     last = Streams.REPLICATE if any(event.stream == Streams.REPLICATE for event in launches) else "reduce"
@@ -99,7 +99,7 @@ def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
 
 @dataclass(slots=True)
 class UnitState:
-    """Memory of one unit on one rank between steps: number of parameter elements, and bytes of optimizer states."""
+    """Memory of one unit on one rank between steps: elements of float32 parameters, and bytes of optimizer states."""
 
     elements: int = 0
     state_bytes: int = 0
@@ -107,7 +107,7 @@ class UnitState:
 
 @lru_cache(4)
 def state_by_unit(log: Log) -> Mapping[int, UnitState]:
-    """Return unit index -> memory that the traced rank keeps for the unit between steps."""
+    """Return index of the unit -> parameters and optimizer states of that unit which the traced rank has between steps."""
     states: dict[int, UnitState] = {}
     for alloc, unit in log.held:
         if unit is None:
@@ -122,8 +122,8 @@ def state_by_unit(log: Log) -> Mapping[int, UnitState]:
 
 @lru_cache(4)
 def offloaded_gradients(log: Log) -> Mapping[int, int]:
-    """Return allocation number -> bytes, for sharded gradients: the gradients that are live at the end of a backward, and those
-    that other micro-batches allocate at the same point of their forward or backward."""
+    """Return allocation number -> bytes, for sharded gradients: all gradients that are live at the end of a backward, and those
+    that other micro-batches allocate at an equal point of the forward or backward of an equal unit."""
     live: set[int] = set()
     live_at_end: set[int] = set()
     points: dict[int, tuple[StepPart, int]] = {}  # by number: (part of the step, gradients allocated in it before)
@@ -145,8 +145,8 @@ def offloaded_gradients(log: Log) -> Mapping[int, int]:
 
 
 def inputs_of(log: Log) -> list[int]:
-    """Return the bytes, in whole pages, of each offloaded input of the micro-batch that offloads most bytes; [] if no micro-batch
-    offloads inputs."""
+    """Return the bytes, in whole pages, of each input that is offloaded by the micro-batch that offloads the most bytes; [] if
+    none offloads any."""
     batches: list[list[int]] = [[]]
     for event in log.events:
         if isinstance(event, Enter) and event.place == START:
@@ -158,9 +158,9 @@ def inputs_of(log: Log) -> list[int]:
 
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
     """Return the bytes of host memory that the offload of `choice` takes on one machine, for all its ranks: float32 masters,
-    shards in the compute dtype if that is another, gradients, a buffer for the gradients of one unit, optimizer states, and
-    inputs of recomputed units. States or inputs on a disk take only staging buffers. `log`: the log without offloaded states.
-    `compute_bytes`: bytes per element of the compute dtype."""
+    shards in the compute dtype unless that is float32, gradients, a buffer for the gradients of one unit, optimizer states, and
+    inputs of recomputed units. States or inputs on a disk take only staging buffers. `log`: log of the step without offloaded
+    states. `compute_bytes`: bytes per element of the compute dtype."""
     ranks, offload = min(choice.gpus, cluster.node), choice.offload
     inputs = inputs_of(log) if offload.activations != DEVICE else []
     staged = NUM_STAGES * max(inputs, default=0)
@@ -178,8 +178,8 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
 
 
 def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
-    """Return the bytes on one machine's disk, of all its ranks: optimizer states and inputs of recomputed units, if `choice`
-    offloads them to a disk; else 0. `log`: the log of the step without offloaded states."""
+    """Return the bytes on one machine's disk, for all its ranks: optimizer states and inputs of recomputed units, as far as
+    `choice` offloads them to a disk. `log`: log of the step without offloaded states."""
     states = sum(s.state_bytes for s in state_by_unit(log).values()) if folder_of(choice.offload.optimizer) else 0
     inputs = sum(inputs_of(log)) if folder_of(choice.offload.activations) else 0
     return (states + inputs) * min(choice.gpus, cluster.node)
@@ -189,9 +189,9 @@ def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
 
 
 def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
-    """Return stream -> bytes that one rank reads and writes in a step of `choice`. Of `Streams`: FETCH and STORE (copies from and
-    to the host), STEPPER (the optimizer), HOST (clipping, sums of gradients) and DISK; one without work has 0 or is left out.
-    `log`: the log without offloaded states. `compute_bytes`: bytes per element of the compute dtype."""
+    """Return stream -> bytes that offload reads and writes on one rank in a step of `choice`. Streams: FETCH and STORE (copies
+    from and to the host), STEPPER (the optimizer), HOST (clipping, sums of gradients) and DISK; one without work has 0 or is
+    left out. `log`: log without offloaded states. `compute_bytes`: bytes per element of the compute dtype."""
     offload, states, work = choice.offload, state_by_unit(log), dict[str, float]()
     if folder_of(offload.activations):  # the last inputs are still in the staging buffers
         inputs = inputs_of(log)
@@ -216,7 +216,7 @@ def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
 
 
 def _step_bytes(log: Log) -> tuple[int, int]:
-    """Return (bytes that clipping reads and writes, bytes that the optimizer reads and writes) in the step of `log`."""
+    """Return (bytes that clipping reads and writes, bytes that the optimizer reads and writes) in `log`."""
     place, is_clipped, clipped, stepped = START, False, 0, 0
     for event in log.events:
         if isinstance(event, Enter):
@@ -246,11 +246,12 @@ def _gathered_units(log: Log) -> list[int]:
 
 
 def with_host_work(step: Step, work: Mapping[str, float], choice: Choice, num_units: int, costs: Costs) -> Step:
-    """Return `step`, the time of the device alone, with the waits for offload's `work` (stream -> bytes) added, if there are any.
+    """Return the time of a step with offload. `step`: the time of the device alone. `work`: stream -> bytes, from `host_work`;
+    if it is 0 everywhere, return `step` itself. `num_units`: number of units with state.
 
-    The previous step's optimizer runs during the forward, unit by unit. Nothing hides the steps of the first two units, the
-    first copy to the device in a backward, the last two copies to the host, and the caller's own work on gradients. All other
-    work is hidden by the device's, as long as it takes no longer.
+    The optimizer steps during the next forward, unit by unit. The device always waits for the steps of the first two units, for
+    the last two copies to the host, for the caller's own work on gradients, and for the first copy of parameters in a backward.
+    It waits for other work only if that takes longer than its own work at that time.
     """
     seconds = {stream: costs.of(Op("", 0.0, round(n), "", stream)) for stream, n in work.items() if n}
     if not seconds:

@@ -23,13 +23,13 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPeak:
-    """The most bytes that are live at once during a step."""
+    """The peak of allocated memory during a step: its bytes, and what they are for."""
 
-    num_bytes: int
+    num_bytes: int  # the most bytes that are live at once
     breakdown: dict[str, int]  # bytes at the peak by category
-    phase: str  # of the step at the peak, as are `unit` and `operator`
-    unit: str
-    operator: str
+    phase: str  # phase of the step at the peak
+    unit: str  # name of the unit at the peak, as in `name_of`
+    operator: str  # operator that allocates the last bytes of the peak; "" before the first event
     live: tuple[Holding, ...]  # the 12 largest, at the peak
     held_bytes: int  # bytes between steps
     highest: dict[str, int]  # by category, the most bytes at any time
@@ -39,7 +39,7 @@ class MemoryPeak:
 
 @lru_cache(4)
 def peak_of(log: Log) -> MemoryPeak:
-    """Return the peak of allocated bytes in the step of `log`."""
+    """Return the peak of allocated memory in the step of `log`."""
     total = held_bytes = sum(a.num_bytes for a, _ in log.held)
     live = {a.number: a for a, _ in log.held}
     current = {c: sum(a.num_bytes for a in live.values() if a.category is c) for c in Category}
@@ -102,7 +102,7 @@ def _largest(allocs: Sequence[Alloc]) -> tuple[Holding, ...]:
 
 
 def name_of(place: StepPart, units: Sequence[str]) -> str:
-    """Return the name of the unit of `place`, "(root)" for the root. Outside of units "(loss)" in the backward, otherwise ""."""
+    """Return the name of the unit of `place`, "(root)" for the root. Outside of units: "(loss)" in the backward, else ""."""
     if place.unit < 0:
         return "(loss)" if place.phase is StepPhase.BACKWARD else ""
     return units[place.unit] or "(root)"

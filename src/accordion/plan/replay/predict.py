@@ -23,7 +23,7 @@ from accordion.plan.trace.trace import trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """The memory of one GPU that a step needs."""
+    """The GPU memory that one rank needs for a step."""
 
     peak: MemoryPeak
     reserved_bytes: dict[str, int]  # by allocator setting, expandable_segments and classic; or a lower bound, at_least
@@ -39,7 +39,7 @@ class MemoryNeed:
 
     @property
     def possible_bytes(self) -> int:
-        """Bytes of the GPU that are needed if operators with an unknown workspace allocate the most that they may."""
+        """`needed_bytes` if the operators whose workspace is unknown allocate the most that they may."""
         return int((self.largest_reserved + self.peak.unsure_bytes) * MARGIN) + OUTSIDE_BYTES
 
     def fits(self, cluster: Cluster) -> bool:
@@ -49,13 +49,13 @@ class MemoryNeed:
         return cluster.card_bytes - self.needed_bytes < TIGHT_BYTES
 
     def is_open(self, cluster: Cluster) -> bool:
-        """Return True if the step fits or not depending on the unknown workspace of an operator."""
+        """Return True if the step may or may not fit, depending on the unknown workspace of an operator."""
         return self.needed_bytes < cluster.card_bytes <= self.possible_bytes
 
 
 def log_of(subject: Subject, run: TrainingSetup) -> Log:
-    """Return the log of a step. Traces some of the model's equal blocks and repeats their events. Traces all blocks if the model
-    has few equal ones or none, if their events do not repeat, or if the optimizer is adamw_foreach."""
+    """Return the log of a step of `subject` with the setup `run`. Traces some of the model's equal blocks and repeats their
+    events. Traces all if few or none are equal, if their events do not repeat, or if the optimizer is adamw_foreach."""
     model = subject.make()
     blocks = longest_run(model, run.sharding.units)
     if blocks is None or run.optimizer == "adamw_foreach":
@@ -83,8 +83,8 @@ def _num_trained(model: nn.Module) -> int:
 
 @lru_cache(4)
 def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
-    """Return the memory that the step in `log` needs. If its allocated peak exceeds `enough_bytes`, the allocator is not replayed
-    and `reserved_bytes` has the peak alone, a lower bound."""
+    """Return the memory that the step in `log` needs. If its allocated peak exceeds `enough_bytes`, the allocator is not
+    replayed, and `reserved_bytes` has only the peak, a lower bound, as "at_least"."""
     peak = peak_of(log)
     if enough_bytes is not None and peak.num_bytes > enough_bytes:
         return MemoryNeed(peak=peak, reserved_bytes={"at_least": peak.num_bytes})
@@ -94,7 +94,7 @@ def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
 
 
 def step_of(log: Log, run: TrainingSetup, cluster: Cluster, rate: str = "middle") -> Step:
-    """Return the time of the step in `log` at the assumed `rate`: "low", "middle" or "high"."""
+    """Return the time of the step in `log`. `run`: the setup of its trace. `rate`: assumed rates, "low", "middle" or "high"."""
     return StreamClock(costs_for(run, cluster, rate)).run(log)
 
 
@@ -108,8 +108,8 @@ def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
 
 
 def step_of_choice(log: Log, run: TrainingSetup, choice: Choice, cluster: Cluster, rate: str) -> Step:
-    """Return the time of a step of `choice` with all its micro-batches. `log` has `run.accumulate` of them; each missing one
-    takes as long as the second. `rate`: "low", "middle" or "high"."""
+    """Return the time of a step of `choice` with all its micro-batches. `log` has only `run.accumulate` of them; each missing
+    one takes as long as the second in `log`. `rate`: assumed rates, "low", "middle" or "high"."""
     step = step_of(log, run, cluster, rate)
     between = choice.accumulate - run.accumulate
     if between <= 0:

@@ -1,4 +1,4 @@
-"""Simulate the streams of one rank event by event, to find the seconds of a step by kind of work, phase and unit."""
+"""Simulate the streams of one rank event by event, to compute the seconds of a step by kind of work, phase and unit."""
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ class Step:
 
 
 class StreamClock:
-    """Advances the time of each stream event by event, and sums it by kind of work and by part of the step. Streams run in
-    parallel. As in the engine, a transfer starts after the compute stream's work so far and runs in order on its stream. The
-    host takes `costs.rates.caller_s` for each kernel. `run` returns the sums. `handlers`: type of event -> name of the method
-    that handles it; events of other types take no time."""
+    """Simulates the step of a log: the method `run` returns its time, in total, by kind of work and by part of the step.
+
+    Streams run in parallel. As in the engine, a transfer starts after the compute stream's work so far, and after earlier
+    transfers on its own stream. The host takes `costs.rates.caller_s` for each kernel. `handlers`: type of event -> name of the
+    method that handles it; events of other types take no time.
+    """
 
     handlers: ClassVar[Mapping[type, str]] = {
         Op: "work", Collective: "work", Enter: "enter", Launch: "launch", Mark: "mark", Wait: "wait",
@@ -70,7 +72,7 @@ class StreamClock:
         self._in_place = self._places.setdefault(self._place, [0.0, 0.0])
 
     def run(self, log: Log) -> Step:
-        """Simulate all events of `log`, then the wait for streams that are still busy; return the times. Call it only once."""
+        """Simulate all events of `log`, then a wait for streams that are still busy; return the times. May be called once."""
         handlers = {kind: getattr(self, name) for kind, name in self.handlers.items()}
         for event in log.events:
             if (handler := handlers.get(type(event))) is not None:
@@ -138,7 +140,8 @@ class StreamClock:
 
 
 def kind_of(event: Op | Collective) -> str:
-    """Return the kind of work of `event`, by which seconds are summed: kind of collective or kernel, or a side stream."""
+    """Return the kind of work of `event`, by which seconds are summed: a kind of collective, such as "gather"; a kind of kernel
+    on the compute stream, such as "attention"; or a side stream, such as "store"."""
     if isinstance(event, Collective):
         return ALL_TO_ALLS.get(event.axis, IN_LINE) if event.stream == COMPUTE else event.kind
     if event.stream in (Streams.FETCH, Streams.STORE):
@@ -180,8 +183,8 @@ class TimePart:
 
 
 def by_kind(step: Step) -> list[TimePart]:
-    """Return the times of the compute stream by kind of work and of wait, whose sum is the step's time, then the times of work on
-    side streams by kind. Each of the two parts is sorted, longest first."""
+    """Return the times of the compute stream by kind of work and of wait, which add up to the step's time. After them, return
+    the times of side streams by kind of work. Each of the two parts is sorted, longest first."""
     waits: dict[str, float] = defaultdict(float)
     for stream, seconds in step.waits.items():
         waits[WAITED_FOR.get(stream, "waiting for others")] += seconds
@@ -199,8 +202,8 @@ def by_kind(step: Step) -> list[TimePart]:
 
 
 def by_unit(step: Step, units: Sequence[str]) -> list[TimePart]:
-    """Return the compute stream's time by phase and unit, in the order of a step. Units whose names differ only in a number are
-    one entry, and the optimizer's step with clipping is one entry. `units`: names of units, by index."""
+    """Return the times of the compute stream by phase and unit, in the order of a step. Units whose names differ only in
+    numbers are one entry, as "forward layers.*, 32 of them"; so are the optimizer and clipping. `units`: names by index."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by name: [seconds, waits among them]
     counts: dict[str, set[str]] = defaultdict(set)  # by name: its units
     for place, (seconds, waited) in step.by_place.items():

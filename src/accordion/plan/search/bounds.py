@@ -21,8 +21,8 @@ RECOMPUTED = 0.7
 
 
 def least_bytes(choice: Choice, space: Space) -> int:
-    """Return a lower bound, in bytes, of a rank's GPU memory: its shards and states unless they are offloaded, and full
-    parameters if the strategy keeps them."""
+    """Return a lower bound, in bytes, of the GPU memory of one rank in a step of `choice`: its shards and optimizer states
+    unless they are offloaded, and full parameters if the strategy keeps them."""
     strategy = choice.strategy
     over = choice.gpus if strategy.optim_over_replicas else choice.shards
     if strategy.optim is Place.REPLICATE:
@@ -35,7 +35,8 @@ def least_bytes(choice: Choice, space: Space) -> int:
 
 
 def least_host_bytes(choice: Choice, space: Space) -> int:
-    """Return a lower bound, in bytes, of the host memory that the offloaded states of `choice` take on one machine."""
+    """Return a lower bound, in bytes, of the host memory of one machine that `choice` takes for offloaded parameters, gradients
+    and optimizer states. `choice` must offload some of them."""
     over = choice.gpus if choice.strategy.optim_over_replicas else choice.shards
     wide = space.compute_bytes if space.compute_bytes != MASTER_BYTES else 0
     each = (MASTER_BYTES + GRADIENT_BYTES + wide) * space.master_share
@@ -45,13 +46,13 @@ def least_host_bytes(choice: Choice, space: Space) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The memory and time of a FULL_SHARD step: lower bounds for every other strategy.
+    """The memory and time of a FULL_SHARD step: lower bounds for all other strategies.
 
     Args:
-        num_bytes: the most allocated bytes.
+        num_bytes: the most allocated bytes at any time.
         seconds: time of the step without waits for other streams.
-        gathered, reduced: bytes of each all-gather in a forward, and of each reduction in a backward. Other strategies reduce
-            as many bytes, over their own axes of the mesh, and gather as many if they shard parameters.
+        gathered, reduced: bytes of each all-gather in the forward of one micro-batch, and of each reduction in its backward.
+            Other strategies reduce as many bytes, over their own mesh axes, and gather as many if they shard parameters.
         far: True if these gathers and reductions are between nodes.
         blocks_s: seconds of the repeated blocks' forwards, over all micro-batches.
         light_s: the part of `blocks_s` that is neither a matrix product nor attention.
@@ -66,14 +67,15 @@ class Floor:
     light_s: float = 0.0
 
     def recomputing(self, how: ActivationCheckpointing) -> Floor:
-        """Return a copy with the time of recomputation added, and with `num_bytes` 0, since recomputation takes less memory."""
+        """Return a copy for a step with recomputation `how`: its time is longer by a lower bound of the recomputation, and
+        `num_bytes` is 0 (no bound), since recomputation takes less memory."""
         again_s = self.light_s if how.selective else self.blocks_s / how.every
         return replace(self, num_bytes=0, seconds=self.seconds + RECOMPUTED * again_s)
 
 
 def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Cluster) -> Floor:
-    """Return the floor (lower bounds) from one FULL_SHARD step: its `log`, time `step`, configuration `choice`, and peak of
-    allocated bytes, `num_bytes`."""
+    """Return the `Floor` (lower bounds) of a FULL_SHARD step. `log`, `step`, `choice`: the events, time and configuration of
+    the step. `num_bytes`: its peak of allocated bytes."""
     last = max((i for i, e in enumerate(log.events) if isinstance(e, Enter) and e.place == START), default=0)
     gathered: list[int] = []
     reduced: list[int] = []
@@ -107,8 +109,8 @@ def floor_of(log: Log, num_bytes: int, step: Step, choice: Choice, cluster: Clus
 
 
 def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
-    """Return a lower bound of the seconds of a step of `choice`: the time of its gathers in forwards, or that of its reductions,
-    whichever is longer. `floor`: that of the FULL_SHARD choice which bounds `choice`."""
+    """Return a lower bound of the seconds of a step of `choice`: the time of its gathers in forwards, or the time of its
+    reductions, whichever is longer. `floor`: floor of the choice that `as_full_shard(choice)` returns."""
     strategy, cluster = choice.strategy, space.cluster
     costs = Costs(cluster, "middle", choice.gpus, shards=choice.shards if strategy.hybrid else None)
 
@@ -131,7 +133,7 @@ def messages_s(choice: Choice, floor: Floor, space: Space) -> float:
 
 
 def as_full_shard(choice: Choice) -> Choice:
-    """Return the FULL_SHARD choice whose memory and time are lower bounds for `choice`: without replicas, without copies of units
-    in a node, and with states on the device."""
+    """Return the FULL_SHARD choice whose memory and time are lower bounds for `choice`: a copy without replicas, without copies
+    of units that groups of ranks keep, and with parameters and states on the device."""
     inputs = replace(NO_OFFLOAD, activations=choice.offload.activations)
     return replace(choice.but(strategy=FULL_SHARD, offload=inputs), replicas=1).keeping(0)

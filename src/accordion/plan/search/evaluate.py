@@ -28,14 +28,14 @@ class Candidate:
     """A choice and its predicted memory and time.
 
     Args:
-        fits: True if it fits into the memory of the GPU and of the host.
+        fits: True if it fits into the memory of the GPU and of the host; False also if it was ruled out and this is not known.
         least_bytes: lower bound of its GPU memory.
         host_bytes, disk_bytes: bytes that its offload takes on one machine.
-        memory: None if the choice was ruled out by `least_bytes` or by `bound`.
+        memory: GPU memory of a step; None if the choice was ruled out by `least_bytes` or by `bound`.
         steps: times by name of the assumed rates: "middle", and for the best choice (if none fits, the closest) also "low" and
             "high". None if `memory` is None.
         is_traced: True if memory and time are from the choice's own trace, not from other traces.
-        bound: reason why the choice was ruled out before it was traced, or "".
+        bound: reason why the choice was ruled out before it was traced (too large or too slow), or "".
         why: reason why the choice was not chosen, or "".
     """
 
@@ -51,7 +51,7 @@ class Candidate:
     why: str = ""
 
     def is_open(self, cluster: Cluster) -> bool:
-        """Return True if the unknown workspace of an operator decides whether the choice fits into the GPU."""
+        """Return True if the choice may or may not fit into the GPU, depending on the unknown workspace of an operator."""
         return self.memory is not None and self.memory.is_open(cluster)
 
     @property
@@ -59,13 +59,13 @@ class Candidate:
         return self.memory.needed_bytes if self.memory is not None else self.least_bytes
 
     def tokens_per_s(self, tokens: int, rate: str = "middle") -> float:
-        """Return the tokens that one GPU trains per second. `tokens`: tokens per sample. `rate`: a key of `steps`."""
+        """Return tokens per second and GPU; `steps` must not be None. `tokens`: tokens per sample. `rate`: a key of `steps`."""
         assert self.steps is not None
         return self.choice.samples * tokens / self.steps[rate].seconds
 
 
 class Evaluator:
-    """Evaluates choices of a search. Stores their traces, and bounds by which later choices are ruled out."""
+    """Evaluates choices of a search. Stores their traces in `traces`, and bounds that may rule out later choices."""
 
     def __init__(self, space: Space, say: Say) -> None:
         self._space, self._cluster = space, space.cluster
@@ -76,13 +76,13 @@ class Evaluator:
         self._most = int((self._cluster.card_bytes - OUTSIDE_BYTES) / MARGIN)
 
     def candidates(self, chosen: Sequence[Choice]) -> list[Candidate]:
-        """Evaluate `chosen` in order, each with one or more offloads of states. Returns a candidate for each offload tried."""
+        """Evaluate `chosen` in order, each with one or more offloads of states. Return one candidate for each offload tried."""
         return [c for choice in chosen for c in self._offloads(choice)]
 
     def _offloads(self, choice: Choice) -> Iterator[Candidate]:
-        """Yield candidates of `choice` with one offload of states after the other until one fits. Yield the first alone if
-        `_bound_of` rules it out. The last offload needs least GPU memory: yield only the first and the last if the last cannot
-        fit, or if the first exceeds the GPU and all others exceed the host's memory."""
+        """Yield candidates of `choice` with one offload of states after the other until one fits. Yield only the first if
+        `_bound_of` rules it out. The last offload needs least GPU memory. Yield only the first and the last if the last cannot
+        fit into the GPU, or if lower bounds of the first exceed the GPU and those of all others the host's memory."""
         inputs = choice.offload.activations
         choices = [choice.but(offload=replace(o, activations=inputs)) for o in self._space.offloads_of(choice)]
         first = self.candidate(choices[0])
@@ -105,8 +105,8 @@ class Evaluator:
                 return
 
     def candidate(self, choice: Choice) -> Candidate:
-        """Return the candidate of `choice` with memory and time, or with a lower bound that rules it out. Traces the choice
-        unless its log can be derived, and stores the bounds that it gives for later choices."""
+        """Return the candidate of `choice` with memory and time, or without them if a bound rules it out. Traces the choice
+        unless its log can be derived from other traces, and stores bounds for later choices."""
         candidate = Candidate(choice=choice, fits=False, least_bytes=least_bytes(choice, self._space))
         if candidate.least_bytes > self._most:
             return candidate
@@ -120,9 +120,9 @@ class Evaluator:
     # -- variants of the fastest choices, or of the closest ones
 
     def with_copies(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return new candidates: up to `NUM_VARIED` of the fastest `candidates` that fit on all GPUs without offloaded states,
-        changed so that each node keeps a copy of a unit from its forward to its backward. Leaves out those for which this saves
-        no messages. [] if the search tries no copies."""
+        """Evaluate and return new candidates: up to `NUM_VARIED` of the fastest of `candidates` that fit on all GPUs without
+        offloaded states, changed so that each node keeps a copy of a unit from its forward to its backward. Leaves out those
+        that `Choice.keeping` does not change. Return [] if the search tries no copies."""
         if not self._space.search.copies:
             return []
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus and not c.choice.offload.is_any]
@@ -131,8 +131,9 @@ class Evaluator:
         return [self.candidate(choice) for choice in more[:NUM_VARIED]]
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return new candidates if none of `candidates` fits on all GPUs, else []: up to `NUM_VARIED` of those that need least
-        memory, changed to offload the inputs of recomputed units, to one place after the other until one fits."""
+        """Evaluate and return candidates if none of `candidates` fits on all GPUs; else return []. New ones are up to
+        `NUM_VARIED` of those that need least memory, with inputs of recomputed units in one place after the other until one
+        fits."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
         if any(c.fits for c in on_all):
             return []
@@ -149,12 +150,12 @@ class Evaluator:
     # -- bounds
 
     def promising(self, chosen: Sequence[Choice]) -> list[Choice]:
-        """Return all of `chosen`, sorted by the speed that bounds allow: fastest first, so that they rule out slower ones."""
+        """Return `chosen` sorted by the speed that bounds allow: fastest first, since they may rule out slower ones."""
         return sorted(chosen, key=lambda c: self._least_s(c) / c.samples)
 
     def _floor(self, choice: Choice) -> Floor | None:
-        """Return lower bounds of a choice's memory and time, from the FULL_SHARD choice that bounds it. If that was not
-        evaluated, derive them from the FULL_SHARD choice without recomputation. None if neither was evaluated."""
+        """Return lower bounds of a choice's memory and time: the floor of the FULL_SHARD choice that bounds it. If that choice
+        was not evaluated, derive the floor from the same choice without recomputation. None if neither was evaluated."""
         full = as_full_shard(choice)
         how = choice.sharding.checkpointing
         if full in self._floors or not how.every:
@@ -168,8 +169,8 @@ class Evaluator:
         return 0.0 if floor is None else max(floor.seconds, messages_s(choice, floor, self._space))
 
     def _bound_of(self, choice: Choice) -> str:
-        """Return the reason why a choice is too large or too slow to be the best. Empty if it may be the best, if no bound is
-        known, or if it offloads states."""
+        """Return a text that says why `choice` is too large or too slow to be the best; "" if it may be the best, if no bound
+        is known, or if it offloads states."""
         floor = self._floor(choice)
         if choice.offload.is_any or floor is None:
             return ""
@@ -188,8 +189,8 @@ class Evaluator:
     # -- figures
 
     def _filled(self, candidate: Candidate, log: Log, traced: Log | None = None) -> Candidate:
-        """Set a candidate's figures, store its floor and speed, which rule out later choices, and return it. `log`: log of its
-        step without offloaded states. `traced`: log of its step with offload, for the memory; None: derive it from `log`."""
+        """Set the figures of `candidate`, and return it. Stores its floor and speed, which may rule out later choices. `log`:
+        log of its step without offloaded states. `traced`: log with offload, for the memory; None: derive it from `log`."""
         space, cluster, choice = self._space, self._cluster, candidate.choice
         is_own = any(log is own for own in self.traces.traced.values())  # not extrapolated
         candidate.is_traced = is_own and (traced is not None or not choice.offload.is_any)
@@ -226,8 +227,8 @@ class Evaluator:
         candidate.steps = {rate: self._step(log, choice, rate) for rate in REACHED}
 
     def verified(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the candidate that `fastest` chooses, with figures from its own trace; None if none fits. If its figures are
-        from other traces, trace the candidate, update its figures in place, and choose again."""
+        """Return the candidate that `fastest` chooses, with figures from its own trace; None if none fits. While the figures of
+        the chosen candidate are from other traces, trace it, update its figures in place, and choose again."""
         seen: list[Candidate] = []
         while (best := self.fastest(candidates)) is not None and all(c is not best for c in seen):
             if not best.is_traced:
@@ -237,7 +238,8 @@ class Evaluator:
         return best
 
     def fastest(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the candidate with least memory of those that fit and are within `AS_FAST` of the fastest; None if none fits."""
+        """Return the candidate that needs least memory, of those that fit and are slower than the fastest that fits by a share
+        of `AS_FAST` at most; None if none fits."""
         fitting = [c for c in candidates if c.fits]
         if not fitting:
             return None

@@ -21,7 +21,7 @@ class SearchResult:
         best: the fastest candidate that fits on all requested GPUs, or None.
         fewest: the fastest candidate that fits on the smallest number of GPUs on which any fits; None if none fits, or if only
             one number of GPUs was tried.
-        candidates: all configurations of the search, with the reason why each was not chosen.
+        candidates: all configurations of the search with their figures; `why` of each says why it was not chosen.
         logs: all traced logs, by the choice that was traced.
     """
 
@@ -32,9 +32,9 @@ class SearchResult:
 
 
 def search_in(space: Space, say: Say = lambda text: None) -> SearchResult:
-    """Evaluate every choice of `space`; return all candidates and the best. If none fits on all GPUs, choices with shared
-    sequences and offloaded activations are evaluated too. If the search has `copies`, the fastest that fit are tried with those
-    too. `say`: called with a line of text before each trace. Raises `UsageError` if the space is empty."""
+    """Evaluate every choice of `space`, and return all candidates and the best. If none fits on all GPUs, also evaluate choices
+    with shared sequences, then those with offloaded activations. If the search has `copies`, also evaluate the fastest that fit
+    with copies in each node. `say`: called with a line of text before each trace. Raises `UsageError` if the space is empty."""
     every = space.choices()
     evaluator = Evaluator(space, say)
     candidates = _evaluated(every, evaluator)
@@ -60,7 +60,7 @@ def search_in(space: Space, say: Say = lambda text: None) -> SearchResult:
 
 
 def _evaluated(choices: Sequence[Choice], evaluator: Evaluator) -> list[Candidate]:
-    """Return candidates for all of `choices`, one or more for each; first those of FULL_SHARD."""
+    """Evaluate all of `choices`, those of FULL_SHARD first, and return their candidates, one or more for each choice."""
     # FULL_SHARD takes least memory, and other strategies can only wait less, so it bounds them.
     first = [c for c in choices if c.strategy == FULL_SHARD] or choices
     others = evaluator.promising([c for c in choices if c not in first])
@@ -68,8 +68,8 @@ def _evaluated(choices: Sequence[Choice], evaluator: Evaluator) -> list[Candidat
 
 
 def _smallest(choices: Sequence[Choice]) -> list[Choice]:
-    """Return the choices that need least memory: with the smallest micro-batch on most GPUs, and if the search tries these
-    values, with FULL_SHARD and full recomputation. Return [] if there are no choices."""
+    """Return those of `choices` that need least memory: on the most GPUs with the smallest micro-batch; of these, if there are
+    any, those with FULL_SHARD and with full recomputation. Return [] if there are no choices."""
     first = max(((c.gpus, -c.micro_batch) for c in choices), default=None)
     least = [c for c in choices if (c.gpus, -c.micro_batch) == first]
     for wanted in (lambda c: c.strategy == FULL_SHARD, lambda c: c.checkpointing == "full"):
@@ -78,19 +78,19 @@ def _smallest(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def _key(choice: Choice) -> tuple[object, ...]:
-    """Return a key, for sorting, of the fields in which choices of a space differ, without offload and copies in a node."""
+    """Return the fields in which choices of a space differ, except for offload and copies in a node, as a key of a dict."""
     return choice.strategy.name, choice.checkpointing, choice.micro_batch, choice.gpus, choice.replicas, choice.sequence
 
 
 def closest(candidates: Sequence[Candidate], space: Space) -> Candidate:
-    """Return the candidate on all requested GPUs that needs least memory, if possible one that was not ruled out by a bound."""
+    """Return the candidate for all requested GPUs with least memory, if possible one that was not ruled out by a bound."""
     on_all = [c for c in candidates if c.choice.gpus == space.cluster.num_gpus]
     return min([c for c in on_all if c.memory is not None] or on_all, key=lambda c: c.needed_bytes)
 
 
 def why_not(candidate: Candidate, best: Candidate | None, space: Space) -> str:
-    """Return the reason why `candidate` was not chosen: it was ruled out, does or may not fit, is on fewer GPUs than `best`, is
-    slower, or about as fast. "" if it fits and `best` is None."""
+    """Return a text that says why `candidate` was not chosen: ruled out by a bound, too large, unknown whether it fits, for
+    fewer GPUs than `best`, slower, or about as fast. Return "" if it fits and `best` is None."""
     cluster = space.cluster
     card = cluster.card_bytes / GIB
     if candidate.bound:

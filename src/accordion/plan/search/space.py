@@ -29,8 +29,8 @@ class Space:
         optimizer: a key of `OPTIMIZERS`.
         engine: "accordion" or "fsdp2".
         sequences: numbers of ranks that share each sequence, to try in this order if nothing fits.
-        master_share: bytes per element of the parameters that the optimizer steps, and so of its states, as a share of those with
-            float32's 4.
+        master_share: size of the parameters that the optimizer steps, and so of its states, as a share of float32: 1.0, or 0.5
+            for bf16.
     """
 
     subject_for: Callable[[int], Subject]
@@ -45,7 +45,7 @@ class Space:
     master_share: float = 1.0
 
     def setup(self, choice: Choice) -> TrainingSetup:
-        """Return the setup of a trace of `choice`, with `num_traced` micro-batches and with the host in place of a disk."""
+        """Return the setup of a trace of `moved_as(choice)`: `num_traced` micro-batches, and the host in place of a disk."""
         choice = moved_as(choice)
         return TrainingSetup(
             engine=self.engine,
@@ -66,22 +66,24 @@ class Space:
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes per element in the dtype of the computation."""
+        """Bytes per element in the dtype in which the model computes."""
         return self.precision.params.itemsize if self.precision.params is not None else 4
 
     @property
     def state_bytes(self) -> float:
-        """Least bytes of the optimizer's states per element of the parameters."""
+        """Lower bound of the bytes of optimizer states for each element of a trained parameter."""
         return OPTIMIZERS[self.optimizer].state_bytes * self.master_share
 
     def offloads_of(self, choice: Choice) -> Sequence[Offload]:
-        """Return the offloads to try for `choice`; only the first if its strategy keeps full parameters or full gradients."""
+        """Return the offloads to try for `choice`, in order. It is only the first if the strategy keeps full parameters from
+        forward to backward, or full gradients."""
         offloads = self.search.offloads
         searched = choice.strategy.grads is Place.SHARD and not choice.strategy.keep_until_backward
         return offloads if searched or len(offloads) == 1 else offloads[:1]
 
     def choices(self) -> list[Choice]:
-        """Return every choice of the space, with parameters and states on the device. Raises `UsageError` if there is none."""
+        """Return every choice to evaluate first, without offload of parameters and states, and without those that `sequences`
+        adds if nothing fits. Raises `UsageError` if there is none."""
         if choices := list(self.choices_over(self.search.sequence or 1)):
             return choices
         search = self.search
@@ -93,7 +95,7 @@ class Space:
         )
 
     def choices_over(self, sequence: int) -> Iterator[Choice]:
-        """Yield every choice in which `sequence` ranks share each sequence, with parameters and states on the device."""
+        """Yield every choice in which `sequence` ranks share each sequence, without offload of parameters and states."""
         search = self.search
         first, inputs = search.strategies[0], Offload(activations=search.activations[0])
         for gpus in [n for n in self.cluster.gpus if n % search.expert_parallel == n % sequence == 0]:
@@ -115,8 +117,8 @@ class Space:
                     yield choice.keeping(self.sharding.kept_over)
 
     def _replicas(self, hybrid: bool, gpus: int) -> Sequence[int]:
-        """Return the numbers of replicas to try: [1] unless `hybrid`; else the number in the search, or those that shard over 1,
-        2 and 4 nodes. Those of a hybrid strategy are above 1 and divide `gpus`, so there may be none."""
+        """Return the numbers of replicas to try on `gpus` GPUs: [1] unless the strategy is `hybrid`; else the number in the
+        search, or those that shard over 1, 2 and 4 nodes. If none of them is above 1 and divides `gpus`, return []."""
         asked, node = self.search.replicas, self.cluster.node
         if not hybrid:
             return [1]
@@ -125,8 +127,8 @@ class Space:
         return [gpus // size for size in (node, 2 * node, 4 * node) if size < gpus and gpus % size == 0]
 
     def _accumulate(self, micro_batch: int, ranks: int) -> int:
-        """Return the micro-batches per step of `ranks` ranks with batches of their own; 0 if there is a global batch and it is no
-        multiple of `ranks * micro_batch`."""
+        """Return the number of micro-batches per step, if `ranks` ranks have batches of their own. Return 0 if there is a
+        global batch that is no multiple of `ranks * micro_batch`."""
         batch = self.search.global_batch
         if batch is None:
             return self.search.accumulate

@@ -13,8 +13,8 @@ from accordion.plan.search.space import Space
 
 
 class Traces:
-    """Makes and stores logs of choices: traced, or extrapolated from traces of other micro-batches. Attribute `traced`: all
-    traced logs, by the choice that was traced. `say`: called with a line of text before each trace."""
+    """Makes logs of choices: traced, or extrapolated from traces of other micro-batches. Stores all traced logs in `traced`, by
+    the choice that was traced. `say`: called with a line of text before each trace."""
 
     def __init__(self, space: Space, say: Callable[[str], None]) -> None:
         self._space, self._say = space, say
@@ -24,8 +24,8 @@ class Traces:
         self._last: tuple[Choice, Log] | None = None
 
     def of(self, choice: Choice) -> Log:
-        """Return the log of a step of `choice` with parameters and states on the device. Traces the step unless the log is known
-        or can be extrapolated from traces of other micro-batches."""
+        """Return the log of a step of `choice` with parameters and states on the device, whatever its offload. It is
+        extrapolated from the logs of the two smallest micro-batches if possible. Logs that are missing for this are traced."""
         choice = traced_as(choice)
         if choice in self.traced:
             return self.traced[choice]
@@ -37,8 +37,8 @@ class Traces:
         return self._last[1]
 
     def trace(self, choice: Choice) -> Log:
-        """Return the log of a step of `choice` with its offload, without the work on the host. Calls `say` and traces the step,
-        unless that was done before."""
+        """Return the traced log of a step of `choice` with its offload, without the work on the host. If the step was not
+        traced before, call `say`, trace it and store the log."""
         choice = moved_as(choice)
         if choice not in self.traced:
             self._say(f"tracing {choice}")
@@ -50,7 +50,7 @@ class Traces:
 
     def _family(self, choice: Choice) -> Family | None:
         """Return the `Family` from which the log of `choice` can be extrapolated. Traces the two smallest micro-batches of the
-        search, unless that was done before. Returns None if it has only one, or if the two differ in more than sizes."""
+        search, unless that was done before. Return None if there is only one, or if the logs differ in more than sizes."""
         key, batches = replace(choice, micro_batch=0), sorted(self._space.search.micro_batches)
         if len(batches) < 2:
             return None
@@ -71,8 +71,8 @@ class UnlikeError(Exception):
 
 
 class Family:
-    """Extrapolates two logs of a step, each given as (size of the micro-batch, log), to other sizes. The constructor raises
-    `UnlikeError` if the two logs differ in more than bytes and flops."""
+    """Extrapolates logs of a step with two sizes of the micro-batch, each given as (size, log), to other sizes. The constructor
+    raises `UnlikeError` if the two logs differ in more than bytes and flops."""
 
     def __init__(self, base: tuple[int, Log], more: tuple[int, Log]) -> None:
         self._base, self._more = base, more
@@ -80,7 +80,7 @@ class Family:
             raise UnlikeError
 
     def at(self, micro_batch: int) -> Log:
-        """Return the log of a step with `micro_batch`. Its bytes and flops are on the line through those of the two logs."""
+        """Return the log of a step with another micro-batch. Its bytes and flops are on the line through those of both logs."""
         (batch, log), (larger, more) = self._base, self._more
         along = (micro_batch - batch) / (larger - batch)
         # A deep model's log has the same kernel object many times: it is computed once, and is one object in this log too.

@@ -18,11 +18,11 @@ PERIODS = 3  # periods in the middle: the second one is repeated if the first an
 
 
 def num_traced(num_blocks: int, period: int, later: int = 0) -> int:
-    """Return how many of a model's `num_blocks` equal blocks to trace so that the log of all can be derived; all if they are few.
+    """Return the number of equal blocks to trace, of `num_blocks`, so that the log of all can be derived; all if they are few.
 
     Args:
         period: distance of blocks with equal events; 2 if every second block is recomputed.
-        later: in the backward, the device waits for a block's last transfer `1 + later` blocks after it.
+        later: in the backward, the device waits for the last transfer of a block `1 + later` blocks after that block.
     """
     least = HEAD + PERIODS * period + TAIL + later
     return num_blocks if num_blocks <= least else least + (num_blocks - least) % period
@@ -39,9 +39,9 @@ class EqualBlocks:
 
 
 def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
-    """Describe the longest `nn.ModuleList` or `nn.Sequential` of two or more modules that are all units, equal in class,
-    parameters and units inside, and in no other unit but the root. Returns None if there is no such container. `units`: the
-    choice of units, as for `accordion.shard`."""
+    """Return a description of the longest `nn.ModuleList` or `nn.Sequential` of equal blocks in `model`; None if there is none.
+    The container has two or more modules. All are units, inside of no unit but the root, and equal in class, in names and
+    shapes of their parameters, and in number of inner units. `units`: the choice of units, as for `accordion.shard`."""
     names = [name for name, _ in choose_units(model, units)]
     runs: list[EqualBlocks] = []
     for container, holder in model.named_modules():
@@ -62,8 +62,8 @@ def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
 
 
 class _Origin(NamedTuple):
-    """Position of the event that creates an allocation or a transfer. Identifies the allocation or transfer, in the traced log as
-    well as in the deep model's."""
+    """Position of the event that creates an allocation or a transfer. It identifies that allocation or transfer in the log of
+    the model with fewer blocks, and in that of the deep model."""
 
     phase: StepPhase
     block: int | None  # index of the equal block; None outside of them
@@ -88,12 +88,12 @@ class _Segment:
 
 
 class IrregularError(Exception):
-    """Raised if the events of the middle blocks do not repeat. The whole model must be traced then."""
+    """Raised if the events of the blocks do not repeat, so that no log of the deep model can be derived from them."""
 
 
 def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> int:
-    """Return the number of allocations that are live after the step in `events`, minus that before it. `allocs`: the allocations
-    that are live before the step. Raises `IrregularError` if the step frees memory that is not allocated."""
+    """Return the number of allocations that are live after the step in `events`, minus the number before the step. `allocs`:
+    the allocations before the step. Raises `IrregularError` if the step frees memory that is not allocated."""
     live = {alloc.number for alloc, _ in allocs}
     for event in events:
         if isinstance(event, Alloc):
@@ -106,8 +106,8 @@ def _num_leaked(allocs: list[tuple[Alloc, int | None]], events: list[Event]) -> 
 
 
 class Extension:
-    """Derives the log of a deep model, which `log` returns, from the log of that model with fewer blocks. Allocations and
-    transfers get new numbers, one for each origin there. Constructor and `log` raise `IrregularError`, `KeyError` or `IndexError`
+    """Derives the log of a deep model from the log of the same model with fewer blocks; the method `log` returns it. In the
+    result, allocations and transfers have new numbers. Constructor and `log` raise `IrregularError`, `KeyError` or `IndexError`
     if the events of the blocks do not repeat.
 
     Args:
@@ -115,7 +115,7 @@ class Extension:
         blocks: the equal blocks of the deep model.
         traced: number of blocks in `log`.
         period, later: as in `num_traced`.
-        scale: elements that the optimizer steps: the deep model's, relative to those of the model with fewer blocks.
+        scale: number of trained elements of the deep model, divided by that of the model with fewer blocks.
     """
 
     def __init__(self, log: Log, blocks: EqualBlocks, *, traced: int, period: int, later: int, scale: float) -> None:
@@ -148,7 +148,7 @@ class Extension:
     # -- segments
 
     def _position(self, unit: int) -> tuple[int | None, int]:
-        """Return (block, index of the unit within it) of a unit, or (None, unit) outside of the blocks."""
+        """Return (index of the block, index within the block) of a unit; outside of blocks, (None, `unit`)."""
         if not self._first <= unit < self._end:
             return None, unit
         return divmod(unit - self._first, self._each)
@@ -186,8 +186,8 @@ class Extension:
                 raise IrregularError
 
     def _shape(self, event: Event, block: int) -> object:
-        """Return a description of `event`, which belongs to the block with index `block`. Events at one position of equal blocks
-        have equal descriptions, because these refer to other events by positions relative to `block`, not by numbers."""
+        """Return a description of `event`, which belongs to the block with index `block`. A description refers to other events
+        by positions relative to `block`, not by numbers. So events at one position of equal blocks have equal descriptions."""
         if isinstance(event, Alloc):
             return (Alloc, event.num_bytes, event.stream)
         if isinstance(event, (Launch, Mark)):
@@ -200,8 +200,8 @@ class Extension:
         return event
 
     def _order(self) -> Iterator[tuple[_Segment, int | None]]:
-        """Yield (segment, index of its block in the deep model) in the order of the deep model's events. Segments of a repeated
-        block are yielded once for each copy. Outside of blocks the index is None."""
+        """Yield (segment, index of its block in the deep model) in the order of the deep model's events. A segment of a
+        repeated block is yielded once for each copy of that block. Outside of blocks the index is None."""
         for is_repeated, run in groupby(self._segments, lambda segment: self._is_repeated(segment.block)):
             segments = list(run)
             if not is_repeated:
@@ -212,15 +212,15 @@ class Extension:
                 yield from ((s, s.block + more) for s in segments if s.block is not None)
 
     def _deep_block(self, block: int) -> int:
-        """Return the index in the deep model of a traced block; of a repeated block, that of its last copy."""
+        """Return the index in the deep model of a traced block; for a repeated block, that of its last copy."""
         return block if block < self._start else block + self._added
 
     # -- events
 
     def _deep_events(self, event: Event, at: int, segment: _Segment, block: int | None) -> Iterator[Event]:
-        """Yield the events of the deep model's log that stand for `event`, number `at` of `segment`. There is one event; but for
-        `Free` and `Wait` there is one for each number that `_references` returns. `block`: index in the deep model of
-        this copy of `segment`; None outside of blocks."""
+        """Yield the events of the deep model's log for `event`, number `at` of `segment`: one event, but for `Free` and `Wait`
+        one for each number that `_references` returns. Flops and bytes of the optimizer's step are multiplied by the scale.
+        `block`: index in the deep model of this copy of `segment`; None outside of blocks."""
         if isinstance(event, Alloc):
             number = self._number(segment.origin(at, block))
             yield Alloc(number, event.num_bytes, event.category, event.stream, event.operator)
@@ -240,9 +240,9 @@ class Extension:
         return self._numbers.setdefault(name, len(self._numbers))
 
     def _references(self, event: Free | Wait, segment: _Segment, block: int | None) -> Sequence[int]:
-        """Return the numbers, in the deep log, of the allocations or transfers to which `event` refers. There is one number, or
-        one for each copy of a repeated block if `segment` is outside of blocks. `block`: index in the deep model of this copy of
-        `segment`. Raises `KeyError` if the deep log has not created such an allocation or transfer so far."""
+        """Return the numbers, in the deep model's log, of the allocations or transfers to which `event` refers: one number, or
+        if `segment` is outside of blocks, perhaps one for each copy of a repeated block. `block`: index in the deep model of
+        this copy of `segment`. Raises `KeyError` if the deep model's log has no such allocation or transfer so far."""
         origin = self._origins.get(_key(event))
         if origin is None or origin.block is None:
             return [self._number(origin or _key(event))]
@@ -261,8 +261,8 @@ class Extension:
         return [self._numbers[origin._replace(block=b)] for b in blocks]
 
     def _refers_to_one_block(self, segment: _Segment, origin: _Origin) -> bool:
-        """Return True if `segment`, which is outside of blocks, refers to the event `origin` of one block only, and not to the
-        same event of all equal blocks."""
+        """Return True if `segment`, which is outside of blocks, refers to the event `origin` of that one block only, and False
+        if it refers to the same event of each equal block."""
         # A backward ends before the transfers of blocks 0 to `later` have ended, so these are waited for after it, block by
         # block. If the same event of a later block is referred to as well, then the segment refers to each block.
         assert origin.block is not None
@@ -291,7 +291,7 @@ class Extension:
         return allocs
 
     def _units(self) -> list[str]:
-        """Return the names of the deep model's units, with the block numbers continued."""
+        """Return the names of the deep model's units, by index. Numbers of blocks are continued, as in "layers.7"."""
         names, first = self._log.units, self._first
         stem, _, number = names[first].rpartition(".")
         start = int(number) if number.isdecimal() else 0
@@ -301,5 +301,5 @@ class Extension:
 
 
 def _key(event: Alloc | Free | Launch | Mark | Wait) -> tuple[str, int]:
-    """Return a key of the allocation or transfer that `event` creates or refers to. It is unique in the log of the event."""
+    """Return a key of the allocation or transfer that `event` creates or refers to. Keys are unique within one log."""
     return ("memory", event.number) if isinstance(event, (Alloc, Free)) else ("transfer", event.transfer)

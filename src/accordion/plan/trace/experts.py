@@ -29,9 +29,9 @@ EVENLY = (
 
 
 def experts_in(model: nn.Module) -> Mapping[str, nn.Module]:
-    """Return name -> module for the modules of `model` that hold experts. Such a module has `num_experts` of at least 2, and no
-    parameters in submodules. Dim 0 of each parameter is the expert, and at least one has 3 dims or more. Its forward takes
-    `ROUTED` arguments or more."""
+    """Return name -> module for the modules of `model` that hold experts. Such a module has an int `num_experts` of 2 or more,
+    no parameters in submodules, and a forward with `ROUTED` arguments or more. Each of its parameters has size `num_experts` in
+    dim 0, and at least one parameter has 3 dims or more."""
     return {name: module for name, module in model.named_modules() if _holds_experts(module)}
 
 
@@ -45,7 +45,8 @@ def _holds_experts(module: nn.Module) -> bool:
 
 
 def check_experts(model: nn.Module, name: str, ranks: int) -> None:
-    """Raise `UsageError` if the model called `name` has no experts, or if `ranks` does not divide their number."""
+    """Raise `UsageError` if `model` has no experts, or if `ranks` does not divide the number of experts of one of its modules.
+    `name`: name of the model in the message."""
     modules = experts_in(model)
     if not modules:
         raise UsageError(
@@ -61,9 +62,9 @@ def check_experts(model: nn.Module, name: str, ranks: int) -> None:
 
 
 def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> MeshChoice:
-    """Shard the experts of `model` in place over the axis `EXPERTS_AXIS` of the 2-D `mesh`, and replace their forward by one that
-    sends tokens to the ranks of their experts with `exchange`. Returns the argument `meshes` of `accordion.shard`: name of
-    each module with experts -> mesh of the ranks that have the same experts."""
+    """Shard the experts of `model` over the axis `EXPERTS_AXIS` of the 2-D `mesh`, and return the argument `meshes` of
+    `accordion.shard`: name of each module with experts -> mesh of the ranks that have the same experts. Changes these modules:
+    their parameters become DTensors, and their forward sends tokens to the ranks of the chosen experts with `exchange`."""
     modules, axis = experts_in(model), mesh[EXPERTS_AXIS]
     for module in modules.values():
         for name, p in list(module.named_parameters(recurse=False)):
@@ -75,9 +76,9 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh, exchange: Exchange) -> Me
 
 
 def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Forward of a `module` whose experts are sharded over `ranks` ranks: send the tokens `hidden`, (n, width), to the ranks of
-    their experts, run the module's own forward there, send the results back, and return their weighted sums, (n, width).
-    `chosen`: indices of each token's k experts, (n, k). `weights`: the weights of their results, (n, k)."""
+    """Forward of a `module` whose experts are sharded over `ranks` ranks. Send the tokens `hidden`, (n, width), to the ranks of
+    their experts, run the module's own forward there, send the results back, and return their weighted sums, (n, width). Shapes
+    are right, values are not. `chosen`, `weights`: indices of each token's k experts and their weights, (n, k)."""
     num, k = module.num_experts // ranks, chosen.shape[-1]
     by_expert = torch.argsort(chosen.flatten())
     rows, each = hidden[by_expert // k], weights.flatten()[by_expert].unsqueeze(-1)  # (n * k, width), (n * k, 1)
@@ -92,8 +93,8 @@ def _forward(module: Any, ranks: int, exchange: Exchange, hidden: Tensor, chosen
 
 
 def _local_module(module: nn.Module, num_experts: int) -> nn.Module:
-    """Return a shallow copy of `module` that has only the `num_experts` experts of this rank: the parameters of `module`, which
-    are DTensors, are replaced by their local tensors."""
+    """Return a shallow copy of `module` that has only the `num_experts` experts of this rank. In the copy, the local tensors of
+    the module's parameters, which are DTensors, take the place of the parameters."""
     twin: Any = object.__new__(type(module))  # a module of a unit refuses `copy.copy`
     tensors = {name: getattr(module, name).to_local() for name, p in module._parameters.items() if p is not None}
     vars(twin).update({**vars(module), **tensors, "num_experts": num_experts})

@@ -30,9 +30,9 @@ FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # fields 
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Apply FSDP2 to `model` in place, allocate its tensors on the CPU without values, create its optimizer, and return the
-    optimizer with the functions that a trace calls to run steps. Registers hooks that log units in `tracker`. Raises
-    `UsageError` for a setting that FSDP2 does not have."""
+    """Apply FSDP2 to `model` in place, and return its new optimizer with the functions that a trace calls to run steps. Moves
+    parameters and buffers to the CPU, uninitialized. Registers hooks that log units in `tracker`. Raises `UsageError` for a
+    setting that FSDP2 does not have."""
     chosen = choose_units(model, run.sharding.units)
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
     for i, (_, module) in enumerate(chosen):
@@ -53,8 +53,8 @@ def apply(
     model: nn.Module, mesh: DeviceMesh, sharding: Sharding, reshard_root: bool | None = None, reshard_last: bool = True
 ) -> None:
     """Apply FSDP2 to `model` in place with the units, strategy, precision and checkpointing of `sharding`; for plans and tests.
-    `reshard_root`, `reshard_last`: `reshard_after_forward` of the root (None: FSDP2's default) and of the last unit. Raises
-    `UsageError` for fields of `sharding` that FSDP2 does not support."""
+    `reshard_root`, `reshard_last`: `reshard_after_forward` of the root (None: FSDP2's default) and of the last unit; both are
+    False if the strategy keeps parameters until the backward. Raises `UsageError` if FSDP2 does not support `sharding`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     check_sharding(sharding)
@@ -80,7 +80,7 @@ def has(strategy: Strategy) -> bool:
 
 
 def check_sharding(sharding: Sharding) -> None:
-    """Raise `UsageError` if FSDP2 does not support the strategy of `sharding`, or another field that is not at its default."""
+    """Raise `UsageError` if FSDP2 does not support the strategy of `sharding`, or a field that differs from its default."""
     config = sharding.as_config()
     if others := [f"{name}={value}" for name, value in config.items() if name not in FIELDS]:
         raise UsageError(
@@ -111,8 +111,8 @@ def _no_sync(model: Any) -> Iterator[None]:
 
 
 def _track_unit(module: nn.Module, unit: int, tracker: Tracker) -> None:
-    """Register hooks on `module`, the unit with index `unit`, that log each start of its forward and backward. A forward that is
-    repeated in the backward is not logged."""
+    """Register hooks on `module`, the unit with index `unit`, that log each start of its forward and backward in `tracker`.
+    They log nothing for a forward that is recomputed in the backward."""
 
     def backward(grad: Tensor) -> None:
         place = (StepPhase.BACKWARD, unit)
@@ -133,8 +133,8 @@ def _track_unit(module: nn.Module, unit: int, tracker: Tracker) -> None:
 
 
 def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return storage key -> index of the unit, for the storages of parameters of `modules` and of their optimizer states.
-    `modules`: the units, by index."""
+    """Return storage key -> index of the unit, for the storages of parameters and of their optimizer states. `modules`: the
+    units, by index. A parameter inside several of them belongs to the last one."""
     owners: dict[int, int] = {}
     for unit, module in enumerate(modules):  # the root first, so that inner units overwrite its entries
         for parameter in module.parameters():
@@ -148,8 +148,9 @@ def _owners(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> d
 
 @contextmanager
 def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
-    """Context manager in which collectives of fake tensors send nothing (also afterwards). If `run` is for CUDA, streams and
-    events of `torch.cpu` are replaced by ones that `tracker` logs, since a trace runs on fake CPU tensors."""
+    """Context manager in which collectives of fake tensors send nothing (also afterwards, in the whole process), and operators
+    by which DTensor infers shapes are not logged. If `run` is for CUDA, it replaces streams and events of `torch.cpu` by ones
+    that `tracker` logs, since a trace runs on fake CPU tensors."""
     _torch.fake_collectives()
     streams = _named_streams(tracker) if run.device == "cuda" else nullcontext()
     with _torch.around_propagation(tracker.paused), streams:
@@ -158,7 +159,7 @@ def silenced(tracker: Tracker, run: TrainingSetup) -> Iterator[None]:
 
 @contextmanager
 def _named_streams(tracker: Tracker) -> Iterator[None]:
-    """Context manager in which `torch.cpu` creates streams and events that `tracker` logs; torch's own do nothing."""
+    """Context manager in which `torch.cpu` creates streams, named as in `STREAMS`, and events that `tracker` logs."""
     names = iter(STREAMS)
     streams = {Streams.COMPUTE: _Stream(Streams.COMPUTE, tracker)}
 
@@ -182,7 +183,7 @@ def _named_streams(tracker: Tracker) -> Iterator[None]:
 
 
 class _Event:
-    """Stand-in for a device event; `tracker` logs `record` and `wait`."""
+    """Stand-in for a device event, whose `record` and `wait` are logged in `tracker`. `wait` before `record` does nothing."""
 
     def __init__(self, tracker: Tracker, *options: object, **named: object) -> None:
         self._tracker = tracker

@@ -13,7 +13,7 @@ from accordion.plan.trace.operators import tensors_of
 
 _NEW = torch.ops.aten.new_empty_strided.default
 Make = Callable[[torch.Tensor, Any], Any]
-"""Creates an operator's result from a fake tensor of the current trace and the operator's positional arguments."""
+"""Function of (any fake tensor of the current trace, positional arguments of an operator) that creates the operator's result."""
 
 
 _KNOWN: dict[Any, Make | None] = {}
@@ -21,14 +21,14 @@ MOST_KNOWN = 20_000  # results; a search of a large model needs some thousand
 
 
 class Memo:
-    """Runs operators, and caches their results by the metadata of the inputs.
+    """Runs operators on fake tensors, and caches their results by the metadata of the inputs.
 
     torch's fake tensor mode has such a cache too, but a look-up there takes 0.5 ms, several times as long as here. Cached are
-    operators that create new tensors, or that write into their arguments and return the first one or nothing. Views are
+    aten operators that create new tensors, or that write into their arguments and return the first one or nothing. Views are
     computed each time. All other operators are left to torch's mode.
 
-    The cache outlives a trace. Fake tensors of two traces must not be mixed, so it stores shapes, strides and dtypes alone, and
-    results are created from an empty tensor of the current trace.
+    All instances share one cache; the constructor clears it if it has more than `MOST_KNOWN` results. Fake tensors of two
+    traces must not be mixed. So the cache has no tensors, and results are created from an empty tensor of the current trace.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,8 @@ class Memo:
             _KNOWN.clear()
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the result of `func(*args, **kwargs)`. If `func` ran on inputs of equal metadata before, create the result from
-        the cache. Otherwise run `func`, and store the metadata of the result if `func` can be cached."""
+        """Return the result of the operator call `func(*args, **kwargs)`. If a call with equal metadata is in the cache, create
+        the result from that. Otherwise run `func`, and store the metadata of the result if the call can be cached."""
         if func.namespace != "aten":
             return func(*args, **kwargs)
         if getattr(func, "is_view", False):
@@ -60,8 +60,8 @@ class Memo:
 
 
 def _described(value: Any) -> Any:
-    """Return nested `value` as tuples, with metadata in place of tensors. Raises `TypeError` if `fake_metadata` returns None for
-    a tensor. The result is not hashable if a value in it is not."""
+    """Return nested `value` as nested tuples: tensors are replaced by their metadata, and other values by (type, value). Raises
+    `TypeError` if `fake_metadata` returns None for a tensor. The result has no hash if one of the values has none."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_described, value))
     if isinstance(value, torch.Tensor):
@@ -72,8 +72,8 @@ def _described(value: Any) -> Any:
 
 
 def _maker(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Make | None:
-    """Return a function that creates a result with the metadata of `out`, which `func` returned for `args` and `kwargs`. For an
-    operator in place it returns the first argument, or None. Returns None if the result cannot be created without `func`."""
+    """Return a `Make` that creates results with the metadata of `out`, the result of `func` for `args` and `kwargs`. If `func`
+    changes an argument, it returns the first argument or None, as `func` does. Return None if `func` cannot be cached."""
     schema, inputs = func._schema, tensors_of((args, kwargs))
     if any(a.alias_info is not None for a in schema.arguments):
         in_place = torch.Tag.inplace_view not in func.tags and "out" not in kwargs
@@ -102,6 +102,6 @@ def _maker(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Make | Non
 
 
 def _empty(shape: Any, strides: Any, dtype: torch.dtype, base: torch.Tensor, args: Any) -> torch.Tensor:
-    """Return a new fake CPU tensor of `shape`, `strides` and `dtype` in the mode of the fake tensor `base`. `args` is unused."""
+    """Return a new fake CPU tensor of `shape`, `strides` and `dtype`, in the fake tensor mode of `base`. `args` is unused."""
     tensor: torch.Tensor = _torch.fake_view(_NEW, (base, shape, strides), {"dtype": dtype})
     return tensor

@@ -36,7 +36,8 @@ class Operator:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Return the floating point operations of one call, two for each multiply-add; 0 for operators without products."""
+    """Return the floating point operations of one call of `func` with result `out`, two for each multiply-add; 0 for operators
+    without products. Causal attention counts as half of full attention."""
     if (count_row := row_of(func).flops) is not None:
         return count_row(args)
     count = flop_registry.get(getattr(func, "_overloadpacket", None))
@@ -60,8 +61,8 @@ def _with_all_heads(func: Any, args: Any) -> Any:
 
 
 def bytes_moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the bytes that one call reads and writes, by the row of `func`; by default each tensor once, of an expanded tensor
-    only its storage."""
+    """Return the bytes that one call of `func` with result `out` reads and writes. By default it reads each input once, and
+    writes each output and each changed argument once; the row of `func` may differ. Expanded tensors count as their storage."""
     row = row_of(func)
     if row.moved is not None:
         return row.moved(args, out)
@@ -82,8 +83,8 @@ def bytes_moved_by(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 @cache
 def row_of(func: Any) -> Operator:
-    """Return the row of the operator `func` in `OPERATORS`, else in `FAMILIES`. An operator without a row gets `PLAIN` if it is
-    torch's own, else `CUSTOM`."""
+    """Return the row of the operator `func`: its row in `OPERATORS` if it has one; `CUSTOM` if it is not one of torch's own;
+    else the first row of `FAMILIES` that applies, or `PLAIN`."""
     if func._schema.name in OPERATORS:
         return OPERATORS[func._schema.name]
     if func.namespace not in NAMESPACES:
@@ -102,7 +103,7 @@ def _name(func: Any) -> str:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists and dicts; twice as fast as torch's pytree."""
+    """Return the tensors in a tree of nested tuples, lists and dicts, in order; twice as fast as torch's pytree."""
     if isinstance(tree, Tensor):
         return [tree]
     tensors: list[Tensor] = []
@@ -119,7 +120,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements; of an expanded tensor, those of its storage."""
+    """Return the bytes of a tensor's elements, but at most those of its storage, which an expanded tensor exceeds."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
@@ -127,9 +128,9 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def _grouped(args: Any) -> float:
-    """Return the flops of a grouped matrix product of `args[:2]`, with one group for each expert. Their shapes are
-    (rows, k) x (groups, k, n), (groups, m, k) x (k, columns), (m, rows) x (rows, n) or (groups, m, k) x (groups, k, n). Rows or
-    columns of a 2-D side are split among the groups."""
+    """Return the flops of a grouped matrix product of the two tensors `args[:2]`, with one group for each expert. Their shapes
+    are (rows, k) x (groups, k, n), (groups, m, k) x (k, columns), (m, rows) x (rows, n) or (groups, m, k) x (groups, k, n).
+    Each row or column of a 2-D tensor belongs to one group."""
     left, right = args[:2]
     if left.dim() == 3 and right.dim() == 2:
         return float(2 * right.numel() * left.shape[-2])
@@ -140,8 +141,8 @@ def _grouped(args: Any) -> float:
 
 
 def _flash_backward(args: Any) -> int:
-    """Return the workspace bytes of FlashAttention's backward: the query's gradient in float32. If there are fewer key heads than
-    query heads, also the gradients of key and value for each query head."""
+    """Return the workspace bytes of FlashAttention's backward: the query's gradient in float32, and if there are fewer key
+    heads than query heads, also gradients of key and value for each query head. `args`: arguments of the backward operator."""
     query, key = args[1], args[2]
     rounded = -(-query.shape[2] // 128) * 128
     sums = query.shape[0] * query.shape[1] * rounded * (query.shape[3] + 1) * 4
@@ -152,7 +153,7 @@ def _flash_backward(args: Any) -> int:
 
 
 def _times(times: int, args: Any, kwargs: Any, out: Any) -> int:
-    """Return `times` the bytes of all inputs and outputs."""
+    """Return the bytes of all inputs and outputs, multiplied by `times`."""
     return times * sum(map(num_bytes, tensors_of((args, kwargs, out))))
 
 
@@ -160,14 +161,15 @@ _twice, _four_times = partial(_times, 2), partial(_times, 4)
 
 
 def _convolution(result: Tensor, x: Tensor, weight: Tensor) -> int:
-    """Return the most workspace bytes: the unfolded input (im2col), and copies of the three tensors in another layout. `result`:
-    the output, or its gradient."""
+    """Return an upper bound of the workspace bytes of a convolution: the unfolded input `x` (im2col), and copies of the three
+    tensors in another layout. `result`: the output, or its gradient."""
     unfolded = x.shape[0] * prod(weight.shape[1:]) * prod(result.shape[2:]) * x.itemsize
     return unfolded + sum(map(num_bytes, (result, x, weight)))
 
 
 def _embedding_backward(args: Any, kwargs: Any, out: Any) -> float:
-    """Return the most workspace bytes: sorted and original indices, and 1.1 rows of partial sums in float32 for each index."""
+    """Return an upper bound of the workspace bytes of an embedding's backward: for each index, four int64 numbers for sorted
+    and original indices, and 1.1 rows of partial sums in float32. `args`: (gradient of the output, indices, ...)."""
     grad, indices = args[:2]
     return float(indices.numel() * (4 * 8 + 1.1 * grad.shape[-1] * 4))
 

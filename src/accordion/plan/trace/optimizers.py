@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerKind:
-    """An optimizer that can be planned."""
+    """An optimizer that can be planned: how it is created, and bytes of its states."""
 
     make: Callable[[Any], torch.optim.Optimizer]  # creates the optimizer from its parameters
     state_bytes: float  # least bytes of its states for each element of a float32 parameter
@@ -20,8 +20,8 @@ class OptimizerKind:
 
 
 class NarrowAdamW(torch.optim.Optimizer):
-    """Stand-in for AdamW of bitsandbytes and torchao, with moments of `bits` bits; below 16 bits, `block` elements share a scale.
-    It allocates, reads and writes as many bytes as the real optimizer, and computes nothing useful."""
+    """Stand-in for AdamW of bitsandbytes and torchao, with two moments of `bits` bits (16, 8 or 4). Below 16 bits, each `block`
+    elements share a float32 scale. Allocates, reads and writes as many bytes as the real optimizer; its values are wrong."""
 
     def __init__(self, params: Any, bits: int, block: int) -> None:
         super().__init__(params, {})
@@ -44,7 +44,8 @@ class NarrowAdamW(torch.optim.Optimizer):
 
 
 class AveragedAdamW(torch.optim.AdamW):
-    """Fused AdamW and an exponential moving average of the parameters on the device, as `accordion.EMA` computes it."""
+    """AdamW that also keeps an exponential moving average of each parameter on the device, with the bytes and kernels of
+    `accordion.EMA`. The average is the state "average"; its values are wrong."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

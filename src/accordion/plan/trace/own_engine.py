@@ -42,8 +42,9 @@ CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.G
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Shard `model` in place as `accordion.shard` does, with communicators that log to `tracker` and send nothing. Create its
-    optimizer, and return the optimizer with the functions that a trace calls to run steps."""
+    """Shard `model` in place as `accordion.shard` does, and return its new optimizer with the functions that a trace calls to
+    run steps. The engine's communicators send nothing; they and observers log to `tracker`. If experts are shared, the forward
+    of their modules is replaced. Offload runs in the caller's thread."""
     meshes: MeshChoice | None = None
     if run.expert_parallel > 1:
         with tracker.paused():
@@ -83,8 +84,8 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
 
 
 class AtOnce:
-    """An executor whose `submit` runs work at once in the caller's thread, inside a context manager that `wrapper` creates, and
-    returns a finished future. If the work raises an error, `submit` raises it."""
+    """An executor without threads. `submit` runs the work at once in the caller's thread, inside the context manager that
+    `wrapper()` returns, and returns a finished future. If the work raises an error, `submit` raises it."""
 
     # In place of offload's worker threads: dispatch modes see one thread, and fake tensors do not work in a second one.
 
@@ -99,7 +100,7 @@ class AtOnce:
 
 
 class SilentCommunicator(Communicator):
-    """A communicator that logs each collective of several ranks in `tracker` and sends nothing."""
+    """A communicator that sends nothing, and logs each collective in `tracker` unless it has one rank or no tensors."""
 
     works: Sequence[Any] = ()  # in the `Pending` that each collective returns
 
@@ -128,8 +129,8 @@ class SilentCommunicator(Communicator):
 
 
 class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
-    """The silent communicator for CPU ranks. Large tensors, which gloo sends in messages between pairs of ranks, are neither sent
-    nor logged by `send_each`."""
+    """The silent communicator for CPU ranks with gloo. `send_each`, which sends large tensors between pairs of ranks, neither
+    sends nor logs them."""
 
     works = (Done(),)
 
@@ -138,7 +139,7 @@ class SilentGlooCommunicator(SilentCommunicator, GlooCommunicator):
 
 
 class TracedArena(Arena):
-    """Offload's arena of host memory. The constructor allocates it, and `tracker` logs that as host memory."""
+    """Offload's arena of host memory. `tracker` logs its memory, which the constructor allocates, under `_host_stream(run)`."""
 
     def __init__(self, tracker: Tracker, run: TrainingSetup, num_bytes: int, device: torch.device) -> None:
         with tracker.on(_host_stream(run)), warnings.catch_warnings():
@@ -147,12 +148,12 @@ class TracedArena(Arena):
 
 
 def silenced(tracker: Tracker, run: TrainingSetup) -> AbstractContextManager[None]:
-    """Return a context manager that does nothing: the communicators that `build` creates send nothing already."""
+    """Return a context manager that does nothing, since the communicators that `build` creates send nothing anyway."""
     return nullcontext()
 
 
 def _host_stream(run: TrainingSetup) -> str:
-    """Return the stream under which host memory is logged: COMPUTE for CPU ranks, whose device memory is host memory."""
+    """Return the stream under which host memory is logged: HOST; for CPU ranks COMPUTE, since device memory is host memory."""
     return Streams.HOST if run.device == "cuda" else Streams.COMPUTE
 
 
@@ -160,8 +161,8 @@ def _host_stream(run: TrainingSetup) -> str:
 
 
 def watch(engine: Engine, tracker: Tracker) -> None:
-    """Make `engine` report units and transfers to `tracker`, and tell `tracker` the mesh axis of each communicator. Attaches an
-    observer, and replaces methods of side streams and of buffers of full parameters."""
+    """Make `engine` report units and transfers to `tracker`, and set `tracker.axes`, the mesh axis of each communicator.
+    Attaches an observer, and replaces attributes of side streams and methods of buffers of full parameters."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
@@ -183,8 +184,8 @@ def watch(engine: Engine, tracker: Tracker) -> None:
 
 
 class StepTrace(Observer):
-    """Observer that logs the start of each unit's forward and backward, and sets the category of memory that the engine
-    allocates."""
+    """Observer that logs the start of each unit's forward and backward in `tracker`, and sets the category of memory that the
+    engine allocates."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker, self._before = tracker, tracker.category
@@ -206,7 +207,8 @@ class StepTrace(Observer):
 
 
 class _Traced(Transfer):
-    """A transfer that logs its launch and its work on the side stream `name`, and each wait for its end."""
+    """A transfer that logs its launch, its work on the side stream `name`, and waits of the compute stream for its end. A
+    reduce also logs the wait of the stream that then reduces over replicas."""
 
     __slots__ = ("name", "number", "tracker")
 
@@ -233,8 +235,8 @@ class _Traced(Transfer):
 
 
 def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Return storage key -> index of the unit, for the storages of the units' parameters, shards and gradients and of their
-    optimizer states. States of a parameter without a unit get index 0."""
+    """Return storage key -> index of the unit, for storages of the units' parameters, shards and gradients, and of the
+    optimizer states of these parameters. Optimizer states of a parameter that is in no unit get index 0."""
     owners: dict[int, int] = {}
     units: dict[int, int] = {}
     for unit in engine.units:
@@ -249,7 +251,7 @@ def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int
 
 
 def _tensors_below(value: Any, depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists and dicts, and in attributes of the engine's objects, at most `depth` attributes deep."""
+    """Yield the tensors in nested lists, tuples and dicts, and in objects of the engine, at most `depth` attributes deep."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple)):

@@ -28,8 +28,8 @@ def check_sequence(model: nn.Module, tokens: int, num_ranks: int) -> None:
 
 
 def sequences_for(model: nn.Module, tokens: int) -> list[int]:
-    """Return the numbers of ranks, ascending powers of two, that can share each sequence of `tokens` tokens in `model` and leave
-    each rank `LEAST_TOKENS` or more."""
+    """Return the numbers of ranks that can share each sequence of `tokens` tokens in `model`, so that each rank has
+    `LEAST_TOKENS` tokens or more. They are powers of two, in ascending order, for example [2, 4]; [] if there are none."""
     sequences = list[int]()
     for num_ranks in (2**i for i in range(1, tokens.bit_length()) if tokens >> i >= LEAST_TOKENS):
         with suppress(UsageError):
@@ -39,15 +39,15 @@ def sequences_for(model: nn.Module, tokens: int) -> list[int]:
 
 
 def share_sequences(model: nn.Module, num_ranks: int) -> None:
-    """Let the first `num_ranks` ranks of the process group share each sequence in the attention of `model`, in place. Does
-    nothing for one rank. Raises `UsageError` if the attention of `model` cannot run over them."""
+    """Let the first `num_ranks` ranks share each sequence in the attention of `model`, in place. Creates a process group of
+    these ranks. Does nothing if `num_ranks` is 1. Raises `UsageError` if this attention cannot run over several ranks."""
     if num_ranks > 1:
         sequence_parallel(model, DeviceMesh.from_group(dist.new_group(range(num_ranks)), "cpu"))
 
 
 def part_of(batch: Any, num_ranks: int) -> Any:
-    """Return a copy of the nested `batch` with the first of `num_ranks` equal parts of each tensor, split in dim 1, the tokens.
-    For one rank, return `batch` itself."""
+    """Return a copy of the nested `batch`, in which each tensor is split over its dim 1, the tokens, into `num_ranks` equal
+    parts, and replaced by a copy of the first part. Return `batch` itself if `num_ranks` is 1."""
     if num_ranks == 1:
         return batch
 

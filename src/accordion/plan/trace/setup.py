@@ -1,4 +1,4 @@
-"""The inputs of a trace: a model with its loss and batches, how it is trained, and the sharded model with its optimizer."""
+"""Plain data for a trace: the model with its loss and batches, how it is trained, and the optimizer of the sharded model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from accordion.sharding import Sharding
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The training to trace: a model, its batches and its loss."""
+    """The training to trace: functions that create the model and its micro-batches, and that compute its loss."""
 
     make: Callable[[], nn.Module]  # creates the model on the meta device; may be called many times
     batch: Callable[[], Any]  # creates a micro-batch, which is passed to `loss`; its tensors need no values
-    loss: Callable[[nn.Module, Any], Tensor]
+    loss: Callable[[nn.Module, Any], Tensor]  # (model, micro-batch) -> loss, a tensor of one element
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """How a subject is trained: engine, sharding, numbers of ranks, accumulation and optimizer."""
+    """The setup in which a `Subject` is trained: engine, sharding, numbers of ranks, accumulation and optimizer."""
 
     engine: str = "accordion"  # or "fsdp2"
     ranks: int = 8  # data parallel ranks
@@ -48,7 +48,7 @@ class TrainingSetup:
 
     @property
     def shards(self) -> int:
-        """The number of ranks over which parameters are sharded."""
+        """The number of ranks over which parameters are sharded: all ranks, or those of one replica under a hybrid strategy."""
         if not self.strategy.hybrid:
             return self.ranks
         return self.ranks // self.replicas if self.replicas else min(self.ranks, self.node)

@@ -1,4 +1,4 @@
-"""Replace CPU operators by CUDA's in a trace, if these save different tensors for the backward."""
+"""Replace CPU operators in a trace by those of CUDA, if the two save different tensors for the backward."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ ALIGN = 8  # elements: what it pads heads to
 
 
 class Substitutes:
-    """Replaces CPU operators by those that CUDA would run, inside the context manager `installed`. Attributes: `substituted`,
-    called operator -> text on its replacement; `unmodelled`, operator that could not be replaced -> how it is traced."""
+    """Replaces CPU operators by those that CUDA would run, for all threads, inside the context manager that `installed()`
+    returns. `substituted`: name of each operator that was called and replaced -> text on its replacement. `unmodelled`: name of
+    each operator that was called and could not be replaced -> text on how it is traced."""
 
     # The replacements are registered in torch's dispatcher. So they apply under whatever name a module calls an operator, and
     # also while a backward recomputes, when a function mode would be off.
@@ -96,8 +97,8 @@ class Substitutes:
 
 
 class _Norm(torch.autograd.Function):
-    """Stand-in for a fused norm over the last `num_dims` dims: saves its input, the parameters, and `num_stats` float32 numbers
-    for each row. Its values are wrong."""
+    """Stand-in for a fused norm over the last `num_dims` dims. For the backward it saves the input, `weight`, `bias`, and
+    `num_stats` float32 numbers for each row. Its values are wrong."""
 
     @staticmethod
     def forward(

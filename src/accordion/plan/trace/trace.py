@@ -32,12 +32,12 @@ CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, forward and
 
 
 def trace(subject: Subject, run: TrainingSetup) -> Log:
-    """Run two training steps of `subject` with the setup `run` on fake tensors, and return the log of the second step. The
-    optimizer's states exist before it.
+    """Run two training steps of `subject` with the setup `run` on fake tensors, and return the log of the second step, before
+    which the optimizer's states exist already.
 
-    Creates a fake process group, and destroys it at the end. Raises `UsageError` if this process has a process group already, if
-    the model needs the values of a tensor, if the loss is not one number that requires a gradient, or if the engine refuses the
-    model or `run`.
+    Creates a fake process group, and destroys it at the end. Raises `UsageError` if this process has a process group already,
+    if the model needs the values of a tensor, if the loss is not one number that requires a gradient, if ranks cannot share its
+    sequences, or if the engine refuses the model or `run`.
     """
     if dist.is_initialized():
         raise UsageError("a plan needs a process without a process group; plan before init_process_group.")
@@ -74,8 +74,8 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
 
 
 ENGINES: Mapping[str, Any] = {"accordion": own_engine, "fsdp2": fsdp2}
-"""Name -> module with two functions: `silenced`, a context in which collectives send nothing, and `build`, which shards the
-model and returns a `Rig`."""
+"""Name -> module with two functions: `silenced` returns a context manager in which collectives send nothing, and `build` shards
+the model and returns a `Rig`."""
 
 
 def _steps(
@@ -131,9 +131,9 @@ def _step(subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, trac
 
 @contextmanager
 def _fake_mesh(run: TrainingSetup) -> Iterator[DeviceMesh]:
-    """Context manager that creates a fake process group of `run.ranks` ranks, whose rank 0 is this process, yields a CPU mesh
-    over it, and destroys the group at the end. Axes: those of experts if ranks share experts, replicate and shard for a hybrid
-    strategy, otherwise shard."""
+    """Context manager that creates a fake process group of `run.ranks` ranks, in which this process is rank 0, yields a CPU
+    mesh of all ranks, and destroys the group at the end. The axes of the mesh are `EXPERT_DATA_AXIS` and `EXPERTS_AXIS` if
+    ranks share experts, "replicate" and "shard" for a hybrid strategy, and otherwise "shard" alone."""
     dist.init_process_group("fake", store=_torch.fake_store(), rank=0, world_size=run.ranks)
     ranks = torch.arange(run.ranks)
     names: tuple[str, ...] = ("shard",)
@@ -157,9 +157,9 @@ def _one_sequence_a_row() -> AbstractContextManager[Any]:
 
 
 def _as_fakes(model: nn.Module) -> None:
-    """Replace the parameters of `model` in place by meta tensors, which take no memory before sharding, and its buffers by fake
-    CPU tensors."""
-    fakes: dict[int, nn.Parameter] = {}  # by id of the parameter; tied parameters stay tied
+    """Replace the parameters of `model`, in all its modules, by new ones on the meta device, which take no memory before
+    sharding, and its buffers by empty CPU tensors. The caller's mode makes them fake tensors. Tied parameters stay tied."""
+    fakes: dict[int, nn.Parameter] = {}  # by id of the parameter
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

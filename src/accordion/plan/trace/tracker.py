@@ -1,4 +1,4 @@
-"""The dispatch mode that logs every storage, kernel and collective of one rank."""
+"""The dispatch mode that logs the storages, kernels and collectives of one rank."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ BY_PHASE = {  # category of new memory, if it is not set
 
 
 class Tracker(StorageWatch):
-    """A dispatch mode that appends to `events` the storages, operators and collectives of a step; the traced engine appends its
-    units and transfers. If `with_workspaces` is set, known workspaces of CUDA kernels are appended too."""
+    """A dispatch mode (context manager) that appends to `events` the storages, operators and collectives of a step, in order.
+    The traced engine appends its units and transfers. With `with_workspaces`, known workspaces of CUDA kernels are included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Tracker(StorageWatch):
 
     @contextmanager
     def new_memory_as(self, category: Category) -> Iterator[None]:
-        """Context manager in which all new memory gets `category`."""
+        """Context manager in which new storages get `category`. Resized ones get `GATHERED`, as always."""
         before, self.category = self.category, category
         try:
             yield
@@ -100,7 +100,8 @@ class Tracker(StorageWatch):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager in which operators, and new or resized storages, are not logged. Freed storages still are."""
+        """Context manager in which operators, and new or resized storages, are not logged; frees of logged storages are. A
+        storage that is created inside is logged when an operator first uses it outside."""
         self._paused += 1
         try:
             yield
@@ -108,8 +109,8 @@ class Tracker(StorageWatch):
             self._paused -= 1
 
     def set_category(self, tensors: Any, category: Category) -> None:
-        """Set the category of the live allocations that hold the tensors in the nested `tensors`. This changes the `Alloc` events
-        that are logged already."""
+        """Set the category of the live allocations of the tensors in the nested `tensors`. This changes their `Alloc` events,
+        which are logged already."""
         for storage in storages_of(tensors):
             alloc = self.live.get(_torch.storage_key(storage))
             if alloc is not None:
@@ -119,7 +120,7 @@ class Tracker(StorageWatch):
         self.events.append(Collective(kind, num_bytes, axis, self.stream))
 
     def exchange(self, rows: Tensor) -> Tensor:
-        """Log an all-to-all over the ranks that share experts; send nothing, and return new, uninitialized rows."""
+        """Log an all-to-all over the ranks that share experts. Sends nothing; returns an uninitialized tensor like `rows`."""
         self.collective(ALL_TO_ALL, rows.nbytes, Axes.EXPERTS)
         return torch.empty_like(rows)
 
@@ -203,7 +204,7 @@ class Tracker(StorageWatch):
 
 
 def storages_of(tree: Any) -> list[torch.UntypedStorage]:
-    """Return the storages of the strided tensors in a nested `tree`, without tensors on the meta device. A DTensor counts as its
-    local tensor. A storage that several tensors share is repeated."""
+    """Return the storage of each tensor in a nested `tree`, except for tensors that are on the meta device or not strided. For
+    a DTensor it is that of the local tensor. A storage that several tensors share is repeated."""
     local = [_torch.local_of(t) if isinstance(t, DTensor) else t for t in tensors_of(tree)]
     return [t.untyped_storage() for t in local if t.device.type != "meta" and t.layout is torch.strided]
