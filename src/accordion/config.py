@@ -29,7 +29,7 @@ class Strategy:
     forward and the backward of their unit (a module whose parameters are gathered together); `keep_until_backward` keeps them
     full between the two. `hybrid`: the mesh has two dims, ("replicate", "shard"). `optim_over_replicas`: the optimizer's states
     are sharded over both dims. `reduce`: how gradients are reduced: by a reduce-scatter, or by an "exchange", an all-to-all and
-    a local sum. "auto" exchanges on gloo, and on other backends if messages are large and all ranks of the axis on one node.
+    a local sum. "auto" exchanges on gloo, and on other backends if messages are large and the axis is inside one node.
 
     Raises `UsageError` if the optimizer state is replicated while parameters or gradients are sharded, and for
     `optim_over_replicas` without `hybrid`.
@@ -69,7 +69,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def strategy_named(name: str | Strategy) -> Strategy:
-    """Return the strategy called `name` ("full_shard"); return `name` if it is no str. Raises `UsageError` for other names."""
+    """Return the strategy called `name`, or `name` itself if it is no str. Raises `UsageError` for an unknown name."""
     if not isinstance(name, str):
         return name
     if name not in STRATEGIES:
@@ -212,10 +212,12 @@ class Offload:
 
     @property
     def stepped_on(self) -> str:
+        """Place in which the optimizer steps, "device" or "host": `step`, or its default if that is None."""
         return self.step or (DEVICE if self.optimizer == DEVICE else HOST)
 
     @property
     def rest_of_grads(self) -> str:
+        """Place of gradients after their reduce, and of the parameters that are stepped: `grads`, or its default if None."""
         return self.grads or (DEVICE if self.stepped_on == DEVICE and self.params == DEVICE else HOST)
 
     @property

@@ -27,7 +27,7 @@ class Devices:
         return self.type == CPU
 
     def at(self, index: int) -> torch.device:
-        """Return the device for local rank `index`: number `index` modulo `count`, so that further ranks share devices."""
+        """Return the device for local rank `index`: the CPU, or device `index` modulo `count`, which ranks may share."""
         return torch.device(CPU) if self.is_cpu else torch.device(self.type, index % self.count)
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class HostCopy:
     """Copies of small tensors to the host that run while the device computes. `is_ready()`: True if all copies have ended."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        """Begin to copy `tensors`, all on one device, after the work on its current stream so far. CPU tensors are kept."""
+        """Begin to copy `tensors`, all on one device, after the work on its current stream so far. On the CPU, copy nothing."""
         device = tensors[0].device
         self._event: torch.Event | None = None
         self._copies = tensors

@@ -39,7 +39,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def is_open_at(handle: int, path: str | os.PathLike[str]) -> bool:
-    """Return True if `path` still names the file that is open as descriptor `handle`; False if it cannot be opened."""
+    """Return True if `path` still names the file that is open as descriptor `handle`; False if `path` cannot be opened."""
     try:  # opened again, because network file systems look up a name only then
         other = os.open(path, os.O_RDONLY)
     except OSError:

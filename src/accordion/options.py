@@ -142,7 +142,7 @@ def hint_of(flag: str, flags: Sequence[str], prog: str) -> str:
 
 
 def made(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return an instance of the dataclass `kind` with `values`: field name, or "group.field", -> value. Others get defaults."""
+    """Return an instance of the dataclass `kind`. `values`: field name or "group.field" -> value; others get defaults."""
     hints = get_type_hints(kind)
     arguments = {key: value for key, value in values.items() if "." not in key}
     for name, group in hints.items():

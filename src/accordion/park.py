@@ -123,7 +123,7 @@ class ParkedModel(Observer):
         self._engine.context.gather_stream.settle()
 
     def _replace(self, by: Callable[[Tensor], Tensor]) -> None:
-        """Replace each gradient, optimizer state and buffer, or of a DTensor its local tensor, by the result of `by` for it."""
+        """Replace each gradient, optimizer state and buffer by what `by` returns for it; of a DTensor, its local tensor."""
 
         def swap(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):

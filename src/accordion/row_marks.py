@@ -39,7 +39,7 @@ def mark_meshes(params: Iterable[Tensor]) -> None:
 
 
 def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
-    """Raise `UsageError` on every rank if one of them loaded another rank's rows, as from a file that `torch.save` wrote.
+    """Raise `UsageError` on every rank if any rank has loaded another rank's rows, as from a file that `torch.save` wrote.
     Collective if any loaded DTensor is from a file; other pairs are compared on this rank alone. `pairs`: (loaded value,
     sharded tensor that it replaces); only pairs of two DTensors count. `what`: name of the loaded tensors, for the message."""
     sharded = [(a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor)]

@@ -127,8 +127,8 @@ Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | No
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if `only` is no `Only`, or if it
-    chooses no entry and is not ()."""
+    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if `only` is of another type, or
+    if it chooses no entry and is not ()."""
     if only is None:
         return dict(values)
     if only == ():
@@ -207,8 +207,8 @@ def attach_state_dict_hooks(model: nn.Module) -> None:
 
 
 def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
-    """State dict hook: wait for running optimizer steps of the whole model; if `module` is no unit, of its parameters'
-    units."""
+    """State dict hook: wait for running optimizer steps of the whole model if `module` is a unit, otherwise of the units that
+    own its parameters."""
     hooks = attached_to(module)
     if hooks is not None:
         hooks.engine.synchronize()
@@ -241,9 +241,9 @@ def synchronize(model: nn.Module) -> None:
 
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows. Does
-    nothing if `state` has such a DTensor for each parameter; otherwise this is collective: all ranks compare the names, shapes
-    and checksums in `state`. If these differ, all raise `DivergenceError`, and nothing is loaded."""
+    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows. If
+    `state` has such a DTensor for each parameter already, change nothing. Otherwise this is collective: all ranks compare the
+    names, shapes and checksums in `state`. If these differ, all raise `DivergenceError`, and nothing is loaded."""
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()
     params = {id(p.sharded): p for p in engine.params}

@@ -19,7 +19,7 @@ from accordion.errors import UsageError, nearest
 
 @dataclass(frozen=True, slots=True)
 class MinParams:
-    """A choice of units by size: modules with at least `num_params` parameter elements outside of the units inside them."""
+    """A choice of units: modules with at least `num_params` parameter elements that are in no unit inside the module."""
 
     num_params: int
 
@@ -184,7 +184,7 @@ def _large_layers(model: nn.Module, blocks: set[int]) -> set[int]:
 
 
 def _called_below(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children with parameters; a child without a forward is replaced by its own children, to any depth."""
+    """Yield the children of `module` with parameters; a child without a forward is replaced by its children, to any depth."""
     for child in module.children():
         if has_params(child):
             yield from [child] if is_called(child) else _called_below(child)
@@ -239,7 +239,7 @@ def _by_class(model: nn.Module, choice: Any) -> set[int]:
 
 def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
     """Return an `Owned` for every parameter. Its owner is the innermost unit that contains all modules that have the parameter
-    (several have tied weights), or else unit 0. `index`: id of a unit's module -> index of the unit."""
+    (several, if weights are tied); unit 0 if there is none. `index`: id of a unit's module -> index of the unit."""
     entries: dict[object, Owned] = {}
     above: dict[object, list[int]] = {}
     seen: set[int] = set()

@@ -80,8 +80,7 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)`, in 12 instead of 21 us: skips torch's Python code, which transforms of torch.func
-    need."""
+    """Return `function.apply(*args)` in 12 instead of 21 us, without the Python code that transforms of torch.func need."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
@@ -110,7 +109,8 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
 
 
 def hand_over_hooks(old: Tensor, new: Tensor) -> None:
-    """Replace the gradient hooks of leaf `new` by those of leaf `old`, if any. A handle then removes its hook from both."""
+    """Replace the gradient and post-accumulate hooks of leaf `new` by those of leaf `old`, if it has any. A handle then removes
+    its hook from both leaves."""
     if old._backward_hooks is not None:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks is not None:

@@ -68,7 +68,7 @@ def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[Non
 
 
 def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with Dynamo disabled, as `torch.compiler.disable` does, but without its cost in eager mode."""
+    """Return a wrapper of `function` that Dynamo skips, as by `torch.compiler.disable`, without its cost in eager mode."""
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo.eval_frame import skip_code
 

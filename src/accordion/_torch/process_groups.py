@@ -88,7 +88,7 @@ def kept_with_job(name: str) -> list[Any]:
 
 
 def abandon_works(group: Any, works: list[Any]) -> None:
-    """Keep unfinished gloo `works`, for which nobody will wait, alive until `destroy_process_group`, and `group` until the end.
+    """Keep unfinished gloo `works`, for which nobody will wait, alive until `destroy_process_group`, and keep `group` for ever.
     Deleting a send or receive would close its connection; deleting a group would wait for its collectives, at exit too."""
     # No public switch; `abort` and `shutdown` of gloo's groups do not end them (2.11 to 2.15).
     keep_with_job(f"accordion/abandoned/{id(works)}", works)
@@ -146,8 +146,8 @@ def flattened_mesh(mesh: Any, name: str) -> Any:
 
 
 def debug_frontend() -> Any:
-    """Return the module with `DebugHandler`, the base of handlers for `start_debug_server`. No public name (2.13 to 2.15). None
-    before torch 2.13, whose server takes no handlers, and without jinja2, which the module imports."""
+    """Return torch's module with `DebugHandler`, the base of handlers for `start_debug_server`; None before torch 2.13, whose
+    server takes no handlers, and without jinja2, which the module imports. No public name (2.13 to 2.15)."""
     try:
         from torch.distributed.debug import _frontend
     except ImportError:

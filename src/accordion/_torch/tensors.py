@@ -55,13 +55,13 @@ ASSERT_BYTES = 250
 
 
 def assert_on_device(condition: Tensor, text: str) -> None:
-    """Make the device fail, with `ASSERT_BYTES` bytes of `text` as error, if `condition` is false; the host does not wait."""
+    """Make the device fail with `text`, cut to `ASSERT_BYTES` bytes, if `condition` is false; the host does not wait."""
     torch._assert_async(condition, text.encode()[:ASSERT_BYTES].decode(errors="ignore"))
 
 
 def asked_grad_dtype(param: Tensor) -> tuple[bool, torch.dtype | None]:
     """Return (True if the user has set `param.grad_dtype`, value of `param.grad_dtype`). The value None allows gradients of any
-    dtype. Before torch 2.15 the parameter's own dtype counts as not set by the user."""
+    dtype. Before torch 2.15 a value that equals the parameter's dtype counts as not set."""
     dtype = param.grad_dtype
     was_set = getattr(param, "_has_grad_dtype_override", dtype != param.dtype)
     return bool(was_set), dtype

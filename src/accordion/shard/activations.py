@@ -63,7 +63,7 @@ class _Mode(_torch.DispatchMode):
 
 class _Keep(_Mode):
     """Dispatch mode of a region's forward: appends an entry to `results` for each matrix product and attention. The entry is
-    the mode that returns the kept result in the recomputation. It is None if the result is not kept, and becomes None if a
+    torch's mode that returns the kept result in the recomputation. It is None if the result is not kept, and becomes None if a
     later operator writes into the result."""
 
     # Each kept result has its own pair of torch's modes for selective checkpointing. A single pair counts the operators of the

@@ -32,7 +32,7 @@ def own_meshes(
     model: nn.Module, owned: Sequence[Owned], meshes: MeshChoice, mesh: DeviceMesh, strategy: Strategy
 ) -> list[DeviceMesh | None]:
     """Return for each of `owned` the mesh in `meshes` whose key matches the parameter, the last one if several do; None if it
-    is on the model's `mesh`. Raises `UsageError` for a key that matches no parameter, for a mesh with other ranks than `mesh`,
+    is on the model's `mesh`. Raises `UsageError` for a key that matches no parameter, for a mesh with ranks outside of `mesh`,
     without this rank or with too many axes, and for a parameter that cannot be sharded over its mesh."""
     chosen: list[DeviceMesh | None] = [None] * len(owned)
     for key, asked in meshes.items():

@@ -37,7 +37,7 @@ def same_mesh(mesh: DeviceMesh) -> None:
 
 class _MeshWait:
     """One wait of `rank` until all `ranks` of a mesh have arrived in the store. `mesh`: shape and ranks of the mesh, as text.
-    `time`: number of times that `rank` has passed this mesh to `shard`; `wait` updates it."""
+    `time`: number of times that `rank` has arrived so far; `wait` sets the number that includes this wait."""
 
     def __init__(self, store: Any, rank: int, mesh: str, ranks: list[int], time: int = 0) -> None:
         self._store, self._rank, self.mesh, self.ranks = store, rank, mesh, ranks
