@@ -14,8 +14,7 @@ class CheckpointError(AccordionError):
 
 
 class DivergenceError(AccordionError):
-    """Ranks differ in something that must be equal on all of them, or wait for a rank that failed. As a rule all ranks raise
-    it.
+    """Ranks differ in something that must be equal on all of them, or wait for a rank that failed. In general all raise this.
 
     `of_rank`: the rank whose failure or end caused this error; None if there is no such rank. `doing`: the collective in which
     this rank was, such as "gathers unit 3 (layers.3) in the forward of step 7"; "" if that is not known.

@@ -147,7 +147,8 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
     accelerators, or "disk:/folder". The device's memory is given back to the driver. Until `unpark` the model can be saved and
     streamed, but not called, stepped or loaded; tensors that share memory with its shards must not be used. Offloaded
     parameters stay where they are, with gradients and states. Raises `UsageError` on every rank, before anything is moved, if
-    the model is parked already, inside `full_params`, if sums of `no_sync` are not reduced yet, or if a rank lacks memory.
+    the model is parked already, inside `full_params`, if sums of `no_sync` are not reduced yet, or if a rank lacks memory. A
+    rank whose disk lacks space raises `OffloadError` instead.
     """
     start_s, engine, folder = time.monotonic(), sharded_engine(model, "park"), folder_of(to)
     if folder is None and to != HOST:

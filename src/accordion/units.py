@@ -238,8 +238,8 @@ def _by_class(model: nn.Module, choice: Any) -> set[int]:
 
 
 def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
-    """Return an `Owned` for every parameter. Its owner is the innermost unit that contains all modules that have the parameter
-    (several, if weights are tied); unit 0 if there is none. `index`: id of a unit's module -> index of the unit."""
+    """Return one `Owned` per parameter; tied parameters are one. Its owner is the innermost unit that contains all modules that
+    have the parameter, or unit 0 if there is none. `index`: id of a unit's module -> index of the unit."""
     entries: dict[object, Owned] = {}
     above: dict[object, list[int]] = {}
     seen: set[int] = set()
