@@ -15,10 +15,10 @@ __version__ = VERSION
 
 
 class _Package(ModuleType):
-    """The class of this package's module object. Reading a public name for the first time imports all public names, and with
-    them torch. Reading the name of a submodule imports the submodule.
+    """Class of the module object `accordion`, which imports lazily. The first read of any public name imports all public names,
+    and with them torch. A read of a submodule's name imports the submodule.
 
-    Setting an attribute named in `SHADOWED` to a module does nothing, so that the function of that name stays.
+    Setting a name in `SHADOWED` to a module, as the import of that submodule does, has no effect, so that the function stays.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The public names of the package; `accordion` imports them from here at their first use."""
+"""The public names of the package; `accordion` imports all of them from here when one is first used."""
 
 from accordion.checkpoint import latest as latest
 from accordion.checkpoint import load as load

@@ -19,8 +19,8 @@ from accordion.train.fit import PACKAGES as TRAINING
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand, which calls `accordion.<module>.run(arguments)`, or `run(arguments, os.environ)` if `takes_environ`. `extra`:
-    the extra with which pip installs the optional packages that it `needs`."""
+    """A subcommand. It calls `run(arguments)` of the module `accordion.<module>`, or `run(arguments, os.environ)` if
+    `takes_environ`. `needs`: optional packages that it imports. `extra`: the extra with which pip installs these packages."""
 
     about: str
     module: str
@@ -61,12 +61,12 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | None = None) -> int:
-    """Run the subcommand that `argv`, by default the arguments of the process, begins with. Return the exit code.
+    """Run the subcommand that the first word of `argv` (default: `sys.argv[1:]`) names, and return the exit code.
 
-    0 for success, 1 for an error of a rank or of this package, 2 for bad input, 3 if ranks diverged, 75 if a signal ended
-    training after a save, 130 after Ctrl-C, 128 + n if signal n ended a rank. A rank that fails exits with its code instead.
-    Errors of this package are printed to stderr, others raised. From then on `sys.stdout` escapes characters that its encoding
-    lacks. `run`: replaces the subcommands, for tests.
+    Exit codes: 0 for success, 1 for an error of a rank or of this package, 2 for bad input, 3 if ranks diverged, 75 if a signal
+    ended training after a save, 130 after Ctrl-C, 128 + n if signal n ended a rank, or the code with which a failed rank
+    exited. Errors of this package are printed to stderr, those of bad input by rank 0 alone; other errors are raised. From then
+    on `sys.stdout` escapes characters that its encoding lacks. `run`: replaces the subcommands, for tests.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -93,14 +93,14 @@ def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | No
 
 
 def _reports(environ: Mapping[str, str]) -> bool:
-    """Return True if this process should print errors of bad input: without a launcher, or as rank 0 of torchrun or Slurm."""
+    """Return True if this process prints errors of bad input: if it is rank 0 of torchrun or Slurm, or runs without them."""
     started = "RANK" in environ and "WORLD_SIZE" in environ
     rank = environ["RANK"] if started else environ.get("SLURM_PROCID", "0")
     return not (rank.isascii() and rank.isdecimal()) or not rank.strip("0")
 
 
 def one_line(text: str) -> str:
-    """Return `text` as one line: each run of blanks, line breaks and control characters becomes one blank, or none at an end."""
+    """Return `text` as one line: runs of blanks, line breaks and control characters become one blank; none at both ends."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 

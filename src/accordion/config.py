@@ -23,13 +23,13 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """How parameters, gradients and optimizer state are placed over ranks.
+    """Placement of parameters, gradients and optimizer state over ranks.
 
     `params`, `grads`, `optim`: placement over the ranks of the shard axis. Sharded parameters are full in memory during the
-    forward and the backward of their unit; `keep_until_backward` keeps them full between the two. `hybrid`: the mesh has two
-    dims, ("replicate", "shard"). `optim_over_replicas`: the optimizer's states are sharded over both dims. `reduce`: the
-    algorithm of gradient reduces. "exchange" is an all-to-all and a local sum; "auto" uses it on gloo, and on other backends for
-    large messages inside one node.
+    forward and the backward of their unit (a module whose parameters are gathered together); `keep_until_backward` keeps them
+    full between the two. `hybrid`: the mesh has two dims, ("replicate", "shard"). `optim_over_replicas`: the optimizer's states
+    are sharded over both dims. `reduce`: how gradients are reduced: by a reduce-scatter, or by an "exchange", an all-to-all and
+    a local sum. "auto" exchanges on gloo, and on other backends if messages are large and the axis is inside one node.
 
     Raises `UsageError` if the optimizer state is replicated while parameters or gradients are sharded, and for
     `optim_over_replicas` without `hybrid`.
@@ -69,7 +69,7 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 def strategy_named(name: str | Strategy) -> Strategy:
-    """Return the strategy called `name`, or `name` itself if it is no text. Raises `UsageError` for an unknown name."""
+    """Return the strategy called `name`, or `name` itself if it is no str. Raises `UsageError` for an unknown name."""
     if not isinstance(name, str):
         return name
     if name not in STRATEGIES:
@@ -82,13 +82,14 @@ class Precision:
     """The dtypes of computation, reduction, outputs, shards and buffers. Raises `UsageError` for dtypes that are not floating.
 
     Args:
-        params: dtype in which parameters are gathered and used; None: their own. Batch norms keep theirs unless `buffers` is set
-        reduce: dtype in which gradients are summed over ranks; None: that of the gradients
-        output: dtype of floating outputs of the root, or of a unit in `overrides`; None: unchanged
+        params: dtype in which floating parameters are gathered and used; None: their own. Batch norms with running statistics
+            keep their own unless `buffers` is set
+        reduce: dtype in which gradients are summed over ranks, except float64 ones; None: that of the gathered parameters
+        output: dtype of floating outputs of the model, or of a unit in `overrides`; None: unchanged
         master: dtype of the sharded parameters; wider and frozen ones keep their own. None: all keep their own
         buffers: dtype of floating buffers, running statistics too; None: unchanged
         cast_inputs: cast floating inputs of each unit to `params`
-        overrides: class or name of a unit -> its own `Precision`
+        overrides: class, or shell pattern of names, of units -> their own `Precision`
     """
 
     params: torch.dtype | None = None
@@ -108,17 +109,20 @@ class Precision:
                 )
 
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter is gathered: `params`, or `own` if that is None or `own` is not floating."""
+        """Return the dtype in which a parameter of dtype `own` is gathered: `params`. Return `own` if `params` is None or `own`
+        is not floating."""
         return self.params if self.params is not None and own.is_floating_point else own
 
     def master_dtype(self, own: torch.dtype, requires_grad: bool) -> torch.dtype:
-        """Return the dtype of a shard: the wider of `own` and `master`; `own` if frozen, not floating, or without `master`."""
+        """Return the dtype of the shard of a parameter of dtype `own`: `master`, or `own` if that is wider. Return `own` if the
+        parameter is frozen or not floating, or if `master` is None."""
         if self.master is None or not requires_grad or not own.is_floating_point:
             return own
         return own if own.itemsize > self.master.itemsize else self.master
 
     def reduce_dtype(self, compute: torch.dtype) -> torch.dtype:
-        """Return the dtype of gradient sums: `reduce`; `compute` if that is None, or if `compute` is float64 or not floating."""
+        """Return the dtype in which gradients of a parameter that is gathered in `compute` are summed over ranks: `reduce`.
+        Return `compute` if `reduce` is None, or if `compute` is float64 or not floating."""
         if self.reduce is None or not compute.is_floating_point or compute == torch.float64:
             return compute
         return self.reduce
@@ -130,8 +134,8 @@ COMPUTE_DTYPES: Mapping[str, torch.dtype | None] = {"fp32": None, "bf16": torch.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetch:
-    """How many units (modules whose parameters are gathered together) are gathered ahead of use: as many as fit into
-    `budget_bytes`; None: one unit of any size."""
+    """Limit on the units (modules whose parameters are gathered together) that are gathered ahead of use: as many as fit into
+    `budget_bytes`; if that is None, one unit of any size."""
 
     budget_bytes: int | None = None
 
@@ -145,12 +149,12 @@ class Offload:
 
     A place is "device" (on which the model computes), "host" (memory of this machine) or "disk:/path" (an unnamed file in that
     folder, gone with the process). State on disk needs `wrap_optimizer`, and so does `step="device"`. Raises `UsageError` for an
-    unknown place, and for places that contradict each other.
+    unknown place, for places that contradict each other, and for a byte limit that is negative or has nothing to limit.
 
     Args:
         params: place of each rank's shards in the dtype in which they are gathered; copied to the device for each use
-        grads: place of gradients from their reduce to the step, and of the sharded parameters that are stepped; these are
-            on disk if `params` is. None: "host" if the step is on the host or `params` is off the device
+        grads: place of gradients from their reduce to the step, and of the sharded parameters that are stepped, which are
+            on disk if `params` is. None: "host" if the step is on the host or `params` is off the device, else "device"
         optimizer: place of the optimizer's states
         activations: place, until the recomputation, of the inputs of units that `checkpoint_activations` recomputes
         step: "host" steps on the CPU, during the next forward; "device" copies the states to the device, chunk by
@@ -159,7 +163,7 @@ class Offload:
             then states, each from the first unit on
         host_bytes: the same for state that stays on the host instead of the disk. With nothing on disk and without
             `device_bytes`: units that do not fit on the host stay on the device
-        overrides: class or name of a unit -> its own `Offload`
+        overrides: class, or shell pattern of names, of units -> their own `Offload`
     """
 
     params: str = DEVICE
@@ -198,7 +202,7 @@ class Offload:
 
     @property
     def is_any(self) -> bool:
-        """True if parameters, gradients or optimizer states are stored on host or disk."""
+        """True if parameters, gradients or optimizer states are stored on host or disk; activations do not count."""
         return (self.params, self.rest_of_grads, self.optimizer) != (DEVICE, DEVICE, DEVICE)
 
     @property
@@ -208,10 +212,12 @@ class Offload:
 
     @property
     def stepped_on(self) -> str:
+        """Place in which the optimizer steps, "device" or "host": `step`, or its default if that is None."""
         return self.step or (DEVICE if self.optimizer == DEVICE else HOST)
 
     @property
     def rest_of_grads(self) -> str:
+        """Place of gradients after their reduce, and of the parameters that are stepped: `grads`, or its default if None."""
         return self.grads or (DEVICE if self.stepped_on == DEVICE and self.params == DEVICE else HOST)
 
     @property
@@ -221,7 +227,7 @@ class Offload:
 
     @property
     def streams(self) -> bool:
-        """True if an optimizer step copies its state chunk by chunk, from the disk or to the device."""
+        """True if an optimizer step copies its state chunk by chunk: from the disk, or from the host to the device."""
         return self.uses_disk or (self.is_any and self.stepped_on == DEVICE)
 
     @property
@@ -230,7 +236,7 @@ class Offload:
 
 
 def check_place(key: str, place: object) -> None:
-    """Raise `UsageError` if `place` is no place for tensors. `key`: for the message, such as "Offload(params"."""
+    """Raise `UsageError` unless `place` is "device", "host" or "disk:/path". `key`: begins the message: "Offload(params"."""
     is_folder = isinstance(place, str) and place.startswith(DISK) and len(place) > len(DISK)
     if place not in (DEVICE, HOST) and not is_folder:
         raise UsageError(f"{key}={place!r}) is no place; {nearest(str(place), [DEVICE, HOST, f'{DISK}/path'])}")
@@ -243,8 +249,9 @@ def folder_of(place: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationCheckpointing:
-    """The choice of units that recompute their activations in the backward. `every`: each `every`-th unit of those with more than
-    one layer; 0: none. `selective`: these units keep results of attention without dropout and of every second matrix product."""
+    """The choice of units that recompute their activations in the backward. `every`: 1 for all units with more than one layer
+    except the model itself, 2 for every second of these, and so on; 0 for none. `selective`: the chosen units keep the results
+    of attention without dropout and of every second matrix product."""
 
     every: int = 0
     selective: bool = False
@@ -273,7 +280,7 @@ DEBUG_MODES = ("streams", "order", "finite")
 
 
 def debug_modes(asked: str | Iterable[str]) -> frozenset[str]:
-    """Return the set of debug modes in `asked`, one name or several. Raises `UsageError` for an unknown name."""
+    """Return as a set the debug modes `asked`: one of `DEBUG_MODES`, or several. Raises `UsageError` for an unknown name."""
     modes = tuple(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else (asked,)
     for mode in modes:
         if mode not in DEBUG_MODES:

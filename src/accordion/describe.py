@@ -17,9 +17,9 @@ from accordion.state import sharded_engine
 class UnitReport:
     """One unit of a `Report`: a module whose parameters are gathered together. Bytes are those of this rank.
 
-    `kind`: class of the module. `num_params`: elements of all ranks. `optimizer_bytes`: of two states per trainable element, as
-    Adam has. `full_bytes`: of full parameters, while the unit is gathered. `inner_shard_bytes`: of the second shards that
-    `hybrid_shard_optim` always keeps. `secondary_bytes`: of this rank's shard of the copy that `secondary=` keeps.
+    `kind`: name of the module's class. `num_params`: elements of all ranks. `optimizer_bytes`: an estimate, for two states per
+    trainable element, as Adam has. `full_bytes`: of full parameters, while the unit is gathered. `inner_shard_bytes`: of second
+    shards that `hybrid_shard_optim` always keeps. `secondary_bytes`: of this rank's shard of the copy that `secondary=` keeps.
     """
 
     name: str
@@ -36,7 +36,7 @@ class UnitReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Sizes of a sharded model, printed as a table. `world`: number of ranks. `device`: that of this rank. `unsharded_bytes`:
-    bytes of all parameters and, for trained ones, of gradients and two optimizer states."""
+    bytes without sharding, of all parameters and, for trained ones, of gradients and two optimizer states."""
 
     strategy: str
     world: int
@@ -46,7 +46,7 @@ class Report:
     units: tuple[UnitReport, ...]
 
     def __str__(self) -> str:
-        """Return a table of bytes on this rank: a row for each run of equal units, one for all, and one without sharding."""
+        """Return a table of bytes on this rank: a row for each run of equal units, one for all units, one without sharding."""
         strategy = STRATEGIES.get(self.strategy)
         resident = strategy is not None and strategy.params is Place.REPLICATE
         # Bytes on a rank: parameters, gradients, optimizer, permanent copies, and the gathered unit.
@@ -84,8 +84,9 @@ def human(num_bytes: float) -> str:
 
 
 def _cells(name: str, num_params: int, several: Sequence[tuple[int, ...]], *, with_copies: bool) -> list[str]:
-    """Return one row of the table, for the units in `several`. Each unit is a tuple of bytes: first those stored, one number for
-    each column, and last those gathered. The row has the sums of stored bytes, and the largest gathered ones."""
+    """Return the cells of one row of the table: `name`, `num_params`, for each column the sum of the stored bytes of the units
+    in `several`, the total, and the largest gathered bytes. Each unit is a tuple: (stored bytes by column..., gathered bytes).
+    `with_copies`: the table has a column of copies."""
     *stored, _ = map(sum, zip(*several, strict=True))
     gathered = max(row[-1] for row in several)
     size = f"{num_params:,}" if num_params < 1e5 else f"{num_params / 1e6:,.2f} M"

@@ -27,7 +27,7 @@ class Devices:
         return self.type == CPU
 
     def at(self, index: int) -> torch.device:
-        """Return the device for local rank `index`; if there are more ranks than devices, they share them in turn."""
+        """Return the device for local rank `index`: the CPU, or device `index` modulo `count`, which ranks may share."""
         return torch.device(CPU) if self.is_cpu else torch.device(self.type, index % self.count)
 
     def __str__(self) -> str:
@@ -43,7 +43,8 @@ def devices_here() -> Devices:
 
 
 def devices_named(asked: str, option: str, available: Devices) -> Devices:
-    """Return the devices for `asked`: "auto", "cpu" or the type in `available`. Raises `UsageError`, which names `option`."""
+    """Return the `Devices` for `asked`: the CPU for "cpu", `available` for "auto" or for its type. Raises `UsageError` for any
+    other text. `option`: name of the command line option, for the message."""
     if asked == CPU:
         return Devices(CPU, 0)
     if asked not in ("auto", available.type):
@@ -73,10 +74,10 @@ def num_cores() -> int:
 
 
 class HostCopy:
-    """Copies of small tensors to the host that run while the device computes. `is_ready`: True if they have ended."""
+    """Copies of small tensors to the host that run while the device computes. `is_ready()`: True if all copies have ended."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        """Begin to copy `tensors`, which are all on one device, after the work on its current stream so far."""
+        """Begin to copy `tensors`, all on one device, after the work on its current stream so far. On the CPU, copy nothing."""
         device = tensors[0].device
         self._event: torch.Event | None = None
         self._copies = tensors

@@ -34,11 +34,11 @@ class EMA:
     Call `update` after each optimizer step. The first call copies the weights; later ones compute decay x average +
     (1 - decay) x weights, bit for bit as torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`. Evaluate and export the
     average inside `applied`. Pass the object to `save` and `load` in `state=`; any number of ranks may load it. Parameters that
-    are frozen when the object is made, and buffers, are not averaged. All methods raise `UsageError` inside `applied` or
+    are frozen when the object is made, and buffers, are not averaged. Each method raises `UsageError` inside `applied` or
     `full_params`, and after the model was deleted or sharded anew.
 
     Args:
-        decay: one number from 0 to 1, or several, for an average each.
+        decay: one number from 0 to 1, or several different ones for one average each.
         place: "device", "host" (pinned memory if there is an accelerator), or "disk:/path" for an unnamed file in that folder.
         warmup: lower the decay to (1 + n) / (10 + n) while that is less, n being the number of updates before.
 
@@ -95,9 +95,9 @@ class EMA:
         """Context manager in which the model has the average of `decay` as its weights, in place of its own.
 
         Evaluation, `full_state_dict`, `save_pretrained` and `save` work inside as outside. The shards and the averages exchange
-        their elements, which needs memory for one shard, and get them back at the end, also after an exception, bit for bit. A
-        backward must be finished before. Before the first `update` the averages are the weights. `decay` may be left out if there
-        is one average. Raises `UsageError` if there is none of that decay. Collective.
+        their elements, which needs memory for one shard, and get them back at the end, also after an exception, bit for bit.
+        Finish any backward before. Before the first `update` the averages are the weights. `decay`: may be None if there is one
+        average. Raises `UsageError` if no average has this decay. Collective.
         """
         engine, params = self._current("applied")
         if (decay is None and len(self._averages) > 1) or decay not in (None, *self._averages):
@@ -132,7 +132,7 @@ class EMA:
         return {"updates": self.updates, **shown}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Copy the averages and the number of updates from `state`, which `state_dict` made with this rank's rows."""
+        """Copy the averages and the number of updates from `state`, a result of `state_dict` with this rank's rows."""
         self._current("load_state_dict")
         with torch.no_grad():
             for decay, averages in self._averages.items():
@@ -169,8 +169,9 @@ class EMA:
 def _allocated(
     params: Mapping[str, nn.Parameter], decays: Sequence[float], place: str, device: torch.device
 ) -> tuple[object, dict[float, list[Tensor]]]:
-    """Return (object that keeps the averages' memory alive, decay -> list of uninitialised tensors in `place`, each like this
-    rank's shard of one of `params`). Raises `UsageError` if `params` is empty, a shard is a tensor subclass, or memory lacks."""
+    """Allocate the averages in `place`, and return (object that keeps their memory alive, decay -> list of averages). The list
+    has for each of `params` an uninitialised tensor with shape, strides and dtype of this rank's shard. Raises `UsageError` if
+    `params` is empty, a shard is a tensor subclass, or there is too little memory."""
     if not params:
         raise UsageError("EMA averages the parameters that require a gradient, and this model has none.")
     for name, param in params.items():
@@ -204,8 +205,9 @@ def _copy(averages: list[Tensor], shards: list[Tensor], num_averaged: int) -> No
 def _average(
     update: Callable[[Any, Any, Any], None], averages: Sequence[Tensor], shards: Sequence[Tensor], device: torch.device
 ) -> None:
-    """Call `update(averages, shards, 0)`, which changes the averages in place and ignores the 0: once for all pairs of a dtype
-    that are on one device. Pairs on different devices are copied to `device` and updated there, one at a time."""
+    """Update each of `averages` in place from its entry of `shards`, by `update(list of averages, list of shards, 0)`, which
+    ignores the 0. One call takes all pairs of one dtype that are on one device. A pair on two devices is copied to `device`,
+    updated there by a call of its own, and its average is copied back."""
     together: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
     with torch.no_grad():
         for average, shard in zip(averages, shards, strict=True):

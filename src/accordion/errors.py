@@ -10,11 +10,11 @@ class AccordionError(Exception):
 
 
 class CheckpointError(AccordionError):
-    """A folder is no checkpoint, a damaged one, or one of another model; the message lists all tensors that are wrong, if any."""
+    """A checkpoint cannot be written, or is none, damaged or of another model; the message names what is wrong."""
 
 
 class DivergenceError(AccordionError):
-    """Ranks differ in something that must be equal on all of them, or wait for a rank that failed; raised on every rank.
+    """Ranks differ in something that must be equal on all of them, or wait for a rank that failed. In general all raise this.
 
     `of_rank`: the rank whose failure or end caused this error; None if there is no such rank. `doing`: the collective in which
     this rank was, such as "gathers unit 3 (layers.3) in the forward of step 7"; "" if that is not known.
@@ -41,8 +41,8 @@ class NotInstalledError(UsageError, ImportError):
 
 
 class NonFiniteError(AccordionError, ArithmeticError):
-    """NaN or inf, raised on every rank: by `shard(debug="finite")`, which names the unit and phase of the first one, by
-    `clip_grad_norm_(error_if_nonfinite=True)` for such a norm, and by `accordion train` for such a loss or norm."""
+    """NaN or inf. Raised on every rank: after `shard(debug="finite")`, with the unit and phase in which the first one occurred;
+    by `clip_grad_norm_(error_if_nonfinite=True)`, if the norm is one; and by `accordion train`, if the loss or the norm is."""
 
 
 MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error if a sharded parameter meets a plain tensor
@@ -55,7 +55,8 @@ WAYS_OUT = (
 
 
 def advise(error: BaseException) -> bool:
-    """Add the note `WAYS_OUT` to torch's error about mixed Tensor and DTensor. Return False for others, or if it has the note."""
+    """Add the note `WAYS_OUT` to `error` and return True, if it is torch's error about mixed Tensor and DTensor. For any other
+    error, and for one that has the note already, do nothing and return False."""
     is_new = MIXED in str(error) and WAYS_OUT not in getattr(error, "__notes__", ())
     if is_new:
         error.add_note(WAYS_OUT)
@@ -68,20 +69,21 @@ def some_of(words: Sequence[str], most: int, between: str = ", ") -> str:
 
 
 def nearest(word: str, choices: Mapping[str, object] | list[str]) -> str:
-    """Return the end of a message about a wrong `word`: "did you mean ...?" if a choice is similar, and all `choices`."""
+    """Return the end of a message about a wrong `word`, with all `choices`: "did you mean 'bf16'? valid: fp32, bf16." The
+    question is left out if no choice is similar."""
     close = get_close_matches(word, [choice for choice in choices if choice != word], n=1, cutoff=0.5)
     return (f"did you mean {close[0]!r}? " if close else "") + f"valid: {', '.join(choices)}."
 
 
 def not_installed(what: str, packages: Sequence[str], extra: str) -> NotInstalledError:
-    """Return the error for `what`, which needs `packages` that are missing; it names the `extra` with which pip installs them."""
+    """Return the error for `what`, which needs the missing `packages`. `extra`: the extra with which pip installs these."""
     return NotInstalledError(
         f"{what} needs {', '.join(packages)}, not installed here; pip install 'accordion-fsdp[{extra}]'."
     )
 
 
 def check_installed(what: str, packages: Iterable[str], extra: str) -> None:
-    """Raise the `NotInstalledError` of `not_installed` if any of `packages` is missing. Imports none of them."""
+    """Raise `NotInstalledError` if any of `packages` is missing; `what` and `extra` as in `not_installed`. Imports nothing."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise not_installed(what, missing, extra)

@@ -1,4 +1,4 @@
-"""`even`: the batches of ranks whose data is unequal, as many on each rank as on the rank that has most."""
+"""`even`: equally many steps on all ranks although their data is unequal: ranks that run out repeat their last batch."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def even(loader: Iterable[Batch], model: nn.Module) -> EvenBatches[Batch]:
     """Return an iterable over the batches of `loader` with as many steps on each rank as on the rank that has most batches.
 
     Every rank runs the body of the loop in every step, since it has to step its shards of `model`. A rank that has no batch left
-    gets its last one again, and its gradients do not count: the gradient of a step is the mean over the ranks that have a batch,
-    or their sum under `shard(reduce_op="sum")`, and None if none of these uses the parameter. Each micro-batch under `no_sync`
-    is averaged by itself. Buffers, such as the statistics of a batch norm, and the loss see a repeated batch like a new one: log
-    the mean over all ranks of `loss * batches.weight`, with the result as `batches`.
+    gets its last one again, and its gradients do not count: the gradient of a step is the mean over the ranks with a new batch,
+    or their sum under `shard(reduce_op="sum")`, and None if none of these ranks uses the parameter. Each micro-batch under
+    `no_sync` is averaged by itself. Buffers, such as the statistics of a batch norm, and the loss see a repeated batch like a
+    new one. For the loss of new batches, log the mean over all ranks of `loss * batches.weight` (`batches`: the iterable).
 
     Iterating is collective: a number is summed over the ranks of `model` one step ahead, so that the host does not wait for the
     step that it has just queued. End a loop early on all ranks together.
@@ -63,7 +63,7 @@ def in_step(
 ) -> Iterator[tuple[Batch, bool, int]]:
     """Yield (batch, True if it is new, number of ranks with a new batch), equally often on all ranks; a rank that has no batch
     left repeats its last one. Each step is collective. Raises `UsageError` on every rank if only some have a batch at all.
-    `total`: replaces a tensor on `device`, in place, by its sum over `num_ranks` ranks."""
+    `total`: function that replaces a tensor on `device`, in place, by its sum over the `num_ranks` ranks."""
 
     def counted(batch: Any) -> HostCopy:
         num = torch.full((), int(batch is not end), device=device)

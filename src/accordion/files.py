@@ -1,4 +1,4 @@
-"""Files named by users, of which only regular ones are read (a pipe waits for its writer), and small files written atomically."""
+"""Read files that users name, if they are regular (a read of a pipe waits for its writer), and write small files atomically."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file atomically: a reader sees its old content, its new content, or no file. Creates its folder."""
+    """Write a small file atomically: a reader sees the old file, if there was one, or the whole new one. Creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -39,7 +39,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def is_open_at(handle: int, path: str | os.PathLike[str]) -> bool:
-    """Return True if `path` still names the file that is open as descriptor `handle`; False if it cannot be opened."""
+    """Return True if `path` still names the file that is open as descriptor `handle`; False if `path` cannot be opened."""
     try:  # opened again, because network file systems look up a name only then
         other = os.open(path, os.O_RDONLY)
     except OSError:

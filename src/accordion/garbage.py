@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Context manager that disables Python's garbage collection, for code that makes many objects and drops none."""
+    """Context manager that disables Python's garbage collection inside, for code that makes many objects and drops none."""
     # Saves a quarter of the time of importing transformers, and more than half of that of a large manifest.
     on = gc.isenabled()
     gc.disable()
@@ -20,8 +20,8 @@ def without_collections() -> Iterator[None]:
 
 
 def end_with_one_collection() -> None:
-    """Make this process run one garbage collection at exit, so that Python's own later ones, which go over all of torch and
-    transformers, find nothing. This saves 0.7 s of a rank's exit."""
+    """Make this process run one garbage collection at exit, and then exempt all objects from the collections that Python itself
+    runs later. This saves 0.7 s of a rank's exit, because these would go over all of torch and transformers."""
     atexit.unregister(_last_collection)
     atexit.register(_last_collection)
 

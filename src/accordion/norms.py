@@ -14,19 +14,19 @@ from accordion.state import sharded_engine
 
 
 def log_norms(model: nn.Module, *, by: Literal["unit", "parameter"] = "unit") -> dict[str, float]:
-    """Return the norms of the gradients and of the trained parameters of a sharded model, as numbers for any tracker.
+    """Return name -> norm for the gradients and the trained parameters of a sharded model, to log with any tracker.
 
-    Call this after the backward, before `zero_grad`, and before `clip_grad_norm_` to see gradients that are not clipped. Each
-    number is the 2-norm over the rows of all ranks, as of the unsharded model, and the same on all ranks: "grad_norm", which
-    equals the result of `clip_grad_norm_`; "grad_norm/" + name of a unit; and "weight_norm" in the same way. If gradients have
-    NaN or inf, so do the numbers of their units. Frozen parameters are left out, and "grad_norm/" + name if there is no
-    gradient. Gradients that `no_sync` has summed count after the backward that reduces them.
+    The names are "grad_norm", whose value equals the result of `clip_grad_norm_`; "grad_norm/" + name of a unit, for each unit;
+    and "weight_norm" in the same way. Each value is the 2-norm of the unsharded model's tensors, equal on all ranks; NaN or inf
+    if these have such elements. Frozen parameters are left out, and so are gradient norms if all the gradients are None. Call
+    this after the backward, before `zero_grad`, and before `clip_grad_norm_` to see gradients that are not clipped. Gradients
+    that `no_sync` has summed count after the backward that reduces them.
 
     Collective: one all-reduce of two numbers per unit. The host waits for the device and for optimizer steps in progress, so do
     not log every step. Offloaded gradients and parameters are read where they are.
 
     Args:
-        by: "parameter" for a number for each parameter instead, named as in `named_parameters`.
+        by: "parameter" for norms of each parameter instead of each unit, named as in `named_parameters`.
 
     Raises:
         UsageError: if `model` is not sharded, or for another `by`.

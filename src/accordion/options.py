@@ -41,7 +41,7 @@ def place(default: Any = MISSING) -> Any:
 
 
 def unread(make: Callable[[], Any]) -> Any:
-    """Return a dataclass field that no flag sets; its default is `make()`."""
+    """Return a dataclass field that no flag sets, and whose default is the result of `make()`."""
     return field(default_factory=make, metadata={"unread": True})
 
 
@@ -58,7 +58,7 @@ def needing(default: Any, **needs: Any) -> Any:
 
 def check_values(group: Any, name: str) -> None:
     """Raise `UsageError` if a field of the dataclass instance `group` is outside of its limits, not finite, an empty text, or
-    set without the fields that it needs. `name`: of the group, in messages."""
+    set without the fields that it needs. `name`: name of the group in messages, such as "train"."""
     for f in fields(group):
         key, value = f"{name}.{f.name}", getattr(group, f.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -103,8 +103,9 @@ def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None
 def values_of(
     kind: type[Any], words: Sequence[str], prog: str, about: str, more: Mapping[str, tuple[str, str]] | None = None
 ) -> dict[str, Any] | None:
-    """Parse `words` as `read` does, and return key ("steps" or "train.steps") -> value of each flag that is given. `more`: flags
-    that the caller has read and removed from `words`, for the help: flag -> (name of its value, help)."""
+    """Parse `words` and return key ("steps" or "train.steps") -> value of each flag that is given, or None after --help. Other
+    arguments and errors are as in `read`. `more`: flags that the caller has read and removed from `words`, for the help: flag
+    -> (name of its value, help)."""
     options = options_of(kind)
     parser = _parser(options, prog, about, more or {}, with_texts=bool({"-h", "--help"} & set(words)))
     flags = [option.flag for option in options if not option.is_place]
@@ -141,7 +142,7 @@ def hint_of(flag: str, flags: Sequence[str], prog: str) -> str:
 
 
 def made(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return an instance of the dataclass `kind` from field name (or "group.field") -> value; defaults for missing fields."""
+    """Return an instance of the dataclass `kind`. `values`: field name or "group.field" -> value; others get defaults."""
     hints = get_type_hints(kind)
     arguments = {key: value for key, value in values.items() if "." not in key}
     for name, group in hints.items():
@@ -298,8 +299,8 @@ class _Set(argparse.Action):
 def _parser(
     options: Sequence[Option], prog: str, about: str, more: Mapping[str, tuple[str, str]], *, with_texts: bool
 ) -> _Parser:
-    """Return a parser of `options` and of the flags `more` (flag -> (name of its value, help)). Its result has only the given
-    flags. `with_texts`: read the help of `options`, which takes time."""
+    """Return a parser of `options` and of the flags `more`: flag -> (name of its value, or "" without one, help). The parsed
+    result has only the flags that were given. `with_texts`: read the help of `options`, which takes time."""
     parser = _Parser(
         prog=prog,
         description=about if "\n" in about else textwrap.fill(about, HELP_WIDTH),

@@ -41,6 +41,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def quiet_imports() -> None:
-    """Log only errors of torchao, which transformers imports, and which warns of kernels for devices that are not here."""
+    """Make torchao and `torch.utils._pytree` log only errors in this process. transformers imports torchao, which would warn of
+    kernels for devices that are not here."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

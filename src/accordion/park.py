@@ -38,9 +38,9 @@ class Move(NamedTuple):
 
 
 class ParkedModel(Observer):
-    """The tensors of a model and its optimizer that `park` moves, without those of offloaded parameters. As an `Observer` of the
-    engine it raises `UsageError` if the model is called while they are off the device. `tensors`: the tensors on the device,
-    which `leave` moves; empty after that. `sizes`: bytes of each allocation on the device that `leave` frees."""
+    """The tensors of a model and its optimizer that `park` moves, without those of offloaded parameters. While they are off the
+    device, this `Observer` raises `UsageError` in forwards, backwards and gradient clipping. `tensors`: the tensors on the
+    device, which `leave` moves; empty after that. `sizes`: bytes of each allocation on the device that `leave` frees."""
 
     # A tensor off the device takes the place of each one on it, so that state dicts and saves need to know nothing. The flat
     # buffers of shards stay the same storages, without memory, because gathers have views of them.
@@ -74,7 +74,8 @@ class ParkedModel(Observer):
         raise parked_error()
 
     def leave(self, take: Allocate) -> None:
-        """Copy all tensors into memory that `take` allocates (subclasses to other host memory), free them, and clear `.grad`."""
+        """Copy all tensors into memory that `take` allocates, subclasses into other host memory, and free them on the device.
+        The model and the optimizer then refer to the copies, and `.grad` of each moved parameter is None."""
         for tensor in self.tensors:
             if not _torch.is_plain(tensor):
                 self._hosts.append(tensor.to("cpu"))
@@ -100,7 +101,7 @@ class ParkedModel(Observer):
         self.tensors.clear()
 
     def come_back(self) -> None:
-        """Allocate everything on the device again, copy it there, and set `.grad` of the parameters again."""
+        """Allocate all tensors on the device again, copy their elements back, and set `.grad` of the parameters again."""
         for storage, num_bytes in self._storages:
             storage.resize_(num_bytes)
         for flat, host in zip(self._flats, self._hosts, strict=False):
@@ -122,7 +123,7 @@ class ParkedModel(Observer):
         self._engine.context.gather_stream.settle()
 
     def _replace(self, by: Callable[[Tensor], Tensor]) -> None:
-        """Replace each gradient, optimizer state and buffer, or the local tensor if it is a DTensor, by what `by` returns."""
+        """Replace each gradient, optimizer state and buffer by what `by` returns for it; of a DTensor, its local tensor."""
 
         def swap(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):
@@ -142,11 +143,12 @@ class ParkedModel(Observer):
 def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -> Move:
     """Move shards, gradients, optimizer states and buffers of a sharded model off the device; return the bytes and seconds.
 
-    Collective, between two steps. `to`: "host", in memory that is pinned for accelerators, or "disk:/folder". The device's memory
-    is given back to the driver. Until `unpark` the model can be saved and streamed, and not called, stepped or loaded;
-    tensors that share memory with its shards must not be used. Offloaded parameters stay where they are. Raises `UsageError`
-    on every rank, before anything is moved, if the model is parked already, inside `full_params`, if gradients of `no_sync` are
-    not reduced, or if a rank lacks memory.
+    Collective, between two steps. `optimizer`: None leaves its states on the device. `to`: "host", in memory that is pinned for
+    accelerators, or "disk:/folder". The device's memory is given back to the driver. Until `unpark` the model can be saved and
+    streamed, but not called, stepped or loaded; tensors that share memory with its shards must not be used. Offloaded
+    parameters stay where they are, with gradients and states. Raises `UsageError` on every rank, before anything is moved, if
+    the model is parked already, inside `full_params`, if sums of `no_sync` are not reduced yet, or if a rank lacks memory. A
+    rank whose disk lacks space raises `OffloadError` instead.
     """
     start_s, engine, folder = time.monotonic(), sharded_engine(model, "park"), folder_of(to)
     if folder is None and to != HOST:
@@ -182,11 +184,9 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
 
 
 def unpark(model: nn.Module, optimizer: Optimizer | None = None) -> Move:
-    """Move what `park` has moved back to the device, bit for bit; return the bytes and seconds. Collective.
-
-    `optimizer`: the one that was passed to `park`. Raises `UsageError` on every rank if the model is not parked, another
-    optimizer is passed, or a rank lacks device memory; the model then stays parked.
-    """
+    """Move what `park` has moved back to the device, bit for bit; return the bytes and seconds. `optimizer`: the one that was
+    passed to `park`. Collective. Raises `UsageError` on every rank if the model is not parked, another optimizer is passed, or
+    a rank lacks device memory; the model then stays as it was."""
     start_s, engine = time.monotonic(), sharded_engine(model, "unpark")
     parked = engine.observers.find(ParkedModel)
     if parked is None or parked.optimizer is not (None if optimizer is None else inner_of(optimizer)):

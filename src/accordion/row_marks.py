@@ -1,7 +1,4 @@
-"""Refuse DTensors from a file that have another rank's rows of a sharded parameter.
-
-The mesh of such a DTensor keeps the coordinate of the rank that pickled it.
-"""
+"""Refuse DTensors from a file that have another rank's rows of a parameter: their mesh tells which rank pickled them."""
 
 from __future__ import annotations
 
@@ -24,8 +21,9 @@ MADE = "_accordion_made"  # attribute of a mesh: (process, address) at which it 
 
 
 def refuse_other_rows(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Raise `UsageError` on every rank if any rank's `state_dict` has another rank's rows, or states placed unlike parameters.
-    Collective; does nothing without process groups. Plain tensors pass, since helpers of torch and other libraries shard them."""
+    """Raise `UsageError` on every rank if the `state_dict` of any rank for `optimizer` has DTensors with another rank's rows,
+    or with other placements than their parameter. Plain tensors pass, because helpers of torch and other libraries shard them.
+    Collective; does nothing without process groups."""
     if dist.is_initialized():
         sharded = [(value, p) for value, p in _states(optimizer, state_dict) if isinstance(value, DTensor)]
         is_cut_otherwise = any(value.shape == p.shape and value.placements != p.placements for value, p in sharded)
@@ -41,9 +39,9 @@ def mark_meshes(params: Iterable[Tensor]) -> None:
 
 
 def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
-    """Raise `UsageError` on every rank if one of them loaded another rank's rows, as from a file that `torch.save` wrote.
-    Collective if any DTensor is from a file; other pairs are compared on this rank alone. `pairs`: (loaded value, sharded tensor
-    that it replaces), ignored without two DTensors. `what`: name of the loaded tensors, for the message."""
+    """Raise `UsageError` on every rank if any rank has loaded another rank's rows, as from a file that `torch.save` wrote.
+    Collective if any loaded DTensor is from a file; other pairs are compared on this rank alone. `pairs`: (loaded value,
+    sharded tensor that it replaces); only pairs of two DTensors count. `what`: name of the loaded tensors, for the message."""
     sharded = [(a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor)]
     is_other = any(a.device_mesh is not b.device_mesh and _is_elsewhere(a, b) for a, b in sharded)
     # A mesh that `mark_meshes` marked, here or in another process, keeps its mark when it is unpickled.
@@ -87,7 +85,7 @@ def _refuse_on_all(is_other: bool, tensors: Iterable[Tensor], what: str) -> None
 
 
 def sharded_axes(tensor: DTensor) -> list[int]:
-    """Return the axes of several ranks in the mesh of `tensor` over which it is sharded."""
+    """Return the mesh axes of more than one rank over which `tensor` is sharded."""
     axes = enumerate(zip(tensor.placements, tensor.device_mesh.shape, strict=True))
     return [axis for axis, (how, num) in axes if num > 1 and not how.is_replicate()]
 
@@ -98,7 +96,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Iterator[tuple[Any, DTensor]]:
-    """Yield (value, parameter) for each value of a sharded parameter in `state_dict`; nothing if that is malformed."""
+    """Yield (value, parameter) for each state of a sharded parameter in `state_dict`; nothing if `state_dict` is malformed."""
     try:
         indices = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
         states = state_dict["state"]

@@ -96,7 +96,8 @@ class Sharding:
         return self.secondary or 0
 
     def check_secondary(self, num_ranks: int, group: str = "") -> None:
-        """Raise `UsageError` if `secondary` does not fit the strategy, or `num_ranks` on the shard axis. `group`: its prefix."""
+        """Raise `UsageError` if `secondary` is set, and the strategy does not allow it or it is no divisor above 1 of
+        `num_ranks`, the size of the shard axis. `group`: prefix of the name "secondary" in the message, such as "shard."."""
         if self.secondary is None:
             return
         s, asked = self.strategy, f"{group}secondary is {self.secondary!r}"
@@ -151,7 +152,7 @@ KINDS: Mapping[str, tuple[type, str]] = {
 
 
 def num_bytes_in(text: str) -> int:
-    """Return the number of bytes in a text such as "1000000" or "16GiB". Raises `ValueError`, or `OverflowError` for "infGiB"."""
+    """Return the number of bytes in "1000000" or "16GiB". Raises `ValueError` for other texts, `OverflowError` for "infGiB"."""
     return int(float(text.removesuffix("GiB")) * 2**30) if text.endswith("GiB") else int(text)
 
 
@@ -163,7 +164,7 @@ OFFLOAD_FIELDS: Mapping[str, Callable[[str], Any]] = {
 
 
 def precision_named(name: str) -> Precision | None:
-    """Return the `Precision` that computes in "fp32", "bf16" or "fp16"; None for "auto". Raises `UsageError` for others."""
+    """Return the `Precision` for "bf16", "fp16" or "fp32" (own dtypes); None for "auto". Raises `UsageError` for others."""
     if name == AUTO:
         return None
     if name not in COMPUTE_DTYPES:

@@ -34,10 +34,8 @@ def sharded_engine(model: nn.Module, what: str) -> Engine:
 
 def settle(engine: Engine, what: str) -> None:
     """Wait for optimizer steps and copies in progress, and check that all ranks do `what` next, such as "saves a checkpoint".
-
-    Collective; not during a forward or backward. Raises `DivergenceError` on every rank if `what` differs. If this rank knows
-    that ranks have diverged before, it checks nothing. Drops the gradients of a backward that raised.
-    """
+    Also drop the gradients of a backward that raised. Collective; do not call it during a forward or backward. Raises
+    `DivergenceError` on every rank if `what` differs. If this rank knows that ranks have diverged before, it checks nothing."""
     for notify in engine.observers.settles:
         notify()
     engine.recover()
@@ -50,10 +48,8 @@ def settle(engine: Engine, what: str) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Context manager: the backward of a forward inside it reduces no gradients, but sums full ones on each rank.
-
-    The next backward of a forward outside reduces these sums too, even for modules that this backward does not reach.
-    """
+    """Context manager that postpones reduces: the backward of a forward inside it only adds up full gradients on each rank. The
+    next backward of a forward outside reduces these sums too, even for modules that this backward does not reach."""
     engine = sharded_engine(model, "no_sync")
     before, engine.sync = engine.sync, False
     try:
@@ -94,7 +90,8 @@ def full_params(model: nn.Module, *, write: bool = False) -> Iterator[None]:
 
 @contextmanager
 def shown(engine: Engine, fulls: Mapping[int, nn.Parameter]) -> Iterator[None]:
-    """Context manager in which modules have parameters `fulls` (id of `Param` -> tensor), and the engine's hooks do nothing."""
+    """Context manager in which modules have the full parameters `fulls` (id of a `Param` -> tensor), and the engine's hooks do
+    nothing. Parameters that are not in `fulls` stay sharded. At the end modules have their sharded parameters again."""
     units = [unit for unit in engine.units if any(id(param) in fulls for param in unit.params)]
     by_unit = [(unit, [fulls.get(id(param), param.sharded) for param in unit.params]) for unit in units]
     for unit, tensors in by_unit:
@@ -109,14 +106,14 @@ def shown(engine: Engine, fulls: Mapping[int, nn.Parameter]) -> Iterator[None]:
 
 
 def full_of(param: Param) -> Tensor:
-    """Return the full parameter from the shards of all ranks; with tensor parallelism, this rank's shard of it. Collective.
-    Raises `UsageError` for a tensor subclass that has an all-gather of its own."""
+    """Return the full parameter, gathered from the shards of all ranks; with tensor parallelism, its full local tensor on this
+    rank. Collective. Raises `UsageError` for a tensor subclass that has an all-gather of its own."""
     refuse_own_gather(param)
     return gathered(_torch.local_of(param.sharded), param.cut, param.context)
 
 
 def refuse_own_gather(param: Param) -> None:
-    """Raise `UsageError` if a parameter is a tensor subclass that has an all-gather of its own."""
+    """Raise `UsageError` if `param` is a tensor subclass that has an all-gather of its own (`fsdp_pre_all_gather`)."""
     if param.extension is not None:
         raise UsageError(
             f"parameter {param.name!r} is a tensor subclass with its own all-gather, whose result is not what is stored; read "
@@ -130,7 +127,8 @@ Only = Literal["trained"] | str | Callable[[str, Tensor], bool] | tuple[()] | No
 
 
 def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
-    """Return the entries of `values` that `only` chooses. Raises `UsageError` if its type is wrong, or nothing matches it."""
+    """Return the entries of `values` (name -> tensor) that `only` chooses. Raises `UsageError` if `only` is of another type, or
+    if it chooses no entry and is not ()."""
     if only is None:
         return dict(values)
     if only == ():
@@ -166,7 +164,8 @@ def full_state_dict(
 
 
 def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, cpu: bool) -> dict[str, Any]:
-    """Return `values`, entries of `state_dict(keep_vars=True)`, with full tensors, for `full_state_dict`. Collective."""
+    """Return `values`, entries of `model.state_dict(keep_vars=True)`, with full tensors instead of shards. Collective.
+    `rank0_only`, `cpu`: as in `full_state_dict`."""
     settle(engine, "takes the full state dict")
     first = is_first_rank(engine)
     params = {id(p.sharded): p for p in engine.params}
@@ -196,8 +195,9 @@ def is_first_rank(engine: Engine) -> bool:
 
 
 def attach_state_dict_hooks(model: nn.Module) -> None:
-    """Register hooks on `model`, so that `load_state_dict` accepts full tensors (`_cut_full_tensors`) and DTensors from files
-    (`take_own_rows`). Both it and `state_dict` of any module inside also wait for optimizer steps in progress."""
+    """Register hooks on `model` and its modules. `load_state_dict` then also accepts full tensors, of which each rank keeps its
+    rows (`_cut_full_tensors`), and DTensors from files (`take_own_rows`). `load_state_dict` and `state_dict`, also of a module
+    inside, first wait for optimizer steps in progress."""
     for module in model.modules():
         module.register_load_state_dict_pre_hook(take_own_rows)
         if attached_to(module) is not None or owners_of(module.parameters(recurse=False)):
@@ -207,7 +207,8 @@ def attach_state_dict_hooks(model: nn.Module) -> None:
 
 
 def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
-    """State dict hook: wait for running optimizer steps, of the whole model if `module` is a unit, else of its own parameters."""
+    """State dict hook: wait for running optimizer steps of the whole model if `module` is a unit, otherwise of the units that
+    own its parameters."""
     hooks = attached_to(module)
     if hooks is not None:
         hooks.engine.synchronize()
@@ -218,8 +219,8 @@ def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
 
 
 def take_own_rows(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`load_state_dict` hook: replace DTensors from a file in `state` by DTensors with the same rows on the model's mesh.
-    Collective if there are any. Raises `UsageError` on every rank if one of them has the rows of another rank."""
+    """`load_state_dict` hook: replace DTensors from a file in `state`, in place, by DTensors with the same rows on the model's
+    mesh. Collective if there are any. Raises `UsageError` on every rank if one of them has the rows of another rank."""
     named = module.named_parameters(remove_duplicate=False)
     wanted = {prefix + name: param for name, param in named if isinstance(param, DTensor)}
     refuse_rows_of_others(((state.get(key), param) for key, param in wanted.items()), "the model's tensors")
@@ -240,9 +241,9 @@ def synchronize(model: nn.Module) -> None:
 
 
 def _cut_full_tensors(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows. If it
-    lacks rows of any parameter, this is collective: ranks first compare names, shapes and checksums in it. If these differ,
-    all raise `DivergenceError`, and nothing changes."""
+    """`load_state_dict` hook of the model: replace full tensors in `state`, in place, by DTensors with this rank's rows. If
+    `state` has such a DTensor for each parameter already, change nothing. Otherwise this is collective: all ranks compare the
+    names, shapes and checksums in `state`. If these differ, all raise `DivergenceError`, and nothing is loaded."""
     engine = sharded_engine(module, "load_state_dict")
     engine.synchronize()
     params = {id(p.sharded): p for p in engine.params}

@@ -27,8 +27,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of a tensor's bits, 0-d int64 on its device: their sum as integers, weighted by position. A tensor
-    subclass has the sum of the checksums of its inner tensors, 0 if they are not known."""
+    """Return a checksum of a tensor's bits, 0-d int64 on its device: the sum of its elements' bits as integers, weighted by
+    position. Of a tensor subclass, return the sum of the checksums of its inner tensors, 0 if it does not list them."""
     # Integers wrap around, so the order of summation does not matter.
     if type(tensor.data) is not Tensor:  # a subclass: the checksum of its inner tensors, if it lists them
         sums = [checksum(inner) for inner in _torch.inner_tensors(tensor)]

@@ -28,8 +28,8 @@ class MinParams:
 
 
 def min_params(num_params: int) -> MinParams:
-    """Return a value for `units=` that forms units of at least `num_params` parameter elements, from the leaves up. Raises
-    `UsageError` unless `num_params` is a positive integer."""
+    """Return a value for `shard(units=)` that makes units of at least `num_params` parameter elements, from the leaves up.
+    Raises `UsageError` unless `num_params` is a positive integer."""
     if isinstance(num_params, bool) or not isinstance(num_params, int) or num_params < 1:
         raise UsageError(f"min_params({num_params!r}) makes no sense; pass a positive whole number of parameters.")
     return MinParams(num_params)
@@ -44,7 +44,7 @@ class Blocks:
 
 
 def only_blocks() -> Blocks:
-    """Return a value for `units=`: only repeated blocks are units. Embeddings and heads stay gathered for the whole step."""
+    """Return a value for `shard(units=)`: only repeated blocks are units; all other layers stay gathered for the whole step."""
     return Blocks()
 
 
@@ -68,7 +68,7 @@ class Owned:
 
 
 def units_named(text: str) -> UnitChoice:
-    """Return the value for `units=` that a text stands for: None for "auto", `Blocks` for "blocks", `MinParams` for
+    """Return the value for `shard(units=)` that a text means: None for "auto", `Blocks` for "blocks", `MinParams` for
     "min_params:N", a list of names for class names separated by commas. Raises `UsageError` for any other text."""
     head, colon, count = text.partition(":")
     names = [part.strip() for part in text.split(",")]
@@ -85,7 +85,8 @@ def units_named(text: str) -> UnitChoice:
 
 
 def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of each unit with parameters, the model first. Raises `UsageError` for a class that no module has."""
+    """Return (name, module) of each unit by `choice`, the argument `units` of `shard`: the model first, with the name "", then
+    chosen modules inside it that have parameters. Raises `UsageError` for a class that no module has."""
     if choice is None:
         blocks = _repeated_blocks(model)
         chosen = blocks | _large_layers(model, blocks)
@@ -102,8 +103,8 @@ def choose_units(model: nn.Module, choice: UnitChoice) -> list[tuple[str, nn.Mod
 
 
 def by_unit(chosen: Sequence[tuple[str, nn.Module]], policy: Policy, kind: str) -> list[Policy]:
-    """Return for each unit in `chosen` (name, module) the last of `policy.overrides` that names it, or `policy` itself. Raises
-    `UsageError`, with `kind` as the policy's name, if a key, a class or a shell pattern of names, names no unit."""
+    """Return for each unit in `chosen` (name, module) the last of `policy.overrides` whose key, a class or a shell pattern of
+    names, matches it; `policy` if none does. Raises `UsageError` if a key matches no unit. `kind`: "Offload" or "Precision"."""
     result: list[Policy] = []
     used = set()
     for name, module in chosen:
@@ -128,8 +129,8 @@ def has_params(module: nn.Module) -> bool:
 
 def _repeated_blocks(model: nn.Module) -> set[int]:
     """Return ids of the modules whose class is named in `model._no_split_modules` (transformers). If there are none, return ids
-    of repeated modules: those whose `ModuleList`, `Sequential` or `ModuleDict` has another module of their class, in lists inside
-    that list too. A module without children is no repeated block."""
+    of repeated modules: those with children whose `ModuleList`, `Sequential` or `ModuleDict`, lists inside it included, has
+    another module of their class. Modules inside a repeated one are left out."""
     named = getattr(model, "_no_split_modules", None)
     if named:
         chosen = {id(m) for m in model.modules() if type(m).__name__ in named and m is not model}
@@ -183,7 +184,7 @@ def _large_layers(model: nn.Module, blocks: set[int]) -> set[int]:
 
 
 def _called_below(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children with parameters; a child without a forward is replaced by its own children, to any depth."""
+    """Yield the children of `module` with parameters; a child without a forward is replaced by its children, to any depth."""
     for child in module.children():
         if has_params(child):
             yield from [child] if is_called(child) else _called_below(child)
@@ -212,7 +213,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _by_class(model: nn.Module, choice: Any) -> set[int]:
-    """Return ids of the modules of a class in `choice`, one class or several, by name or as type, or of a subclass. Raises
+    """Return ids of the modules that are instances of a class in `choice`: one class or several, as types or by name. Raises
     `UsageError` if `choice` has something else, or a class of which the model has no module."""
     wanted = list(choice) if isinstance(choice, Iterable) and not isinstance(choice, str) else [choice]
     chosen: set[int] = set()
@@ -237,8 +238,8 @@ def _by_class(model: nn.Module, choice: Any) -> set[int]:
 
 
 def owned_parameters(model: nn.Module, index: Mapping[int, int]) -> list[Owned]:
-    """Return every parameter once, owned by the innermost unit that contains all modules that have it (tied weights), or else by
-    unit 0. `index`: id of a unit's module -> index of the unit."""
+    """Return one `Owned` per parameter; tied parameters are one. Its owner is the innermost unit that contains all modules that
+    have the parameter, or unit 0 if there is none. `index`: id of a unit's module -> index of the unit."""
     entries: dict[object, Owned] = {}
     above: dict[object, list[int]] = {}
     seen: set[int] = set()
@@ -286,7 +287,8 @@ def gathered_dtype(o: Owned, precision: Precision) -> torch.dtype:
 
 
 def other_units_read(units: Sequence[Sequence[nn.Module]], owned: Iterable[Owned]) -> list[list[int]]:
-    """Return, for each unit (its modules), the indices of other units whose parameters it reads: inner ones, owners of ties."""
+    """Return, for each unit, the indices of the other units whose parameters its modules read: units inside it, and owners of
+    tied weights. `units`: the modules of each unit. `owned`: all parameters of the model."""
     owners: dict[int, set[int]] = {}
     for entry in owned:
         for ref, _ in entry.places:

@@ -38,7 +38,7 @@ def walks_everything(leaf: Tensor) -> bool:
 
 
 def saving_hook() -> Callable[[Tensor], Any] | None:
-    """Return the pack function of the innermost active `saved_tensors_hooks`; None outside of one. No public name."""
+    """Return the pack function of the innermost active `saved_tensors_hooks`; None if none is active. No public name."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
@@ -49,8 +49,8 @@ def node_of(tensor: Tensor) -> Any:
 
 
 def reserve_number() -> int:
-    """Return the next sequence number of autograd nodes on this thread, and skip it, for later use with `set_number`. autograd
-    runs the ready node with the highest number first. No public names."""
+    """Return the next sequence number of autograd nodes on this thread, and skip it, for use with `set_number`. Of the nodes
+    that are ready, autograd runs the one with the highest number first. No public names."""
     number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     torch._C._functions.UndefinedGrad()
     return int(number)
@@ -63,7 +63,7 @@ def set_number(tensor: Tensor, number: int) -> None:
 
 
 def queue_callback(function: Callable[[], None]) -> None:
-    """Call `function` when the backward that runs now has ended; never if it raises. No public name."""
+    """Make autograd call `function` at the end of the backward that runs now, unless this backward raises. No public name."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -80,26 +80,26 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)` by the method in C, in 12 instead of 21 us; not for use in transforms of torch.func."""
+    """Return `function.apply(*args)` in 12 instead of 21 us, without the Python code that transforms of torch.func need."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def run_at_once(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """Class decorator that makes autograd call `function.backward` directly, which saves time. No public name."""
+    """Class decorator that makes autograd call `function.backward` directly, not through torch's wrapper. No public name."""
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     return function
 
 
 def pass_hooks_by(mode: Any) -> Any:
-    """Make a context of `create_selective_checkpoint_contexts` keep results without saved-tensor hooks, and return it. Older
-    versions always do so; torch 2.15 warns under such hooks if this is not chosen. No public name."""
+    """Make `mode`, a context of `create_selective_checkpoint_contexts`, keep results without saved-tensor hooks, and return it.
+    Versions before torch 2.15 always do so; 2.15 warns under such hooks if this is not chosen. No public name."""
     if hasattr(mode, "respect_saved_tensors_hooks"):
         mode.respect_saved_tensors_hooks = False
     return mode
 
 
 def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> None:
-    """Do `tensor.register_hook(function)` without a handle to remove the hook; takes 3.5 us instead of 7.8."""
+    """Register a gradient hook as `tensor.register_hook(function)` does, but return no handle: takes 3.5 us instead of 7.8."""
     if tensor.grad_fn is None or tensor._backward_hooks is not None:
         tensor.register_hook(function)
         return
@@ -109,7 +109,8 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
 
 
 def hand_over_hooks(old: Tensor, new: Tensor) -> None:
-    """Replace the gradient hooks of leaf `new` by those of leaf `old`, if any. Handles then remove hooks from both leaves."""
+    """Replace the gradient and post-accumulate hooks of leaf `new` by those of leaf `old`, if it has any. A handle then removes
+    its hook from both leaves."""
     if old._backward_hooks is not None:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks is not None:
@@ -125,7 +126,8 @@ _grad, _trains = attrgetter("grad"), attrgetter("requires_grad")
 
 
 def grads_of(leaves: Sequence[Tensor]) -> tuple[list[Tensor | None], list[bool]]:
-    """Return (`.grad` of each leaf, flags: True if it has gradient hooks or is frozen, so that autograd must write `.grad`)."""
+    """Return two lists with an entry for each leaf: its `.grad`; and True if it is frozen or has gradient or post-accumulate
+    hooks, so that autograd itself must write its `.grad`."""
     with plain_attributes():
         hooked = [bool(x._backward_hooks or x._post_accumulate_grad_hooks or not x.requires_grad) for x in leaves]
         return list(map(_grad, leaves)), hooked
@@ -144,13 +146,13 @@ def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
 
 def storages_of(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
     """Return the storage of each DTensor itself, which has no memory, not that of its local tensor. `p.data = x` gives `p` a new
-    one, which `is` reveals: torch returns the same Python object for a storage while there is a reference to it."""
+    storage. Compare storages with `is`: torch returns the same Python object for one while there is a reference to it."""
     with plain_attributes():
         return list(map(Tensor.untyped_storage, tensors))
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor of which `tensor` is a view; None if it is no view, or autograd does not know it."""
+    """Return the tensor of which `tensor` is a view; None if it is no view, or one that autograd has not recorded."""
     return tensor._base
 
 
@@ -174,7 +176,7 @@ def _references(grads: Sequence[Tensor | None], i: int) -> tuple[int, ...]:
 
 @cache
 def _alone() -> list[tuple[int, ...]]:
-    """Return `_references` of a gradient, and of a view, to which nothing else refers; measured by a small backward."""
+    """Return `_references` of two gradients to which nothing else refers, one of them a view; measured by a small backward."""
     counts: list[tuple[int, ...]] = []
 
     @run_at_once  # as in the callers, since torch's code between autograd and `backward` has references too

@@ -18,7 +18,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def runtime_version(device_type: str) -> str | None:
-    """Return the version of the runtime (CUDA, ROCm, XPU) that torch was built with; None if torch has none."""
+    """Return the version of the runtime of `device_type` (CUDA, ROCm, XPU) that torch was built with; None if there is none."""
     version = (torch.version.cuda or torch.version.hip) if device_type == "cuda" else None
     return version or getattr(torch.version, device_type, None)
 

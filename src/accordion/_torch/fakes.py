@@ -31,7 +31,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 ASKS_DEVICE: Any = torch.ops.prim.device.default
-"""The operator that reads the device of a fake tensor. Two of three operators that a dispatch mode sees are this one."""
+"""The operator that reads the device of a fake tensor: two of three operators that a dispatch mode sees on fake tensors."""
 
 
 def fake_device(tensor: Any) -> Any:
@@ -49,8 +49,8 @@ def fake_metadata(tensor: Any) -> Any:
 
 
 def fake_like(tensor: Any) -> Callable[[Any], Any] | None:
-    """Return a function that ignores its argument and returns a new fake tensor like `tensor`, faster than the fake mode. Returns
-    None if `tensor` does not fill its storage, or `fake_metadata` returns None for it."""
+    """Return a function that ignores its argument and returns a new fake tensor with the metadata of `tensor`, faster than the
+    fake mode. Return None if `tensor` does not fill its storage, or `fake_metadata(tensor)` is None."""
     metadata = fake_metadata(tensor)
     if metadata is None or tensor.storage_offset():
         return None
@@ -84,7 +84,7 @@ def fake_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def around_propagation(inside: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Context manager that enters `inside()` whenever DTensor runs an operator on fake tensors to find the result's full shape.
-    These tensors are no part of a rank's step, and a memory tracker should not count them. No public name (2.11 to 2.13)."""
+    A memory tracker should not count these tensors. Replaces a method of torch meanwhile. No public name (2.11 to 2.13)."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     owner, name = ShardingPropagator, "_propagate_tensor_meta_non_cached"

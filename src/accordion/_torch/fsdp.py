@@ -18,7 +18,7 @@ def is_wrap_policy(policy: object) -> bool:
 
 
 def run_wrap_policy(policy: Any, root: Any, arguments: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Return {module: `arguments` with the policy's changes} for the modules in `root` that `policy` selects to be wrapped."""
+    """Return module -> `arguments` with the policy's changes, for the modules in `root` that `policy` selects to be wrapped."""
     return dict(policy._run_policy(root, set(), arguments))
 
 
@@ -43,7 +43,7 @@ def gradient_reduction_handle() -> type:
 
 
 def reduces_in_own_dtype() -> bool:
-    """Return True if FSDP2 without `reduce_dtype` reduces in the parameter's dtype (2.15 on), False for the compute dtype."""
+    """Return True if FSDP2 without `reduce_dtype` reduces in the parameter's dtype (2.15 on), False if in the compute dtype."""
     import torch.distributed.fsdp as fsdp
 
     return "param_dtype_override_fn" in getattr(fsdp.MixedPrecisionPolicy, "__dataclass_fields__", ())

@@ -15,7 +15,7 @@ DispatchMode = TorchDispatchMode
 
 
 class EagerMode(TorchDispatchMode):
-    """Base class of dispatch modes under which nothing is compiled; saves torch's check for that. No public name."""
+    """Base class of dispatch modes for eager code: torch does not disable Dynamo in them, which saves time. No public name."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -56,8 +56,8 @@ def mutated_arguments(func: Any) -> list[str]:
 
 @contextmanager
 def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Context manager that replaces composite aten operators on CPU tensors, for all threads; autograd records what these
-    call. `functions`: name -> replacement. The method that removes the registration has no public name (2.11 to 2.13)."""
+    """Context manager that replaces composite aten operators on CPU tensors, for all threads. autograd records the operators
+    that a replacement calls. `functions`: name -> replacement. The method that ends this has no public name (2.11 to 2.13)."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name, function in functions.items():
@@ -68,7 +68,7 @@ def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[Non
 
 
 def unseen_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with Dynamo disabled, as `torch.compiler.disable` does, but without its cost in eager mode."""
+    """Return a wrapper of `function` that Dynamo skips, as by `torch.compiler.disable`, without its cost in eager mode."""
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
     from torch._dynamo.eval_frame import skip_code
 
@@ -88,6 +88,6 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def without_compile(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` wrapped, or `model` if it is no wrapper. No public name (all versions)."""
+    """Return the module inside `model`, a wrapper by `torch.compile`; `model` if it is none. No public name (all versions)."""
     inner = vars(model).get("_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else model

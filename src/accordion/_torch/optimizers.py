@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 
 def settle_before_unscale() -> None:
-    """Make `torch.amp.GradScaler.unscale_` wait for its copy of the scale to pinned memory, in this process. Without this handler
-    of its operator, the CPU kernel for offloaded gradients reads it at once (2.11 to 2.15). Further calls change nothing."""
+    """Make `torch.amp.GradScaler.unscale_`, in this process, wait until the scale has been copied to the host for offloaded
+    gradients. torch does not wait, and its CPU kernel may read a wrong scale (2.11 to 2.15). Further calls change nothing."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     handler = handlers[operator]
@@ -43,7 +43,7 @@ def has_counted_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def counts_itself(step: Callable[..., Any]) -> None:
-    """Mark an optimizer's `step`, which must call `count_step` itself, so that learning rate schedulers do not wrap it."""
+    """Mark the function `step` of an optimizer so that learning rate schedulers do not wrap it; it must call `count_step`."""
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 

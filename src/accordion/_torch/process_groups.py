@@ -48,7 +48,7 @@ def collective(group: Any, name: str) -> Callable[..., Any]:
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta | None:
-    """Return the timeout of the backend of `group` for `device`; None if there is none. No public name (2.11 to 2.15)."""
+    """Return the timeout of the backend of `group` for `device`; None if it is unknown. No public name (2.11 to 2.15)."""
     try:
         backend = group._get_backend(device)
         timeout: timedelta = getattr(backend, "wrapped_pg", backend).options._timeout
@@ -88,16 +88,16 @@ def kept_with_job(name: str) -> list[Any]:
 
 
 def abandon_works(group: Any, works: list[Any]) -> None:
-    """Keep unfinished gloo `works`, for which nobody will wait, alive until `destroy_process_group`, and `group` for ever.
-    Deleting a send or receive would close its connection, and deleting a group waits for its collectives, at exit too."""
+    """Keep unfinished gloo `works`, for which nobody will wait, alive until `destroy_process_group`, and keep `group` for ever.
+    Deleting a send or receive would close its connection; deleting a group would wait for its collectives, at exit too."""
     # No public switch; `abort` and `shutdown` of gloo's groups do not end them (2.11 to 2.15).
     keep_with_job(f"accordion/abandoned/{id(works)}", works)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """Return the name of the backend of `group` for `device`: "nccl", "gloo", "fake", ... A group written in Python gives its
-    only name. Raises `RuntimeError` if another group has no backend for `device`. No public name."""
+    """Return the name of the backend of `group` for `device`: "nccl", "gloo", "fake", ... A group written in Python has one
+    name for all devices. Any other raises `RuntimeError` if it has no backend for `device`. No public name."""
     try:
         return str(group._get_backend(device).name()).lower()
     except RuntimeError:
@@ -122,7 +122,7 @@ def ranks_of(mesh: Any) -> list[int]:
 
 
 def fake_store() -> Any:
-    """Return a store for `init_process_group("fake", ...)`, and register that backend, which does not communicate."""
+    """Register torch's backend "fake", which does not communicate, and return a store for `init_process_group("fake", ...)`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
@@ -134,20 +134,20 @@ def name_of_group(group: Any) -> str:
 
 
 def joined_mesh(*slices: Any) -> Any:
-    """Return one mesh with the dims of all `slices` of one mesh; works in a fake tensor mode too. No public name."""
+    """Return one mesh with the dims of all `slices` of the same mesh; works in a fake tensor mode too. No public name."""
     with unset_fake_temporarily():
         return type(slices[0])._concatenate(list(slices))
 
 
 def flattened_mesh(mesh: Any, name: str) -> Any:
-    """Return `mesh` with its dims flattened into one called `name`; works in a fake tensor mode too. No public name."""
+    """Return `mesh` with all its dims flattened into one called `name`; works in a fake tensor mode too. No public name."""
     with unset_fake_temporarily():
         return mesh._flatten(name)
 
 
 def debug_frontend() -> Any:
-    """Return the module with `DebugHandler`, the base of handlers for `start_debug_server`. No public name (2.13 to 2.15). None
-    before torch 2.13, whose server takes no handlers, and without jinja2, which the module imports."""
+    """Return torch's module with `DebugHandler`, the base of handlers for `start_debug_server`; None before torch 2.13, whose
+    server takes no handlers, and without jinja2, which the module imports. No public name (2.13 to 2.15)."""
     try:
         from torch.distributed.debug import _frontend
     except ImportError:

@@ -26,7 +26,7 @@ foreach_norm = torch._foreach_norm
 
 
 def chunk_cat(tensors: Sequence[Tensor], num_chunks: int, out: Tensor) -> None:
-    """Fill row r of `out` (num_chunks, n) with the r-th chunks along dim 0 of all tensors, each padded with zeros and cast."""
+    """Fill row r of `out` (num_chunks, n) with chunk r on dim 0 of each tensor, padded with zeros, in the dtype of `out`."""
     torch._chunk_cat(list(tensors), 0, num_chunks, out=out)
 
 
@@ -41,7 +41,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield a plain `tensor`, detached, or the plain tensors that the `__tensor_flatten__` of a subclass names, if it has one."""
+    """Yield `tensor` itself, detached, if it is plain; for a subclass, the plain tensors inside that its `__tensor_flatten__`
+    names, to any depth. Yield nothing for a subclass without that method."""
     if is_plain(tensor):
         yield tensor.detach()
     elif hasattr(tensor.data, "__tensor_flatten__"):
@@ -54,13 +55,13 @@ ASSERT_BYTES = 250
 
 
 def assert_on_device(condition: Tensor, text: str) -> None:
-    """Make the device fail if `condition` is false, with the first `ASSERT_BYTES` bytes of `text`; the host does not wait."""
+    """Make the device fail with `text`, cut to `ASSERT_BYTES` bytes, if `condition` is false; the host does not wait."""
     torch._assert_async(condition, text.encode()[:ASSERT_BYTES].decode(errors="ignore"))
 
 
 def asked_grad_dtype(param: Tensor) -> tuple[bool, torch.dtype | None]:
     """Return (True if the user has set `param.grad_dtype`, value of `param.grad_dtype`). The value None allows gradients of any
-    dtype. Before torch 2.15 the parameter's own dtype counts as not set by the user."""
+    dtype. Before torch 2.15 a value that equals the parameter's dtype counts as not set."""
     dtype = param.grad_dtype
     was_set = getattr(param, "_has_grad_dtype_override", dtype != param.dtype)
     return bool(was_set), dtype
@@ -146,13 +147,15 @@ def has_rule(operator: Any) -> bool:
 
 
 def answer_operator(operator: Any, answer: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> bool:
-    """Make DTensor call `answer(operator, args, kwargs)` for an operator, and return True; return False if it has a handler."""
+    """Make DTensor, in this process, call `answer(operator, args, kwargs)` for an aten operator, and return True. If there is
+    another handler, change nothing and return False. No public name."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     return handlers.setdefault(operator, answer) is answer
 
 
 def unanswered(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operator on DTensors, without the handler of `answer_operator` during the call, in any thread."""
+    """Return the result of an operator on DTensors without the handler that `answer_operator` has registered. The handler is
+    removed during the call, for all threads."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handler = handlers.pop(operator, None)
     try:

@@ -31,8 +31,8 @@ NO_CACHES: dict[str, Any] = {"past_key_values": None, "past_key_value": None, "l
 
 
 class _Choice:
-    """Callback for the operators of a forward, in their order: returns True if the operator's result is kept, and not computed
-    again in the backward. That is so for the first, third, ... matrix product, and for attention without dropout."""
+    """Callback for the operators of one forward, in their order: returns True if the operator's result is kept, so that the
+    backward does not compute it again: for the first, third, ... matrix product, and for attention without dropout."""
 
     def __init__(self) -> None:
         self._num_products = 0
@@ -50,7 +50,7 @@ Results = list[_torch.DispatchMode | None]
 
 
 class _Mode(_torch.DispatchMode):
-    """Base of `_Keep` and `_Give`, the dispatch modes of a recomputed region, which share `results`."""
+    """Base of `_Keep` and `_Give`, the dispatch modes of one recomputed region, which share the list `results`."""
 
     def __init__(self, results: Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -62,12 +62,12 @@ class _Mode(_torch.DispatchMode):
 
 
 class _Keep(_Mode):
-    """Dispatch mode of a region's forward: appends an entry to `results` for each product and attention. The entry is the mode
-    that returns the kept result in the recomputation; None if the result is not kept, or if a later operator writes into it.
+    """Dispatch mode of a region's forward: appends an entry to `results` for each matrix product and attention. The entry is
+    torch's mode that returns the kept result in the recomputation. It is None if the result is not kept, and becomes None if a
+    later operator writes into the result."""
 
-    Each kept result has its own pair of torch's modes for selective checkpointing. A single pair counts the region's operators,
-    so it would fail if the recomputation gathers more or fewer inner units, and it misses some writes through views (GRU).
-    """
+    # Each kept result has its own pair of torch's modes for selective checkpointing. A single pair counts the operators of the
+    # region, so it would fail if the recomputation gathers more or fewer inner units. It also misses some writes (GRU's views).
 
     def __init__(self, results: Results) -> None:
         super().__init__(results)
@@ -93,7 +93,8 @@ class _Keep(_Mode):
 
 
 class _Give(_Mode):
-    """Dispatch mode of a region's recomputation: returns each kept result once. In a second backward all operators run."""
+    """Dispatch mode of a region's recomputation: returns each kept result once, and does not run its operator then. In a second
+    backward (retain_graph) all operators run."""
 
     def __enter__(self) -> Any:
         self._next = 0
@@ -135,8 +136,9 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload:
     """Replace the forward of `module` by one that the backward recomputes. With gradients disabled it runs as before. With them
     enabled, transformers' caches of keys and values are not passed on, and the keyword argument `use_cache` becomes False.
 
-    `offload`: stores the first input that has a `grad_fn`, usually the previous unit's output, until the recomputation; not used
-    in compiled code. The unit's hooks stay outside of the wrapper, so that the backward gathers the unit once.
+    `how`: if `selective`, the results that `_Choice` chooses are kept. `offload`: stores the first input that has a `grad_fn`,
+    usually the previous unit's output, until the recomputation; not used in compiled code. The unit's hooks stay outside of the
+    wrapper, so that the backward gathers the unit once.
     """
     instance_forward = module.__dict__.get("forward")  # assigned to the instance
     reference = weakref.ref(module)
@@ -160,7 +162,8 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload:
 def _checkpoint(
     function: Callable[..., Any], offload: OffloadInput | None, args: Any, kwargs: Any, options: Any
 ) -> Any:
-    """Return the result of torch's `checkpoint` of `function`. `offload` stores the first input with a `grad_fn`, if any."""
+    """Return `function(*args, **kwargs)`, run by torch's `checkpoint` with `options`. `offload`, unless None, stores the first
+    input with a `grad_fn`, if there is one, until the recomputation."""
     values = [*args, *kwargs.values()]
     index = next((i for i, v in enumerate(values) if isinstance(v, Tensor) and v.grad_fn is not None), None)
     if offload is None or index is None:

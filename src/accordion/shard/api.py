@@ -53,20 +53,20 @@ def shard(
 ) -> nn.Module:
     """Shard `model` in place over the ranks of `mesh` and return it; each parameter becomes a DTensor of this rank's rows.
 
-    Call it on every rank, before the optimizer is made.
+    Collective: call it on every rank. Make the optimizer after it, because the parameters are new objects.
 
     Args:
         model: with real parameters, equal on all ranks (checksums are compared, also of buffers in the state dict), or on the
             meta device; then its shards are zeros until they are loaded.
         mesh: 1-D, by default of all ranks; a hybrid strategy needs a 2-D one, ("replicate", "shard").
-        sharding: how to shard. Or pass its `fields` instead: `shard(model, strategy="shard_optim", precision="bf16")`.
+        sharding: how to shard; None: by `fields`.
         sync: take the first rank's values on all ranks; models of the other ranks may be on the meta device.
         debug: any of "streams", "order" and "finite". "streams" fills freed memory with NaN and delays collectives until they
             are waited for, to reveal a use after free or a missing wait. "order" lets ranks agree on each collective before it,
             as they otherwise do in the first step. "finite" names the unit and the phase in which NaN or inf first occurred.
             With any of them, every forward is checked for writes into full parameters through `.data`, which would be lost.
             Without them, only the first step of each unit is checked.
-        fields: the fields of `Sharding`.
+        fields: fields of `Sharding`, in place of `sharding`: `shard(model, strategy="shard_optim", precision="bf16")`.
 
     Raises `UsageError` for arguments that cannot be combined and for a model that cannot be sharded. Raises `DivergenceError`,
     which names the difference, on every rank if arguments or models differ between ranks.
@@ -91,7 +91,8 @@ def shard_over(
     debug: str | Iterable[str] = (),
     make_arena: ArenaMaker = Arena,
 ) -> nn.Module:
-    """Do as `shard`, with communicators by `make` and host memory for offload by `make_arena`; the planner simulates both."""
+    """Shard `model` in place and return it, as `shard` does. `make`: function that makes the communicator of a process group.
+    `make_arena`: function that allocates host memory for offloaded state. The planner passes simulated ones."""
     modes = debug_modes(debug)
     check_choice(sharding.meshes, sharding.strategy, sync=sync)
     _check_model(model)
@@ -112,8 +113,8 @@ def shard_over(
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raise `UsageError` if no settings can shard `model`: it has no parameters, or a part of it is sharded already; an embedding
-    is sparse or renormalized; or a parameter requires gradients and is not floating-point."""
+    """Raise `UsageError` if `model` cannot be sharded with any settings: it has no parameters, or a part of it is sharded
+    already; an embedding is sparse or renormalized; or a parameter requires gradients and is not floating-point."""
     if engine_of(model) is not None:
         raise UsageError("this model, or a part of it, is sharded already; call shard() once, on the whole model.")
     if next(model.parameters(), None) is None:
@@ -154,8 +155,8 @@ class _Plan(NamedTuple):
 def _agree(
     make: CommunicatorMaker, model: nn.Module, mesh: DeviceMesh, sharding: Sharding, sync: bool, modes: frozenset[str]
 ) -> _Plan:
-    """Choose units, meshes and policies, compare them over ranks, and return them. A collective that leaves the model unchanged.
-    Raises `UsageError` for a choice that is not possible, and `DivergenceError` if ranks differ."""
+    """Choose units, meshes and policies, make communicators, compare the choices over ranks, and return them. A collective that
+    leaves the model unchanged. Raises `UsageError` for a choice that is not possible, and `DivergenceError` if ranks differ."""
     strategy, precision = sharding.strategy, sharding.precision or Precision()
     sharding.check_secondary(mesh.size(mesh.ndim - 1))
     scale = 1.0 / mesh.size() if sharding.reduce_op == "mean" else 1.0
@@ -221,9 +222,9 @@ def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Mo
 
 
 def entry_point(module: nn.Module, name: str) -> None:
-    """Replace the method `name` of `module`, such as `generate` or `encode`, by one that gathers full parameters as `forward`
-    does. They are freed when the method returns, so it must not be a generator or coroutine. `module`: the sharded model, or a
-    module that is a unit; any other raises `UsageError`."""
+    """Replace the method `name` of `module`, such as "generate" or "encode", by one that gathers full parameters as `forward`
+    does. They are freed when the method returns, so it must be no generator and no coroutine. `module`: the sharded model, or a
+    module that is a unit. Raises `UsageError` for any other."""
     hooks = attached_to(module)
     if hooks is None:
         raise UsageError(
@@ -236,11 +237,8 @@ def _fill(
     value_of: Callable[[Owned], Tensor | None], layouts: Mapping[str, tuple[Owned, Layout]], param: Param, local: Tensor
 ) -> None:
     """Copy the value of a parameter into `local`, this rank's rows, and replace the parameter, in all modules, by a DTensor of
-    these rows. Sets `sharded`, `around` and `is_filled` of `param`.
-
-    `value_of`: returns the full value; None for a parameter on the meta device, whose rows stay as they are. `layouts`: name of
-    a parameter -> (the parameter before sharding, its layout).
-    """
+    these rows. Sets `sharded`, `around` and `is_filled` of `param`. `value_of`: returns the full value; None for a parameter on
+    the meta device, whose rows stay as they are. `layouts`: name -> (parameter before sharding, its layout)."""
     o, layout = layouts[param.name]
     value = value_of(o)
     param.is_filled = value is not None

@@ -43,9 +43,9 @@ class UnitSpec:
     """Arguments to build a unit. A call of any of `modules` is a call of the unit.
 
     `planned`: groups of plain parameters, each gathered together. `extended`: parameters that are tensor subclasses with their
-    own all-gather. `mesh`: the mesh of the parameters in `extended`. `context`: the ranks over which they are sharded; None:
-    those of the model. `extension_policy`: passed to their all-gather methods as `mp_policy`. `casts_outputs`: cast results to
-    `precision.output`.
+    own all-gather. `mesh`, `context`: the mesh of the `extended` parameters, and the ranks over which they are sharded (None:
+    the model's). `extension_policy`: passed to their all-gather methods as `mp_policy`; None: made from `precision`.
+    `casts_outputs`: cast results to `precision.output`.
     """
 
     name: str
@@ -75,9 +75,9 @@ def build_engine(
     *,
     debug: Collection[str] = (),
 ) -> Engine:
-    """Make a unit of each of `specs`, attach hooks and safety checks to the modules, and return the engine. `owned`: all
-    parameters of the model. `fill`: called for each plain parameter, replaces it by a sharded one. `debug`: the argument of
-    `shard`. A collective if `fill` is one."""
+    """Make an engine with one unit for each of `specs`, attach hooks and safety checks to the modules, and return the engine.
+    `owned`: all parameters of the model. `fill`: called for each plain parameter, to replace it by a sharded one. `debug`: the
+    debug modes of `shard`. A collective if `fill` is one."""
     engine = Engine(context, strategy, precision, prefetch)
     hooks = [_attached(engine, i, spec, fill) for i, spec in enumerate(specs)]
     for unit, reads in zip(engine.units, other_units_read([spec.modules for spec in specs], owned), strict=True):
@@ -125,11 +125,12 @@ def with_tiers(
     policy: Offload | None = None,
     make_arena: ArenaMaker = Arena,
 ) -> ShardingContext:
-    """Return `context` with a maker of shard buffers that stores each unit's state on the device, host or disk, as its entry of
-    `offloads` says; `context` itself if nothing is offloaded. Allocates host memory.
+    """Return a copy of `context` whose shard buffers store each unit's state on the device, host or disk, as its entry of
+    `offloads` says; return `context` itself if nothing is offloaded. Allocates the host memory and files. A collective.
 
-    `planned`: the groups of each unit. `policy`: the model's, whose budgets hold for units without an override. Raises
-    `UsageError` on every rank if one lacks memory, or for an offloaded parameter whose `grad_dtype` is not its dtype.
+    `planned`: the groups of each unit. `policy`: the model's `Offload`, whose budgets hold for units without an override.
+    Raises `UsageError` on every rank if one lacks memory or disk space (that rank may raise `OffloadError`), or if the
+    `grad_dtype` of an offloaded parameter is not its dtype.
     """
     if not any(each.asks for each in offloads):
         return context
@@ -159,8 +160,9 @@ def plan_groups(
     precision: Precision,
     context_of: Callable[[Owned], ShardingContext | None] = lambda o: None,
 ) -> list[GroupPlan]:
-    """Return the groups of a unit's parameters (pairs of parameter and cut): those over the same ranks, gathered in one dtype.
-    `context_of`: returns the context of the ranks over which a parameter is sharded; None for the model's ranks."""
+    """Divide a unit's parameters, pairs of parameter and cut, into groups, and return these. Parameters of one group are
+    sharded over the same ranks and gathered in one dtype. `context_of`: function that returns the sharding context of a
+    parameter with ranks of its own; None for the model's ranks."""
     groups: dict[tuple[ShardingContext | None, torch.dtype], list[Param]] = {}
     for o, c in params_of_unit:
         dtype, trained = o.original.dtype, o.original.requires_grad
@@ -178,8 +180,8 @@ def with_secondary(
     make: CommunicatorMaker = communicator_over,
 ) -> list[GroupPlan]:
     """Return `groups`, each with a communicator of `sharding.secondary` neighboring ranks of its shard axis, which keep slices of
-    full parameters from a forward to its backward. A collective. Models over the same ranks share the process group. Returns
-    a group unchanged if that number is None, not less than the size of its shard axis, or does not divide it."""
+    full parameters from a forward to its backward. A group stays unchanged if `secondary` is None, or does not divide the size
+    of its shard axis, or equals or exceeds it. A collective. Models over the same ranks share the process group."""
 
     def with_ranks(group: GroupPlan) -> GroupPlan:
         whole, num = (group.context or context).shard.gather, sharding.secondary

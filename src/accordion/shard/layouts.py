@@ -21,8 +21,8 @@ from accordion.shard.topology import device_of
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
     """Mesh and placements of a sharded parameter, and the cut of its local tensor. `over`: the data-parallel axes of `mesh`, one
-    or two. `rank`: of this process among the ranks with different rows. `around`: makes the DTensor that modules see, if the
-    parameter was one before `shard`; otherwise None."""
+    or two. `rank`: this process's rank among those with different rows. `around`: makes the DTensor that modules see, if the
+    parameter was a DTensor before `shard`; otherwise None."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -38,7 +38,8 @@ def local_part(param: nn.Parameter) -> Tensor:
 
 
 def layout_of(param: Any, c: Cut, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """Return the layout of `param`, cut by `c`, over `mesh` with `placements`. The mesh and placements of a DTensor follow."""
+    """Return the layout of `param`, cut by `c`, over `mesh` with `placements`. If `param` is a DTensor, the axes of its own
+    mesh and its own placements are appended."""
     rank = mesh.get_local_rank(mesh.ndim - 1)
     if not isinstance(param, DTensor):
         return Layout(mesh, tuple(placements), c, rank, mesh)

@@ -1,4 +1,4 @@
-"""Parameters with a mesh of their own, of some of the model's ranks: experts, for example, if other ranks have other experts."""
+"""Choose and check meshes of some of the model's ranks for parameters such as experts, if other ranks have other experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accordion.units import Owned
 
 
 def check_choice(meshes: MeshChoice | None, strategy: Strategy, *, sync: bool) -> None:
-    """Raise `UsageError` if `meshes` are given together with `sync`, or with a strategy that divides rows over replicas too."""
+    """Raise `UsageError` if there are `meshes`, and `sync` is True or the strategy divides rows over replicas too."""
     if meshes and (sync or strategy.optim_over_replicas):
         cuts_twice = f"{strategy.name}, which cuts rows twice"
         what = "sync=True: the first rank lacks other ranks' parts" if sync else cuts_twice
@@ -31,9 +31,9 @@ def check_choice(meshes: MeshChoice | None, strategy: Strategy, *, sync: bool) -
 def own_meshes(
     model: nn.Module, owned: Sequence[Owned], meshes: MeshChoice, mesh: DeviceMesh, strategy: Strategy
 ) -> list[DeviceMesh | None]:
-    """Return for each parameter the mesh in `meshes` whose key matches it, the last one if several do; None if the parameter is
-    on the model's `mesh`. Raises `UsageError` for a key that matches no parameter, for a mesh that is no slice of `mesh` with
-    this rank and a fitting number of axes, and for a parameter that cannot be sharded over its mesh."""
+    """Return for each of `owned` the mesh in `meshes` whose key matches the parameter, the last one if several do; None if it
+    is on the model's `mesh`. Raises `UsageError` for a key that matches no parameter, for a mesh with ranks outside of `mesh`,
+    without this rank or with too many axes, and for a parameter that cannot be sharded over its mesh."""
     chosen: list[DeviceMesh | None] = [None] * len(owned)
     for key, asked in meshes.items():
         named = [i for i, o in enumerate(owned) if _names(model, key, o)]
@@ -124,7 +124,7 @@ def _complete(param: DTensor, own_mesh: DeviceMesh, everybody: list[int]) -> boo
 
 
 def mesh_settings(own_meshes: Sequence[DeviceMesh | None], owned: Sequence[Owned]) -> dict[str, str]:
-    """Return setting -> value for ranks to compare: shape and axis names of each parameter's own mesh, but not its ranks."""
+    """Return name -> text for ranks to compare: shape and axis names of each parameter's own mesh, but not the mesh's ranks."""
     return {
         f"mesh of parameter {o.names[0]!r}": f"{tuple(mesh.shape)}, named {mesh.mesh_dim_names}"
         for o, mesh in zip(owned, own_meshes, strict=True)

@@ -19,8 +19,9 @@ from accordion.units import Owned
 
 
 def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Replace parameter `o`, in all modules that read it, by a DTensor of this rank's rows `local` with its attributes and hooks,
-    and return the DTensor. The old one loses its data, and its class becomes `Moved`; a tensor subclass keeps both."""
+    """Replace parameter `o`, in all modules that read it, by a DTensor of this rank's rows `local`, and return the DTensor. It
+    takes over Python attributes, gradient hooks and `grad_dtype`. The old parameters lose their data, and their class becomes
+    `Moved`; tensor subclasses keep both."""
     shape = o.original.shape
     stride = torch.empty(shape, device="meta").stride()
     # With a local tensor on the meta device, because others are moved to the mesh's device, and rows may be on the host.
@@ -45,15 +46,16 @@ def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequenc
 def replace_by_subclass(
     o: Owned, rows: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> nn.Parameter:
-    """Do as `replace` for a tensor subclass `o`, of which `rows` are this rank's rows, of the same subclass."""
+    """Replace parameter `o`, a tensor subclass, as `replace` does, and return the DTensor. `rows`: its local tensor, this
+    rank's rows, of the same subclass."""
     sharded = replace(o, torch.empty(rows.shape, dtype=rows.dtype, device=rows.device), mesh, placements)
     _torch.set_local(sharded, rows)
     return sharded
 
 
 class Moved(nn.Parameter):
-    """Class of parameters that `shard` has replaced. Reading `.grad` raises `UsageError`, so that an optimizer that still holds
-    such a parameter fails at its first step or zero_grad. `moved_to`: the sharded parameter."""
+    """Class of the old parameters that `shard` has replaced. A read of `.grad` raises `UsageError`, so that an optimizer that
+    still has such a parameter fails at its first step or zero_grad. `moved_to`: the sharded parameter."""
 
     moved_to: nn.Parameter
 
@@ -66,8 +68,8 @@ class Moved(nn.Parameter):
 
 
 def follow_moved(optimizer: torch.optim.Optimizer) -> None:
-    """In all attributes of an optimizer made before `shard`, replace the old parameters by the sharded ones, in place, and their
-    states by this rank's rows. Tied parameters become one."""
+    """Make an optimizer that was made before `shard` step the sharded parameters: replace the old ones by them, in place, in
+    all attributes of the optimizer, and their states by this rank's rows. Tied parameters become one."""
     moved = {id(p): vars(p)["moved_to"] for p in params_of(optimizer) if "moved_to" in vars(p)}
     states = {p: state for p, state in optimizer.state.items() if id(p) in moved}
     for p, state in states.items():

@@ -24,7 +24,7 @@ PREFIX = "accordion/meshes"
 def same_mesh(mesh: DeviceMesh) -> None:
     """Barrier in the job's store: wait until all ranks of `mesh` have passed it to `shard` as often as this rank has.
 
-    If two ranks wait for each other in different meshes, the ranks of both meshes raise `DivergenceError`; if ranks are missing
+    If two ranks wait for each other in different meshes, the ranks of both meshes raise `DivergenceError`. If ranks are missing
     after the job's timeout, this rank raises one that names them. Does nothing in a job of one rank or of simulated ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() < 2:
@@ -36,7 +36,8 @@ def same_mesh(mesh: DeviceMesh) -> None:
 
 
 class _MeshWait:
-    """The wait of `rank` for all `ranks` of `mesh`, a text. `time`: how often `rank` has passed it before; `wait` adds one."""
+    """One wait of `rank` until all `ranks` of a mesh have arrived in the store. `mesh`: shape and ranks of the mesh, as text.
+    `time`: number of times that `rank` has arrived so far; `wait` sets the number that includes this wait."""
 
     def __init__(self, store: Any, rank: int, mesh: str, ranks: list[int], time: int = 0) -> None:
         self._store, self._rank, self.mesh, self.ranks = store, rank, mesh, ranks
@@ -89,7 +90,7 @@ class _MeshWait:
 
     @property
     def _failed(self) -> str:
-        """The key under which the store has an error text for the ranks that wait."""
+        """Key in the store of an error text. If it is set, the ranks in this wait raise `DivergenceError` with the text."""
         return f"{PREFIX}/{self.mesh}/failed/{self.arrivals.time}"
 
     def _absent(self) -> str:

@@ -77,7 +77,7 @@ def check_extended(owned: Sequence[Owned], strategy: Strategy, *, offloads: bool
 
 
 def extended_rows(tensor: Tensor, c: Cut, rank: int, device: torch.device) -> Tensor:
-    """Return the rows of `rank` of `tensor`, a tensor subclass, as a copy on `device`; if `c` shards no dim, all of it.
+    """Return a copy on `device` of the rows of `rank` of `tensor`, a tensor subclass; `tensor.to(device)` if `c` shards no dim.
     Uses only operators that torch's FSDP2 also requires of a subclass: to, chunk, new_zeros, narrow, copy_."""
     tensor = tensor.to(device)
     if c.dim is None:
@@ -106,7 +106,7 @@ def extended_groups(
     policy: Any,
 ) -> list[Group]:
     """Return the groups, one per compute dtype, of a unit's parameters that are tensor subclasses, already sharded over `mesh`.
-    `policy`: `mp_policy` of the subclasses' all-gather methods; None: from `precision`."""
+    `place`: index and name of the unit. `policy`: `mp_policy` of the all-gather methods; None: made from `precision`."""
     if policy is None and params_of_unit:
         policy = MixedPrecisionPolicy(precision.params, precision.reduce, precision.output, precision.cast_inputs)
     by_dtype: dict[torch.dtype, list[Extended]] = {}
@@ -123,7 +123,8 @@ def extended_groups(
 
 
 class Extended:
-    """One parameter that is a tensor subclass: its gathered tensors, and the tensor that the subclass makes of them."""
+    """One parameter that is a tensor subclass: its gathers by `begin` and `end`, the tensors `gathered` from all ranks, and
+    `seen`, the tensor that the subclass makes of them for the modules."""
 
     def __init__(
         self, param: Param, dtype: torch.dtype, context: ShardingContext, mesh: DeviceMesh, policy: Any
@@ -141,7 +142,7 @@ class Extended:
         return _torch.local_of(self.param.sharded)
 
     def begin(self) -> tuple[list[Tensor], Any]:
-        """Allocate the receive buffers; return the 1-D tensors that this rank sends, and the metadata for `end`."""
+        """Allocate `gathered`, the receive buffers; return the 1-D tensors that this rank sends, and the metadata for `end`."""
         pre, c = self.local.fsdp_pre_all_gather, self.param.cut
         if len(inspect.signature(pre).parameters) == 1:  # the older of torch's two signatures
             tensors, metadata = pre(self._mesh)
@@ -160,7 +161,7 @@ class Extended:
         return [t.reshape(-1) for t in tensors], metadata
 
     def end(self, metadata: Any) -> None:
-        """Let the subclass make `seen`, the tensor that modules see, of the gathered tensors; later calls fill it again."""
+        """Let the subclass make `seen`, the tensor that modules see, of `gathered`; later calls write into the same tensor."""
         outs = tuple(full.view(-1, *size[1:]) for full, size in zip(self.gathered, self._sizes, strict=True))
         if self.seen is not None:
             self.local.fsdp_post_all_gather(outs, metadata, self._dtype, out=self.seen)
@@ -176,7 +177,7 @@ class Extended:
 
 
 def _sent(tensor: Tensor, c: Cut) -> Tensor:
-    """Return `tensor` as a plain tensor. If this rank has fewer rows than others, zeros pad it: all ranks send equal sizes."""
+    """Return `tensor` as a plain tensor. If this rank has fewer rows than others, pad it with rows of zeros to equal size."""
     if not _torch.is_plain(tensor):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     short = 0 if c.dim is None or not tensor.dim() else c.chunk - tensor.shape[0]
@@ -198,7 +199,7 @@ class _Shown(torch.autograd.Function):
 
 
 class _SubclassGather(Transfer):
-    """A gather that calls `then` when the compute stream waits for its end."""
+    """A gather that calls `then` after the compute stream was made to wait for its end."""
 
     __slots__ = ("then",)
     then: Callable[[], None]
@@ -209,7 +210,7 @@ class _SubclassGather(Transfer):
 
 
 class _SubclassBuffers:
-    """The memory of a group's full subclass parameters: the tensors that were gathered, and the inner tensors made of them."""
+    """The memory of a group's full subclass parameters: gathered tensors, and inner tensors made of them. `close` frees it."""
 
     def __init__(self, extended: list[Extended]) -> None:
         self._extended, self.views = extended, [e.view for e in extended]

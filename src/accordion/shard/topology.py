@@ -27,7 +27,7 @@ from accordion.shard.same_mesh import same_mesh
 
 def mesh_for(mesh: DeviceMesh | None, strategy: Strategy) -> DeviceMesh:
     """Return `mesh`; for None, a 1-D mesh of all ranks. Raises `UsageError` if the axes of `mesh` are not those that the strategy
-    needs. For None, raises it if the strategy is hybrid, or if torch.distributed is not initialised."""
+    needs. For None, raises `UsageError` if the strategy is hybrid, or if torch.distributed is not initialised."""
     if mesh is None and not strategy.hybrid:
         return default_mesh()
     wanted = ("replicate", "shard") if strategy.hybrid else ("shard",)
@@ -113,8 +113,8 @@ def beside(
     make: CommunicatorMaker = communicator_over,
 ) -> ShardingContext:
     """Return the sharding context of parameters that have a `mesh` of their own, of some of the model's ranks. A collective.
-    Streams, scale and divergence monitor are those of `context`, the model's. On a mesh of two axes the first one replicates and
-    the second shards. A single axis shards, unless the model's `strategy` shards nothing; then the axis replicates."""
+    Streams, scale and divergence monitor are those of `context`, the model's. If `mesh` has two axes, the first replicates and
+    the second shards. A single axis shards, or replicates if `strategy`, the model's, shards nothing."""
     if mesh.ndim == 2:
         strategy = replace(HYBRID_SHARD, reduce=strategy.reduce)
     elif strategy.hybrid:
@@ -125,7 +125,7 @@ def beside(
 
 
 def _axes(mesh: DeviceMesh, strategy: Strategy, device: torch.device, make: CommunicatorMaker) -> list[Axis]:
-    """Return [shard axis, replicate axis]; the one that `mesh` lacks has one rank. A collective, which compares meshes first."""
+    """Return [shard axis, replicate axis]; an axis that `mesh` lacks has one rank. A collective that compares meshes first."""
     same_mesh(mesh)
     communicators = [make(mesh.get_group(i), device) for i in range(mesh.ndim)]
     alone = Communicator(None, device)
