@@ -49,6 +49,20 @@ def round_trip(root):
     assert verify(f"{root}/step-10") == []
 
 
+def test_files_of_other_programs_stay(memory):
+    storage, model = fsspec.filesystem("memory"), small(1)
+    at = memory.split("://")[1]
+    storage.pipe_file(f"{at}/weights/model.safetensors", b"mine")
+    with pytest.raises(CheckpointError, match="is no checkpoint, it holds model"):
+        save(f"{memory}/weights", model)
+    save(f"{memory}/step-1", model)
+    storage.pipe_file(f"{at}/step-1/notes.txt", b"mine")
+    for step in (2, 3):
+        save(f"{memory}/step-{step}", model, keep=1)
+    assert storage.cat_file(f"{at}/weights/model.safetensors") == storage.cat_file(f"{at}/step-1/notes.txt") == b"mine"
+    assert not storage.exists(f"{at}/step-2")
+
+
 def damage(storage, path, at=-200):
     data = bytearray(storage.cat_file(path))
     data[at] ^= 1  # of a weight: the checksums behind take 130 bytes

@@ -137,8 +137,8 @@ def check_keep(keep: int) -> None:
 def prune_before(saved: Folder, keep: int) -> None:
     """Remove old checkpoints next to `saved` whose names differ from its name only in the number at the end.
 
-    The `keep` newest complete ones stay, and `saved`, and all newer ones. Damaged ones, and in file systems also links and
-    checkpoints with other programs' files, stay and do not count. Leftovers of killed saves are removed too. Raises
+    The `keep` newest complete ones stay, and `saved`, and all newer ones. Damaged ones, links, and checkpoints with other
+    programs' files stay and do not count. Leftovers of killed saves are removed too. Raises
     `CheckpointError` if a checkpoint cannot be removed completely; a later call tries again to remove what is left, without an
     error.
     """
@@ -163,14 +163,14 @@ def prune_before(saved: Folder, keep: int) -> None:
 
 
 def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:
-    """Return (folder, its `mark()`) of the complete checkpoints in `candidates`. In file systems, links and folders with files
-    of other programs are left out."""
+    """Return (folder, its `mark()`) of the complete checkpoints in `candidates`. Links and folders with files of other programs
+    are left out."""
     good = []
     for one in candidates:
         with suppress(OSError, CheckpointError):  # a checkpoint that cannot be read does not count
             folder = readable(one)
             mark = folder.mark()
-            is_excluded = isinstance(folder, Local) and (folder.path.is_symlink() or claims.foreign_in(folder.path))
-            if not is_excluded and _fault(one) is None:
+            is_link = isinstance(folder, Local) and folder.path.is_symlink()
+            if not is_link and not folder.foreign() and _fault(one) is None:
                 good.append((folder, mark))
     return good

@@ -50,6 +50,10 @@ class Local:
                             names[name] = None
         return list(names)
 
+    def foreign(self) -> list[str]:
+        """Return the names of files and folders in this folder that no save writes; [] if there is no such folder."""
+        return claims.foreign_in(self.path)
+
     def inside(self, name: str) -> Local:
         return Local(self.path / name)
 

@@ -8,8 +8,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from accordion.checkpoint.claims import RANK_FILE, SHOWN
 from accordion.checkpoint.format import MANIFEST
-from accordion.errors import CheckpointError, UsageError, not_installed
+from accordion.errors import CheckpointError, UsageError, not_installed, some_of
 
 SAVING = "saving.json"  # in a folder of remote storage while a job saves there: names the job and the save
 BLOCK_BYTES = 4 * 2**20  # fetched at once
@@ -73,18 +74,26 @@ class Remote:
     def mark(self) -> object:
         return 0  # checkpoints on remote storage are never replaced
 
+    def foreign(self) -> list[str]:
+        with suppress(FileNotFoundError):
+            names = sorted([*self.sizes(), *self.folders()])
+            return [name for name in names if name not in (MANIFEST, SAVING) and not RANK_FILE.fullmatch(name)]
+        return []
+
     def begin(self, save: str) -> Remote:
-        """Create this folder, mark it as being saved by this job, remove the safetensors files that a killed save left, and
-        return it. Raises `CheckpointError` if it has a checkpoint or files that are not safetensors, or if another job that may
-        still run is saving here."""
+        """Create this folder, mark it as being saved by this job, remove the files that a killed save left, and return it. Raises
+        `CheckpointError` if it has a checkpoint or files that no save writes, or if another job that may still run is saving
+        here."""
         try:
             sizes = self.sizes()
         except FileNotFoundError:
             sizes = {}
         if MANIFEST in sizes:
             raise CheckpointError(f"{self} is a checkpoint, and on remote storage none is replaced; pass another path.")
-        if any(not name.endswith(".safetensors") for name in sizes if name != SAVING):
-            raise CheckpointError(f"{self} exists and is no checkpoint; pass another path or remove it.")
+        if foreign := self.foreign():
+            raise CheckpointError(
+                f"{self} exists and is no checkpoint, it holds {some_of(foreign, SHOWN)}; pass another path or remove it."
+            )
         if SAVING in sizes and time.time() - self.written_at(SAVING) / 1e9 <= STALE_S:
             host, pid = (self._owner().get(key) for key in ("host", "pid"))
             if type(pid) is int and (host != os.uname().nodename or (pid != os.getpid() and _is_alive(pid))):
