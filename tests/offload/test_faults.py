@@ -220,3 +220,22 @@ def test_a_budget_that_one_rank_cannot_keep_is_an_error_on_all(mesh, tmp_path: P
     tight = disk(tmp_path, host_bytes=10 if mesh.get_rank() == 0 else 1 << 30)
     with pytest.raises(acc.UsageError, match=r"host_bytes=10 is less|other ranks"):
         acc.shard(models.plain(), mesh=mesh, offload=tight)
+
+
+@on_world(2)
+def test_a_backward_that_raised_adds_nothing_to_later_gradients(mesh) -> None:
+    """After an error in a backward that adds to gradients on the host, a gradient that the user sets to zero stays zero."""
+    model = acc.shard(models.plain(), mesh=mesh, offload=HOST)
+    one_loss(model, mesh.get_rank()).backward()
+    expected = {name: grad.clone() for name, grad in grads_of(model).items()}
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("planted")
+
+    handle = model.blocks[0].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    with pytest.raises(ValueError, match="planted"):
+        one_loss(model, mesh.get_rank() + 2).backward()
+    handle.remove()
+    model.zero_grad(set_to_none=False)
+    one_loss(model, mesh.get_rank()).backward()
+    assert_equal(grads_of(model), expected)

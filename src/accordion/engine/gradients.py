@@ -122,6 +122,7 @@ class GradientsUnderWay:
                 part.finish(decide=False)
         self.reduces.clear()
         self.delayed_writes.clear()
+        self.to_add.clear()
         self.undecided.clear()
 
     def finish_failed(self) -> None:
