@@ -1,4 +1,4 @@
-"""`TokenLoss`: the loss of one token as a function of its logits, and the gradient of these."""
+"""`TokenLoss`: the loss of one token as a function of its logits, and its gradient."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """The loss of one token as a function of its logits. `ignore_index`: label of tokens without a loss. `z_loss`: factor of the
-    squared logarithm of the softmax's denominator. `soft_cap`: replace each logit `x` by `soft_cap * tanh(x / soft_cap)`.
-    `chunk_tokens`: tokens per chunk; None: as many as `CHUNK_BYTES` allows."""
+    """The loss of one token as a function of its logits. `ignore_index`: label of tokens without a loss. `label_smoothing`: as
+    in `torch.nn.functional.cross_entropy`. `z_loss`: factor of the squared logarithm of the softmax's denominator. `soft_cap`:
+    replace each logit `x` by `soft_cap * tanh(x / soft_cap)`. `chunk_tokens`: tokens per chunk; None: as `CHUNK_BYTES` allows."""
 
     ignore_index: int
     label_smoothing: float
@@ -38,7 +38,8 @@ class TokenLoss:
     chunk_tokens: int | None
 
     def num_rows(self, num_words: int) -> int:
-        """Return the number of tokens of a chunk: `chunk_tokens`, or as many as have `CHUNK_BYTES` of float32 logits."""
+        """Return the number of tokens per chunk: `chunk_tokens`, or as many as have `CHUNK_BYTES` of logits of `num_words`
+        words."""
         return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
 
     @property
@@ -68,7 +69,8 @@ class TokenLoss:
 
     def backward_(self, logits: Tensor, log_sum: Tensor, targets: Targets, weights: Tensor, num_words: int) -> Tensor:
         """Overwrite `logits`, a result of `capped_`, with the gradient of the sum of losses times `weights` (tokens,) by the
-        logits before `capped_`. logits: (tokens, words), of all or some of `num_words` words; log_sum: as in `losses`."""
+        logits before `capped_`; return `logits`: (tokens, words), of all or some of `num_words` words. log_sum: as in
+        `losses`."""
         weights = weights.where(targets.counts, 0.0)
         slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap).square()
         logits.sub_(log_sum[:, None]).exp_()
@@ -81,8 +83,8 @@ class TokenLoss:
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype for matrix products of gradients with `tensor`: that of `tensor`; on the CPU, which multiplies 16-bit
-    matrices up to 20 times as slowly as float32 ones, at least float32."""
+    """Return the dtype for matrix products of gradients with `tensor`: its own dtype, but at least float32 on the CPU, which
+    multiplies 16-bit matrices up to 20 times as slowly as float32 ones."""
     # A fake tensor on the CPU stands for one on an accelerator: the planner traces with such.
     if tensor.device.type != "cpu" or _torch.fake_device(tensor) is not None:
         return tensor.dtype

@@ -78,9 +78,9 @@ class StorageWatch(_Mode):  # type: ignore[misc]
 
 
 class Allocations(StorageWatch):
-    """Context manager, also to be entered again, that counts live bytes: the sizes of storages that operators make inside it,
-    until they are freed, but not memory that a backend allocates for itself, such as gloo's copies. `live_bytes`: those live at
-    present."""
+    """Context manager that counts live bytes: the sizes of storages that operators create inside it, until they are freed. It may
+    be entered again. Memory that a backend allocates for itself is not counted, such as gloo's copies. `live_bytes`: the bytes
+    that are live at present."""
 
     # The profiler's memory events are no alternative, since they miss what gloo's threads free.
 

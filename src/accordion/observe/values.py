@@ -53,7 +53,7 @@ class MemoryPoint:
 
     @property
     def total(self) -> int:
-        """The sum of the four kinds, without shards and optimizer states."""
+        """Return the sum of the four kinds, without shards and optimizer states."""
         return self.full + self.gradients + self.activations + self.other
 
 
