@@ -38,7 +38,7 @@ class TokenLoss:
     chunk_tokens: int | None
 
     def num_rows(self, num_words: int) -> int:
-        """Return the number of tokens per chunk: `chunk_tokens`, or as many as have `CHUNK_BYTES` of logits of `num_words`
+        """Return the tokens per chunk: `chunk_tokens`, or as many as have `CHUNK_BYTES` of float32 logits for `num_words`
         words."""
         return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
 
@@ -69,8 +69,7 @@ class TokenLoss:
 
     def backward_(self, logits: Tensor, log_sum: Tensor, targets: Targets, weights: Tensor, num_words: int) -> Tensor:
         """Overwrite `logits`, a result of `capped_`, with the gradient of the sum of losses times `weights` (tokens,) by the
-        logits before `capped_`; return `logits`: (tokens, words), of all or some of `num_words` words. log_sum: as in
-        `losses`."""
+        logits before `capped_`; return `logits`: (tokens, words), for some of `num_words` words or all. log_sum: see `losses`."""
         weights = weights.where(targets.counts, 0.0)
         slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap).square()
         logits.sub_(log_sum[:, None]).exp_()

@@ -72,9 +72,8 @@ def unit_times(rank: RankTrace) -> list[UnitTimes]:
 
 
 def findings(ranks: Sequence[RankTrace]) -> list[StepFinding]:
-    """Return the changes that would save 1 % of the median step or more, the largest saving first. `ranks` must have a step. All
-    ranks change together, so the saving by earlier gathers, or by keeping full parameters, is that of the rank that saves
-    least."""
+    """Return the changes that would save 1 % of the median step or more, the largest saving first. `ranks` must have a step. The
+    saving by earlier gathers, or by keeping full parameters, is that of the rank that saves least: all ranks change together."""
     step_us = median([end - start for rank in ranks for start, end in rank.steps])
     possible = [*_stragglers(ranks), *_prefetch(ranks), *_keep(ranks)]
     worth = [finding for finding in possible if finding.gain_us >= SMALLEST_GAIN * step_us]

@@ -97,8 +97,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 def as_html(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> str:
     """Return the HTML page of `ranks`, one or more. The memory of the step in `planned` is drawn over that of the recorded step.
-    To stay below 2 MB, the page omits the last steps, then the last ranks, and says so; it always has a step of the first
-    rank."""
+    To stay below 2 MB, the page omits the last steps, then the last ranks, and says so; one step of the first rank stays."""
     template = resources.files("accordion.observe").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(page_data(ranks, planned), separators=(",", ":")).replace("</", "<\\/")
     return template.replace(PLACE, data)

@@ -121,8 +121,7 @@ class _Sequences:
 
     def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Add `position_ids` and a mask of whole sequences to `inputs`, the arguments of a forward, in place; return `inputs`. A
-        collective if there is padding, or position ids without a mask: these are gathered. A key/value cache raises
-        `UsageError`."""
+        collective if there is padding, or position ids without a mask, to gather them. A key/value cache raises `UsageError`."""
         if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
             raise UsageError("sequence parallelism has no key/value cache; pass use_cache=False.")
         tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
@@ -144,8 +143,7 @@ class _Sequences:
         return inputs
 
     def mask(self, *, q_length: int, kv_length: int, mask_function: Callable[..., Any], **kwargs: Any) -> Any:
-        """Return the mask of whole sequences by the implementation's own function; for packed texts in flash attention,
-        positions."""
+        """Return the mask of whole sequences by the implementation's own function; for packed flash attention, position ids."""
         make = AttentionMaskInterface()[self._implementation]
         kwargs["attention_mask"] = self._padding
         # In full attention, transformers does not tell packed sequences apart.
