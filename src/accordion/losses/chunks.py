@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: the loss of a language model without a tensor of all logits, computed inside a lease of the head."""
+"""`linear_cross_entropy`: the loss of a language model without a tensor of all logits, computed while the head is gathered."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def linear_cross_entropy(
     Raises:
         UsageError: if `head` is no linear layer, or with `head_rows` no unit of its own, if `reduction` is unknown, if shapes do
             not match, or if labels on the host are outside of the vocabulary. A second backward of "mean" or "sum" raises it too,
-            or `RuntimeError` from torch's function, which computes plain losses in float32.
+            or `RuntimeError` if torch's own function has computed the loss, as it does for plain losses in float32.
     """
     loss = TokenLoss(ignore_index, label_smoothing, z_loss, soft_cap, chunk_tokens)
     if shift:
@@ -91,7 +91,7 @@ def head_returns_loss(head: nn.Linear, labels: Tensor, **options: Any) -> Iterat
     """Context manager in which `head(hidden)` returns `linear_cross_entropy(hidden, head, labels, **options)`.
 
     For models that return the output of their head: inside, they return the loss. Yields a list, to which each call of `head`
-    appends its loss. With `head_rows=True`, forward hooks and pre-hooks of the head do not run.
+    appends its loss. Replaces `head.forward` meanwhile. With `head_rows=True` the head's forward hooks and pre-hooks do not run.
     """
     losses: list[Tensor] = []
 
@@ -203,7 +203,7 @@ def _pass(
     inputs: Inputs, loss: TokenLoss, weights: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Return (loss of each token, [gradient of hidden, of weight, of bias]). The gradients are those of the sum of losses times
-    `weights` (tokens,). One is None if its entry of `needed` is False, or without a bias; all are None if `weights` is None."""
+    `weights` (tokens,); one is None if its entry of `needed` is False or there is no bias, all are None if `weights` is None."""
     hidden, weight, bias, labels = inputs
     wide, dtype = torch.promote_types(weight.dtype, torch.float32), product_dtype(weight)
     grads = [

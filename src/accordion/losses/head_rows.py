@@ -25,7 +25,7 @@ def row_losses(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss,
 
     The forward keeps a running softmax of each token, and the backward gathers the rows again. The gradient of a slice of rows
     is reduced as soon as it is complete. hidden: (tokens, width); labels: (tokens,); hooks: of the units with parameters of
-    `head`. Raises `UsageError` if other modules are in the unit of `head`, or if that unit cannot be gathered in slices.
+    `head`. Raises `UsageError` if `head` is gathered together with other modules, or if its unit cannot be gathered in slices.
     """
     unit = hooks[0].unit
     alone = len(hooks) == 1 and unit.module_params.modules() == [head] and unit.params[0].places[0][1] == "weight"

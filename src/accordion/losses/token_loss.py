@@ -38,13 +38,12 @@ class TokenLoss:
     chunk_tokens: int | None
 
     def num_rows(self, num_words: int) -> int:
-        """Return the tokens per chunk: `chunk_tokens`, or as many as have `CHUNK_BYTES` of float32 logits for `num_words`
-        words."""
+        """Return the tokens per chunk: `chunk_tokens`, or as many as fit `CHUNK_BYTES` with `num_words` float32 logits."""
         return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
 
     @property
     def is_plain(self) -> bool:
-        """Return True if the loss is one that `torch.nn.functional.linear_cross_entropy` computes in chunks."""
+        """Return True if `torch.nn.functional.linear_cross_entropy` can compute the loss: no smoothing, no `z_loss`, no cap."""
         return not self.label_smoothing and not self.z_loss and self.soft_cap is None
 
     def targets(self, labels: Tensor) -> Targets:
@@ -58,8 +57,8 @@ class TokenLoss:
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def losses(self, log_sum: Tensor, own: Tensor, mean: Tensor | None, counts: Tensor) -> Tensor:
-        """Return the loss of each token, zero for those that do not count; all tensors are (tokens,). log_sum: logarithm of the
-        sum of exponentials of a token's logits; own: logit of its label; mean: mean of its logits, for label smoothing."""
+        """Return the loss of each token, zero if `counts` is False; all tensors are (tokens,). log_sum: logarithm of the sum of
+        exponentials of a token's logits; own: logit of its label; mean: mean of its logits, for label smoothing."""
         losses = log_sum - (1 - self.label_smoothing) * own
         if mean is not None:
             losses = losses - self.label_smoothing * mean

@@ -68,8 +68,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 def find_model(source: str, *, like: str | None = None) -> StoredModel:
     """Return a description of the model that `source` names: a checkpoint, a run's folder, or a folder of transformers or PEFT.
     Reads no weights. `like`: a folder of transformers. It is the base model if `source` is an adapter; its config.json replaces
-    the configuration in a checkpoint of a whole model; for a folder of transformers it does nothing. Raises `UsageError` if no
-    model is usable."""
+    the configuration in a checkpoint of a whole model; otherwise it is unused. Raises `UsageError` if no model is usable."""
     kind, path = located(source)
     if kind == "checkpoint":
         return _of_checkpoint(path, like)
@@ -171,7 +170,7 @@ def _described(folder: Path, option: str, name: str = CONFIG) -> dict[str, Any]:
 
 
 def generation_config(folder: Path) -> dict[str, Any] | None:
-    """Return the content of generation_config.json in `folder`, None without that file. Raises `UsageError` if it is damaged."""
+    """Return the content of generation_config.json in `folder`, None without it. Raises `UsageError` if it is no JSON object."""
     return _described(folder, "folder", GENERATION) if (folder / GENERATION).is_file() else None
 
 
@@ -218,7 +217,8 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the id of the first special token after an answer in the chat template; None without such a token or template."""
+    """Return the id of the first special token that the chat template puts after an answer; None if there is no such token, or if
+    the template is missing or fails."""
     talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
         closing = tokenizer.apply_chat_template(talk, tokenize=False).rpartition("answer")[2]

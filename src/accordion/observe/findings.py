@@ -116,8 +116,8 @@ def _prefetch(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
 
 
 def _earlier(rank: RankTrace) -> dict[int, float]:
-    """Return index of a unit -> microseconds per step by which waits for its gathers would shrink if each gather began as soon
-    as the previous one ended. The first gather of a step does not count."""
+    """Return {index of a unit: microseconds per step by which waits for the unit's gathers would shrink if each gather began as
+    soon as the previous one ended}. The first gather of a step does not count."""
     waits = [span for span in rank.spans if span.lane == WAIT]
     by_unit: dict[int, float] = defaultdict(float)
     for start_us, end_us in rank.steps:

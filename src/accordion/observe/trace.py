@@ -26,7 +26,7 @@ NOTHING = "nothing in these steps would gain more than 1 % of their time"
 @dataclass(slots=True)
 class Trace:
     """The recorded steps of all ranks. `observe` fills `ranks` when its block ends. Methods that read the steps raise
-    `UsageError` if no step was recorded. Methods that write a file also raise it if the file cannot be written."""
+    `UsageError` if no step was recorded. Methods that write a file also raise `UsageError` if the file cannot be written."""
 
     ranks: list[RankTrace] = field(default_factory=list)
 
@@ -52,7 +52,7 @@ class Trace:
         print("\n".join(self.lines()))
 
     def html(self, path: str | Path, plan: Trace | None = None) -> None:
-        """Write the trace as one self-contained HTML page. `plan`: `acc.plan(...).trace()`, whose memory is drawn as well."""
+        """Write the trace as one self-contained HTML page. `plan`: `acc.plan(...).trace()`, to draw its memory too."""
         write_text(path, as_html(self.recorded(), None if plan is None else plan.recorded()[0]))
 
     def _repr_html_(self) -> str:
@@ -70,7 +70,7 @@ class Trace:
 
     @classmethod
     def open(cls, path: str | Path) -> Trace:
-        """Read a trace that `save` wrote. Raises `UsageError` if the file cannot be read or is no such trace."""
+        """Return the trace that `save` wrote to the file `path`. Raises `UsageError` if that cannot be read or is no trace."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             if values["accordion_trace"] != FORMAT:

@@ -16,7 +16,7 @@ from accordion.engine.communicator import Communicator, reduced
 
 @dataclass(slots=True)
 class NormPart:
-    """This rank's rows of tensors that are sharded over the ranks of all `communicators`; whole tensors if there are none."""
+    """This rank's rows of tensors that are sharded over the ranks of `communicators`; without communicators, whole tensors."""
 
     communicators: Sequence[Communicator]
     tensors: list[Tensor] = field(default_factory=list)
@@ -24,8 +24,8 @@ class NormPart:
 
 def norms(rows: Sequence[Sequence[NormPart]], norm_type: float, device: torch.device) -> Tensor:
     """Return the `norm_type`-norm over the elements of all parts of each row (at least one part): (len(rows),) float32 on
-    `device`, equal on all ranks. Collective: all ranks must pass parts with the same communicators in the same order. One
-    all-reduce per communicator in each set of ranks. `device`: of the communication; the tensors may be on the host."""
+    `device`, equal on all ranks. Collective: all ranks must pass parts with the same communicators in the same order. Parts
+    with the same communicators share one all-reduce over each of them. `device`: of the communication, not of the tensors."""
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     of_ranks: dict[tuple[int, ...], list[tuple[int, NormPart]]] = {}
     for row, part in [(row, part) for row, parts in enumerate(rows) for part in parts]:

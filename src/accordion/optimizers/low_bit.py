@@ -40,9 +40,9 @@ class Whole:
 
 
 class LowBitStates(Optimizer):
-    """Base of the mixins for low-bit optimizers: states are quantised by the size of the full parameter. Both libraries go by the
-    number of local elements, so states would depend on the number of ranks. State dicts can be loaded on another number of
-    ranks. In the list of base classes a mixin comes after `LocalStep`."""
+    """Base of the mixins for low-bit optimizers: the size of the full parameter decides if its states are quantised. The
+    libraries alone would go by the number of local elements, so states would depend on the number of ranks. State dicts can be
+    loaded on another number of ranks. In the list of base classes a mixin comes after `LocalStep`."""
 
     REMEDY: str  # for blocks that no rank can hold whole, as the end of a sentence
     _whole: dict[Tensor, Whole]  # in a step its keys are local tensors, as in all attributes of the optimizer
@@ -264,8 +264,8 @@ def check_blocks(optimizer: Optimizer, mixin: type[LowBitStates]) -> None:
 
 
 def packed_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
-    """Return the shape of a tensor with one element per `block` elements of a tensor of `shape`: (2, 1) for (8, 64) and 256. Each
-    row is for the fewest rows that hold whole blocks, so both tensors can be sharded on dim 0 over the same ranks."""
+    """Return the shape of a tensor with one element per `block` elements of a tensor of `shape`: (2, 1) for (8, 64) and 256. A
+    result's row is for the fewest rows that hold whole blocks, so both tensors can be sharded on dim 0 over the same ranks."""
     if block == 1:
         return tuple(shape)
     rows = rows_per_block(shape, block)
@@ -291,7 +291,7 @@ def _is_quantised(new_buffer: Callable[[Tensor, bool], Tensor], shape: torch.Siz
 
 
 def _splits(p: DTensor) -> list[int] | None:
-    """Return the numbers of ranks that divide dim 0 of `p`: [2, 4] for halves divided by 4, [] for none; None for another dim."""
+    """Return numbers of ranks that divide dim 0 of `p`: [2, 4] if halves are divided by 4, [] if none; None for another dim."""
     sharded: list[tuple[Any, int]] = [(p.placements[axis], p.device_mesh.size(axis)) for axis in sharded_axes(p)]
     if any(how.dim for how, _ in sharded):
         return None

@@ -75,7 +75,7 @@ class Matrix:
         return self.division is None or self.owner == self.division.communicator.rank
 
     def state(self, shape: tuple[int, ...]) -> Matrix:
-        """Return the `Matrix` of a state, at least 1-D: divided like the parameter if it has its shape, otherwise on dim 0."""
+        """Return the `Matrix` of a state of `shape` (1-D or more): divided like the parameter if shapes agree, else on dim 0."""
         return self if shape == self.shape else replace(self, shape=shape, dim=-len(shape))
 
 
@@ -94,8 +94,8 @@ def sharded_engines() -> weakref.WeakSet[Engine]:
 
 
 class Owners:
-    """Choice, equal on all ranks, of an owner rank for each parameter of the param `groups`, and of buckets of parameters to
-    exchange together. The constructor is collective. It raises `UsageError` if tensor or expert parallelism splits one too."""
+    """Choice, equal on all ranks, of an owner rank for each parameter in param `groups`, and of buckets of parameters to exchange
+    together. The constructor is collective, and raises `UsageError` if tensor or expert parallelism splits a parameter."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         pairs = [(i, p) for i, group in enumerate(groups) for p in group["params"]]
@@ -263,8 +263,8 @@ class WholeStep(Optimizer):
     _owners: Owners | None = None
 
     def current_owners(self) -> Owners:
-        """Return the `Owners` of the parameters, chosen anew, a collective, if parameters have changed since the last call. Not
-        for use in a step, which sees local tensors. Raises `UsageError` for parameters that this optimizer cannot step."""
+        """Return the `Owners` of the parameters. They are chosen anew, by a collective, if parameters have changed since the last
+        call. Not for use in a step, which sees local tensors. Raises `UsageError` for parameters that cannot be stepped whole."""
         if self._owners is None or [*map(id, self._owners.params)] != [*map(id, params_of(self))]:
             self._owners = Owners(self.param_groups)
         return self._owners
@@ -386,7 +386,7 @@ class MuonStep(WholeStep):
 
 class OwnerStep(WholeStep):
     """Mixin that `wrap_optimizer(whole_matrices=True)` adds to an optimizer: the owner of a parameter steps it whole, with the
-    step of the optimizer's own class, and alone keeps its states. Parameters that are not sharded are stepped by every rank."""
+    step of the optimizer's own class, and alone keeps the states. Every rank steps the parameters that are not sharded."""
 
     _kind: type[Optimizer]  # the optimizer's class before it was wrapped
     _copy: OptimizerCopy  # during a step

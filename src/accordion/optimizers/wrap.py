@@ -275,13 +275,13 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices:
     A step of torch.optim.Muon is collective: for each matrix, one rank gets all rows, orthogonalises, and sends the rows back.
 
     Args:
-        elementwise: for an optimizer that is not of torch.optim, promise that the update of an element depends on it alone.
-        whole_matrices: promise that the update of a parameter depends on that parameter alone (SOAP, Shampoo). One rank steps
-            each parameter whole and keeps its states; steps and `state_dict` are collective. Not together with `elementwise`.
+        elementwise: for an optimizer that is not of torch.optim, promise that an element's update depends on that element alone.
+        whole_matrices: promise that the update of a parameter depends on that parameter alone (SOAP, Shampoo). One rank per
+            parameter steps it whole and keeps its states. Steps and state dicts are collective. Not together with `elementwise`.
 
     Raises:
-        UsageError: for an optimizer that is not of torch.optim, without a promise; for LBFGS, SparseAdam and Adafactor; if it has
-            no sharded parameter or was made before `shard`; or if Muon or `whole_matrices` meets offloaded parameters.
+        UsageError: for an optimizer that is not of torch.optim, without a promise; for LBFGS, SparseAdam and Adafactor; for one
+            without sharded parameters or made before `shard`; or if Muon or `whole_matrices` meets offloaded parameters.
     """
     target: object = optimizer
     if not isinstance(target, Optimizer):

@@ -189,7 +189,7 @@ class _Sequences:
 
 
 class _Shown:
-    """Stands for an attention module, or its config, in a kernel: has the attributes `replaced`, and all others of `thing`."""
+    """Proxy of `thing`, an attention module or its config, for a kernel: has attributes `replaced`, and all others of `thing`."""
 
     def __init__(self, thing: Any, replaced: dict[str, Any]) -> None:
         vars(self).update(replaced, _thing=thing)
