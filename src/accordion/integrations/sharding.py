@@ -62,8 +62,9 @@ class ShardArguments:
 
     def apply(self, model: nn.Module, mixed_precision: str) -> None:
         """Shard `model` in place. If `from_pretrained` put it on the meta device, load its weights then. Collective. Afterwards
-        `generate` works as before, and each forward first broadcasts the first rank's buffers, as DDP does, except those that are
-        not in the state dict. `mixed_precision`: accelerate's name, "no", "bf16" or "fp16"."""
+        each forward first broadcasts the first rank's buffers, as DDP does, except those that are not in the state dict. For
+        `generate` to work as before, modules of transformers get the attribute `_is_fsdp_managed_module`. `mixed_precision`:
+        accelerate's name, "no", "bf16" or "fp16"."""
         sharding, sync = self.sharding, self.sync
         if sharding.precision is None and mixed_precision in AMP:
             sharding = replace(sharding, precision=Precision(params=AMP[mixed_precision]))

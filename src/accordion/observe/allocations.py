@@ -28,15 +28,15 @@ class StorageWatch(_Mode):  # type: ignore[misc]
         self._deaths: dict[int, weakref.ref[Any]] = {}
 
     def runs(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Called for each operator in the mode: call `func`, and return its result. May `watch` storages before and after."""
+        """Callback for each operator in the mode: call `func`, and return its result. May `watch` storages before and after."""
         raise NotImplementedError
 
     def resized(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Called after a watched storage was resized from Python in the mode. `key`: the number `_torch.storage_key(storage)`."""
+        """Callback after a watched storage was resized from Python in the mode. `key`: `_torch.storage_key(storage)`."""
         raise NotImplementedError
 
     def died(self, key: int) -> None:
-        """Called when a watched storage is freed, also after the mode has ended. Later storages may reuse its `key`."""
+        """Callback when a watched storage is freed, also after the mode has ended. Later storages may reuse the `key`."""
         raise NotImplementedError
 
     def watch(self, storage: torch.UntypedStorage) -> bool:

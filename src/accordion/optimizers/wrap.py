@@ -362,9 +362,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of a sharded model in place to a norm of at most `max_norm`; return the norm before, 0-d float32.
 
-    The norm is over all elements of all gradients, and the same on all ranks. Collective; waits for steps in progress. Gradients
-    of unsharded parameters must be equal on all ranks. With `error_if_nonfinite`, a norm of NaN or inf raises `NonFiniteError`
-    on every rank, before any gradient changes; this synchronizes with the device. Raises `UsageError` if `model` is not sharded.
+    The norm is over all gradients, and equal on all ranks. Collective; waits for optimizer steps in progress. Gradients of
+    parameters that are not sharded must be equal on all ranks. With `error_if_nonfinite`, a norm of NaN or inf raises
+    `NonFiniteError` on every rank, before any gradient changes; this synchronizes with the device. Raises `UsageError` if `model`
+    is not sharded.
     """
     target: object = model
     engine = engine_of(model) if isinstance(target, nn.Module) else None
@@ -383,9 +384,8 @@ def clip_norm_of(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of `parameters`, of the models of `engines`, in place so that their common norm is at most `max_norm`.
-    Return the norm before, 0-d float32. Collective: all ranks must pass the same parameters. Waits for optimizer steps in
-    progress. `error_if_nonfinite`: as in `clip_grad_norm_`."""
+    """Scale the gradients of `parameters`, of the models of `engines`, in place to a common norm of at most `max_norm`; return
+    the norm before. Collective: all ranks must pass the same parameters. For all else see `clip_grad_norm_`."""
     wanted = {id(param): param for param in parameters}
     for engine in engines:
         engine.synchronize()
