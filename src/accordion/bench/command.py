@@ -124,7 +124,7 @@ def measure(chosen_options: Any, job: Callable[[Any], Page], command: str = "") 
 
 def world_of(nproc: int, device: str) -> World:
     """Return the settings of `nproc` ranks (0: one per accelerator, or 2 on the CPU) on devices of type `device` ("auto" as in
-    `devices_named`); they divide the cores. Raises `UsageError` without such a device, or with fewer accelerators than ranks."""
+    `devices_named`); ranks share the cores. Raises `UsageError` without such a device, or with fewer accelerators than ranks."""
     devices = devices_named(device, "device", devices_here())
     num_ranks = nproc or devices.count or 2
     if devices.count and num_ranks > devices.count:

@@ -28,7 +28,8 @@ OURS = "accordion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The training of all contenders. `batch`: sequences per rank and step. `bf16`: compute in bf16 over float32 parameters."""
+    """The training that all contenders run. `batch`: sequences per rank and step. `seq`: tokens per sequence. `bf16`: compute in
+    bf16 over float32 parameters."""
 
     model: str = "gpt-30m"
     batch: int = 2
@@ -42,12 +43,12 @@ class Loop:
     """One contender's training loop on one rank: forward, backward, and a step that also clears the gradients."""
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
-        """`cast`: run forwards under bf16 autocast, for a contender without a mixed-precision policy of its own."""
+        """Create the loop. `cast`: run forwards under bf16 autocast, for a contender without a mixed-precision policy."""
         self._model, self._optimizer = model, optimizer
         self._autocast = partial(torch.autocast, device, dtype=torch.bfloat16) if cast else contextlib.nullcontext
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy in float32 of the model's output for `tokens`, without a backward."""
+        """Return the mean cross entropy, in float32, of the model's output for `tokens` with `targets`; run no backward."""
         with self._autocast():
             return loss_of(self._model(tokens), targets)
 
@@ -60,7 +61,8 @@ class Loop:
 
 
 class FloorLoop(Loop):
-    """A `Loop` without communication that steps one rank's share of each parameter: the least that a sharded step takes here."""
+    """A `Loop` without communication whose optimizer steps one rank's share of each parameter: the least time that a step of
+    sharded training can take on this machine."""
 
     def __init__(self, model: nn.Module, seat: Seat, setting: Setting) -> None:
         params = list(model.parameters())
@@ -168,8 +170,8 @@ def is_ours(name: str) -> bool:
 
 
 def chosen(against: str) -> tuple[list[str], dict[str, str]]:
-    """Return (contenders to measure, {one that is left out: reason}): "accordion" and those in `against`, a list with commas,
-    each once. One whose package is not installed is left out. Raises `UsageError` for an unknown name."""
+    """Return (names of contenders to measure, {name that is left out: reason}). Names are "accordion" and those in `against`,
+    separated by commas, each once. One is left out if its package is not installed. Raises `UsageError` for an unknown name."""
     names = list(dict.fromkeys([OURS, *(name.strip() for name in against.split(",") if name.strip())]))
     for name in names:
         if name not in NAMES:
@@ -180,7 +182,7 @@ def chosen(against: str) -> tuple[list[str], dict[str, str]]:
 
 
 def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
-    """Shard or replicate `model`, on the device of `seat`, as `name` does; return its `Loop` with fused AdamW. Collective."""
+    """Shard or replicate `model`, on the device of `seat`, as contender `name` does; return a `Loop` with AdamW. Collective."""
     if name == "deepspeed":
         return deepspeed(model, setting, {})
     if name == FLOOR:
@@ -193,8 +195,9 @@ def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
 
 
 def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, offloads: bool = False) -> Loop:
-    """Shard `model` with DeepSpeed's ZeRO-3 and torch's fused AdamW. `zero`: more of its "zero_optimization". `offloads`: True if
-    `zero` keeps the optimizer on the host. Disables all log messages of this process up to warnings."""
+    """Shard `model` with DeepSpeed's ZeRO-3, and return its `Loop` with torch's fused AdamW. `zero`: entries to add to
+    DeepSpeed's "zero_optimization". `offloads`: True if `zero` keeps the optimizer on the host. Disables all log messages of this
+    process up to warnings."""
     logging.disable(logging.WARNING)
     import deepspeed as package  # type: ignore[import-not-found]
 

@@ -24,8 +24,9 @@ PEERS = ("fsdp2", "fsdp1")
 
 
 class HostLoop:
-    """Steps (forward and backward) of `blocks` tiny units on one simulated rank, sharded as `contender` does. The constructor
-    runs `WARM` steps, after which the rank's "still" group copies nothing, and garbage collections ignore present objects."""
+    """Steps (forward and backward) of a model of `blocks` tiny units on one simulated rank, sharded as `contender` does. `rows`:
+    rows of each parameter. The constructor runs `WARM` steps. From then on collectives of the rank's `StillGroup` copy nothing,
+    and garbage collections ignore the objects that exist by then."""
 
     def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
         torch.manual_seed(0)
@@ -58,8 +59,8 @@ class HostLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTime:
-    """Host time of one contender, as spreads over rounds of the medians of steps. `unit`: CPU seconds per unit and step. `extra`:
-    what the contender adds to the unsharded model ("plain"); `by_round`: that in each round."""
+    """Host time of one contender: spreads over rounds of each round's median step. `unit`: CPU seconds per unit and step.
+    `extra`: CPU seconds that the contender adds to the unsharded model ("plain"). `by_round`: `extra` in each round."""
 
     unit: Spread
     extra: Spread

@@ -16,8 +16,8 @@ ON_FLOOR = "floor: the step without communication, with an optimizer for one ran
 
 
 def of_comparison(c: Comparison, host: Mapping[str, HostTime], left_out: Mapping[str, str]) -> Page:
-    """Return the page of `accordion bench`. `host`: contender -> host time; has the contenders that shard and the unsharded
-    model ("plain"), and the cell of any other contender stays empty. `left_out`: contender not measured -> reason."""
+    """Return the page of `accordion bench`. `host`: contender -> host time, for the unsharded model ("plain") and contenders that
+    shard; the cell of any other contender stays empty. `left_out`: contender that was not measured -> reason."""
     s = c.setting
     about = f"{c.num_ranks} ranks, {s.model}, batch {s.batch} x {s.seq}"
     notes = [

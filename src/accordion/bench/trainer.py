@@ -89,8 +89,9 @@ class Trainer:
         return losses
 
     def turn(self, warm: int, count: int) -> list[Times]:
-        """Run `warm` steps, then `count` measured ones, and return the `Clock.times` of these. The host waits for no accelerator
-        between steps, but for one step more, whose "host" and "cpu" all results have."""
+        """Run `warm` steps, then `count` measured ones, and return `Clock.times` of each measured step. The host does not wait
+        for an accelerator between steps. On an accelerator one more step runs, after the device has become idle, and all results
+        have the "host" and "cpu" of that step."""
         batches = [self._batch() for _ in range(warm + count)]
         clocks = [self._step(batch)[1] for batch in batches][warm:]
         if self._device.type == "cpu":

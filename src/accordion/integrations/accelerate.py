@@ -129,8 +129,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super()._prepare_device_mesh() if self.sequences is None else self.sequences
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader as accelerate does. If ranks share each sequence (`sequences`), they get equal batches; then raises
-        `UsageError` for a loader with which the first rank reads the batches of all ranks."""
+        """Prepare a loader as accelerate does. Ranks that share each sequence (`sequences`) get equal batches; if there are such
+        ranks, a loader whose first rank reads the batches of all ranks raises `UsageError`."""
         loader = super().prepare_data_loader(*args, **kwargs)
         if self.sequences is not None and isinstance(loader, accelerate.data_loader.DataLoaderDispatcher):
             raise UsageError(
@@ -147,7 +147,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return tree_map(lambda t: t.unflatten(0, (self.num_processes, -1))[::size].flatten(0, 1), whole)
 
     def gather_for_metrics(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather as accelerate does. If ranks share each sequence, gather from one of them, so that each sample counts once."""
+        """Gather as accelerate does. If ranks share each sequence, gather from one rank per group: each sample counts once."""
         self._by_group = True
         try:
             return super().gather_for_metrics(*args, **kwargs)
@@ -169,8 +169,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return accelerate.Accelerator.trigger_sync_in_backward(model)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        """Unscale and clip the gradients of `parameters`, as accelerate does, and return their norm before clipping. For sharded
-        models this is the norm of the full gradients, over all ranks."""
+        """Unscale and clip the gradients of `parameters` in place, as accelerate does, and return their norm before clipping. For
+        sharded models this is a collective, and the norm is that of the full gradients, over all ranks."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(param) for param in params}
         models = [m for m in self._models if engine_of(m) is not None and any(id(p) in ids for p in m.parameters())]

@@ -184,8 +184,9 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
             vars(plugin)["clip_grad_by_norm"] = self._clip_grad_by_norm
 
     def _shard_all(self, trainer: Any) -> None:
-        """Shard the LightningModule and its copies that callbacks average, if they are not, and store the module's sharded parts
-        in `roots`. Collective. Raises `UsageError` if a callback averages weights and `state_dict_type` is "sharded"."""
+        """Shard the LightningModule, and its copies that callbacks average, unless they are sharded already. Store the sharded
+        modules of the LightningModule in `roots`, and the LightningModule in `model`. Collective. Raises `UsageError` if a
+        callback averages weights and `state_dict_type` is "sharded"."""
         fitting, layer_sync = trainer.state.fn == "fit", getattr(self, "_layer_sync", None)
         model = self.lightning_module
         self.roots = _roots(model)
@@ -253,7 +254,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
     # -- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Wait for optimizer steps, and return the state dict, still sharded: `save_checkpoint` gathers it. Collective."""
+        """Wait for optimizer steps, and return the LightningModule's state dict with sharded tensors, which `save_checkpoint`
+        gathers. Collective."""
         for engine in engines_of(self.roots):
             settle(engine, "takes the state dict")
         state = self.lightning_module.state_dict()
@@ -313,8 +315,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
 
 class FabricStrategy(ShardedStrategy, lightning.fabric.strategies.DDPStrategy):  # type: ignore[misc]
     """Strategy for Lightning's `Fabric` that shards modules instead of wrapping them in DDP. `sharding`: a `Sharding`, or a dict
-    of arguments of `accordion.shard`. `state_dict_type`: "full" saves one file with full tensors, "sharded" a folder. Optimizers
-    in `fabric.setup(model, optimizer)` may be created before the model is sharded."""
+    of arguments of `accordion.shard`. `state_dict_type`: "full" saves one file with full tensors, "sharded" saves a folder.
+    Optimizers in `fabric.setup(model, optimizer)` may be created before the model is sharded."""
 
     precision: Any
 

@@ -35,7 +35,7 @@ class ShardArguments:
 
     Args:
         sharding: if it has no precision, the library's mixed precision is used: with "bf16" or "fp16", parameters are gathered
-            in that dtype, and autocast stays enabled. `Precision()` gathers them in their own dtype.
+            in that dtype, and autocast stays enabled. `Precision()` gathers parameters in their own dtype.
         mesh: the ranks over which to shard; None for all ranks of the job.
         sync: True gives all ranks the first rank's values, as DDP does; None too, unless parameters are on the meta device.
         debug: additional checks: any of "streams", "order" and "finite".
@@ -62,8 +62,9 @@ class ShardArguments:
 
     def apply(self, model: nn.Module, mixed_precision: str) -> None:
         """Shard `model` in place. If `from_pretrained` put it on the meta device, load its weights then. Collective. Afterwards
-        `generate` works as before, and each forward first broadcasts the first rank's buffers, as DDP does, except those that are
-        not in the state dict. `mixed_precision`: accelerate's name, "no", "bf16" or "fp16"."""
+        each forward first broadcasts the first rank's buffers, as DDP does, except those that are not in the state dict. For
+        `generate` to work as before, modules of transformers get the attribute `_is_fsdp_managed_module`. `mixed_precision`:
+        accelerate's name, "no", "bf16" or "fp16"."""
         sharding, sync = self.sharding, self.sync
         if sharding.precision is None and mixed_precision in AMP:
             sharding = replace(sharding, precision=Precision(params=AMP[mixed_precision]))
@@ -87,8 +88,9 @@ class ShardArguments:
 
 
 def step_on_shards(optimizer: Optimizer) -> None:
-    """Change `optimizer` in place so that it steps on shards, even if it was created before; if its step is elementwise, also
-    apply `wrap_optimizer`, which is faster. Raises `UsageError` for Adafactor on shards, because it needs whole matrices."""
+    """Change `optimizer` in place so that it steps on shards, even if it was created before its model was sharded. If its step is
+    elementwise, also apply `wrap_optimizer`, which makes steps faster. Does nothing without sharded parameters. Raises
+    `UsageError` for Adafactor on shards, because it needs whole matrices."""
     inner = inner_of(optimizer)
     follow_moved(inner)
     on_shards = any(isinstance(p, DTensor) for g in inner.param_groups for p in g["params"])
@@ -98,8 +100,9 @@ def step_on_shards(optimizer: Optimizer) -> None:
 
 
 class FirstRanksBuffers(Observer):
-    """Observer that broadcasts the first rank's buffers before each forward, one broadcast per dtype, except those that are not
-    in the state dict. A checkpoint has the first rank's buffers, so every rank evaluates the model that is saved."""
+    """Observer that overwrites all ranks' buffers, such as statistics of batch norms, with those of the first rank before each
+    forward: one broadcast per dtype. Leaves out buffers that are not in the state dict. A checkpoint has the first rank's
+    buffers, so every rank evaluates the model that is saved."""
 
     def __init__(self, engine: Engine, places: list[tuple[nn.Module, str]]) -> None:
         self._engine, self._places = engine, places

@@ -98,9 +98,9 @@ def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
 
 
 def placed(value: dict[str, Any], models: Iterable[nn.Module]) -> dict[str, Any]:
-    """Return `value`, a nested dict, with each full tensor of `whole(mark=True)` replaced by a DTensor: sharded like a parameter
-    of `models` that has its shape, if possible one with its former placements; else replicated. If `models` have no sharded
-    parameter, nothing is replaced."""
+    """Return `value`, a nested dict, with each full tensor that `whole(mark=True)` returned replaced by a DTensor. That is
+    sharded like a parameter of `models` with the same shape, if possible one with the tensor's former placements; without a
+    parameter of the same shape it is replicated. If `models` have no sharded parameter, nothing is replaced."""
     params = [param for model in models for param in model.parameters() if isinstance(param, DTensor)]
 
     def sharded(tensor: Tensor) -> Any:
@@ -114,7 +114,7 @@ def placed(value: dict[str, Any], models: Iterable[nn.Module]) -> dict[str, Any]
 
 
 class SavedFull:
-    """Wrapper of an object that a library saves: `state_dict` (a collective) returns full tensors; `load_state_dict` shards them.
+    """Wrapper of an object that a library saves: `state_dict`, a collective, returns full tensors; `load_state_dict` shards them.
     `keep`: True on ranks that save; on all others, `state_dict` has None in place of sharded tensors."""
 
     def __init__(self, inner: Any, models: Iterable[nn.Module], keep: bool) -> None:

@@ -163,9 +163,10 @@ class ShardedTrainer:
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the loss, or (loss, outputs) if `return_outputs`. Calls the library's method for the loss "library", without
-        labels, or with `return_outputs`, unless the loss alone is evaluated. Otherwise needs no logits, and `outputs` is {"loss":
-        loss}. Raises `UsageError` if the model's logits are not the output of its head alone, or if it has a loss of routers."""
+        """Return the loss, or (loss, outputs) if `return_outputs`. Calls the library's method if `self.loss` is "library", if
+        there are no labels, or if `return_outputs`, except in an evaluation of the loss alone. Otherwise computes the loss
+        without logits; `outputs` is then {"loss": loss}. In this case raises `UsageError` if the model's logits are not the
+        output of its head alone, or if it has a loss of routers."""
         labels, divisor, shift = inputs.get("labels"), num_items_in_batch, True
         if self.sequence > 1:
             inputs = split_sequence(inputs, self.accelerator.sequences["cp"])
@@ -220,7 +221,8 @@ class ShardedTrainer:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that `from_pretrained` loads, as the Trainer does. Shards the model first if it is not sharded yet.
-        Pushes the folder to the hub if the arguments say so. Collective."""
+        Collective. Pushes the folder to the hub if the arguments say so, unless `_internal_call`: the Trainer then writes a
+        checkpoint, and an older one in the folder is marked as incomplete first."""
         folder = output_dir or self.args.output_dir
         if _internal_call and self.args.should_save:  # from here on an older checkpoint of this name is not complete
             Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)
@@ -281,8 +283,8 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
     """Return a model on the meta device that remembers the folder of its weights; they are loaded when an integration shards it.
 
     No rank ever has the whole model in memory. PEFT may add adapters before the model is sharded. `kind`: `AutoModelForCausalLM`
-    or a model class. `folder`: path of a folder with the model's config and safetensors, or "owner/name" on the hub. `kwargs`:
-    `config`, or values of the folder's config; and `dtype`, by default that of the config, or float32 if it has none.
+    or a model class. `folder`: a folder with the model's config and safetensors, or "owner/name" to download. `kwargs`:
+    `config`, or values of the folder's config; and `dtype`, by default that of the config, or float32 if the config has none.
     Raises `UsageError` for any other keyword, and `CheckpointError` if there is no such folder, on disk or on the hub.
     """
     source = local_folder(folder)
@@ -306,7 +308,7 @@ def from_pretrained(kind: type[Any], folder: str | os.PathLike[str], **kwargs: A
 
 
 def _saved_only(model: nn.Module) -> Only:
-    """Return `only` of `save` and `load`: "trained" for a PEFT model, whose base is stored elsewhere, else None (all)."""
+    """Return the argument `only` of `save` and `load`: "trained" for PEFT models, whose base is stored elsewhere; else None."""
     return "trained" if is_peft(model) else None
 
 

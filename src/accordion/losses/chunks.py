@@ -1,4 +1,4 @@
-"""`linear_cross_entropy`: the loss of a language model without a tensor of all logits, computed inside a lease of the head."""
+"""`linear_cross_entropy`: the loss of a language model without a tensor of all logits, computed while the head is gathered."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def linear_cross_entropy(
         z_loss: add `z_loss` times the squared logarithm of the softmax's denominator.
         soft_cap: replace each logit `x` by `soft_cap * tanh(x / soft_cap)`.
         shift: token i predicts label i + 1 of its sequence: drop the last token of `hidden` and the first label.
-        over_ranks: divide the sum by the mean number of tokens per rank, so that averaged gradients are those of the mean
-            over the tokens of all ranks. The mean of the losses of all ranks is then the loss of the whole batch.
+        over_ranks: for "mean", divide the sum by the mean number of tokens per rank (a collective), so that averaged gradients
+            are those of the mean over the tokens of all ranks, and the mean of all ranks' losses is the loss of the whole batch.
         chunk_tokens: number of tokens per chunk; by default the logits of a chunk take at most 128 MiB.
         head_rows: gather some rows of the head at a time, twice, so that no rank has the whole head or its whole gradient in
             memory. The head must be a unit of its own.
@@ -59,7 +59,7 @@ def linear_cross_entropy(
     Raises:
         UsageError: if `head` is no linear layer, or with `head_rows` no unit of its own, if `reduction` is unknown, if shapes do
             not match, or if labels on the host are outside of the vocabulary. A second backward of "mean" or "sum" raises it too,
-            or `RuntimeError` from torch's function, which computes plain losses in float32.
+            or `RuntimeError` if torch's own function has computed the loss, as it does for plain losses in float32.
     """
     loss = TokenLoss(ignore_index, label_smoothing, z_loss, soft_cap, chunk_tokens)
     if shift:
@@ -91,7 +91,7 @@ def head_returns_loss(head: nn.Linear, labels: Tensor, **options: Any) -> Iterat
     """Context manager in which `head(hidden)` returns `linear_cross_entropy(hidden, head, labels, **options)`.
 
     For models that return the output of their head: inside, they return the loss. Yields a list, to which each call of `head`
-    appends its loss. With `head_rows=True`, forward hooks and pre-hooks of the head do not run.
+    appends its loss. Replaces `head.forward` meanwhile. With `head_rows=True` the head's forward hooks and pre-hooks do not run.
     """
     losses: list[Tensor] = []
 
@@ -141,8 +141,8 @@ def _check(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss, red
 
 
 def _divisor(head: nn.Linear, labels: Tensor, loss: TokenLoss, over_ranks: bool) -> Tensor:
-    """Return the number of this rank's tokens that have a loss, at least 1. With `over_ranks` and a sharded `head`, return its
-    mean over the head's ranks, at least 1 / ranks; this is collective."""
+    """Return the number of this rank's tokens that have a loss, at least 1. With `over_ranks` and a sharded `head`, return the
+    mean of these numbers over the ranks of the head, at least 1 / ranks; this is collective."""
     count = (labels != loss.ignore_index).sum().float()
     contexts = [hooks.engine.context for hooks in hooks_of(head)]
     if not over_ranks or not contexts:
@@ -156,7 +156,7 @@ Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 
 def _summed(inputs: Inputs, loss: TokenLoss, reduction: str) -> Tensor:
-    """Return the sum of all tokens' losses, or each of them if `reduction` is "none"."""
+    """Return the sum of all tokens' losses, or the loss of each token, (tokens,), if `reduction` is "none"."""
     hidden, weight, bias, labels = inputs
     # With 16-bit inputs torch's function returns a 16-bit sum, whose error is a thousandth (torch 2.13).
     is_exact = hidden.dtype == weight.dtype and hidden.dtype in (torch.float32, torch.float64)
@@ -202,8 +202,8 @@ class ChunkedLoss(torch.autograd.Function):
 def _pass(
     inputs: Inputs, loss: TokenLoss, weights: Tensor | None, needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return (loss of each token, [gradient of hidden, of weight, of bias]) for the sum of losses times `weights` (tokens,). A
-    gradient is None if its entry of `needed` is False; all are None if `weights` is None, and that of a bias if there is none."""
+    """Return (loss of each token, [gradient of hidden, of weight, of bias]). The gradients are those of the sum of losses times
+    `weights` (tokens,); one is None if its entry of `needed` is False or there is no bias, all are None if `weights` is None."""
     hidden, weight, bias, labels = inputs
     wide, dtype = torch.promote_types(weight.dtype, torch.float32), product_dtype(weight)
     grads = [

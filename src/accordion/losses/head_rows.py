@@ -23,9 +23,9 @@ WEIGHT, BIAS = 0, 1  # indices of the parameters of a unit that is a linear laye
 def row_losses(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss, hooks: Sequence[Hooks]) -> Tensor:
     """Return the loss of each token, (tokens,), computed with a few gathered rows of `head` at a time. A collective.
 
-    A running softmax of each token is kept, and the backward gathers the rows again. The gradient of a slice of rows is reduced
-    as soon as it is complete. hidden: (tokens, width); labels: (tokens,); hooks: of the units with parameters of `head`. Raises
-    `UsageError` if `head` shares its unit, modules that are gathered together, or if that cannot be gathered in slices.
+    The forward keeps a running softmax of each token, and the backward gathers the rows again. The gradient of a slice of rows
+    is reduced as soon as it is complete. hidden: (tokens, width); labels: (tokens,); hooks: of the units with parameters of
+    `head`. Raises `UsageError` if `head` is gathered together with other modules, or if its unit cannot be gathered in slices.
     """
     unit = hooks[0].unit
     alone = len(hooks) == 1 and unit.module_params.modules() == [head] and unit.params[0].places[0][1] == "weight"
@@ -45,7 +45,8 @@ def row_losses(hidden: Tensor, head: nn.Linear, labels: Tensor, loss: TokenLoss,
 
 
 def targets_in(part: Slice, labels: Tensor, ignore_index: int) -> Targets:
-    """Return the targets of `labels` (tokens,) among the words of the slice `part`; a column is a row of the gathered slice."""
+    """Return the targets of `labels` (tokens,) among the words of the slice `part`. The column of a label is the index of its
+    row in the gathered slice."""
     counts = labels != ignore_index
     words = labels.where(counts, 0)
     rows = words % part.cut.chunk - part.start
@@ -110,13 +111,13 @@ class RowLosses(torch.autograd.Function):
 
 
 def chunks(loss: TokenLoss, labels: Tensor, weight: Tensor) -> list[slice]:
-    """Return slices of the tokens of `labels`, one for each chunk. `weight`: its rows are the words of the logits."""
+    """Return slices that divide the tokens of `labels` into chunks. The more rows `weight` has, the shorter are the chunks."""
     step = loss.num_rows(max(1, weight.shape[0]))
     return [slice(start, start + step) for start in range(0, len(labels), step)]
 
 
 def logits_of(loss: TokenLoss, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return capped logits (tokens, words) in float32 or wider, computed in the dtype of `hidden` (tokens, width)."""
+    """Return logits (tokens, words), capped by `loss`, in float32 or wider, computed in the dtype of `hidden` (tokens, width)."""
     bias = None if bias is None else bias.to(hidden.dtype)
     logits = F.linear(hidden, weight.to(hidden.dtype), bias)
     return loss.capped_(logits.to(torch.promote_types(logits.dtype, torch.float32)))

@@ -1,4 +1,4 @@
-"""`TokenLoss`: the loss of one token as a function of its logits, and the gradient of these."""
+"""`TokenLoss`: the loss of one token as a function of its logits, and its gradient."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Targets(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """The loss of one token as a function of its logits. `ignore_index`: label of tokens without a loss. `z_loss`: factor of the
-    squared logarithm of the softmax's denominator. `soft_cap`: replace each logit `x` by `soft_cap * tanh(x / soft_cap)`.
-    `chunk_tokens`: tokens per chunk; None: as many as `CHUNK_BYTES` allows."""
+    """The loss of one token as a function of its logits. `ignore_index`: label of tokens without a loss. `label_smoothing`: as
+    in `torch.nn.functional.cross_entropy`. `z_loss`: factor of the squared logarithm of the softmax's denominator. `soft_cap`:
+    replace each logit `x` by `soft_cap * tanh(x / soft_cap)`. `chunk_tokens`: tokens per chunk; None: as `CHUNK_BYTES` allows."""
 
     ignore_index: int
     label_smoothing: float
@@ -38,12 +38,12 @@ class TokenLoss:
     chunk_tokens: int | None
 
     def num_rows(self, num_words: int) -> int:
-        """Return the number of tokens of a chunk: `chunk_tokens`, or as many as have `CHUNK_BYTES` of float32 logits."""
+        """Return the tokens per chunk: `chunk_tokens`, or as many as fit `CHUNK_BYTES` with `num_words` float32 logits."""
         return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
 
     @property
     def is_plain(self) -> bool:
-        """Return True if the loss is one that `torch.nn.functional.linear_cross_entropy` computes in chunks."""
+        """Return True if `torch.nn.functional.linear_cross_entropy` can compute the loss: no smoothing, no `z_loss`, no cap."""
         return not self.label_smoothing and not self.z_loss and self.soft_cap is None
 
     def targets(self, labels: Tensor) -> Targets:
@@ -57,8 +57,8 @@ class TokenLoss:
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def losses(self, log_sum: Tensor, own: Tensor, mean: Tensor | None, counts: Tensor) -> Tensor:
-        """Return the loss of each token, zero for those that do not count; all tensors are (tokens,). log_sum: logarithm of the
-        sum of exponentials of a token's logits; own: logit of its label; mean: mean of its logits, for label smoothing."""
+        """Return the loss of each token, zero if `counts` is False; all tensors are (tokens,). log_sum: logarithm of the sum of
+        exponentials of a token's logits; own: logit of its label; mean: mean of its logits, for label smoothing."""
         losses = log_sum - (1 - self.label_smoothing) * own
         if mean is not None:
             losses = losses - self.label_smoothing * mean
@@ -68,7 +68,7 @@ class TokenLoss:
 
     def backward_(self, logits: Tensor, log_sum: Tensor, targets: Targets, weights: Tensor, num_words: int) -> Tensor:
         """Overwrite `logits`, a result of `capped_`, with the gradient of the sum of losses times `weights` (tokens,) by the
-        logits before `capped_`. logits: (tokens, words), of all or some of `num_words` words; log_sum: as in `losses`."""
+        logits before `capped_`; return `logits`: (tokens, words), for some of `num_words` words or all. log_sum: see `losses`."""
         weights = weights.where(targets.counts, 0.0)
         slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap).square()
         logits.sub_(log_sum[:, None]).exp_()
@@ -81,8 +81,8 @@ class TokenLoss:
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype for matrix products of gradients with `tensor`: that of `tensor`; on the CPU, which multiplies 16-bit
-    matrices up to 20 times as slowly as float32 ones, at least float32."""
+    """Return the dtype for matrix products of gradients with `tensor`: its own dtype, but at least float32 on the CPU, which
+    multiplies 16-bit matrices up to 20 times as slowly as float32 ones."""
     # A fake tensor on the CPU stands for one on an accelerator: the planner traces with such.
     if tensor.device.type != "cpu" or _torch.fake_device(tensor) is not None:
         return tensor.dtype

@@ -12,7 +12,8 @@ from accordion.garbage import without_collections
 
 
 def is_encoder(config: Any) -> bool:
-    """Return True if transformers has a masked language model for `config`, and `config` does not name a causal one."""
+    """Return True if transformers has a masked language model for `config`, and `architectures` and `is_decoder` in `config`
+    name no causal one."""
     with without_collections():
         from transformers import MODEL_FOR_MASKED_LM_MAPPING
     named = getattr(config, "architectures", None) or ()

@@ -66,9 +66,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def find_model(source: str, *, like: str | None = None) -> StoredModel:
-    """Return a description of the model that `source` names (a checkpoint, a run's folder, or a folder of transformers or PEFT);
-    reads no weights. `like`: a folder of transformers, the base of an adapter, or of the configuration in place of that of a
-    checkpoint; for a folder of transformers it does nothing. Raises `UsageError` if no model is usable."""
+    """Return a description of the model that `source` names: a checkpoint, a run's folder, or a folder of transformers or PEFT.
+    Reads no weights. `like`: a folder of transformers. It is the base model if `source` is an adapter; its config.json replaces
+    the configuration in a checkpoint of a whole model; otherwise it is unused. Raises `UsageError` if no model is usable."""
     kind, path = located(source)
     if kind == "checkpoint":
         return _of_checkpoint(path, like)
@@ -170,7 +170,7 @@ def _described(folder: Path, option: str, name: str = CONFIG) -> dict[str, Any]:
 
 
 def generation_config(folder: Path) -> dict[str, Any] | None:
-    """Return the content of generation_config.json, None without the file. Raises `UsageError` if it is no JSON object."""
+    """Return the content of generation_config.json in `folder`, None without it. Raises `UsageError` if it is no JSON object."""
     return _described(folder, "folder", GENERATION) if (folder / GENERATION).is_file() else None
 
 
@@ -217,7 +217,8 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def end_of_turn(tokenizer: Any) -> int | None:
-    """Return the id of the first special token after an answer in the chat template; None without one, or if it fails."""
+    """Return the id of the first special token that the chat template puts after an answer; None if there is no such token, or if
+    the template is missing or fails."""
     talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
         closing = tokenizer.apply_chat_template(talk, tokenize=False).rpartition("answer")[2]
@@ -299,7 +300,7 @@ def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None) -> nn
 
 
 def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
-    """Return PEFT's configuration of an adapter: if `lora` is None the one in the folder `path`, else `lora_config(lora, base)`.
+    """Return PEFT's configuration of an adapter: the one in the folder `path` if `lora` is None, else `lora_config(lora, base)`.
     `base`: path of the base model. Raises `UsageError` if PEFT is not installed."""
     check_installed(*PEFT)
     from peft import PeftConfig
@@ -325,7 +326,7 @@ def adapter_weights(stored: StoredModel) -> dict[str, Tensor]:
 
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
-    """Return the floating-point dtype of most stored bytes, or float32. Raises `UsageError` if files cannot be read."""
+    """Return the floating-point dtype of most bytes of weights, float32 if none has one. Unreadable files raise `UsageError`."""
     sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
         for name, entry in manifest_at(stored.path).tensors.items():
@@ -360,7 +361,7 @@ def computing(model: nn.Module) -> Any:
 
 
 def check_weights(model: nn.Module, stored: StoredModel) -> None:
-    """Raise `UsageError` or `CheckpointError` if names or shapes in `stored` do not fit `model`. Adapters are not checked."""
+    """Raise `UsageError` or `CheckpointError` if names or shapes of weights in `stored` do not fit `model`. Ignores adapters."""
     if stored.kind == "folder":
         check_pretrained(model, Path(stored.path))
         return

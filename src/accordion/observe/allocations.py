@@ -28,15 +28,15 @@ class StorageWatch(_Mode):  # type: ignore[misc]
         self._deaths: dict[int, weakref.ref[Any]] = {}
 
     def runs(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Called for each operator in the mode: call `func`, and return its result. May `watch` storages before and after."""
+        """Callback for each operator in the mode: call `func`, and return its result. May `watch` storages before and after."""
         raise NotImplementedError
 
     def resized(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Called after a watched storage was resized from Python in the mode. `key`: the number `_torch.storage_key(storage)`."""
+        """Callback after a watched storage was resized from Python in the mode. `key`: `_torch.storage_key(storage)`."""
         raise NotImplementedError
 
     def died(self, key: int) -> None:
-        """Called when a watched storage is freed, also after the mode has ended. Later storages may reuse its `key`."""
+        """Callback when a watched storage is freed, also after the mode has ended. Later storages may reuse the `key`."""
         raise NotImplementedError
 
     def watch(self, storage: torch.UntypedStorage) -> bool:
@@ -78,9 +78,9 @@ class StorageWatch(_Mode):  # type: ignore[misc]
 
 
 class Allocations(StorageWatch):
-    """Context manager, also to be entered again, that counts live bytes: the sizes of storages that operators make inside it,
-    until they are freed, but not memory that a backend allocates for itself, such as gloo's copies. `live_bytes`: those live at
-    present."""
+    """Context manager that counts live bytes: the sizes of storages that operators create inside it, until they are freed. It may
+    be entered again. Memory that a backend allocates for itself is not counted, such as gloo's copies. `live_bytes`: the bytes
+    that are live at present."""
 
     # The profiler's memory events are no alternative, since they miss what gloo's threads free.
 

@@ -18,8 +18,9 @@ REGATHERS = ("full_shard", "hybrid_shard", "hybrid_shard_optim")  # strategies t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitTimes:
-    """Microseconds per step of one unit, with index `unit`, on one rank: forward and backward without waits, transfers, and waits
-    for them. `gathers`, `hits`: gathers per step, and those for which the compute stream waited less than 10 % of their time."""
+    """Microseconds per step of one unit, with index `unit`, on one rank: forward and backward without waits, transfers, and the
+    compute stream's waits for transfers. `gathers`: gathers per step. `hits`: gathers per step for which the compute stream
+    waited less than 10 % of their time."""
 
     unit: int
     forward_us: float
@@ -71,8 +72,8 @@ def unit_times(rank: RankTrace) -> list[UnitTimes]:
 
 
 def findings(ranks: Sequence[RankTrace]) -> list[StepFinding]:
-    """Return the changes that would save 1 % of the median step or more, the largest saving first. `ranks` must have a step. Of
-    earlier gathers or kept full parameters the saving is that of the rank that saves least: all ranks change together."""
+    """Return the changes that would save 1 % of the median step or more, the largest saving first. `ranks` must have a step. The
+    saving by earlier gathers, or by keeping full parameters, is that of the rank that saves least: all ranks change together."""
     step_us = median([end - start for rank in ranks for start, end in rank.steps])
     possible = [*_stragglers(ranks), *_prefetch(ranks), *_keep(ranks)]
     worth = [finding for finding in possible if finding.gain_us >= SMALLEST_GAIN * step_us]
@@ -80,7 +81,7 @@ def findings(ranks: Sequence[RankTrace]) -> list[StepFinding]:
 
 
 def _stragglers(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
-    """Yield a finding for each rank that computes over 5 % longer than the median rank, so that others wait in collectives."""
+    """Yield a finding for each rank that computes over 5 % longer than the median rank: the others wait for it in collectives."""
     times = [unit_times(rank) for rank in ranks]
     totals = [sum(unit.forward_us + unit.backward_us for unit in units) for units in times]
     # The lower median: of two ranks the faster one.
@@ -115,8 +116,8 @@ def _prefetch(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
 
 
 def _earlier(rank: RankTrace) -> dict[int, float]:
-    """Return index of a unit -> microseconds per step by which waits for its gathers would shrink if each gather began as soon
-    as the previous one ended. The first gather of a step does not count."""
+    """Return {index of a unit: microseconds per step by which waits for the unit's gathers would shrink if each gather began as
+    soon as the previous one ended}. The first gather of a step does not count."""
     waits = [span for span in rank.spans if span.lane == WAIT]
     by_unit: dict[int, float] = defaultdict(float)
     for start_us, end_us in rank.steps:
@@ -130,7 +131,7 @@ def _earlier(rank: RankTrace) -> dict[int, float]:
 
 
 def _keep(ranks: Sequence[RankTrace]) -> Iterator[StepFinding]:
-    """Yield one finding, to keep full parameters, if all ranks gather again for the backward. It saves the backward's waits."""
+    """Yield a finding if all ranks gather again for the backward: to keep full parameters, which saves the backward's waits."""
     if any(rank.strategy not in REGATHERS for rank in ranks):
         return
     waited_us = []  # per step, of each rank

@@ -46,10 +46,10 @@ def observe(model: nn.Module, *, steps: int = 3) -> Iterator[Trace]:
 
     A step is everything from the first forward with gradients to the end of the last `optimizer.step()` before the next forward,
     so all micro-batches belong to it. The trace is empty until the block ends. The end of the block is collective: on every rank,
-    the trace gets the steps of all ranks; but after an error it is not, and the trace has this rank alone. On CPU one more step
-    is recorded before the others, to count allocations, which takes time. Begin the block after a few steps of training, because
-    in the first ones the host waits for other ranks. Raises `UsageError` if the model is not sharded or is observed already, or
-    if `steps` is less than 1.
+    the trace gets the steps of all ranks. If the block raises, its end is not collective, and the trace has this rank alone. On
+    CPU one more step is recorded before the others, to count allocations, which takes time. Begin the block after a few steps of
+    training, because in the first ones the host waits for other ranks. Raises `UsageError` if the model is not sharded or is
+    observed already, or if `steps` is less than 1.
     """
     engine = sharded_engine(model, "observe")
     if steps < 1:
@@ -73,8 +73,8 @@ def observe(model: nn.Module, *, steps: int = 3) -> Iterator[Trace]:
 
 @dataclass(slots=True)
 class StepLog:
-    """The record of one step, with marks of the recorder's clock in place of times. `end`: the mark after the last optimizer step
-    so far; None before the first.
+    """The record of one step; its times are marks of the recorder's clock. `end`: the mark after the last optimizer step so far;
+    None before the first.
 
     `switches`: (mark, kind, unit) of each change of work on the compute stream: when it began, and the new work. `spans`: (lane,
     kind, unit, start, end) on all other lanes. `points`: (mark, bytes of full parameters, of gradients, of all allocations).
@@ -169,7 +169,7 @@ class Recorder(Observer):
         self._counted = None if log.end is None else log
 
     def steps(self, optimizer: Optimizer) -> None:
-        """Record that `optimizer` starts a step. Does nothing if it has no parameter of this model, or if nothing is recorded."""
+        """Record that `optimizer` starts a step. Does nothing if it has no parameter of this model, or between recorded steps."""
         if self.log is None or not self._is_ours(optimizer):
             return
         if threading.get_ident() == self._thread:
@@ -179,7 +179,7 @@ class Recorder(Observer):
             self._host_starts[threading.get_ident()] = time.perf_counter_ns()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Record that `optimizer` ended a step. Does nothing if it has no parameter of this model, or if nothing is recorded."""
+        """Record that `optimizer` ended a step. Does nothing if it has no parameter of this model, or between recorded steps."""
         if self.log is None or not self._is_ours(optimizer):
             return
         if threading.get_ident() == self._thread:
@@ -262,7 +262,7 @@ class Recorder(Observer):
 
     def landed(self, lane: str, unit: int, before: Mark) -> None:
         """Record that the compute stream has waited since the mark `before` for a transfer of `unit` on the side stream `lane`.
-        After a reduce, count the sharded gradients of `unit`, not the full ones. Does nothing if no step is being recorded."""
+        After a reduce, count the sharded gradients of `unit` in place of the full ones. Does nothing between recorded steps."""
         if self.log is None:
             return
         self.log.spans.append((WAIT, lane, unit, before, self.clock.mark()))

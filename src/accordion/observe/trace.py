@@ -26,7 +26,7 @@ NOTHING = "nothing in these steps would gain more than 1 % of their time"
 @dataclass(slots=True)
 class Trace:
     """The recorded steps of all ranks. `observe` fills `ranks` when its block ends. Methods that read the steps raise
-    `UsageError` if no step was recorded. Methods that write a file also raise it if the file cannot be written."""
+    `UsageError` if no step was recorded. Methods that write a file also raise `UsageError` if the file cannot be written."""
 
     ranks: list[RankTrace] = field(default_factory=list)
 
@@ -52,7 +52,7 @@ class Trace:
         print("\n".join(self.lines()))
 
     def html(self, path: str | Path, plan: Trace | None = None) -> None:
-        """Write the trace as one self-contained HTML page. `plan`: `acc.plan(...).trace()`, whose memory is drawn as well."""
+        """Write the trace as one self-contained HTML page. `plan`: `acc.plan(...).trace()`, to draw its memory too."""
         write_text(path, as_html(self.recorded(), None if plan is None else plan.recorded()[0]))
 
     def _repr_html_(self) -> str:
@@ -70,7 +70,7 @@ class Trace:
 
     @classmethod
     def open(cls, path: str | Path) -> Trace:
-        """Read a trace that `save` wrote. Raises `UsageError` if the file cannot be read or is no such trace."""
+        """Return the trace that `save` wrote to the file `path`. Raises `UsageError` if that cannot be read or is no trace."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             if values["accordion_trace"] != FORMAT:
@@ -96,8 +96,8 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def as_html(ranks: Sequence[RankTrace], planned: RankTrace | None = None) -> str:
-    """Return the page of `ranks`, one or more, with the memory of the step in `planned` over that of the recorded step. To stay
-    below 2 MB, it leaves out the last steps, then ranks, and says so; the first step of the first rank always stays."""
+    """Return the HTML page of `ranks`, one or more. The memory of the step in `planned` is drawn over that of the recorded step.
+    To stay below 2 MB, the page omits the last steps, then the last ranks, and says so; one step of the first rank stays."""
     template = resources.files("accordion.observe").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(page_data(ranks, planned), separators=(",", ":")).replace("</", "<\\/")
     return template.replace(PLACE, data)

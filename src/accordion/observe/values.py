@@ -53,7 +53,7 @@ class MemoryPoint:
 
     @property
     def total(self) -> int:
-        """The sum of the four kinds, without shards and optimizer states."""
+        """Return the sum of the four kinds, without shards and optimizer states."""
         return self.full + self.gradients + self.activations + self.other
 
 
@@ -62,8 +62,8 @@ class RankTrace:
     """The recorded steps of one rank. `steps`: (start, end) of each step, in microseconds after the first step began.
 
     `memory`: memory over one step. `memory_step`: the index of that step in `steps`. It is -1 on CPU, where memory is recorded in
-    an earlier step that is not in `steps`, because counting allocations takes time. `shard_bytes`, `state_bytes`: this rank's
-    parameters, and optimizer states on the device, between steps.
+    an earlier step that is not in `steps`, because counting allocations takes time. `shard_bytes`, `state_bytes`: bytes of
+    this rank's shards of parameters, and of its optimizer states on the device, between steps.
     """
 
     rank: int

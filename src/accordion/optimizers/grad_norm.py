@@ -1,4 +1,4 @@
-"""Norms of gradients and parameters of a sharded model, with one all-reduce per set of ranks."""
+"""Norms over sharded tensors, with one all-reduce per set of ranks; scaling of tensors in place."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from accordion.engine.communicator import Communicator, reduced
 
 @dataclass(slots=True)
 class NormPart:
-    """Tensors that are sharded over the ranks of `communicators`. Without communicators every rank has the whole tensors."""
+    """This rank's rows of tensors that are sharded over the ranks of `communicators`; without communicators, whole tensors."""
 
     communicators: Sequence[Communicator]
     tensors: list[Tensor] = field(default_factory=list)
 
 
 def norms(rows: Sequence[Sequence[NormPart]], norm_type: float, device: torch.device) -> Tensor:
-    """Return (len(rows),) float32 on `device`, equal on all ranks: for each row, the norm over the elements of all its parts.
-
-    Collective: one all-reduce per set of ranks, of a number for each row. All ranks must pass rows of parts with the same
-    communicators in the same order. `device`: of the communication; the tensors may be on the host.
-    """
+    """Return the `norm_type`-norm over the elements of all parts of each row (at least one part): (len(rows),) float32 on
+    `device`, equal on all ranks. Collective: all ranks must pass parts with the same communicators in the same order. Parts
+    with the same communicators share one all-reduce over each of them. `device`: of the communication, not of the tensors."""
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     of_ranks: dict[tuple[int, ...], list[tuple[int, NormPart]]] = {}
     for row, part in [(row, part) for row, parts in enumerate(rows) for part in parts]:
@@ -64,6 +62,6 @@ def _grouped(tensors: Iterable[Tensor], key: Callable[[Tensor], object]) -> list
 
 
 def multiply(tensors: Sequence[Tensor], scale: Tensor) -> None:
-    """Multiply each tensor in place by `scale` (0-d). The host waits only for tensors on another device than that of `scale`."""
+    """Multiply each tensor in place by `scale` (0-d). The host waits if `scale` is on an accelerator and a tensor on the host."""
     for same in _grouped(tensors, lambda tensor: tensor.device):
         _torch.foreach_mul_(same, scale.to(same[0].device))

@@ -1,4 +1,4 @@
-"""Low-bit optimizer states of torchao and bitsandbytes on sharded parameters: which are quantised, and how they reshard.
+"""Low-bit optimizer states of torchao and bitsandbytes for sharded parameters, and their form in state dicts.
 
 A low-bit state has codes and one scale for each block of consecutive elements. Rows that hold whole blocks have codes and scales
 of their own, so a state dict holds both as tensors that are sharded like the parameter; nothing is dequantised.
@@ -32,7 +32,7 @@ BITSANDBYTES_BLOCK = 256  # elements of a block in all its 8-bit optimizers
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A full parameter, of which an optimizer steps this rank's rows. `id`: id of its DTensor, a key of bitsandbytes' options."""
+    """Shape of a full parameter, whose rows an optimizer steps. `id`: `id()` of its DTensor, a key in bitsandbytes' options."""
 
     id: int
     shape: torch.Size
@@ -40,34 +40,34 @@ class Whole:
 
 
 class LowBitStates(Optimizer):
-    """Mixin, after `LocalStep` in the order of classes, that decides by the size of full parameters which states are quantised.
-    Without it both libraries decide by the number of local elements, so the states would depend on the number of ranks. A state
-    dict of this class can be loaded by another number of ranks."""
+    """Base of the mixins for low-bit optimizers: the size of the full parameter decides if its states are quantised. The
+    libraries alone would go by the number of local elements, so states would depend on the number of ranks. State dicts can be
+    loaded on another number of ranks. In the list of base classes a mixin comes after `LocalStep`."""
 
     REMEDY: str  # for blocks that no rank can hold whole, as the end of a sentence
     _whole: dict[Tensor, Whole]  # in a step its keys are local tensors, as in all attributes of the optimizer
 
     @staticmethod
     def block_of(optimizer: Any, group: int, index: int) -> int:
-        """Return the number of elements in a block of the states of parameter `index` of `group`, 1 if they will not be
-        quantised. `optimizer` may be without this mixin."""
+        """Return the number of elements per block in the states of parameter `index` of the param group with index `group`; 1 if
+        the states will not be quantised. `optimizer` need not have this mixin yet."""
         raise NotImplementedError
 
     @staticmethod
     def unsupported(optimizer: Any, offload: Offload) -> str | None:
-        """Return why `optimizer` cannot step parameters with `offload`, as the end of a sentence; None if it can."""
+        """Return the reason why `optimizer` cannot step parameters with `offload`, for the end of an error; None if it can."""
         raise NotImplementedError
 
     def _split(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `entry`, the states of `p`, with codes, scales and tables as DTensors, for a state dict."""
+        """Return a copy of `entry`, the states of `p`, with codes, scales and tables as DTensors, for a state dict."""
         raise NotImplementedError
 
     def _join(self, p: DTensor, entry: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the states of `p` from `entry`, a result of `_split`, which may be from another number of ranks."""
+        """Return the states of `p` from `entry`, a result of `_split`, perhaps saved on another number of ranks."""
         raise NotImplementedError
 
     def keep_whole_shapes(self) -> None:
-        """Record the shape of each sharded parameter, since a step sees local tensors in place of the parameters."""
+        """Record in `_whole` the shape of each sharded parameter, since a step sees local tensors in place of the parameters."""
         self._whole = {p: Whole(id(p), p.shape, bool(_splits(p))) for p in params_of(self) if isinstance(p, DTensor)}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class LowBitStates(Optimizer):
 
 
 class TorchaoStates(LowBitStates):
-    """The mixin for optimizers of torchao (written for 0.18), whose low-bit states are tensor subclasses."""
+    """Mixin for optimizers of torchao (written for 0.18), whose low-bit states are tensor subclasses."""
 
     REMEDY = "take a smaller block_size"
     block_size: int
@@ -130,8 +130,8 @@ class TorchaoStates(LowBitStates):
                 params[:] = order
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """Return a state of zeros for the local tensor `p`. It is low-bit if that of the full parameter would be and `p` holds a
-        block. Overrides torchao's private method, which decides by the size of `p`."""
+        """Return a state of zeros for the local tensor `p`: low-bit if torchao would quantise that of the full parameter, and `p`
+        has `block_size` elements or more. Overrides torchao's private method, which decides by the size of `p`."""
         whole = self._whole.get(p)
         if whole is None:
             return super()._new_buffer(p, signed)  # type: ignore[misc, no-any-return]
@@ -146,7 +146,7 @@ class TorchaoStates(LowBitStates):
         return {key: self._parts(p, v, key) if isinstance(v, DTensor) else v for key, v in entry.items()}
 
     def _parts(self, p: DTensor, state: DTensor, key: str) -> Any:
-        """Return {name: DTensor of codes, scales or table; "signed": bool} of `state`, or `state` itself if it is not low-bit."""
+        """Return a low-bit `state` as {name: DTensor of codes, scales or table, "signed": bool}; any other `state` as it is."""
         local: Any = _torch.local_of(state)
         if local.numel() and not hasattr(local, "__tensor_flatten__"):
             return state
@@ -163,8 +163,8 @@ class TorchaoStates(LowBitStates):
         return {key: self._joined(p, v) if isinstance(v, dict) and "scale" in v else v for key, v in entry.items()}
 
     def _joined(self, p: DTensor, parts: Mapping[str, Any]) -> DTensor:
-        """Return the low-bit state of `p` that `parts`, a result of `_parts`, describe. The state shares the memory of parts on
-        the device of `p`. Raises `UsageError` if `parts` have another block size than this optimizer."""
+        """Return the low-bit state of `p` from `parts`, a result of `_parts`. It shares the memory of parts that are on the
+        device of `p`. Raises `UsageError` if `parts` have another block size than this optimizer."""
         block, local = p.numel() // parts["scale"].numel(), _torch.local_of(p)
         if block != self.block_size:
             raise UsageError(
@@ -181,7 +181,7 @@ class TorchaoStates(LowBitStates):
 
 
 class BitsandbytesStates(LowBitStates):
-    """The mixin for 8-bit optimizers of bitsandbytes (written for 0.50), whose scales are states next to the codes."""
+    """Mixin for 8-bit optimizers of bitsandbytes (written for 0.50), which keep codes and scales as separate states."""
 
     REMEDY = "let GlobalOptimManager keep its states in 32 bits"
 
@@ -197,7 +197,8 @@ class BitsandbytesStates(LowBitStates):
         return "bitsandbytes steps on the device; leave out that Offload, and take a paged optimizer"
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """Override bitsandbytes' method: return options of the full parameter, whose size decides if states are quantised."""
+        """Return the options of parameter `pindex` of param group `gindex`. Overrides bitsandbytes' method, so that the size of
+        the full parameter decides if states are quantised."""
         options: dict[str, Any] = super().get_config(gindex, pindex, group)  # type: ignore[misc]
         whole = self._whole.get(self.param_groups[gindex]["params"][pindex])
         if whole is not None:
@@ -231,7 +232,7 @@ MIXINS: Mapping[str, type[LowBitStates]] = {
 
 
 def low_bit_kind(optimizer: Optimizer) -> type[LowBitStates] | None:
-    """Return the mixin for an optimizer with low-bit states; None for others, and for LAMB and LARS, which need whole norms."""
+    """Return the mixin for an optimizer with low-bit states; None for others, and for LAMB and LARS, which need full tensors."""
     if getattr(getattr(optimizer, "args", None), "max_unorm", 0.0):
         return None
     names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(optimizer).__mro__]
@@ -263,8 +264,8 @@ def check_blocks(optimizer: Optimizer, mixin: type[LowBitStates]) -> None:
 
 
 def packed_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
-    """Return the shape of a tensor with one element for each `block` elements of a tensor of `shape`. So that both can be sharded
-    on dim 0 over the same ranks, a row stands for the smallest number of rows that hold whole blocks."""
+    """Return the shape of a tensor with one element per `block` elements of a tensor of `shape`: (2, 1) for (8, 64) and 256. A
+    result's row is for the fewest rows that hold whole blocks, so both tensors can be sharded on dim 0 over the same ranks."""
     if block == 1:
         return tuple(shape)
     rows = rows_per_block(shape, block)
@@ -272,13 +273,13 @@ def packed_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
 
 
 def _packed(local: Tensor, p: DTensor, block: int) -> DTensor:
-    """Return `local`, which has one element for each `block` elements of this rank's rows of `p`, sharded like `p`."""
+    """Return `local`, which has one element per `block` elements of this rank's rows of `p`, as a DTensor sharded like `p`."""
     shape = packed_shape(p.shape, block)
     return _torch.rows_dtensor(local.view(-1, *shape[1:]), p, shape)
 
 
 def _replicated(tensor: Tensor, p: DTensor) -> DTensor:
-    """Return `tensor`, equal on all ranks, as a DTensor on the mesh of `p`, of which a checkpoint saves one copy."""
+    """Return `tensor`, equal on all ranks, as a replicated DTensor on the mesh of `p`; a checkpoint saves one copy of it."""
     return DTensor.from_local(
         _torch.local_or_same(tensor), p.device_mesh, [Replicate()] * p.device_mesh.ndim, run_check=False
     )
@@ -290,7 +291,7 @@ def _is_quantised(new_buffer: Callable[[Tensor, bool], Tensor], shape: torch.Siz
 
 
 def _splits(p: DTensor) -> list[int] | None:
-    """Return the numbers of ranks that divide dim 0: [2, 4] if each half is divided by 4, [] if none; None for another dim."""
+    """Return numbers of ranks that divide dim 0 of `p`: [2, 4] if halves are divided by 4, [] if none; None for another dim."""
     sharded: list[tuple[Any, int]] = [(p.placements[axis], p.device_mesh.size(axis)) for axis in sharded_axes(p)]
     if any(how.dim for how, _ in sharded):
         return None
@@ -301,7 +302,7 @@ def _splits(p: DTensor) -> list[int] | None:
 def _changed(
     states: Mapping[Any, Any], params: Mapping[Any, Tensor], change: Callable[[DTensor, Mapping[str, Any]], Any]
 ) -> dict[Any, Any]:
-    """Return a copy of `states` with `change(p, entry)` as entry of each sharded p. `params`: key in `states` -> parameter."""
+    """Return a copy of `states` with `change(p, entry)` for the entry of each DTensor p. `params`: key in `states` -> p."""
     pairs = {key: (params.get(key), entry) for key, entry in states.items()}
     return {key: change(p, entry) if isinstance(p, DTensor) else entry for key, (p, entry) in pairs.items()}
 

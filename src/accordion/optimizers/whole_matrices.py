@@ -1,4 +1,4 @@
-"""Step sharded matrices whole: an owner rank gets the rows of each, in buckets, and sends back the rows of the result."""
+"""Steps of whole matrices: one rank, the owner, receives all rows of a matrix, and sends each rank its rows of the result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TENSOR = "$tensor"  # begins the description of a tensor
 T = TypeVar("T")
 BUCKET_NUMEL = 2**25  # elements of the whole matrices of a bucket; enough to hide the latency of an exchange
 Wait: TypeAlias = Callable[[], T]
-"""Function that lets the compute stream wait for an exchange (on gloo the host waits), and returns what this rank received."""
+"""Function that lets the compute stream wait for an exchange (on gloo the host waits), and returns the received tensors."""
 
 
 # -- owners
@@ -40,7 +40,7 @@ Wait: TypeAlias = Callable[[], T]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Division:
-    """The ranks over which the rows of a tensor are divided."""
+    """The ranks over which tensors are divided by rows; a row is a slice of the divided dim, `Matrix.dim`."""
 
     communicator: Communicator
     side_stream: SideStream  # on which rows are sent
@@ -49,7 +49,7 @@ class Division:
     order: tuple[int, ...]  # the ranks in the order of their rows
 
     def counts(self, matrix: Matrix) -> tuple[int, ...]:
-        """Return the number of rows of `matrix` on each rank; entry i is that of the rank `order[i]`."""
+        """Return the number of rows of `matrix` on each rank; entry i is the number on rank `order[i]`."""
         return _counts(matrix.shape[matrix.dim], self.splits)
 
     def local_shape(self, matrix: Matrix, rank: int) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class Division:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """A tensor that is stepped whole: a parameter, or a state of one. Its owner steps it, or every rank if each has it whole."""
+    """A parameter that its owner rank steps whole, or a state of one. If each rank has it whole, every rank steps it."""
 
     index: int  # position of the parameter in its optimizer
     group: int  # index of its param group
@@ -75,7 +75,7 @@ class Matrix:
         return self.division is None or self.owner == self.division.communicator.rank
 
     def state(self, shape: tuple[int, ...]) -> Matrix:
-        """Return the matrix of a state of `shape`, at least 1-D, divided as the parameter if of its shape, else on dim 0."""
+        """Return the `Matrix` of a state of `shape` (1-D or more): divided like the parameter if shapes agree, else on dim 0."""
         return self if shape == self.shape else replace(self, shape=shape, dim=-len(shape))
 
 
@@ -89,13 +89,13 @@ def _counts(num_rows: int, splits: tuple[int, ...]) -> tuple[int, ...]:
 
 @cache
 def sharded_engines() -> weakref.WeakSet[Engine]:
-    """Return the set of the engines of all sharded models in this process, which callers may add to."""
+    """Return the set of the engines of all sharded models in this process, always the same object; `mark_sharded` adds to it."""
     return weakref.WeakSet()
 
 
 class Owners:
-    """The owner of each parameter in param `groups`, and the buckets in which they are exchanged; both depend on shapes alone.
-    The constructor is collective, and raises `UsageError` if tensor parallelism splits a parameter."""
+    """Choice, equal on all ranks, of an owner rank for each parameter in param `groups`, and of buckets of parameters to exchange
+    together. The constructor is collective, and raises `UsageError` if tensor or expert parallelism splits a parameter."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         pairs = [(i, p) for i, group in enumerate(groups) for p in group["params"]]
@@ -134,8 +134,8 @@ class Owners:
         self._buckets: list[list[Matrix]] = []
 
     def buckets(self, stepped: set[int]) -> list[list[Matrix]]:
-        """Return the matrices with the indices `stepped` in buckets, each of one division, dtype and device. In each param group
-        the matrices with the most work come first, so the work in a bucket is about equal for all owners."""
+        """Return the matrices with the indices `stepped` in buckets, each of one division, dtype and device. Within a param
+        group, matrices with more work come first, so the work in a bucket is about equal for all owners."""
         if stepped == self._stepped:
             return self._buckets
         buckets: dict[Any, list[list[Matrix]]] = {}
@@ -153,13 +153,13 @@ class Owners:
 
 
 def _work(shape: Sequence[int]) -> int:
-    """Return a number that is proportional to the multiplications of a matrix of `shape` by its transpose."""
+    """Return a number that is proportional to the cost of multiplying a matrix of `shape` by its transpose."""
     rows, numel = max(1, shape[0]) if shape else 1, prod(shape)
     return numel * min(rows, numel // rows)
 
 
 def _division(param: Param) -> Division | None:
-    """Return the division of the parameters of the sharding context of `param`; None if each rank has them whole. Collective."""
+    """Return the division of all sharded parameters in the context of `param`; None if each rank has them whole. Collective."""
     context = param.context
     axes = [axis for axis, _ in context.levels(param.cut) if axis.num_ranks > 1]
     if not axes:
@@ -179,8 +179,8 @@ def _division(param: Param) -> Division | None:
 
 
 def to_owners(bucket: Sequence[Matrix], rows: list[Tensor]) -> Wait[list[Tensor]]:
-    """Start to send `rows`, (..., *local shape) of each matrix in `bucket`, to the owners. Return a function that waits for them
-    and returns the whole tensors, (..., *shape), of the matrices that this rank owns. Collective."""
+    """Start to send `rows`, this rank's (..., *local shape) of each matrix in `bucket`, to the owners. Return a function that
+    waits, and returns the whole tensors, (..., *shape), of the matrices that this rank owns. Collective."""
     division = bucket[0].division
     if division is None:
         return lambda: rows
@@ -199,8 +199,8 @@ def to_owners(bucket: Sequence[Matrix], rows: list[Tensor]) -> Wait[list[Tensor]
 
 
 def from_owners(bucket: Sequence[Matrix], wholes: list[Tensor], like: Tensor) -> Wait[list[Tensor]]:
-    """Start to send the rows of `wholes`, the matrices that this rank owns, to all ranks. Return a function that waits for them
-    and returns this rank's rows of each matrix in `bucket`. Collective. `like`: has the dtype and device of the message."""
+    """Start to send all ranks their rows of `wholes`, the tensors of the matrices in `bucket` that this rank owns. Return a
+    function that waits, and returns this rank's rows of every matrix. Collective. `like`: has the messages' dtype and device."""
     division = bucket[0].division
     if division is None:
         return lambda: wholes
@@ -228,8 +228,8 @@ def _exchanged(
     like: Tensor,
 ) -> Wait[list[list[Tensor]]]:
     """Start to send the tensors `sent[r]` to each rank r of `division`. Return a function that waits, and returns for each rank
-    r the tensors that this rank received from r, of the shapes `shapes[r]`. Collective. `bucket`: the matrices to name in
-    errors. `like`: a tensor with the dtype and device of the messages."""
+    r a list of the tensors received from r, with the shapes `shapes[r]`. Collective. `bucket`: the matrices to name in errors.
+    `like`: a tensor with the dtype and device of the messages."""
     numels = [[prod(shape) for shape in of_rank] for of_rank in shapes]
     sizes = [sum(of_rank) for of_rank in numels], [sum(t.numel() for t in to_rank) for to_rank in sent]
     received = like.new_empty(sum(sizes[0]))  # allocated on the compute stream, which packs and unpacks
@@ -257,39 +257,42 @@ def _exchanged(
 
 
 class WholeStep(Optimizer):
-    """Base of the mixins that step matrices on their owners. The parameters are local tensors during `step`."""
+    """Base of the mixins that step whole matrices: every rank calls `_pack` on its rows of a parameter, the owner `_compute` on
+    the whole tensor, and every rank `_unpack` on its rows of the result. In `step` the parameters are local tensors."""
 
     _owners: Owners | None = None
 
     def current_owners(self) -> Owners:
-        """Return the owners of the parameters, which are DTensors. Raises `UsageError` for parameters that this optimizer cannot
-        step. Collective if the parameters have changed since the last call, since owners are then chosen anew."""
+        """Return the `Owners` of the parameters. They are chosen anew, by a collective, if parameters have changed since the last
+        call. Not for use in a step, which sees local tensors. Raises `UsageError` for parameters that cannot be stepped whole."""
         if self._owners is None or [*map(id, self._owners.params)] != [*map(id, params_of(self))]:
             self._owners = Owners(self.param_groups)
         return self._owners
 
     def without_gradient(self) -> list[str]:
-        """Return the names of the parameters without a gradient, in the order of parameters. Owners must have been chosen."""
+        """Return the names of the parameters without a gradient, in order. Call it after `current_owners`."""
         owners = self._owners
         assert owners is not None, "it has stepped"
         return [matrix.name for matrix, p in zip(owners.matrices, params_of(self), strict=True) if p.grad is None]
 
     def _pack(self, matrix: Matrix, rows: Tensor) -> Tensor:
-        """Return this rank's rows of what the owner needs, (..., *local shape); zeros for no gradient. May step states."""
+        """Return what this rank sends to the owner for `rows`, its rows of a parameter: (..., *local shape), with zeros in place
+        of a gradient that is None. May update the states of `rows`."""
         raise NotImplementedError
 
     def _compute(self, owned: list[tuple[Matrix, Tensor, Tensor]]) -> list[Tensor]:
-        """Return the result, (*shape), for each (matrix, this rank's rows, tensor (..., *shape) joined of all ranks' `_pack`)."""
+        """Return the result, of the matrix's shape, for each (matrix, this rank's rows, whole tensor (..., *shape)) in `owned`.
+        The whole tensor is joined from what `_pack` returned on all ranks."""
         raise NotImplementedError
 
     def _unpack(self, matrix: Matrix, rows: Tensor, result: Tensor) -> None:
-        """Apply this rank's rows of the result to `rows`; both (*local shape)."""
+        """Update `rows`, this rank's rows of a parameter, in place by `result`, this rank's rows of the result of `_compute`."""
         raise NotImplementedError
 
     @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step all parameters that have a gradient. Collective. `LocalStep.step` has called the closure, if any."""
+        """Step all parameters that have a gradient on this rank. Collective. `LocalStep.step` has called the closure, if any."""
         params, owners = params_of(self), self._owners
         assert owners is not None, "`current_owners` was called before"
         # Also those without a gradient: a rank that has one would wait for this rank's rows. `StepWatch` names such ranks.
@@ -315,7 +318,7 @@ class WholeStep(Optimizer):
 
 
 def _one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Iterate over `items`, and take the next one from `items` before each is yielded."""
+    """Yield each of `items` in order, after taking the item that follows it from `items`."""
     iterator = iter(items)
     for current in iterator:
         for following in iterator:
@@ -335,8 +338,8 @@ def refuse_vectors(muon: Optimizer) -> None:
 
 
 class MuonStep(WholeStep):
-    """Mixin that `wrap_optimizer` adds to torch.optim.Muon, with its step: each rank steps its rows of momentum and weights,
-    and one rank for each parameter, the owner, orthogonalises the whole update."""
+    """Mixin that `wrap_optimizer` adds to torch.optim.Muon: each rank updates its rows of momentum and weights; one rank for each
+    parameter, the owner, orthogonalises the whole update."""
 
     def current_owners(self) -> Owners:
         refuse_vectors(self)
@@ -382,8 +385,8 @@ class MuonStep(WholeStep):
 
 
 class OwnerStep(WholeStep):
-    """Mixin that `wrap_optimizer` with `whole_matrices=True` adds to a user's optimizer: one rank, the owner, steps each
-    parameter whole, by the step of the optimizer's own class, and keeps its states whole."""
+    """Mixin that `wrap_optimizer(whole_matrices=True)` adds to an optimizer: the owner of a parameter steps it whole, with the
+    step of the optimizer's own class, and alone keeps the states. Every rank steps the parameters that are not sharded."""
 
     _kind: type[Optimizer]  # the optimizer's class before it was wrapped
     _copy: OptimizerCopy  # during a step
@@ -415,7 +418,8 @@ class OwnerStep(WholeStep):
         rows.copy_(result)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state dict with the states of all owners: tensors as DTensors of rows, scalars on every rank. Collective."""
+        """Return the state dict with the states of all owners on every rank: tensors as DTensors of rows, scalars as they are.
+        Collective. Raises `UsageError` on every rank for values that `_shared` refuses."""
         saved = super().state_dict()
         divided: dict[Division, dict[Matrix, DTensor]] = defaultdict(dict)
         for matrix, p in zip(self.current_owners().matrices, params_of(self), strict=True):
@@ -431,7 +435,7 @@ class OwnerStep(WholeStep):
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of `state_dict`, of any number of ranks. Each rank keeps only states that it owns, whole. Collective."""
+        """Load a `state_dict` saved on any number of ranks. Only the owner of a parameter keeps its states, whole. Collective."""
         super().load_state_dict(state_dict)
         for matrix, p in zip(self.current_owners().matrices, params_of(self), strict=True):
             state = exchange(self.state.pop(p, {}), partial(_whole, matrix))
@@ -440,8 +444,8 @@ class OwnerStep(WholeStep):
 
 
 def _whole(matrix: Matrix, state: Tensor) -> Tensor:
-    """Return the whole tensor of `state`, a DTensor of rows, on the owner of `matrix`; on other ranks, this rank's rows. A
-    `state` that is no DTensor is returned as it is. Collective."""
+    """Return `state`, a DTensor, as a whole tensor on the owner of `matrix`, and as this rank's rows on other ranks. Return a
+    `state` that is no DTensor as it is. Collective."""
     if not isinstance(state, DTensor):
         return state
     rows = _torch.local_of(state)
@@ -449,8 +453,9 @@ def _whole(matrix: Matrix, state: Tensor) -> Tensor:
 
 
 def _shared(states: Mapping[int, Any], communicator: Communicator) -> tuple[dict[int, Any], dict[int, list[Tensor]]]:
-    """Return ({index: description of the state} of all ranks, {index: tensors of at least one dim} of this rank). Collective.
-    Raises `UsageError` on every rank for values other than numbers, texts and tensors in lists, tuples and dicts."""
+    """Send descriptions of `states`, {index of a parameter: its state on this rank}, to all ranks. Return ({index: description
+    by `_described`} from all ranks, {index: tensors of at least one dim} from this rank). Collective. Raises `UsageError` on
+    every rank for values other than finite numbers, texts and tensors in lists, tuples and dicts."""
     tensors: dict[int, list[Tensor]] = defaultdict(list)
     text = repr({index: _described(state, tensors[index]) for index, state in states.items() if state}).encode()
     num_bytes = gathered_rows(torch.tensor([len(text)], device=communicator.device), communicator)
@@ -469,7 +474,8 @@ def _shared(states: Mapping[int, Any], communicator: Communicator) -> tuple[dict
 
 
 def _described(tree: Any, tensors: list[Tensor]) -> Any:
-    """Return `tree` with (TENSOR, dtype, shape, value if 0-d) in place of tensors. Appends those with a dim to `tensors`."""
+    """Return a copy of `tree`, a state, with (TENSOR, dtype, shape, value) in place of each tensor. The value is None unless the
+    tensor is 0-d. Appends the tensors that are not 0-d to `tensors`."""
     if isinstance(tree, Tensor):
         tensors += [tree] if tree.dim() else []
         return TENSOR, str(tree.dtype).removeprefix("torch."), tuple(tree.shape), None if tree.dim() else tree.item()
@@ -479,7 +485,7 @@ def _described(tree: Any, tensors: list[Tensor]) -> Any:
 
 
 def _in_rows(tree: Any, matrix: Matrix, p: DTensor, own: Iterator[Tensor]) -> Any:
-    """Return the state of `p` that `tree`, a result of `_described`, describes, with this rank's rows of its tensors. `own`: on
+    """Return the state of `p` from `tree`, a result of `_described`, with DTensors of rows in place of descriptions. `own`: on
     the owner of `matrix`, the whole tensors in the order of `tree`. Collective."""
     if isinstance(tree, dict):
         return {key: _in_rows(value, matrix, p, own) for key, value in tree.items()}

@@ -36,17 +36,15 @@ ELEMENTWISE = (
 
 
 class LocalStep(Optimizer):
-    """Mixin that `wrap_optimizer` adds to an optimizer's class: its step runs on the local tensors of sharded parameters.
-
-    Outside of a step `param_groups` and `state` hold DTensors, as state dicts, schedulers and scalers expect. A step on
-    DTensors takes 2.6 to 4.5 times as long.
-    """
+    """Mixin that `wrap_optimizer` adds to an optimizer's class: its step runs on the local tensors of sharded parameters. A step
+    on DTensors takes 2.6 to 4.5 times as long. Outside of a step `param_groups` and `state` hold DTensors, as state dicts,
+    schedulers and scalers expect."""
 
     _kind: type[Optimizer]  # the optimizer's class before it was wrapped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, and return the loss of `closure`. Offloaded parameters may be stepped on a thread, after this has returned.
-        Raises `UsageError` for a parked model. Collective for Muon and with `whole_matrices`."""
+        """Step, and return the loss of `closure`, or None. Offloaded parameters may be stepped on a thread, after this has
+        returned. Raises `UsageError` for a parked model. Collective for Muon and with `whole_matrices`."""
         refuse_parked(self)
         loss = None
         if closure is not None:
@@ -122,13 +120,14 @@ class LocalStep(Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Wait for running steps; return the state dict of this rank's rows."""
+        """Wait for optimizer steps in progress, and return the state dict with this rank's rows."""
         self._wait_for_steps()
         expose(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Wait for steps; load a state dict of this rank's rows. Collective. Raises `UsageError` on all if one got others."""
+        """Load a state dict with this rank's rows, after optimizer steps in progress. Collective. Raises `UsageError` on all
+        ranks, before anything is loaded, if one of them got the rows of another rank."""
         refuse_other_rows(self, state_dict)
         self._wait_for_steps()
         super().load_state_dict(state_dict)
@@ -150,9 +149,9 @@ class StepHooks:
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Notify watches. Then raise `UsageError` if `optimizer`, not wrapped, cannot step its sharded parameters: they are
-        parked, or offloaded so that they are stepped chunk by chunk; it is an Adafactor or LBFGS; or it has loaded another rank's
-        states. The first call for `optimizer` registers a hook that checks later loads."""
+        """Notify the watches. Then, if `optimizer` is not wrapped, raise `UsageError` if it cannot step its sharded parameters:
+        they are parked, or an `Offload` steps them chunk by chunk; it is an Adafactor or LBFGS; or it has loaded another rank's
+        states. The first call for `optimizer` registers a hook on it that checks later loads."""
         self._notify("steps", optimizer)
         if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params_of(optimizer)):
             return
@@ -183,7 +182,7 @@ class StepHooks:
 
 @cache
 def step_hooks() -> StepHooks:
-    """Return the `StepHooks` of this process; the first call makes them and registers them with torch."""
+    """Return the `StepHooks` of this process; the first call creates the object and registers its hooks with torch."""
     hooks = StepHooks()
     register_optimizer_step_pre_hook(hooks.before)
     register_optimizer_step_post_hook(hooks.after)
@@ -191,8 +190,8 @@ def step_hooks() -> StepHooks:
 
 
 def mark_sharded(engine: Engine) -> None:
-    """Mark the sharded parameters of `engine` and add it to `sharded_engines()`, so that hooks check the optimizers that step
-    the parameters. The first call registers the hooks with torch for all optimizers of the process."""
+    """Set the attribute `OURS` on the sharded parameters of `engine`, so that `StepHooks` checks the optimizers that step them,
+    and add `engine` to `sharded_engines()`. The first call registers the hooks for all optimizers of the process."""
     for param in engine.params:
         vars(param.sharded)[OURS] = param.name
     sharded_engines().add(engine)
@@ -213,7 +212,7 @@ def parked_error() -> UsageError:
 
 
 def refuse_adafactor(optimizer: Optimizer) -> None:
-    """Raise `UsageError` for an Adafactor, of torch or transformers, whose parameters are sharded over several ranks."""
+    """Raise `UsageError` for an Adafactor, of torch or transformers, with a parameter that is sharded over several ranks."""
     is_sharded = any(isinstance(p, DTensor) and sharded_axes(p) for p in params_of(optimizer))
     if is_sharded and "Adafactor" in {kind.__name__ for kind in type(optimizer).__mro__}:
         raise UsageError(
@@ -232,8 +231,8 @@ def _refuse_lbfgs(optimizer: Optimizer) -> None:
 
 
 def _local_grads_and_state(pairs: Iterable[tuple[Tensor, Tensor]], state: Mapping[Any, Any]) -> defaultdict[Any, Any]:
-    """Set the `.grad` of each local tensor in `pairs` (parameter, local tensor) to the parameter's local gradient. Return local
-    tensor -> state of its parameter, in which local tensors take the place of DTensors."""
+    """Set `.grad` of each local tensor in `pairs` (parameter, local tensor) to the parameter's local gradient. Return {local
+    tensor: state of its parameter, in which local tensors replace DTensors}, for parameters that have a state."""
     local_states: defaultdict[Any, Any] = defaultdict(dict)
     for p, local in pairs:
         if local is not p:
@@ -254,7 +253,7 @@ def inner_of(optimizer: Optimizer) -> Optimizer:
 
 
 def _refuse_stored_step(optimizer: Optimizer) -> None:
-    """Raise `UsageError` if a wrapper has stored the bound `step` of its inner optimizer, which `wrap_optimizer` replaces."""
+    """Raise `UsageError` if `optimizer`, or a wrapper in it, has stored the bound `step` of the optimizer that it wraps."""
     while inner_of(optimizer) is not optimizer:
         inner: Any = optimizer.optimizer  # type: ignore[attr-defined]
         if any(getattr(v, "__self__", 0) is inner and v.__name__ == "step" for v in vars(optimizer).values()):
@@ -270,19 +269,19 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices:
 
     Its interface stays, and `param_groups` and `state` keep their DTensors. Elementwise optimizers of torch.optim step correctly
     without this too, but more slowly; parameters that an `Offload` steps chunk by chunk need it. `state_dict` returns the rows of
-    this rank; `load_state_dict` is collective, and raises `UsageError` on all ranks if one gets other rows. The result can be
-    copied, not pickled. In `torch.compile` the step runs uncompiled. If `optimizer` wraps another one (accelerate's), the inner
-    one is changed. Low-bit optimizers of torchao and bitsandbytes need whole blocks on each rank: `shard(state_block=256)`. A
-    step of torch.optim.Muon is collective: one rank orthogonalises each matrix, and its rows travel there and back.
+    this rank; `load_state_dict` is collective, and raises `UsageError` on all ranks if one gets another rank's rows. The result
+    can be copied, not pickled. In `torch.compile` the step runs uncompiled. If `optimizer` wraps another one (accelerate's), the
+    inner one is changed. Low-bit optimizers of torchao and bitsandbytes need whole blocks on each rank: `shard(state_block=256)`.
+    A step of torch.optim.Muon is collective: for each matrix, one rank gets all rows, orthogonalises, and sends the rows back.
 
     Args:
-        elementwise: for an optimizer that torch.optim lacks, promise that the update of an element depends on it alone.
-        whole_matrices: promise that the update of a parameter depends on that parameter alone (SOAP, Shampoo). One rank steps
-            each parameter whole and keeps its states; steps and `state_dict` are collective.
+        elementwise: for an optimizer that is not of torch.optim, promise that an element's update depends on that element alone.
+        whole_matrices: promise that the update of a parameter depends on that parameter alone (SOAP, Shampoo). One rank per
+            parameter steps it whole and keeps its states. Steps and state dicts are collective. Not together with `elementwise`.
 
     Raises:
-        UsageError: for an optimizer that torch.optim lacks, without a promise, and for LBFGS, SparseAdam and Adafactor; if it has
-            no sharded parameter or was made before `shard`; or if Muon or `whole_matrices` meets offloaded parameters.
+        UsageError: for an optimizer that is not of torch.optim, without a promise; for LBFGS, SparseAdam and Adafactor; for one
+            without sharded parameters or made before `shard`; or if Muon or `whole_matrices` meets offloaded parameters.
     """
     target: object = optimizer
     if not isinstance(target, Optimizer):
@@ -361,11 +360,12 @@ def _refuse_offload(optimizer: Optimizer) -> None:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scale the gradients of a sharded model so that their norm is at most `max_norm`; return the norm before, 0-d float32.
+    """Scale the gradients of a sharded model in place to a norm of at most `max_norm`; return the norm before, 0-d float32.
 
-    The norm is over all elements of all gradients, and the same on all ranks. Collective. Gradients of parameters that are not
-    sharded must be equal on all ranks. With `error_if_nonfinite`, raises `NonFiniteError` on every rank, before any gradient
-    changes, if the norm is NaN or inf; this synchronizes with the device. Raises `UsageError` if `model` is not sharded.
+    The norm is over all gradients, and equal on all ranks. Collective; waits for optimizer steps in progress. Gradients of
+    parameters that are not sharded must be equal on all ranks. With `error_if_nonfinite`, a norm of NaN or inf raises
+    `NonFiniteError` on every rank, before any gradient changes; this synchronizes with the device. Raises `UsageError` if `model`
+    is not sharded.
     """
     target: object = model
     engine = engine_of(model) if isinstance(target, nn.Module) else None
@@ -384,8 +384,8 @@ def clip_norm_of(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Do as `clip_grad_norm_` for the common norm of `parameters`, the same on all ranks, of the models of `engines`. Waits for
-    optimizer steps in progress."""
+    """Scale the gradients of `parameters`, of the models of `engines`, in place to a common norm of at most `max_norm`; return
+    the norm before. Collective: all ranks must pass the same parameters. For all else see `clip_grad_norm_`."""
     wanted = {id(param): param for param in parameters}
     for engine in engines:
         engine.synchronize()
@@ -407,15 +407,15 @@ def clip_norm_of(
 
 
 def owned_by_id(engines: Iterable[Engine]) -> dict[int, tuple[Engine, Param]]:
-    """Return id of the sharded parameter -> (engine, `Param`), for each parameter of `engines`."""
+    """Return {`id` of the sharded parameter: (engine, `Param`)} for all parameters of `engines`."""
     return {id(param.sharded): (engine, param) for engine in engines for param in engine.params}
 
 
 def norm_parts(
     params: Iterable[Tensor], owned: Mapping[int, tuple[Engine, Param]], value_of: Callable[[Tensor], Tensor | None]
 ) -> list[NormPart]:
-    """Return this rank's values of `params`, without those that are None, for `norms`: one part for each set of ranks over which
-    values are sharded. All ranks must pass the same `params`. `owned`: result of `owned_by_id`."""
+    """Return this rank's values of `params` as a row for `norms`: one part per set of ranks over which values are sharded.
+    `value_of` returns a parameter's value, such as its gradient, or None to skip it. All ranks must pass the same `params`."""
     parts: dict[tuple[int, ...], NormPart] = {}
     for p in params:
         communicators, counts = _norm_over(*owned[id(p)]) if id(p) in owned else ([], True)
@@ -427,7 +427,8 @@ def norm_parts(
 
 
 def scale_gradients(model: nn.Module, factor: Tensor) -> None:
-    """Wait for optimizer steps, and multiply all gradients, also offloaded ones, in place by `factor` (0-d)."""
+    """Multiply all gradients of a sharded model, also offloaded ones, in place by `factor` (0-d, equal on all ranks), after
+    waiting for optimizer steps in progress."""
     engine = engine_of(model)
     assert engine is not None, "a sharded model"
     engine.synchronize()
@@ -435,7 +436,8 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
 
 
 def _norm_over(engine: Engine, param: Param) -> tuple[Sequence[Communicator], bool]:
-    """Return (communicators over which the norm of a gradient is reduced; False if another rank counts this rank's rows)."""
+    """Return (communicators over which the norm of a gradient is reduced, True if this rank's rows of it count, False if another
+    rank counts the same rows)."""
     context, model = param.context, engine.context
     if context is model or param.around is not None:
         cut = list(context.cut_communicators) if param.cut.dim is not None else []

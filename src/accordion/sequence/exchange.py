@@ -112,8 +112,8 @@ def _log_repeated(num_heads: int, num_ranks: int, times: int) -> None:
 def numbers_of_rank(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
     """Context manager in which the ranks of `group` draw different random numbers on `device`, also if their seeds are equal.
 
-    The start seeds the generator of `device` with a number that it draws from the CPU generator, plus the rank; the end restores
-    the generator of `device`. A recomputation restores the CPU generator first, so it draws the same numbers.
+    The start seeds the generator of `device` with a number drawn from the CPU generator, plus the rank; the end restores the
+    generator of `device`. Activation checkpointing restores the CPU generator first, so a recomputation draws the same numbers.
     """
     # Drawn before the fork, so that the next layer draws others.
     seed = int(torch.randint(2**62, (), device="cpu")) + dist.get_rank(group)

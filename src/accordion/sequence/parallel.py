@@ -22,7 +22,7 @@ from accordion.tensor_checksum import checksums
 def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Let the ranks of `mesh` share each sequence in the attention of a transformers `model`; change it in place and return it.
 
-    Call it before `shard`, which shards over all ranks as without it, and pass the model parts of `split_sequence`. The model's
+    Call it before `shard`, which still shards over all ranks, and pass the model the results of `split_sequence`. The model's
     attention implementation (sdpa, eager, flash or flex attention) then runs on whole sequences of some of the heads. The call
     does not communicate. Each forward gathers the padding mask, or without one the position ids. The model gets a copy of its
     `config` that names an attention implementation of Accordion. In its forward `use_cache` is False by default.
@@ -118,7 +118,7 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _compare_once(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """At the first call with `group`, raise `UsageError` on all ranks if their batches differ; a collective. Later do nothing."""
+    """At the first call with `group`, a collective, raise `UsageError` on all ranks if their batches differ. Later do nothing."""
     compared = f"accordion/sequence/{_torch.name_of_group(group)}/"
     if _torch.kept_with_job(compared):
         return

@@ -23,8 +23,9 @@ ROPES_BY_LENGTH = {"dynamic", "longrope"}  # rotary embeddings that depend on th
 
 
 def attach(module: nn.Module, group: dist.ProcessGroup) -> bool:
-    """Change the outermost model of transformers in `module` so that its attention runs over the ranks of `group`. Return False
-    if there is no such model. Raises `UsageError`, before anything changes, if its attention cannot run so."""
+    """Change the outermost transformers model in `module` so that its attention runs over the ranks of `group`; return True, or
+    False if there is no such model. Registers an attention implementation with transformers, gives the model a copy of its
+    config and forward pre-hooks, and replaces `generate`. Raises `UsageError`, before any change, if attention cannot run so."""
     model = checked(module, dist.get_world_size(group))
     if model is None:
         return False
@@ -108,8 +109,8 @@ def _needs_whole_sequences(model: PreTrainedModel) -> set[str]:
 
 
 class _Sequences:
-    """Attention and masks of whole sequences for one implementation and one group of ranks. Keeps what the last forward gathered
-    for its masks, padding or positions of packed texts; attention itself has no state, so it can be computed again."""
+    """Attention and masks of whole sequences for one attention implementation of transformers, such as "sdpa", over the ranks of
+    `group`. Keeps the padding, or the positions of packed texts, that the last forward gathered; `attend` changes no state."""
 
     def __init__(self, implementation: str, group: dist.ProcessGroup) -> None:
         self._implementation, self._group = implementation, group
@@ -119,8 +120,8 @@ class _Sequences:
         self._packed: tuple[Tensor, Tensor] | None = None
 
     def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Add to the arguments `inputs` of a forward, in place, `position_ids` and a mask of whole sequences; return `inputs`. A
-        collective that gathers the padding, or without a mask the positions. Raises `UsageError` for a key/value cache."""
+        """Add `position_ids` and a mask of whole sequences to `inputs`, the arguments of a forward, in place; return `inputs`. A
+        collective if there is padding, or position ids without a mask, to gather them. A key/value cache raises `UsageError`."""
         if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
             raise UsageError("sequence parallelism has no key/value cache; pass use_cache=False.")
         tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
@@ -142,7 +143,7 @@ class _Sequences:
         return inputs
 
     def mask(self, *, q_length: int, kv_length: int, mask_function: Callable[..., Any], **kwargs: Any) -> Any:
-        """Return the mask of whole sequences, by the implementation's own function; for packed flash attention, position ids."""
+        """Return the mask of whole sequences by the implementation's own function; for packed flash attention, position ids."""
         make = AttentionMaskInterface()[self._implementation]
         kwargs["attention_mask"] = self._padding
         # In full attention, transformers does not tell packed sequences apart.
@@ -188,7 +189,7 @@ class _Sequences:
 
 
 class _Shown:
-    """Stands for an attention module, or its config, in a kernel: has the attributes `replaced`, and all others of `thing`."""
+    """Proxy of `thing`, an attention module or its config, for a kernel: has attributes `replaced`, and all others of `thing`."""
 
     def __init__(self, thing: Any, replaced: dict[str, Any]) -> None:
         vars(self).update(replaced, _thing=thing)

@@ -47,7 +47,7 @@ def tile(module: nn.Module, num_tiles: int, *, dim: int = 1) -> nn.Module:
 
 
 def tile_mlps(model: nn.Module, num_tiles: int) -> None:
-    """Tile every module of `model` with the name "mlp", in place. Raises `UsageError` if there is none, or if one has experts."""
+    """Tile every module of `model` whose last name is "mlp", in place. Raises `UsageError` without one, or if one has experts."""
     mlps = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "mlp"]
     if not mlps or any(hasattr(module, "experts") for module in mlps):
         raise UsageError(
