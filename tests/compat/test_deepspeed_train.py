@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from accordion.compat.deepspeed import read
 from accordion.config import FULL_SHARD, Offload
 from accordion.errors import UsageError
 from accordion.sharding import precision_named
+from accordion.state import synchronize
 from accordion.train import command, prepare
 from accordion.train.config import ShardConfig, as_yaml
 from accordion.train.deepspeed import translated
@@ -61,6 +63,19 @@ def test_initialize_takes_the_callers_objects(mesh: DeviceMesh) -> None:
     ):
         with pytest.raises(UsageError, match=match):
             deepspeed.initialize(**options)
+
+
+@on_world(4)
+def test_an_optimizer_made_by_a_function_steps_states_on_disk(mesh: DeviceMesh, tmp_path: Path) -> None:
+    disk = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": disk}
+    net = torch.nn.Linear(4, 2)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=partial(torch.optim.AdamW, lr=0.5), config=config)
+    before = net.weight.full_tensor()
+    engine.backward(engine(torch.randn(2, 4, device=device())).square().mean())
+    engine.step()
+    synchronize(engine)
+    assert not torch.equal(before, net.weight.full_tensor())
 
 
 def test_arguments_of_a_command_line():

@@ -118,7 +118,8 @@ def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings
         {**g, "params": [_sharded(p) for p in g["params"]]} if isinstance(g, dict) else _sharded(g) for g in groups
     ]
     optimizer: Optimizer = make(moved)
-    return wrap_optimizer(optimizer) if choice is None else optimizer
+    wraps = choice is None or settings.sharding.offload.streams
+    return wrap_optimizer(optimizer) if wraps else optimizer
 
 
 def _sharded(param: Any) -> nn.Parameter:
