@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import accordion as acc
 from accordion.engine.hooks import engine_of
@@ -25,9 +26,10 @@ from accordion.plan.search.evaluate import HOST_MARGIN, Evaluator
 from accordion.plan.trace.setup import TrainingSetup
 from accordion.plan.trace.trace import trace
 from tests.plan import builders, subjects
-from tests.plan.builders import OFFLOADS, ONE_CHOICE, config_in, gpt, planned, run_of, space
+from tests.plan.builders import BF16, OFFLOADS, ONE_CHOICE, config_in, gpt, planned, run_of, space
 from tests.support.offloads import taken_by
 
+PURE = acc.Precision(params=torch.bfloat16, master=None)
 RANKS = 2
 STEPPED = 34  # bytes of host memory for an element: Adam's 28, and its row in bf16 from its master
 ELEMENTS = round(3 * HOST_MEMORY_GBPS * GB / RANKS / STEPPED)  # of a unit on one rank: its step takes three seconds
@@ -105,14 +107,23 @@ def test_time_of_a_step_on_the_host_matches_arithmetic(offload, units, forward_s
 
 
 @pytest.mark.parametrize(
-    ("offload", "accumulate"),
-    [("all", 1), pytest.param("optimizer", 2, marks=pytest.mark.slow), pytest.param("all", 2, marks=pytest.mark.slow)],
+    ("offload", "accumulate", "precision"),
+    [
+        ("all", 1, BF16),
+        ("optimizer", 1, PURE),
+        pytest.param("optimizer", 2, BF16, marks=pytest.mark.slow),
+        pytest.param("all", 2, BF16, marks=pytest.mark.slow),
+        pytest.param("all", 1, PURE, marks=pytest.mark.slow),
+    ],
 )
-def test_copies_match_those_of_the_engine_in_size(offload, accumulate):
+def test_copies_match_those_of_the_engine_in_size(offload, accumulate, precision):
     """Compare the bytes of copies, and the peak, with tensors so small that padding shows."""
-    run = replace(run_of(8), accumulate=accumulate)
+    run = replace(run_of(8, precision=precision), accumulate=accumulate)
     asked = choice(gpus=8, accumulate=accumulate, offload=OFFLOADS[offload])
-    log, own = trace(gpt(3), run), trace(gpt(3), replace(run, sharding=replace(run.sharding, offload=asked.offload)))
+    subject = gpt(3)
+    if precision is PURE:
+        subject = replace(subject, make=lambda make=subject.make: make().to(torch.bfloat16))
+    log, own = trace(subject, run), trace(subject, replace(run, sharding=replace(run.sharding, offload=asked.offload)))
     work = host_work(log, asked, 2)
     for stream in ("fetch", "store"):
         copied = sum(e.num_bytes for e in own.events if isinstance(e, Op) and e.stream == stream)

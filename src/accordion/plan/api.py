@@ -140,6 +140,7 @@ def _can_share_sequences(workload: Workload, search: Search) -> bool:
 
 def _space(workload: Workload, cluster: Cluster, base: Sharding, search: Search, task: Trained) -> Space:
     choose_units(task.model, base.units)  # raises for names that the model lacks, before anything is traced
+    dtypes, master_dtype = {p.dtype for p in task.model.parameters()}, (base.precision or Precision()).master_dtype
     if workload.engine == "fsdp2" and base.units is None:
         base = replace(base, units=only_blocks())  # as programs do; FSDP2 warns about parts of blocks
     searched = search.sequence is None and _can_share_sequences(workload, search)
@@ -153,5 +154,5 @@ def _space(workload: Workload, cluster: Cluster, base: Sharding, search: Search,
         optimizer=workload.optimizer,
         engine=workload.engine,
         sequences=sequences_for(task.model, workload.seq) if searched else (),
-        master_share=0.5 if workload.kernels.pure else 1.0,
+        master_bytes=min((master_dtype(d, True).itemsize for d in dtypes if d.is_floating_point), default=4),
     )

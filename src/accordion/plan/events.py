@@ -146,6 +146,7 @@ class Log:
     substituted: dict[str, str] = field(default_factory=dict)  # CPU operator -> the CUDA operator in its place
     unmodelled: dict[str, str] = field(default_factory=dict)  # operator -> why its memory or time is not known
     host_bytes: int = 0  # the most live host memory; its allocations are not in `held` and `events`
+    master_bytes: int = 4  # bytes of an element of the stored parameters: 2 if these are bf16, without float32 masters
 
 
 def without_host(log: Log) -> Log:

@@ -30,7 +30,6 @@ from accordion.plan.hardware import Cluster
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.timeline import Step
 
-MASTER_BYTES, GRADIENT_BYTES = 4, 4  # bytes of an element, float32
 COPIED = 2  # a copy reads and writes
 ADDED = 3  # a sum of gradients on the host reads two and writes one
 NORM, SCALE = "_foreach_norm", "_foreach_mul_"  # kernels of clipping; later kernels of a step are the optimizer's
@@ -54,7 +53,7 @@ def _without_states(log: Log, has_params_on_host: bool, compute_bytes: int) -> L
         if alloc.category is Category.PARAMETERS and unit is not None:
             if has_params_on_host:
                 continue
-            alloc = replace(alloc, num_bytes=alloc.num_bytes * compute_bytes // MASTER_BYTES)
+            alloc = replace(alloc, num_bytes=alloc.num_bytes * compute_bytes // log.master_bytes)
         elif alloc.category is Category.OPTIMIZER:
             continue
         allocs.append((alloc, unit))
@@ -99,7 +98,7 @@ def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
 
 @dataclass(slots=True)
 class UnitState:
-    """Memory of one unit on one rank between steps: elements of float32 parameters, and bytes of optimizer states."""
+    """Memory of one unit on one rank between steps: elements of parameters, and bytes of optimizer states."""
 
     elements: int = 0
     state_bytes: int = 0
@@ -114,7 +113,7 @@ def state_by_unit(log: Log) -> Mapping[int, UnitState]:
             continue
         state = states.setdefault(unit, UnitState())
         if alloc.category is Category.PARAMETERS:
-            state.elements += alloc.num_bytes // MASTER_BYTES
+            state.elements += alloc.num_bytes // log.master_bytes
         elif alloc.category is Category.OPTIMIZER:
             state.state_bytes += alloc.num_bytes
     return states
@@ -157,10 +156,10 @@ def inputs_of(log: Log) -> list[int]:
 
 
 def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -> int:
-    """Return the bytes of host memory that the offload of `choice` takes on one machine, for all its ranks: float32 masters,
-    shards in the compute dtype unless that is float32, gradients, a buffer for the gradients of one unit, optimizer states, and
-    inputs of recomputed units. States or inputs on a disk take only staging buffers. `log`: log of the step without offloaded
-    states. `compute_bytes`: bytes per element of the compute dtype."""
+    """Return the bytes of host memory that the offload of `choice` takes on one machine, for all its ranks: parameters as they
+    are stored, shards in the compute dtype if that differs, gradients, a buffer for the gradients of one unit, optimizer states,
+    and inputs of recomputed units. States or inputs on a disk take only staging buffers. `log`: log of the step without
+    offloaded states. `compute_bytes`: bytes per element of the compute dtype."""
     ranks, offload = min(choice.gpus, cluster.node), choice.offload
     inputs = inputs_of(log) if offload.activations != DEVICE else []
     staged = NUM_STAGES * max(inputs, default=0)
@@ -170,11 +169,12 @@ def host_bytes(log: Log, choice: Choice, compute_bytes: int, cluster: Cluster) -
     units = list(state_by_unit(log).values())
     elements, states = sum(u.elements for u in units), sum(u.state_bytes for u in units)
     largest = max((u.elements for u in units), default=0)
-    each = MASTER_BYTES + GRADIENT_BYTES + (compute_bytes if compute_bytes != MASTER_BYTES else 0)
+    # A gradient has the dtype of its parameter.
+    each = 2 * log.master_bytes + (compute_bytes if compute_bytes != log.master_bytes else 0)
     if folder_of(offload.optimizer):
         state = states // max(elements, 1)  # bytes for each element
         states = NUM_BUFFERS * state * min(chunk_numel(compute_bytes, elements), largest)
-    return (elements * each + GRADIENT_BYTES * largest + states) * ranks + waiting
+    return (elements * each + log.master_bytes * largest + states) * ranks + waiting
 
 
 def disk_bytes(log: Log, choice: Choice, cluster: Cluster) -> int:
@@ -208,7 +208,7 @@ def host_work(log: Log, choice: Choice, compute_bytes: int) -> dict[str, float]:
     work[Streams.FETCH] = COPIED * times * sum(rows.get(unit, 0) for unit in gathered)
     work[Streams.STORE] = COPIED * choice.accumulate * gradients
     work[Streams.HOST] = clipped + ADDED * (choice.accumulate - 1) * gradients
-    written = (MASTER_BYTES + compute_bytes) / GRADIENT_BYTES if compute_bytes != MASTER_BYTES else 0.0
+    written = 1 + compute_bytes / log.master_bytes if compute_bytes != log.master_bytes else 0.0
     work[Streams.STEPPER] = stepped + written * gradients
     if folder_of(offload.optimizer):
         work[Streams.DISK] = work.get(Streams.DISK, 0.0) + COPIED * sum(state.state_bytes for state in states.values())

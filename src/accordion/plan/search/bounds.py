@@ -9,7 +9,6 @@ from accordion.plan.choice import NO_OFFLOAD, Choice
 from accordion.plan.events import START, Collective, Enter, Log, Op, StepPhase, Streams
 from accordion.plan.hardware import Cluster
 from accordion.plan.replay.cost import Costs
-from accordion.plan.replay.offload import GRADIENT_BYTES, MASTER_BYTES
 from accordion.plan.replay.timeline import Step
 from accordion.plan.search.space import Space
 
@@ -30,7 +29,7 @@ def least_bytes(choice: Choice, space: Space) -> int:
     stays = strategy.params is Place.REPLICATE or strategy.keep_until_backward
     copies = space.compute_bytes / choice.expert_parallel if stays and choice.gpus > 1 else 0
     if not choice.offload.is_any:
-        return int(space.num_params * ((MASTER_BYTES * space.master_share + space.state_bytes) / over + copies))
+        return int(space.num_params * ((space.master_bytes + space.state_bytes) / over + copies))
     return int(space.num_params * (space.compute_bytes / over * (choice.offload.params == DEVICE) + copies))
 
 
@@ -38,8 +37,8 @@ def least_host_bytes(choice: Choice, space: Space) -> int:
     """Return a lower bound, in bytes, of the host memory of one machine that `choice` takes for offloaded parameters, gradients
     and optimizer states. `choice` must offload some of them."""
     over = choice.gpus if choice.strategy.optim_over_replicas else choice.shards
-    wide = space.compute_bytes if space.compute_bytes != MASTER_BYTES else 0
-    each = (MASTER_BYTES + GRADIENT_BYTES + wide) * space.master_share
+    # Parameters, gradients, and shards in the compute dtype unless parameters are stored in it.
+    each = 2 * space.master_bytes + (space.compute_bytes if space.compute_bytes != space.master_bytes else 0)
     each += space.state_bytes if choice.offload.optimizer == HOST else 0
     return int(space.num_params / over * each * min(choice.gpus, space.cluster.node))
 

@@ -29,8 +29,7 @@ class Space:
         optimizer: a key of `OPTIMIZERS`.
         engine: "accordion" or "fsdp2".
         sequences: numbers of ranks that share each sequence, to try in this order if nothing fits.
-        master_share: size of the parameters that the optimizer steps, and so of its states, as a share of float32: 1.0, or 0.5
-            for bf16.
+        master_bytes: bytes of an element of the parameters that the optimizer steps, and so of its states: 4, or 2 for bf16.
     """
 
     subject_for: Callable[[int], Subject]
@@ -42,7 +41,7 @@ class Space:
     optimizer: str = "adamw"
     engine: str = "accordion"
     sequences: Sequence[int] = ()
-    master_share: float = 1.0
+    master_bytes: int = 4
 
     def setup(self, choice: Choice) -> TrainingSetup:
         """Return the setup of a trace of `moved_as(choice)`: `num_traced` micro-batches, and the host in place of a disk."""
@@ -72,7 +71,7 @@ class Space:
     @property
     def state_bytes(self) -> float:
         """Lower bound of the bytes of optimizer states for each element of a trained parameter."""
-        return OPTIMIZERS[self.optimizer].state_bytes * self.master_share
+        return OPTIMIZERS[self.optimizer].state_bytes * self.master_bytes / 4
 
     def offloads_of(self, choice: Choice) -> Sequence[Offload]:
         """Return the offloads to try for `choice`, in order. It is only the first if the strategy keeps full parameters from

@@ -99,6 +99,7 @@ def _steps(
         units=rig.units,
         substituted=dict(stand_ins.substituted) if stand_ins else {},
         unmodelled={**tracker.unknown_workspaces, **(stand_ins.unmodelled if stand_ins else {})},
+        master_bytes=min((p.element_size() for p in model.parameters() if p.is_floating_point()), default=4),
     )
     return without_host(log)
 
