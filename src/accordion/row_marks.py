@@ -39,9 +39,10 @@ def mark_meshes(params: Iterable[Tensor]) -> None:
 
 
 def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> None:
-    """Raise `UsageError` on every rank if any rank has loaded another rank's rows, as from a file that `torch.save` wrote.
-    Collective if any loaded DTensor is from a file; other pairs are compared on this rank alone. `pairs`: (loaded value,
-    sharded tensor that it replaces); only pairs of two DTensors count. `what`: name of the loaded tensors, for the message."""
+    """Raise `UsageError` if another rank's rows were loaded. If loaded DTensors are from a file that `torch.save` wrote,
+    this is a collective that raises on every rank if any rank has wrong rows; otherwise nothing is sent, and only a rank with
+    wrong rows raises. `pairs`: (loaded value, sharded tensor that it replaces); only pairs of two DTensors count. `what`: name
+    of the loaded tensors, for the message."""
     sharded = [(a, b) for a, b in pairs if isinstance(a, DTensor) and isinstance(b, DTensor)]
     is_other = any(a.device_mesh is not b.device_mesh and _is_elsewhere(a, b) for a, b in sharded)
     # A mesh that `mark_meshes` marked, here or in another process, keeps its mark when it is unpickled.
@@ -50,8 +51,9 @@ def refuse_rows_of_others(pairs: Iterable[tuple[object, Tensor]], what: str) -> 
 
 
 def refuse_states_of_others(optimizer: Optimizer) -> None:
-    """Raise `UsageError` on every rank if any rank's `optimizer` has loaded states of another rank's rows. Collective if any
-    state is a DTensor from a file. For optimizers without `wrap_optimizer`."""
+    """Raise `UsageError` if `optimizer`, which is not wrapped by `wrap_optimizer`, has loaded states of another rank's rows. If
+    states are DTensors from a file that `torch.save` wrote, this is a collective that raises on every rank if any has wrong
+    states; otherwise nothing is sent, and only a rank with wrong states raises."""
     states = ((value, p) for p in params_of(optimizer) for value in optimizer.state.get(p, {}).values())
     refuse_rows_of_others(states, "the optimizer's states")
 

@@ -28,7 +28,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return a checksum of a tensor's bits, 0-d int64 on its device: the sum of its elements' bits as integers, weighted by
-    position. Of a tensor subclass, return the sum of the checksums of its inner tensors, 0 if it does not list them."""
+    position. Of a tensor subclass, return the sum of the checksums of the inner tensors that its `__tensor_flatten__` names; 0
+    if it has no such method."""
     # Integers wrap around, so the order of summation does not matter.
     if type(tensor.data) is not Tensor:  # a subclass: the checksum of its inner tensors, if it lists them
         sums = [checksum(inner) for inner in _torch.inner_tensors(tensor)]

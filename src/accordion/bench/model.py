@@ -36,7 +36,8 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2 without tied weights and dropout: (batch, seq) tokens to (batch, seq, vocab) logits."""
+    """GPT-2 with an output layer of its own (not tied to the embedding) and no dropout. The forward takes tokens (batch, seq)
+    and returns logits (batch, seq, vocab)."""
 
     def __init__(self, *, vocab: int, width: int, blocks: int, heads: int, positions: int = 1024) -> None:
         super().__init__()

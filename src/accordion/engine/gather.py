@@ -79,8 +79,9 @@ class AxisGather:
             self._storage.resize_(0)
 
     def load(self) -> None:
-        """Copy shards that cannot be sent from their own memory to the full buffer or the packed message: those that are cast,
-        packed, off the device or not divided, and on an axis of one rank all."""
+        """Copy everything that is not sent from the shard buffer itself to the full buffer or the packed message. Copied are
+        tensors that every rank has whole, shards that are cast or off the device, and small shards that are not contiguous in
+        the shard buffer; on an axis of one rank, all."""
         if self._to:
             _torch.foreach_copy_(self._to, self._source, non_blocking=self.off_device)
 

@@ -221,8 +221,9 @@ class ShardedTrainer:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that `from_pretrained` loads, as the Trainer does. Shards the model first if it is not sharded yet.
-        Collective. Pushes the folder to the hub if the arguments say so, unless `_internal_call`: the Trainer then writes a
-        checkpoint, and an older one in the folder is marked as incomplete first."""
+        Collective. Pushes the folder to the hub if `args.push_to_hub`, unless `_internal_call`. `_internal_call`: True if the
+        Trainer writes a checkpoint; then an older checkpoint in the folder first loses `trainer_state.json`, so that it
+        does not count as complete."""
         folder = output_dir or self.args.output_dir
         if _internal_call and self.args.should_save:  # from here on an older checkpoint of this name is not complete
             Path(folder, TRAINER_STATE_NAME).unlink(missing_ok=True)

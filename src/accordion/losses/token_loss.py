@@ -38,7 +38,8 @@ class TokenLoss:
     chunk_tokens: int | None
 
     def num_rows(self, num_words: int) -> int:
-        """Return the tokens per chunk: `chunk_tokens`, or as many as fit `CHUNK_BYTES` with `num_words` float32 logits."""
+        """Return the tokens per chunk: `chunk_tokens`; if that is None, as many tokens (at least one) as fit into `CHUNK_BYTES`
+        with `num_words` float32 logits each."""
         return self.chunk_tokens or max(1, CHUNK_BYTES // (4 * num_words))
 
     @property

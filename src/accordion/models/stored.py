@@ -211,7 +211,7 @@ def tokenizer_of(stored: StoredModel) -> Any:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of tokens that are no text: `all_special_ids`, and those marked as special in tokenizer.json."""
+    """Return the ids of tokens that are no text: `tokenizer.all_special_ids`, and those of added tokens marked as special."""
     marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     return marked | set(tokenizer.all_special_ids)
 

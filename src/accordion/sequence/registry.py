@@ -109,8 +109,9 @@ def _needs_whole_sequences(model: PreTrainedModel) -> set[str]:
 
 
 class _Sequences:
-    """Attention and masks of whole sequences for one attention implementation of transformers, such as "sdpa", over the ranks of
-    `group`. Keeps the padding, or the positions of packed texts, that the last forward gathered; `attend` changes no state."""
+    """Attention over whole sequences, each divided over the ranks of `group`, by one attention implementation of transformers,
+    such as "sdpa". Call `prepared` before each forward: it stores the padding, or the positions of packed texts, of all ranks.
+    In the forward, transformers calls `mask` and `attend`, which change no state."""
 
     def __init__(self, implementation: str, group: dist.ProcessGroup) -> None:
         self._implementation, self._group = implementation, group

@@ -20,8 +20,9 @@ from accordion.shard.topology import device_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Mesh and placements of a sharded parameter, and the cut of its local tensor. `over`: the data-parallel axes of `mesh`, one
-    or two. `rank`: this process's rank among those with different rows. `around`: makes the DTensor that modules see, if the
+    """Mesh and placements of a sharded parameter, and `cut`, which divides its local tensor over the last axis of `over`.
+    `over`: the part of `mesh` with the data-parallel axes, one or two. `rank`: this process's index on that last axis, which
+    selects its rows in `cut`. `around`: makes the DTensor that modules see from the gathered tensor, if the
     parameter was a DTensor before `shard`; otherwise None."""
 
     mesh: DeviceMesh

@@ -142,7 +142,8 @@ def _folders(
 
 def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen, named: Collection[str]) -> Prepared:
     """Check the task `work` and return the inputs of its run. Builds the model, reads a batch, and if the model is small and on
-    the CPU, computes the loss of the batch. Raises `UsageError` for wrong inputs, and `TaskError` if the user's code fails."""
+    the CPU, computes the loss of the batch. Raises `UsageError` for wrong inputs, and `TaskError` if the user's code fails.
+    `screen`: shows notes. `named`: keys that the user set."""
     task = work.loaded
     check_own_keys(task.optimizer, task.scheduler, config)
     folders, resume, config = _folders(config, task.name, place, screen, named)
@@ -161,7 +162,8 @@ def _of_task(config: JobConfig, work: OwnTask, place: RankPlace, screen: Screen,
 
 def _of_language(config: Config, place: RankPlace, cache: Path, screen: Screen, named: Collection[str]) -> Prepared:
     """Check model and data, and return the inputs of a run on text or examples. Writes the tokens to `cache` if it does not have
-    them. Rank 0 saves the tokenizer next to the checkpoints, for `accordion generate`. Raises `UsageError` for wrong inputs."""
+    them. Rank 0 saves the tokenizer next to the checkpoints, for `accordion generate`. Raises `UsageError` for wrong inputs.
+    `screen`: shows notes and a preview of examples. `named`: keys that the user set."""
     source, say, data, folder = find(config.data), screen.note, config.data, config.model.path
     model = config.model.preset if folder is None else Path(folder).resolve().name
     folders, resume, config = _folders(config, f"{model}-{source.name}", place, screen, named)

@@ -62,10 +62,11 @@ class Item:
 
 
 def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapters: Adapters) -> list[Item]:
-    """Return the items of a stream, the same on every rank: parameters and persistent buffers, tied ones once.
+    """Return the items of a stream, equal on all ranks: parameters and persistent buffers, tied ones once, under the names that
+    transformers or PEFT gives them in files (for other models, those in `state_dict()`).
 
-    `dtype`: of floating-point parameters; None: that of their shards. `adapters`: merge those of a PEFT model into the layers
-    that they wrap, or return them alone. Raises `UsageError` for tensors that cannot be streamed.
+    `dtype`: of floating-point parameters; None: that of their shards. `adapters`: of a PEFT model: "merged" into the weights of
+    the layers that they wrap, or "alone", as PEFT saves them. Raises `UsageError` for tensors that cannot be streamed.
     """
     layers: dict[str, Any] = {}
     if adapters == "alone":

@@ -173,8 +173,9 @@ class States:
 
 
 def _unallocated_block(members: Sequence[Wanted], dtypes: Iterable[torch.dtype], total: int) -> StateBlock:
-    """Return a block without `runs`, for the states of `members`, which have the dtypes `dtypes`. `total`: elements of all
-    parameters that are stepped chunk by chunk."""
+    """Return a block for the states of the parameters `members`, with all sizes but with empty `runs`, for which the caller
+    allocates memory. `dtypes`: dtypes of the states. `total`: elements of all parameters that are stepped chunk by chunk, which
+    determine the size of chunks."""
     itemsizes = {dtype.itemsize for dtype in dtypes}
     disk_bytes = total_bytes = 0
     for w in members:

@@ -108,8 +108,9 @@ def costs_for(run: TrainingSetup, cluster: Cluster, rate: str) -> Costs:
 
 
 def step_of_choice(log: Log, run: TrainingSetup, choice: Choice, cluster: Cluster, rate: str) -> Step:
-    """Return the time of a step of `choice` with all its micro-batches. `log` has only `run.accumulate` of them; each missing
-    one takes as long as the second in `log`. `rate`: assumed rates, "low", "middle" or "high"."""
+    """Return the time of a step of `choice`, which has `choice.accumulate` micro-batches. `log`, the trace of a step of `run`,
+    may have fewer, `run.accumulate`. Each missing one is assumed to take as long as the second in `log`. `rate`: assumed rates,
+    "low", "middle" or "high"."""
     step = step_of(log, run, cluster, rate)
     between = choice.accumulate - run.accumulate
     if between <= 0:

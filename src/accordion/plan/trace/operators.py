@@ -141,8 +141,9 @@ def _grouped(args: Any) -> float:
 
 
 def _flash_backward(args: Any) -> int:
-    """Return the workspace bytes of FlashAttention's backward: the query's gradient in float32, and if there are fewer key
-    heads than query heads, also gradients of key and value for each query head. `args`: arguments of the backward operator."""
+    """Return the workspace bytes of FlashAttention's backward: the query's gradient and one sum per token and head in float32,
+    with tokens rounded up to a multiple of 128, and if there are fewer key heads than query heads, also gradients of key and
+    value for each query head. `args`: arguments of the backward operator; tensors are (batch, heads, tokens, head dim)."""
     query, key = args[1], args[2]
     rounded = -(-query.shape[2] // 128) * 128
     sums = query.shape[0] * query.shape[1] * rounded * (query.shape[3] + 1) * 4
