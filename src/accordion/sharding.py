@@ -96,8 +96,9 @@ class Sharding:
         return self.secondary or 0
 
     def check_secondary(self, num_ranks: int, group: str = "") -> None:
-        """Raise `UsageError` if `secondary` is set, and the strategy does not allow it or it is no divisor above 1 of
-        `num_ranks`, the size of the shard axis. `group`: prefix of the name "secondary" in the message, such as "shard."."""
+        """Do nothing if `secondary` is None. Otherwise raise `UsageError` if the strategy cannot have `secondary`, or if
+        `secondary` is no divisor above 1 of `num_ranks`, the size of the shard axis. `group`: prefix of the name "secondary" in
+        the message, such as "shard."."""
         if self.secondary is None:
             return
         s, asked = self.strategy, f"{group}secondary is {self.secondary!r}"

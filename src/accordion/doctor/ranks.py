@@ -44,9 +44,9 @@ def start(seat: Seat) -> RankExam:
 
 
 class RankExam:
-    """One rank's side of the test of messages, `gathers`, which all ranks of the default process group run together.
-    `num_local`: number of ranks on this machine. If it is above 1 and equal on all machines, an all-to-all between the ranks of
-    each machine is timed too."""
+    """Test of the messages between ranks, as one rank runs it: all ranks of the default process group call `gathers` together.
+    `num_local`: number of ranks on this machine. If it is above 1 and equal on all machines, `gathers` also times an all-to-all
+    between the ranks of each machine."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device, num_local: int) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device

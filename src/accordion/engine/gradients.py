@@ -173,8 +173,9 @@ class LocalSums:
         self.pending: set[int] = set()
 
     def add(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients `grads` to the sums of the parameters `indices`; None adds nothing. If a sum begins and the
-        parameter's `.grad` is None, set `.grad` to sharded zeros."""
+        """Add this rank's full gradients `grads` to the sums of the parameters `indices`; None adds nothing. A sum begins with
+        the first gradient, and anew after the user has cleared `.grad`. If a sum begins and `.grad` of the sharded parameter is
+        None, set it to sharded zeros."""
         self.pending.update(indices)
         for i, grad in zip(indices, grads, strict=True):
             if grad is None:

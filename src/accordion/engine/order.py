@@ -19,8 +19,8 @@ class UnitOrder:
     """The order in which units ran: for each unit (by index) and phase, the unit that followed it the last time. Choices depend
     on this record alone, never on time or memory, so that all ranks gather the same units in one order.
 
-    `budget_bytes`: the most bytes of full parameters to prefetch; None: one unit of any size. `num_bytes`: bytes of each unit's
-    full parameters; whoever adds a unit to the model appends them.
+    `budget_bytes`: the most bytes of full parameters to prefetch; None: one unit of any size. `num_bytes`: list of the bytes
+    of each unit's full parameters, empty at first; the code that adds a unit to the model appends them.
     """
 
     # A surprise costs one wrong guess and not the whole trace, which DeepSpeed drops at the first mismatch.

@@ -45,7 +45,8 @@ class ShardBuffer:
         return []
 
     def refresh(self, version: int) -> Transfer | None:
-        """Begin to update the copies, if any, from which gathers read, to `version`; return the copy under way, or None."""
+        """Before a gather, begin to bring the memory that it reads to `version` of the shards. Return the transfer to the
+        device that this call starts; None if it starts none, because the memory has that version or is filled otherwise."""
         return None
 
     def read_by(self, transfer: Transfer) -> None:

@@ -254,8 +254,8 @@ class AccordionStrategy(ShardedStrategy, lightning.pytorch.strategies.DDPStrateg
     # -- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Wait for optimizer steps, and return the LightningModule's state dict with sharded tensors, which `save_checkpoint`
-        gathers. Collective."""
+        """Wait for optimizer steps, and return the LightningModule's state dict with sharded tensors. With `state_dict_type`
+        "full", `save_checkpoint` gathers them later. Collective."""
         for engine in engines_of(self.roots):
             settle(engine, "takes the state dict")
         state = self.lightning_module.state_dict()

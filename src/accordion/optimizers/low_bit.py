@@ -240,8 +240,9 @@ def low_bit_kind(optimizer: Optimizer) -> type[LowBitStates] | None:
 
 
 def check_blocks(optimizer: Optimizer, mixin: type[LowBitStates]) -> None:
-    """Raise `UsageError` if `optimizer`, with low-bit states, cannot step its sharded parameters: some rank's rows end inside a
-    block, a parameter is sharded on another dim than the first, or `mixin.unsupported` names a reason against its `Offload`."""
+    """Raise `UsageError` if `optimizer`, with low-bit states, cannot step its sharded parameters: a parameter is sharded on
+    another dim than the first, some rank's rows end inside a block, or `mixin.unsupported` returns a reason against
+    the `Offload` of one of their units."""
     kind = type(optimizer).__name__
     places = [(i, j, p) for i, group in enumerate(optimizer.param_groups) for j, p in enumerate(group["params"])]
     for i, j, p in places:
@@ -264,8 +265,9 @@ def check_blocks(optimizer: Optimizer, mixin: type[LowBitStates]) -> None:
 
 
 def packed_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
-    """Return the shape of a tensor with one element per `block` elements of a tensor of `shape`: (2, 1) for (8, 64) and 256. A
-    result's row is for the fewest rows that hold whole blocks, so both tensors can be sharded on dim 0 over the same ranks."""
+    """Return the shape of a 2-D tensor with one element per `block` elements of a tensor of `shape`; `shape` if `block` is 1.
+    Each of its rows belongs to `rows_per_block` rows, so that both tensors can be sharded on dim 0 over the same ranks: (2, 1)
+    for the shape (8, 64) and blocks of 256 elements, each of which fills 4 rows."""
     if block == 1:
         return tuple(shape)
     rows = rows_per_block(shape, block)

@@ -276,8 +276,9 @@ class WholeStep(Optimizer):
         return [matrix.name for matrix, p in zip(owners.matrices, params_of(self), strict=True) if p.grad is None]
 
     def _pack(self, matrix: Matrix, rows: Tensor) -> Tensor:
-        """Return what this rank sends to the owner for `rows`, its rows of a parameter: (..., *local shape), with zeros in place
-        of a gradient that is None. May update the states of `rows`."""
+        """Return the tensor that this rank sends to the owner of `matrix`: (..., *local shape), computed from `rows`, this
+        rank's rows of the parameter, and their gradient, with zeros for a gradient that is None. Leading dims stack several
+        tensors of the local shape, such as rows and gradient. May update the states of `rows`."""
         raise NotImplementedError
 
     def _compute(self, owned: list[tuple[Matrix, Tensor, Tensor]]) -> list[Tensor]:

@@ -26,7 +26,8 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     attention implementation (sdpa, eager, flash or flex attention) then runs on whole sequences of some of the heads. The call
     does not communicate. Each forward gathers the padding mask, or without one the position ids. The model gets a copy of its
     `config` that names an attention implementation of Accordion. In its forward `use_cache` is False by default.
-    `use_cache=True`, `generate`, and labels without `num_items_in_batch` raise `UsageError`.
+    `use_cache=True`, `generate`, and labels without `num_items_in_batch` raise `UsageError`. So do any labels if the model's
+    forward does not call `loss_function`; take the loss of its logits instead.
 
     Args:
         model: a model of transformers that reads text, or one of PEFT around it.

@@ -46,7 +46,8 @@ def claim(folders: Mapping[str, Path], job: str | None, wait_s: float, say: Call
     """Take ownership of `folders` (configuration key -> existing folder) until `close` of the returned stack, or until this
     process ends. Call `close` only when no thread of this job writes there any more. If another job owns a folder, wait up to
     `EXIT_S` for it to exit; if an earlier start of this job does, up to `wait_s` seconds. Raises `UsageError` if a folder does
-    not become free or its lock file cannot be opened; then none is taken. `job`: the launcher's name for this job, or None."""
+    not become free or its lock file cannot be opened; then none is taken. `job`: the launcher's name for this job, or None.
+    `say`: function that is called with a text if the wait for an earlier start takes longer than `EXIT_S`."""
     taken = set[Path]()
     with ExitStack() as stack:
         for setting, folder in folders.items():

@@ -165,7 +165,8 @@ class LossScaler(torch.amp.GradScaler):
         )
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update the scale after a step. Raises `AccordionError`, on all ranks, if gradients overflow at the least scale."""
+        """Update the scale after a step, not below `min_loss_scale`; a fixed scale stays. `new_scale`: set this scale instead.
+        Raises `AccordionError`, on all ranks, if gradients overflow at that least scale, unless the scale is fixed."""
         before = self.get_scale()
         super().update(self._fixed if new_scale is None else new_scale)
         if not self.is_enabled() or new_scale is not None or self.get_scale() >= min(before, self._least):

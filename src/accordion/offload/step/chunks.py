@@ -116,8 +116,9 @@ def chunk_numel(itemsize: int, total: int) -> int:
 
 
 def chunks_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
-    """Yield the chunks of the steps `todos`: one block of states after the other, and each block from its first element on. A
-    chunk can have several parameters whose states are adjacent, but none of a parameter that is not in `todos`."""
+    """Yield the chunks of the steps `todos`, each of up to `StateBlock.max_numel` elements: one block after the other,
+    each from its first element on. Parameters in `todos` with adjacent states can share a chunk. Elements of other parameters
+    are in no chunk."""
     by_block: dict[int, list[ParamStep]] = {}
     for todo in todos:
         by_block.setdefault(id(todo.place.block), []).append(todo)
