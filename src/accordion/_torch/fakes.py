@@ -84,7 +84,7 @@ def fake_view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def around_propagation(inside: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Context manager that enters `inside()` whenever DTensor runs an operator on fake tensors to find the result's full shape.
-    A memory tracker should not count these tensors. Replaces a method of torch meanwhile. No public name (2.11 to 2.13)."""
+    A memory tracker should not count these tensors. Replaces a method of torch meanwhile. No public name (2.11 to 2.15)."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     owner, name = ShardingPropagator, "_propagate_tensor_meta_non_cached"

@@ -57,7 +57,7 @@ def mutated_arguments(func: Any) -> list[str]:
 @contextmanager
 def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Context manager that replaces composite aten operators on CPU tensors, for all threads. autograd records the operators
-    that a replacement calls. `functions`: name -> replacement. The method that ends this has no public name (2.11 to 2.13)."""
+    that a replacement calls. `functions`: name -> replacement. The method that ends this has no public name (2.11 to 2.15)."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name, function in functions.items():
