@@ -38,7 +38,7 @@ def least_host_bytes(choice: Choice, space: Space) -> int:
     and optimizer states. `choice` must offload some of them."""
     over = choice.gpus if choice.strategy.optim_over_replicas else choice.shards
     # Parameters, gradients, and shards in the compute dtype unless parameters are stored in it.
-    each = 2 * space.master_bytes + (space.compute_bytes if space.compute_bytes != space.master_bytes else 0)
+    each: float = 2 * space.master_bytes + (space.compute_bytes if space.compute_bytes != space.master_bytes else 0)
     each += space.state_bytes if choice.offload.optimizer == HOST else 0
     return int(space.num_params / over * each * min(choice.gpus, space.cluster.node))
 
