@@ -22,7 +22,7 @@ def folder_of_base() -> Path:
         return Path(sys.argv[1])
     names = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
     if dist.get_rank() == 0:
-        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
         config = LlamaConfig(vocab_size=512, **sizes)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(names[0])
     dist.broadcast_object_list(names)
