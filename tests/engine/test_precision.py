@@ -284,7 +284,7 @@ def test_inputs_are_cast_and_their_gradients_come_back(mesh) -> None:
 
 @under_strategies("full_shard", "no_shard", "hybrid_shard_optim")
 def test_masters_are_what_leaves_the_engine(mesh, strategy: acc.Strategy) -> None:
-    """What leaves the engine is the master: full parameters and state dicts."""
+    """Full parameters and state dicts have the values and dtype of the masters."""
     plain = models.plain()
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=BF16))
     one_loss(model).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,24 @@ def test_full_attention(mesh: Any) -> None:
         assert_close(grads, wanted, 1e-5, least=1.0)  # those of key biases are zero but for rounding
         plain.zero_grad()
         model.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.cpu("other devices have other kernels, and the simulated one has none")
+@on_mesh((1, 2), NAMES)
+def test_flex_attention(mesh: Any) -> None:
+    """Outputs alone, since torch has no backward of flex attention on the CPU."""
+    plain, model = (family("LlamaForCausalLM", attn_implementation="flex_attention", hidden_size=64) for _ in range(2))
+    acc.sequence_parallel(model, mesh["sp"])
+    for make in BATCHES.values():
+        batch = make(0)
+        batch.pop("labels")
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            expected = plain(**batch).logits.chunk(2, dim=1)[mesh["sp"].get_local_rank()]
+            logits = model(**acc.split_sequence(batch, mesh["sp"])).logits
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        own = mask.chunk(2, dim=1)[mesh["sp"].get_local_rank()]
+        torch.testing.assert_close(logits[own], expected[own], rtol=1e-5, atol=1e-6)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -277,6 +277,6 @@ def test_the_end_of_an_answer_is_added_to_the_end_tokens(tmp_path: Path) -> None
     settings = generation_settings(config, [7])
     assert settings == {"eos_token_id": [9, 0, 7], "temperature": 0.7}
     files: Any = SimpleNamespace(digest="a", tokenizer_digest="b")
-    said = LanguageWork(config=config, files=files, generation=settings, spec="").progress(model)
-    assert said["generation_config"] == settings
-    assert said["model_config"]["eos_token_id"] == [0, 9, 7]
+    stored = LanguageWork(config=config, files=files, generation=settings, spec="").progress(model)
+    assert stored["generation_config"] == settings
+    assert stored["model_config"]["eos_token_id"] == [0, 9, 7]

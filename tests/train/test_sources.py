@@ -155,8 +155,8 @@ def test_the_standard_library_is_always_there() -> None:
     assert source.name == "stdlib"
     assert "argparse.py" in keys
     assert not any("test" in Path(key).parts for key in keys)
-    held = [key for key in keys if split_by_key(key) == "validation"]
-    assert 0.02 < len(held) / len(keys) < 0.1
+    validation_keys = [key for key in keys if split_by_key(key) == "validation"]
+    assert 0.02 < len(validation_keys) / len(keys) < 0.1
 
 
 def test_the_stamp_changes_with_the_files(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Wanted:
 
 
 class States:
-    """Those states of one optimizer that are stepped chunk by chunk: their memory or files, and the buffers of the steps.
+    """The states of one optimizer that are stepped chunk by chunk: their memory or files, and the buffers of the steps.
     `cover` allocates states, `adopt` takes over those of a load, and `flush` writes a caller's changes to the files."""
 
     def __init__(self, resources: Resources) -> None:
