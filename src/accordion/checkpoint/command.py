@@ -122,7 +122,6 @@ def _inspect(options: PathOptions) -> Answer:
 
 
 def _verify(options: PathOptions) -> Answer:
-    checkpoint_at(options.path).sizes()  # raises an error if there is no such folder, as after a typing error
     faults = verify(options.path)
     data = {"path": options.path, "good": not faults, "faults": faults}
     return data, faults or [f"{options.path} is as it was written, every byte"], int(bool(faults))
