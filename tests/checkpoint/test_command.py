@@ -74,7 +74,7 @@ def test_missing_checkpoint_gives_an_error_of_one_line(tmp_path, capsys):
     assert cli.main(["checkpoint", "inspect", str(tmp_path)]) == 1
     assert "is no checkpoint" in capsys.readouterr().err
     assert cli.main(["checkpoint", "verify", str(tmp_path / "nowhere")]) == 1
-    assert "nowhere is no checkpoint: there is no such folder" in capsys.readouterr().out
+    assert "nowhere is no checkpoint: there is no such folder" in capsys.readouterr().err
     assert cli.main(["checkpoint", "verify", str(tmp_path)]) == 1
     assert cli.main(["checkpoint", "--help"]) == 0
 

@@ -122,6 +122,11 @@ def _inspect(options: PathOptions) -> Answer:
 
 
 def _verify(options: PathOptions) -> Answer:
+    folder = checkpoint_at(options.path)
+    try:
+        folder.sizes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{folder} is no checkpoint: there is no such folder.") from None
     faults = verify(options.path)
     data = {"path": options.path, "good": not faults, "faults": faults}
     return data, faults or [f"{options.path} is as it was written, every byte"], int(bool(faults))
