@@ -207,7 +207,8 @@ def test_transformers_loads_what_is_saved(mesh: Any, tmp_path: Path, kind: str) 
     acc.load_pretrained(model, folder)
     acc.save_pretrained(model, tmp_path / "saved")
     assert not hasattr(model.config, "quantization_config")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32, device_map="cpu").eval()
+    # In evaluation mode, bitsandbytes rounds to bf16 on processors that have AVX-512 BF16, and rejects rows of 96.
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32, device_map="cpu").train()
     assert type(again.model.layers[0].mlp.down_proj).__name__ == "Linear4bit"
     with torch.no_grad():
         torch.testing.assert_close(again(batch(0, 0).cpu()).logits, model(batch(0, 0)).logits.cpu())
