@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from accordion.train.batches import LoaderBatches, OrderedBatches, batches_of, rows_of
+from accordion.checkpoint import RandomState
+from accordion.errors import UsageError
+from accordion.train.batches import LoaderBatches, OrderedBatches, batches_of, means_of, rows_of
 from accordion.train.data import Share
+from accordion.train.own_task import OwnTask, tried
 from accordion.train.steps import Counted
+from tests.support.own_tasks import Task
 
 SHARE = Share(rank=0, world=1, micro_batch=6, accumulate=1)
 
@@ -113,3 +117,39 @@ def test_sums_and_counts_make_the_mean_of_a_step(world: object, accumulate: int)
     for mean, of_nothing, expected in world.run(4, counted, accumulate):  # type: ignore[attr-defined]
         assert mean == pytest.approx(expected, rel=1e-6)
         assert of_nothing == of_nothing  # no NaN
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ("high", "str; it must be a number, or a pair"),
+        (None, "NoneType; it"),
+        (("high", 2), "str; it"),
+        ([1, [2]], "list; it"),
+        (torch.ones(3), r"tensor of shape \(3,\)"),
+        ((torch.ones(3), 2), r"tensor of shape \(3,\)"),
+    ],
+)
+def test_a_metric_that_is_no_number_is_named_and_the_model_keeps_its_modes(value: object, kind: str) -> None:
+    """`frozen` stays in evaluation mode, in which its task put it."""
+    model = torch.nn.ModuleDict({"frozen": torch.nn.Dropout().eval(), "trained": torch.nn.Dropout()})
+    drawn = RandomState().state_dict()["torch"]
+
+    def values_of(batch: object) -> dict[str, object]:
+        assert not any(module.training for module in model.modules())
+        torch.rand(1)
+        return {"off": value}
+
+    with pytest.raises(UsageError, match=f"the task's off is a {kind}"):
+        means_of(model, [(torch.ones(2), 2)], values_of, torch.device("cpu"))
+    assert [name for name, module in model.named_children() if module.training] == ["trained"]
+    assert torch.equal(RandomState().state_dict()["torch"], drawn)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_a_task_is_tried_in_the_mode_of_its_model(is_training: bool) -> None:
+    task, modes = Task(), list[bool]()
+    model = task.model().train(is_training)
+    model.register_forward_hook(lambda module, *_: modes.append(module.training))
+    tried(OwnTask(parts={}, task=task), model, SHARE, 0)
+    assert [*modes, model.training] == [is_training] * 2

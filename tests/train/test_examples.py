@@ -150,6 +150,10 @@ def test_templates_that_fail_or_hide_answers_are_reported() -> None:
     counts = CHATML.replace("m.content +", "m.content + messages|length|string +")
     with pytest.raises(UsageError, match="message 2 cannot be found in the rendered conversation"):
         Encoder(tokenizer(counts), "chat").example(row(messages=TALK))
+    unprompted = CALLS.partition("{% if add_generation_prompt")[0]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"arguments": {"city": "Oslo"}}]}
+    with pytest.raises(UsageError, match="message 1 cannot be found in the rendered conversation"):
+        Encoder(tokenizer(unprompted), "chat").example(row(messages=[call, *TALK]))
 
 
 TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"

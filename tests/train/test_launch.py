@@ -18,6 +18,7 @@ from accordion.errors import AccordionError, UsageError
 from accordion.train import launch
 from accordion.train.config import LaunchConfig
 from accordion.train.launch import Forwarding, NothingStartedError, RankPlace, choose, first_host, place_of
+from tests.support import forked
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN |= {"MASTER_ADDR": "gpu7", "MASTER_PORT": "29400"}
@@ -188,3 +189,16 @@ def test_a_signal_ends_the_command_while_there_are_no_ranks(number: signal.Signa
             signal.raise_signal(number)
         assert signals.came
     assert signal.getsignal(number) == before
+
+
+def is_interrupted(place: RankPlace, store: torch.distributed.Store) -> None:
+    """Wait for other ranks in vain while a Ctrl-C is handled."""
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        raise RuntimeError("gloo: Connection closed by peer")
+
+
+def test_a_backends_error_after_ctrl_c_is_reported_as_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
+    assert forked.launched(is_interrupted, (), 1) == 130
+    assert capfd.readouterr().err == "accordion: rank 0 was interrupted; the others were stopped.\n"

@@ -196,6 +196,14 @@ def scalar_of(value: object, what: str) -> Tensor:
     return value
 
 
+def number_of(value: object, device: torch.device, what: str) -> Tensor:
+    try:
+        number = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError):  # of torch, for text, None and lists of unequal length
+        raise UsageError(f"{what} is a {type(value).__name__}; it must be a number, or a pair (sum, count).") from None
+    return scalar_of(number, what).double()
+
+
 def count_of(value: object, device: torch.device, what: str) -> Tensor:
     if isinstance(value, Tensor):
         if value.dim():

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from accordion.checkpoint import RandomState
 from accordion.errors import UsageError
 from accordion.even_batches import in_step
-from accordion.tasks.loaded import count_of, is_indexed, is_loader, scalar_of
+from accordion.tasks.loaded import count_of, is_indexed, is_loader, number_of
 from accordion.train.data import GlobalOrder, Share, validation_batches
 
 Collate = Callable[[list[Any]], Any]
@@ -271,25 +271,30 @@ def means_of(
     device: torch.device,
 ) -> dict[str, float]:
     """Return name -> mean over all samples of all ranks; {} without batches. Calls the model in evaluation mode, then restores
-    its mode and the random generators. Collective. `batches`: (batch, number of its samples that count), as many on each rank.
-    `values_of(batch)` returns name -> mean over the batch, or (sum, count). Raises `UsageError` for a value of another form."""
-    drawn, was_training = RandomState().state_dict(), model.training
-    model.eval()
+    the mode of each module and the random generators, also after an error. Collective. `batches`: (batch, number of its samples
+    that count), as many on each rank. `values_of(batch)` returns name -> mean over the batch, or (sum, count). Raises
+    `UsageError` for a value of another form."""
+    drawn, modes = RandomState().state_dict(), {module: module.training for module in model.modules()}
     sums: dict[str, Tensor] = {}  # name -> sum and count, (2,)
-    for batch, num_samples in batches:
-        for name, value in values_of(on_device(batch, device)).items():
-            what = f"the task's {name}"
-            if num_samples == 0:
-                pair = torch.zeros(2, dtype=torch.float64, device=device)
-            elif isinstance(value, tuple) and len(value) == 2:
-                total = torch.as_tensor(value[0], device=device).double()
-                pair = torch.stack([total, count_of(value[1], device, what).double()])
-            else:
-                mean = scalar_of(torch.as_tensor(value, device=device), what).double()
-                pair = torch.stack([mean * num_samples, torch.full_like(mean, num_samples)])
-            sums[name] = sums.get(name, 0.0) + pair
-    model.train(was_training)
-    RandomState().load_state_dict(drawn)
+    try:
+        model.eval()
+        for batch, num_samples in batches:
+            for name, value in values_of(on_device(batch, device)).items():
+                what = f"the task's {name}"
+                if num_samples == 0:
+                    pair = torch.zeros(2, dtype=torch.float64, device=device)
+                elif isinstance(value, tuple) and len(value) == 2:
+                    total = number_of(value[0], device, what)
+                    pair = torch.stack([total, count_of(value[1], device, what).double()])
+                else:
+                    mean = number_of(value, device, what)
+                    pair = torch.stack([mean * num_samples, torch.full_like(mean, num_samples)])
+                sums[name] = sums.get(name, 0.0) + pair
+    finally:
+        model.train(modes[model])  # a module may do more in `train` than set its mode
+        for module, mode in modes.items():
+            module.training = mode  # a module that is frozen in evaluation mode stays so
+        RandomState().load_state_dict(drawn)
     if not sums:
         return {}
     totals = torch.stack(list(sums.values()))

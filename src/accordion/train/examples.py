@@ -158,8 +158,9 @@ class Encoder:
                 prompt = self._render(question, tools, where, prompt=True)
                 begins = prompt.removeprefix(self._render(question, tools, where))
                 at = until.find(begins) if begins else -1
-                before = until[: at + len(begins)] if at >= 0 else until.rpartition(content)[0]
-            if text.startswith(until) and until.startswith(before):
+                before = until[: at + len(begins)] if at >= 0 else until.rpartition(content)[0] if content else ""
+            # Without text (tool calls alone), only a prompt shows where the answer begins.
+            if (content or before) and text.startswith(until) and until.startswith(before):
                 spans.append((len(before), len(until)))
                 continue
             # Some templates render an answer differently if messages follow, for example without its thoughts.

@@ -301,12 +301,15 @@ def guarded(entry: Entry, *args: Any) -> None:
         store = joined(place)
         try:
             code = entry(place, store, *args)
-        except KeyboardInterrupt as error:
-            _report_to_hubs(error)
-            os._exit(INTERRUPTED)
-        except Exception as error:
+        except (KeyboardInterrupt, Exception) as error:
+            interrupted = wording.was_interrupted(error)
+            # Python's exit handlers, which report the end of a rank to the others, are skipped by `os._exit`.
+            for hub in hubs_of_job():
+                is_echo = wording.is_echo(error) and not interrupted
+                hub.say_ended(wording.failure(error, hub.position.phase), echo=is_echo)
+            if interrupted:
+                os._exit(INTERRUPTED)
             advise(error)
-            _report_to_hubs(error)
             code = _report(error, place.rank, store)
             get_error_handler().record_exception(error)  # for torchrun's summary
         if code:
@@ -333,12 +336,6 @@ def joined(place: RankPlace) -> Store:
             "MASTER_PORT to a port that nothing else uses."
         ) from None
     return of_this_start(store, place)
-
-
-def _report_to_hubs(error: BaseException) -> None:
-    # Python's exit handlers, which report the end of a rank to the others, are skipped by `os._exit`.
-    for hub in hubs_of_job():
-        hub.say_ended(wording.failure(error, hub.position.phase), echo=wording.is_echo(error))
 
 
 def of_this_start(store: Store, place: RankPlace) -> Store:
@@ -399,7 +396,7 @@ def give_up_store(store: Store, timeout_s: float) -> None:
                         give_up(connection, timeout_s)
 
 
-def _report(error: Exception, rank: int, store: Store) -> int:
+def _report(error: BaseException, rank: int, store: Store) -> int:
     """Print `error` if this rank failed first, and return the exit code of the rank that failed first. If another rank may have
     caused `error`, waits `SECONDARY_S` before. If the job's store is gone, prints that, and returns the code of `error`."""
     code = 2 if isinstance(error, UsageError) else DIVERGED if isinstance(error, DivergenceError) else 1

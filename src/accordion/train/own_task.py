@@ -211,7 +211,7 @@ def check_data(work: OwnTask, share: Share, options: TrainConfig) -> int | None:
 
 
 def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
-    """Try a task: read a training batch, and if `model` is small and on the CPU, compute the batch's loss in train mode.
+    """Try a task: read a training batch, and if `model` is small and on the CPU, compute the batch's loss.
     Restores random generators. Raises `TaskError` if the user's code fails, `UsageError` if the loss requires no gradient."""
     drawn = RandomState().state_dict()
     with of_the_task("the first batch of dataset('train')"):
@@ -219,7 +219,7 @@ def tried(work: OwnTask, model: nn.Module, share: Share, seed: int) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     if all(t.device.type == "cpu" for t in tensors) and sum(t.numel() for t in tensors) < SMALL_PARAMS:
         with of_the_task("loss(model, batch)"):
-            loss = work.loss(model.train(), batch)
+            loss = work.loss(model, batch)
         first = loss if isinstance(loss, Tensor) else loss[0]
         if not first.requires_grad:
             raise UsageError(
