@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -74,33 +75,41 @@ class Curve:
         return loss if model.training else torch.tensor(self.losses.get(-round(float(loss)), 5.0))
 
 
-@pytest.fixture
-def fit(tmp_path: Path) -> Iterator[Callable[..., Fit]]:
-    """`fit(task, train_steps=3)` trains with `train.steps` 3 in the run folder `tmp_path / "run"`."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+class Runs:
+    """Runs in the folder `place / "run"`. `fit(task, train_steps=3)` trains with `train.steps` 3."""
 
-    def start(task: object, **options: object) -> Fit:
+    def __init__(self, place: Path, capture: pytest.CaptureFixture[str]) -> None:
+        self.place, self.checkpoints, self._capture = place, place / "run" / "checkpoints", capture
+
+    def fit(self, task: object, **options: object) -> Fit:
         given = {key.replace("_", ".", 1): value for key, value in options.items()}
-        return acc.fit(task, options={**QUIET, "run.dir": str(tmp_path / "run"), **given})
+        return acc.fit(task, options={**QUIET, "run.dir": str(self.place / "run"), **given})
 
-    yield start
+    def preempted(self, task: object, **options: object) -> None:
+        with pytest.raises(SystemExit) as raised:
+            self.fit(task, **options)
+        assert raised.value.code == 75
+
+    def printed(self) -> str:
+        """Return what was printed since the last call."""
+        return self._capture.readouterr().out
+
+
+@pytest.fixture
+def runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Runs]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield Runs(tmp_path, capsys)
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_a_few_steps_are_drawn_in_the_run_folder(fit: Callable[..., Fit], tmp_path: Path) -> None:
-    plain = fit(Curve(), train_steps=8)
-    shutil.rmtree(tmp_path / "run")
-    assert fit(Curve(), train_steps=8, train_observe=3).loss == plain.loss
-    trace = Trace.open(tmp_path / "run" / "trace-3.json")
+def test_a_few_steps_are_drawn_in_the_run_folder(runs: Runs) -> None:
+    plain = runs.fit(Curve(), train_steps=8)
+    shutil.rmtree(runs.place / "run")
+    assert runs.fit(Curve(), train_steps=8, train_observe=3).loss == plain.loss
+    trace = Trace.open(runs.place / "run" / "trace-3.json")
     assert [len(rank.steps) for rank in trace.ranks] == [3]
-    assert '"steps"' in (tmp_path / "run" / "trace-3.html").read_text()
-
-
-def preempted(fit: Callable[..., Fit], task: Curve, **options: object) -> None:
-    with pytest.raises(SystemExit) as raised:
-        fit(task, **options)
-    assert raised.value.code == 75
+    assert '"steps"' in (runs.place / "run" / "trace-3.html").read_text()
 
 
 def names_in(folder: Path) -> list[str]:
@@ -117,12 +126,10 @@ class Plain(Curve):
     optimizer = None  # type: ignore[assignment]
 
 
-def test_a_resumed_run_uses_its_own_options_of_the_optimizer(
-    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fit(Plain(), train_steps=1)
-    found = fit(Plain(), train_steps=2, train_weight_decay=0.0)
-    assert "changed since: train.steps 1 -> 2, train.weight_decay 0.1 -> 0.0\n" in capsys.readouterr().out
+def test_a_resumed_run_uses_its_own_options_of_the_optimizer(runs: Runs) -> None:
+    runs.fit(Plain(), train_steps=1)
+    found = runs.fit(Plain(), train_steps=2, train_weight_decay=0.0)
+    assert "changed since: train.steps 1 -> 2, train.weight_decay 0.1 -> 0.0\n" in runs.printed()
     groups = opened(checkpoint_at(Path(str(found.checkpoint)))).manifest.optimizer["groups"]
     assert [group["options"]["weight_decay"] for group in groups] == [0.0]
 
@@ -134,18 +141,16 @@ class ShownWeight(Curve):
         return super().loss(model, batch) if model.training else model(batch[0]).mean()
 
 
-def test_the_average_is_validated_resumed_and_exported(
-    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_average_is_validated_resumed_and_exported(runs: Runs) -> None:
     def ends(steps: int, decay: float, mean: float) -> str:
-        fit(ShownWeight(), train_steps=steps, train_ema=decay)
-        shown = capsys.readouterr().out
+        runs.fit(ShownWeight(), train_steps=steps, train_ema=decay)
+        shown = runs.printed()
         assert f"validation loss of the averaged weights {mean:.4f} after {steps} steps" in shown
         return shown
 
     def exported(name: str, **options: str) -> float:
-        target = str(tmp_path / f"{name}.safetensors")
-        export(ExportOptions(source=str(tmp_path / "run"), target=target, **options))
+        target = str(runs.place / f"{name}.safetensors")
+        export(ExportOptions(source=str(runs.place / "run"), target=target, **options))
         return float(load_file(target)["weight"])
 
     ends(2, 0.5, 1.5)  # the first update copies the weight
@@ -157,15 +162,13 @@ def test_the_average_is_validated_resumed_and_exported(
         exported("other", ema="0.5")
 
 
-def test_a_resumed_run_keeps_its_batch_or_reports_the_change(
-    fit: Callable[..., Fit], capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = fit(Curve(), train_steps=1, train_accumulate=2)
+def test_a_resumed_run_keeps_its_batch_or_reports_the_change(runs: Runs) -> None:
+    first = runs.fit(Curve(), train_steps=1, train_accumulate=2)
     path = Path(str(first.checkpoint))
-    fit(Curve(), train_steps=2)
-    assert "a step is 4 samples: 1 ranks x 2 x 2\n" in capsys.readouterr().out.partition("resumed")[0]
-    fit(Curve(), train_steps=3, train_accumulate=1)
-    assert "train.accumulate 2 -> 1, sequences in a step 4 -> 2\n" in capsys.readouterr().out
+    runs.fit(Curve(), train_steps=2)
+    assert "a step is 4 samples: 1 ranks x 2 x 2\n" in runs.printed().partition("resumed")[0]
+    runs.fit(Curve(), train_steps=3, train_accumulate=1)
+    assert "train.accumulate 2 -> 1, sequences in a step 4 -> 2\n" in runs.printed()
     sizes = {}
     for num_ranks in (1, 2, 3, 4, 8):
         options = with_batch_of(path, JobConfig(train=TrainConfig(micro_batch=3)), (), num_ranks).train
@@ -174,36 +177,32 @@ def test_a_resumed_run_keeps_its_batch_or_reports_the_change(
     assert with_batch_of(path, JobConfig(), ("train.accumulate",), 1) == JobConfig()
 
 
-def test_the_reported_best_is_the_one_in_the_folder(
-    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_reported_best_is_the_one_in_the_folder(runs: Runs) -> None:
     """If best ones are kept from the second start on, lower losses before do not count."""
-    best, often = tmp_path / "run" / "checkpoints" / "best", {"train_eval_every": 2}
-    fit(Curve({2: 1.0, 4: 3.0}), train_steps=4, **often)
+    best, often = runs.checkpoints / "best", {"train_eval_every": 2}
+    runs.fit(Curve({2: 1.0, 4: 3.0}), train_steps=4, **often)
     assert not best.exists()
     often["train_keep_best"] = True
     for steps in (4, 6):
-        fit(Curve({4: 3.0, 6: 4.0}), train_steps=steps, **often)
+        runs.fit(Curve({4: 3.0, 6: 4.0}), train_steps=steps, **often)
         assert extra_of(best)["step"] == 4
-        assert f"best: {best}, validation loss 3.0000 after 4 steps" in capsys.readouterr().out
+        assert f"best: {best}, validation loss 3.0000 after 4 steps" in runs.printed()
 
 
-def test_a_path_is_where_a_run_begins_that_has_no_checkpoint(
-    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_is_where_a_run_begins_that_has_no_checkpoint(runs: Runs) -> None:
     """Started again, the same call resumes from its own newest checkpoint."""
-    folder = tmp_path / "run" / "checkpoints"
-    fit(Curve({3: 2.0, 6: 9.0}), train_steps=6, checkpoint_every=2, **BEST)
+    folder, place = runs.checkpoints, runs.place / "other"
+    runs.fit(Curve({3: 2.0, 6: 9.0}), train_steps=6, checkpoint_every=2, **BEST)
     with pytest.raises(UsageError, match=f"is not the newest checkpoint of its folder, {folder}/step-000006 is; take"):
-        fit(Curve(), train_steps=9, checkpoint_resume=str(folder / "best"))
-    other: dict[str, object] = {"run_dir": str(tmp_path / "other"), "checkpoint_resume": str(folder / "best"), **BEST}
-    preempted(fit, Curve(event_at=2), train_steps=9, **other)
-    assert "best: 3 of 9 steps are done" in capsys.readouterr().out
-    assert names_in(tmp_path / "other" / "checkpoints") == ["step-000005"]
-    found = fit(Curve({6: 3.0}), train_steps=9, **other)
-    said = capsys.readouterr().out
-    assert f"the run goes on from {tmp_path}/other/checkpoints/step-000005; to begin at {folder / 'best'} again" in said
-    assert f"best: {tmp_path}/other/checkpoints/best, validation loss 3.0000 after 6 steps" in said
+        runs.fit(Curve(), train_steps=9, checkpoint_resume=str(folder / "best"))
+    other: dict[str, object] = {"run_dir": str(place), "checkpoint_resume": str(folder / "best"), **BEST}
+    runs.preempted(Curve(event_at=2), train_steps=9, **other)
+    assert "best: 3 of 9 steps are done" in runs.printed()
+    assert names_in(place / "checkpoints") == ["step-000005"]
+    found = runs.fit(Curve({6: 3.0}), train_steps=9, **other)
+    said = runs.printed()
+    assert f"the run goes on from {place}/checkpoints/step-000005; to begin at {folder / 'best'} again" in said
+    assert f"best: {place}/checkpoints/best, validation loss 3.0000 after 6 steps" in said
     assert found.step == 9
 
 
@@ -215,34 +214,28 @@ class LongToRead(Curve):
         return super().dataset(split)
 
 
-def test_the_time_limit_includes_the_preparation(
-    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_time_limit_includes_the_preparation(runs: Runs) -> None:
     """The next start resumes exactly."""
-    found = fit(LongToRead(), train_steps=9, train_hours=0.5 / 3600)
+    found = runs.fit(LongToRead(), train_steps=9, train_hours=0.5 / 3600)
     assert (found.state, found.step, found.why) == ("stopped", 1, "train.hours 0.000138889 have passed")
-    assert "stopped after 1 of 9 steps: train.hours 0.000138889 have passed" in capsys.readouterr().out
-    resumed, undisturbed = (
-        fit(Curve(), train_steps=9),
-        fit(Curve(), train_steps=9, run_dir=str(tmp_path / "undisturbed")),
-    )
+    assert "stopped after 1 of 9 steps: train.hours 0.000138889 have passed" in runs.printed()
+    resumed = runs.fit(Curve(), train_steps=9)
+    undisturbed = runs.fit(Curve(), train_steps=9, run_dir=str(runs.place / "undisturbed"))
     assert (resumed.state, resumed.step, resumed.loss) == ("finished", 9, undisturbed.loss)
 
 
 @pytest.mark.parametrize(
     "limit", [{"train_patience": 1, "train_eval_every": 2}, {"train_hours": 1e-6}], ids=["patience", "hours"]
 )
-def test_a_run_that_made_its_last_step_is_finished(
-    fit: Callable[..., Fit], limit: dict[str, object], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_made_its_last_step_is_finished(runs: Runs, limit: dict[str, object]) -> None:
     steps = 4 if "train_patience" in limit else 1
-    found = fit(Curve(), train_steps=steps, **limit)
-    said = capsys.readouterr().out
+    found = runs.fit(Curve(), train_steps=steps, **limit)
+    said = runs.printed()
     assert (found.state, found.why, found.step) == ("finished", "", steps)
     assert "stopped after" not in said
     assert "resumes from there" not in said
-    fit(Curve(), train_steps=steps, **limit)
-    assert f"validation loss 5.0000 after {steps} steps" in capsys.readouterr().out
+    runs.fit(Curve(), train_steps=steps, **limit)
+    assert f"validation loss 5.0000 after {steps} steps" in runs.printed()
 
 
 class NothingHeldOut(Curve):
@@ -250,86 +243,71 @@ class NothingHeldOut(Curve):
         return super().dataset(split) if split == "train" else None
 
 
-@pytest.mark.parametrize("key", ["patience", "keep_best"])
-def test_keys_of_validations_are_refused_without_validation_data(
-    fit: Callable[..., Fit], tmp_path: Path, key: str
-) -> None:
+@pytest.mark.parametrize(("key", "value"), [("patience", 1), ("keep_best", True)])
+def test_keys_of_validations_are_refused_without_validation_data(runs: Runs, key: str, value: object) -> None:
     with pytest.raises(UsageError, match=f"train.{key} compares validations, and the task 'Nothing"):
-        fit(NothingHeldOut(), train_steps=2, train_eval_every=1, **{f"train_{key}": 1 if key == "patience" else True})
-    assert not list(tmp_path.iterdir())
+        runs.fit(NothingHeldOut(), train_steps=2, train_eval_every=1, **{f"train_{key}": value})
+    assert not list(runs.place.iterdir())
 
 
-def test_the_best_is_linked_if_its_step_is_saved(
-    fit: Callable[..., Fit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_is_linked_if_its_step_is_saved(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stays when the checkpoint of its step is removed, and it is linked on resume if the run was killed before that."""
-    folder = tmp_path / "run" / "checkpoints"
-    monkeypatch.chdir(tmp_path)
+    folder = runs.checkpoints
+    monkeypatch.chdir(runs.place)
     often: dict[str, object] = {"run_dir": "run", "checkpoint_every": 3, "checkpoint_keep": 1, **BEST}
-    fit(Curve({3: 2.0}), train_steps=3, **often)
+    runs.fit(Curve({3: 2.0}), train_steps=3, **often)
     (file,) = (folder / "step-000003").glob("*.safetensors")
     assert file.samefile(folder / "best" / file.name)
     assert not (folder / "step-000003" / "manifest.json").samefile(folder / "best" / "manifest.json")
     shutil.rmtree(folder / "best")  # as if it had been killed before that
-    fit(Curve({3: 2.0, 6: 3.0}), train_steps=6, **often)
+    runs.fit(Curve({3: 2.0, 6: 3.0}), train_steps=6, **often)
     assert names_in(folder) == ["best", "step-000006"]
     assert extra_of(folder / "best")["step"] == 3
     assert verify(folder / "best") == []
 
 
-def test_the_best_is_copied_without_hard_links(
-    fit: Callable[..., Fit], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(source: object, target: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refused)
-    fit(Curve({3: 2.0}), train_steps=3, checkpoint_every=3, **BEST)
-    folder = tmp_path / "run" / "checkpoints"
-    assert names_in(folder) == ["best", "step-000003"]
-    assert verify(folder / "best") == []
+def test_the_best_is_copied_without_hard_links(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
+    runs.fit(Curve({3: 2.0}), train_steps=3, checkpoint_every=3, **BEST)
+    assert names_in(runs.checkpoints) == ["best", "step-000003"]
+    assert verify(runs.checkpoints / "best") == []
 
 
 # -- failures, and what a program finds after them
 
 
-def fails() -> None:
-    raise ValueError("the task's own")
-
-
-def test_a_program_resumes_a_run_that_raised(
-    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_resumes_a_run_that_raised(runs: Runs) -> None:
     """While the error is kept, which refers to objects of the run, and with a background save of the previous step."""
+    fails = Mock(side_effect=ValueError("the task's own"))
     with pytest.raises(ValueError, match="the task's own") as failed:
-        fit(Curve(event_at=3, event=fails), train_steps=4, checkpoint_every=2)
+        runs.fit(Curve(event_at=3, event=fails), train_steps=4, checkpoint_every=2)
     assert not dist.is_initialized()
-    assert not (tmp_path / "run" / ".owner").exists()
-    found = fit(Curve(), train_steps=4)
+    assert not (runs.place / "run" / ".owner").exists()
+    found = runs.fit(Curve(), train_steps=4)
     assert (found.state, found.step) == ("finished", 4)
-    assert "2 of 4 steps are done" in capsys.readouterr().out
+    assert "2 of 4 steps are done" in runs.printed()
     del failed
 
 
-def test_a_signal_after_the_run_is_sent_to_the_program(fit: Callable[..., Fit], tmp_path: Path) -> None:
+def test_a_signal_after_the_run_is_sent_to_the_program(runs: Runs) -> None:
     """In the last validation no decision follows. In a step the signal ends the run by its exit code, and is not sent again."""
     taken: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: taken.append(number))
     send = partial(signal.raise_signal, signal.SIGTERM)
-    found = fit(Curve(event_at=1, event=send, in_validation=True), train_steps=4)
+    found = runs.fit(Curve(event_at=1, event=send, in_validation=True), train_steps=4)
     assert (found.state, taken) == ("finished", [signal.SIGTERM])
-    preempted(fit, Curve(event_at=2, event=send), train_steps=4, run_dir=str(tmp_path / "early"))
+    runs.preempted(Curve(event_at=2, event=send), train_steps=4, run_dir=str(runs.place / "early"))
     assert taken == [signal.SIGTERM]
     send()
     assert len(taken) == 2
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run(fit: Callable[..., Fit], tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "checkpoints"
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(runs: Runs) -> None:
+    folder = runs.checkpoints
     folder.mkdir(parents=True)
     (folder / "step-000002").write_text("in the way")
     with pytest.raises(CheckpointError, match="exists and is no checkpoint"):
-        fit(Curve(), train_steps=4, checkpoint_every=1)
+        runs.fit(Curve(), train_steps=4, checkpoint_every=1)
     assert latest(folder) == str(folder / "step-000001")
     assert (folder / "step-000002").read_text() == "in the way"
 
@@ -338,16 +316,14 @@ def cut(manifest: Path) -> None:
     manifest.write_bytes(manifest.read_bytes()[:500])
 
 
-def test_resume_reports_which_checkpoints_it_passes_over(
-    fit: Callable[..., Fit], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run" / "checkpoints"
+def test_resume_reports_which_checkpoints_it_passes_over(runs: Runs) -> None:
+    folder = runs.checkpoints
     steps = [folder / f"step-{step:06d}" for step in range(5)]
-    fit(Curve(), train_steps=3, checkpoint_every=1)
+    runs.fit(Curve(), train_steps=3, checkpoint_every=1)
 
     def refused(error: type[Exception]) -> str:
         with pytest.raises(error) as caught:
-            fit(Curve(), train_steps=4)
+            runs.fit(Curve(), train_steps=4)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -361,9 +337,9 @@ def test_resume_reports_which_checkpoints_it_passes_over(
 
     cut(steps[3] / "manifest.json")
     (steps[2] / "manifest.json").unlink()
-    capsys.readouterr()
-    found = fit(Curve(), train_steps=4)
-    shown = capsys.readouterr().out
+    runs.printed()
+    found = runs.fit(Curve(), train_steps=4)
+    shown = runs.printed()
     assert f"{steps[1]} is the newest complete checkpoint, newer ones are damaged: " in shown
     assert f"{steps[3]}" in shown
     assert "1 of 4 steps are done" in shown
@@ -371,9 +347,9 @@ def test_resume_reports_which_checkpoints_it_passes_over(
 
     for manifest in folder.glob("*/manifest.json"):
         cut(manifest)
-    before = tree(tmp_path)
+    before = tree(runs.place)
     assert "there are checkpoints, and none is complete" in refused(UsageError)
-    assert tree(tmp_path) == before
+    assert tree(runs.place) == before
 
 
 def tree(folder: Path) -> dict[str, float]:
