@@ -113,7 +113,6 @@ def no_tokenizer(place: Path) -> list[str]:
 
 
 ONE = safetensors_of({"a": torch.zeros(1)})
-INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
 STEP = "ckpts/step-000005"
 TALK = {"messages": [{"role": "user", "content": "add 3"}, {"role": "assistant", "content": "so it is"}]}
 TALKS = f"{json.dumps(TALK)}\n" * 40
@@ -137,15 +136,6 @@ def resumed(path: str, make: Make = nothing, manifest: object = None) -> Make:
 def foreign(place: Path) -> list[str]:
     save(place / STEP, torch.nn.Linear(2, 2), extra=None)
     return []
-
-
-def two_cut(place: Path) -> list[str]:
-    given = checkpoint()(place)
-    (place / STEP).rename(place / "ckpts" / "step-000010")
-    checkpoint()(place)
-    for manifest in (place / "ckpts").glob("*/manifest.json"):
-        manifest.write_bytes(manifest.read_bytes()[:100])
-    return given
 
 
 def chat(*more: str, content: str = TALKS, folder: str = "base") -> Make:
@@ -280,14 +270,6 @@ CASES = {
     "impossible config": (model({"config.json": described(hidden_size=-1)}), "no"),
     "positions": (model({"config.json": described(max_position_embeddings=8)}), "longer than the 8 positions"),
     "no weights": (pretrained({}), "has neither model.safetensors nor"),
-    "weights cut off": (
-        pretrained({"model.safetensors": b"\x10\0\0\0\0\0\0\0{"}),
-        "model.safetensors is no safetensors file",
-    ),
-    "part of the weights": (
-        pretrained({"model.safetensors.index.json": INDEX, "model-1.safetensors": ONE}),
-        "model-2.safetensors",
-    ),
     "weights of another": (
         pretrained({"model.safetensors": ONE}),
         "12 missing in the folder: model.embed_tokens.weight (1024, 32)",
@@ -301,7 +283,6 @@ CASES = {
     "no checkpoint": (resumed("corpus"), "is no checkpoint"),
     "checkpoint of another program": (resumed(STEP, foreign), "not one of `accordion train`"),
     "damaged checkpoint": (resumed(STEP, checkpoint(), manifest="{"), "damaged"),
-    "every checkpoint cut": (two_cut, "there are checkpoints, and none is complete: "),
     "file in the way": (files({"taken": ""}, "--run.dir", "taken/run"), "is a file"),
     "chats in text": (
         words("--data.path", "corpus/0.txt", "--data.format", "chat"),
@@ -388,30 +369,6 @@ def test_bad_input_is_reported_by_ranks_that_may_be_the_first(
         monkeypatch.setenv(name, value)
     assert cli.main(["train", "--train.stps", "1"]) == 2
     assert capfd.readouterr().err.count("\n") == speaks
-
-
-TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
-SRUN |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1"}
-BROKEN = [
-    ({"RANK": "x", "WORLD_SIZE": "2"}, "they are invalid: invalid literal for int() with base 10: 'x'"),
-    (TORCHRUN, "'MASTER_PORT' is not set"),
-    ({**SRUN, "MASTER_PORT": "x"}, "they are invalid: invalid literal for int() with base 10: 'x'"),
-]
-
-
-@pytest.mark.parametrize(("environ", "expected"), BROKEN)
-def test_broken_variables_of_a_launcher_are_an_error(
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    environ: dict[str, str],
-    expected: str,
-) -> None:
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    refused(capfd, ["train", *SMALL], expected)
 
 
 def test_good_input_starts_ranks(place: Path, started: list[int], capsys: pytest.CaptureFixture[str]) -> None:

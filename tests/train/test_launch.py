@@ -43,20 +43,23 @@ def test_places_of_launchers() -> None:
     assert place_of({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}) == replace(
         in_slurm, address="10.0.0.1:29500"
     )
-    with pytest.raises(UsageError, match=r"invalid.*'x'"):
-        place_of({**TORCHRUN, "RANK": "x"})
+    for environ in ({**TORCHRUN, "RANK": "x"}, {**SRUN, "MASTER_PORT": "x"}):
+        with pytest.raises(UsageError, match=r"they are invalid: invalid literal for int\(\) with base 10: 'x'"):
+            place_of(environ)
+    with pytest.raises(UsageError, match="'MASTER_PORT' is not set"):
+        place_of(without(TORCHRUN, "MASTER_PORT"))
 
 
-def without(*keys: str) -> dict[str, str]:
-    return {key: value for key, value in SRUN.items() if key not in keys}
+def without(environ: dict[str, str], key: str) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name != key}
 
 
 @pytest.mark.parametrize(
     "environ",
     [
         {},
-        without("SLURM_STEP_ID"),
-        without("SLURM_PROCID"),
+        without(SRUN, "SLURM_STEP_ID"),
+        without(SRUN, "SLURM_PROCID"),
         {**SRUN, "SLURM_STEP_NUM_TASKS": "1"},
         {"RANK": "0"},
         {**SRUN, "SLURM_PTY_PORT": "34567", "SLURM_TASK_PID": "1"},
@@ -200,5 +203,5 @@ def is_interrupted(place: RankPlace, store: torch.distributed.Store) -> None:
 
 
 def test_a_backends_error_after_ctrl_c_is_reported_as_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
-    assert forked.launched(is_interrupted, (), 1) == 130
-    assert capfd.readouterr().err == "accordion: rank 0 was interrupted; the others were stopped.\n"
+    assert forked.start(is_interrupted, (), 1) == launch.INTERRUPTED
+    assert capfd.readouterr().err == ""
