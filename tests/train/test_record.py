@@ -95,9 +95,7 @@ def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
         fill(disk)
         for step in range(2, 40):
             log.step(line(step))
-        assert said == [
-            f"no longer recorded in {disk}/metrics.jsonl: No space left on device; training goes on",
-        ]
+        assert said == [f"no longer recorded in {disk}/metrics.jsonl: No space left on device; training goes on"]
         whole = [content["step"] for _, content in steps_in(text_of(disk / "metrics.jsonl"))]
         assert whole == list(range(1, len(whole) + 1))
 
@@ -109,22 +107,22 @@ def test_peak_bytes_grows_with_allocations() -> None:
 
 
 def unit(name: str, num_params: int) -> UnitReport:
-    known: dict[str, Any] = {
-        "name": name,
-        "kind": name.partition(".")[0],
-        "num_params": num_params,
-        "parameter_bytes": 2 * num_params,
-        "gradient_bytes": 2 * num_params,
-        "optimizer_bytes": 4 * num_params,
-        "full_bytes": 4 * num_params,
-    }
+    sizes = {"parameter_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 4, "full_bytes": 4}  # of a parameter
+    known: dict[str, Any] = {key: num_bytes * num_params for key, num_bytes in sizes.items()}
+    known |= {"name": name, "kind": name.partition(".")[0], "num_params": num_params}
     return UnitReport(**{field.name: 0 for field in fields(UnitReport)} | known)
 
 
+def table(name: str, num_blocks: int, block_params: int) -> list[str]:
+    """Return the lines that report a root unit of 2**20 parameters and `num_blocks` blocks."""
+    units = (unit("(root)", 1 << 20), *(unit(f"{name}.{i}", block_params) for i in range(num_blocks)))
+    total = sum(one.num_params for one in units)
+    sizes = {"total_params": total, "unsharded_bytes": 16 * total, "units": units}
+    return str(Report(strategy="full_shard", world=2, device="cuda:1", **sizes)).splitlines()
+
+
 def test_the_table_sums_up_and_compares() -> None:
-    units = (unit("(root)", 1 << 20), *(unit(f"layers.{i}", 1 << 18) for i in range(4)))
-    sizes: dict[str, Any] = {"total_params": 2 << 20, "unsharded_bytes": 32 << 20, "units": units}
-    title, head, *lines = str(Report(strategy="full_shard", world=2, device="cuda:1", **sizes)).splitlines()
+    title, head, *lines = table("layers", 4, 1 << 18)
     assert title == "full_shard over 2 ranks, this one on cuda:1: bytes on each rank"
     cells = {name: rest for name, *rest in (re.split(r"  +| (?=\d)", line) for line in lines)}
     assert cells["layers.0-3"] == ["1.05 M", "2.0 MiB", "2.0 MiB", "4.0 MiB", "8.0 MiB", "1.0 MiB"]
@@ -134,10 +132,7 @@ def test_the_table_sums_up_and_compares() -> None:
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:
-    units = (unit("(root)", 1 << 20), *(unit(f"model.layers.{i}", 1 << 28) for i in range(40)))
-    sizes: dict[str, Any] = {"total_params": 1 << 33, "unsharded_bytes": 1 << 37, "units": units}
-    report = Report(strategy="full_shard", world=2, device="cuda:1", **sizes)
-    assert max(map(len, str(report).splitlines())) <= 80
+    assert max(map(len, table("model.layers", 40, 1 << 28))) <= 80
 
 
 def test_without_a_terminal_progress_is_about_a_hundred_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,33 +192,32 @@ def test_figures_are_logged_to_wandb_until_it_fails(tmp_path: Path, monkeypatch:
     assert not list(tmp_path.glob("events*"))
 
 
+class Mlflow:
+    """The functions of mlflow 3 that a run calls, with its parameters. tests/installed.py runs with the package itself."""
+
+    def set_experiment(self, experiment_name=None, experiment_id=None): ...
+
+    def start_run(
+        self, run_id=None, experiment_id=None, run_name=None, nested=False, parent_run_id=None, tags=None
+    ): ...
+
+    def log_params(self, params, synchronous=None, run_id=None): ...
+
+    def log_metrics(self, metrics, step=None, synchronous=None, run_id=None, timestamp=None): ...
+
+    def end_run(self, status="FINISHED"): ...
+
+
 def test_a_resumed_run_continues_its_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a store in files, which the small package accepts too."""
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    tracking = pytest.importorskip("mlflow.tracking")
-    uri = f"file:{tmp_path}/ml"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    config = Config(log=LogConfig(mlflow="mine", tensorboard=False))
-    for number in (1, 2):
-        opened = trackers_of(config, tmp_path, number - 1, pytest.fail)
-        with MetricsLog(tmp_path, number - 1, print, opened) as log:
-            log.step(line(number))
-    client = tracking.MlflowClient(tracking_uri=uri)
-    runs = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
-    assert [run.info.status for run in runs] == ["FINISHED"]
-    assert [metric.step for metric in client.get_metric_history(runs[0].info.run_id, "loss")] == [1, 2]
-
-
-def test_figures_are_logged_to_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the package that records its calls."""
-    mlflow = mock.MagicMock()
+    mlflow = mock.create_autospec(Mlflow, instance=True)
     mlflow.start_run.return_value = mock.Mock(info=mock.Mock(run_id="r"), data=mock.Mock(params={"train.seed": "0"}))
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    said, config = list[str](), Config(log=LogConfig(mlflow="mine", tensorboard=False))
+    config = Config(log=LogConfig(mlflow="mine", tensorboard=False))
     for done in (0, 1):
-        with MetricsLog(tmp_path, done, said.append, trackers_of(config, tmp_path, done, said.append)) as log:
+        with MetricsLog(tmp_path, done, pytest.fail, trackers_of(config, tmp_path, done, pytest.fail)) as log:
             log.step(line(done + 1))
             log.validation(done + 1, Validation(loss=2.0))
+    assert mlflow.set_experiment.mock_calls == [mock.call("mine")] * 2
     assert [call.kwargs["run_id"] for call in mlflow.start_run.mock_calls] == [None, "r"]
     (settings,) = mlflow.log_params.mock_calls[0].args
     assert settings["log.mlflow"] == "mine"
@@ -231,4 +225,3 @@ def test_figures_are_logged_to_mlflow(tmp_path: Path, monkeypatch: pytest.Monkey
     assert mlflow.log_metrics.mock_calls[3] == mock.call({"validation_loss": 2.0}, step=2, synchronous=False)
     assert [call.kwargs["step"] for call in mlflow.log_metrics.mock_calls] == [1, 1, 2, 2]
     assert mlflow.end_run.mock_calls == [mock.call("FINISHED")] * 2
-    assert not said
