@@ -14,7 +14,7 @@ from tokenizers import processors
 from accordion.errors import UsageError
 from accordion.models.stored import end_of_turn
 from accordion.train.config import Config, DataConfig, ModelConfig
-from accordion.train.examples import Encoder
+from accordion.train.examples import Encoder, Message
 from accordion.train.language_work import LanguageWork, check_enough, generation_settings, trained_model
 from accordion.train.packing import ExampleRows, preview
 from accordion.train.sources import DataRow, find
@@ -38,6 +38,10 @@ THINKING = (  # as Qwen3 has it: what comes before the last question is shown wi
     "{%- if m.role == 'assistant' and loop.index0 > ns.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
     "{{- m.content + '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}{{ c.arguments | tojson }}{% endfor %}"
+    "{{ m.content or '' }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TALK = [
     {"role": "user", "content": "the quick fox?"},
     {"role": "assistant", "content": "jumps over — ünïcode 🦊 too"},
@@ -46,15 +50,24 @@ TALK = [
 ]
 
 
-def tokenizer(template: str | None) -> Any:
+def tokenizer(template: str | None = CHATML) -> Any:
     made = language_folders.tokenizer()
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     made.chat_template = template
     return made
 
 
-def row(**values: Any) -> DataRow:
-    return DataRow(where="'x.jsonl' line 7", values=values, split="train")
+def example(words: Any, **values: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids, answers) of a row in which the fields `values` are in line 7 of a file."""
+    kind = "chat" if "messages" in values else "prompt"
+    return Encoder(words, kind).example(DataRow(where="'x.jsonl' line 7", values=values, split="train"))
+
+
+def learnt_of(template: str, messages: list[Message], **values: Any) -> tuple[str, str]:
+    """Return the whole text of a chat, and the part that is learnt."""
+    words = tokenizer(template)
+    ids, answers = example(words, messages=messages, **values)
+    return words.decode(ids), words.decode(ids[answers])
 
 
 def by_hand(kind: str, messages: list[dict[str, str]]) -> list[tuple[str, bool]]:
@@ -73,7 +86,7 @@ def by_hand(kind: str, messages: list[dict[str, str]]) -> list[tuple[str, bool]]
 def test_tokens_of_answers_in_a_chat_are_learnt(kind: str, template: str) -> None:
     """Compares characters, because tokenizers report no starts of tokens in bytes."""
     words = tokenizer(template)
-    ids, answers = Encoder(words, "chat").example(row(messages=TALK))
+    ids, answers = example(words, messages=TALK)
     parts = by_hand(kind, TALK)
     text = "".join(part for part, _ in parts)
     assert words.decode(ids) == text
@@ -85,7 +98,6 @@ def test_tokens_of_answers_in_a_chat_are_learnt(kind: str, template: str) -> Non
         assert answer == mine[at], (kind, at, piece)
         at += length
     assert at == len(mine)
-    assert answers.sum() == sum(answers)
     assert 0 < answers.sum() < len(ids)
 
 
@@ -93,7 +105,7 @@ def test_marked_answers_are_those_of_transformers() -> None:
     """Except answers that begin with a blank that is missing from its token's span."""
     words = tokenizer(MARKED.replace("' ' + m.content", "m.content"))
     theirs = words.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
-    ids, answers = Encoder(words, "chat").example(row(messages=TALK))
+    ids, answers = example(words, messages=TALK)
     assert ids.tolist() == theirs["input_ids"]
     assert answers.astype(int).tolist() == theirs["assistant_masks"]
 
@@ -107,7 +119,7 @@ def test_a_completion_is_learnt_and_its_end(prompt: str, completion: str, around
         special = [(word, words.convert_tokens_to_ids(word)) for word in ("b", words.eos_token)]
         template = processors.TemplateProcessing(single=f"b $A {words.eos_token}", special_tokens=special)
         words.backend_tokenizer.post_processor = template
-    ids, answers = Encoder(words, "prompt").example(row(prompt=prompt, completion=completion))
+    ids, answers = example(words, prompt=prompt, completion=completion)
     before = words(prompt)["input_ids"]
     before = before[:-1] if around else before
     assert ids[: len(before)].tolist() == before
@@ -117,94 +129,75 @@ def test_a_completion_is_learnt_and_its_end(prompt: str, completion: str, around
 
 
 SAY = {"role": "user", "content": "a"}
-BAD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no list": ("chat", {"messages": "hi"}, "field 'messages' is str; it takes a list"),
-    "no message": ("chat", {"messages": []}, "field 'messages' is empty"),
-    "a message that is text": ("chat", {"messages": ["hi"]}, "message 1 is str"),
-    "no role": ("chat", {"messages": [{"content": "a"}]}, "message 1 has no role; it takes one of system"),
-    "wrong role": ("chat", {"messages": [SAY, {"role": "assistent", "content": "b"}]}, "message 2 has role 'assistent'; did you"),
-    "no content": ("chat", {"messages": [SAY, {"role": "assistant"}]}, "message 2, of the assistant, has no content"),
-    "content of parts": ("chat", {"messages": [{"role": "user", "content": []}]}, "has content that is list; it takes text"),
-    "an empty answer": ("chat", {"messages": [SAY, {"role": "assistant", "content": " "}]}, "message 2, of the assistant, is"),
-    "no answer": ("chat", {"messages": [SAY]}, "has no message of the assistant"),
-    "half a character": ("chat", {"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
-    "an empty completion": ("prompt", {"prompt": "a", "completion": ""}, "field 'completion' is empty"),
-    "a prompt that is a number": ("prompt", {"prompt": 3, "completion": "a"}, "field 'prompt' is int, not text"),
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"arguments": {"city": "Oslo"}}]}
+RAISES = CHATML.replace("{%- for m", "{{ raise_exception('no such talk') }}{%- for m", 1)
+COUNTS = CHATML.replace("m.content +", "m.content + messages|length|string +")
+WITHOUT_PROMPT = CALLS.partition("{% if add_generation_prompt")[0]
+LOST = "cannot be found in the rendered conversation; mark answers"
+BAD: dict[str, tuple[Any, ...]] = {  # fields, error, template if not CHATML
+    "no list": ({"messages": "hi"}, "field 'messages' is str; it takes a list"),
+    "no message": ({"messages": []}, "field 'messages' is empty"),
+    "a message that is text": ({"messages": ["hi"]}, "message 1 is str"),
+    "no role": ({"messages": [{"content": "a"}]}, "message 1 has no role; it takes one of system"),
+    "wrong role": ({"messages": [SAY, {"role": "assistent", "content": "b"}]}, "message 2 has role 'assistent'; did you"),
+    "no content": ({"messages": [SAY, {"role": "assistant"}]}, "message 2, of the assistant, has no content"),
+    "content of parts": ({"messages": [{"role": "user", "content": []}]}, "has content that is list; it takes text"),
+    "an empty answer": ({"messages": [SAY, {"role": "assistant", "content": " "}]}, "message 2, of the assistant, is"),
+    "no answer": ({"messages": [SAY]}, "has no message of the assistant"),
+    "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
+    "a weight": ({"messages": [SAY, TALK[1] | {"weight": 0.5}]}, "message 2 has weight 0.5; it takes 0 or 1"),
+    "an empty completion": ({"prompt": "a", "completion": ""}, "field 'completion' is empty"),
+    "a prompt that is a number": ({"prompt": 3, "completion": "a"}, "field 'prompt' is int, not text"),
+    "a template that raises": ({"messages": TALK}, "the chat template fails: no such talk", RAISES),
+    "an answer of a count": ({"messages": TALK}, f"message 2 {LOST}", COUNTS),
+    "tool calls without a prompt": ({"messages": [CALL, *TALK]}, f"message 1 {LOST}", WITHOUT_PROMPT),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_invalid_examples_are_reported_with_their_line(case: str) -> None:
-    kind, values, expected = BAD[case]
+def test_invalid_examples_and_templates_are_reported_with_the_line(case: str) -> None:
+    values, expected, *template = BAD[case]
     with pytest.raises(UsageError) as error:
-        Encoder(tokenizer(CHATML), kind).example(row(**values))
+        example(tokenizer(*template), **values)
     assert str(error.value).startswith("'x.jsonl' line 7")
     assert expected in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_templates_that_fail_or_hide_answers_are_reported() -> None:
-    refuses = CHATML.replace("{%- for m", "{{ raise_exception('no such talk') }}{%- for m", 1)
-    with pytest.raises(UsageError, match="line 7: the chat template fails: no such talk"):
-        Encoder(tokenizer(refuses), "chat").example(row(messages=TALK))
-    counts = CHATML.replace("m.content +", "m.content + messages|length|string +")
-    with pytest.raises(UsageError, match="message 2 cannot be found in the rendered conversation"):
-        Encoder(tokenizer(counts), "chat").example(row(messages=TALK))
-    unprompted = CALLS.partition("{% if add_generation_prompt")[0]
-    call = {"role": "assistant", "content": None, "tool_calls": [{"arguments": {"city": "Oslo"}}]}
-    with pytest.raises(UsageError, match="message 1 cannot be found in the rendered conversation"):
-        Encoder(tokenizer(unprompted), "chat").example(row(messages=[call, *TALK]))
-
-
 TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-CALLS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}{{ c.arguments | tojson }}{% endfor %}"
-    "{{ m.content or '' }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def learnt_of(words: Any, encoder: Encoder, **values: Any) -> tuple[str, str]:
-    """Return the whole text of an example, and the part that is learnt."""
-    ids, answers = encoder.example(row(**values))
-    return words.decode(ids), words.decode(ids[answers])
 
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_are_shown_to_the_template(as_text: bool) -> None:
     tools = [{"type": "function", "function": {"name": "weather"}, "strict": None}]
     given = json.dumps(tools) if as_text else tools
-    words = tokenizer(TOOLS + CHATML)
-    encoder = Encoder(words, "chat")
-    text, learnt = learnt_of(words, encoder, messages=TALK, tools=given)
+    text, learnt = learnt_of(TOOLS + CHATML, TALK, tools=given)
     assert text.startswith('<|im_start|>system\n[{"type": "function", "function": {"name": "weather"}}]<|im_end|>')
     assert "weather" not in learnt
-    Encoder(words, "chat").example(row(messages=TALK, tools=None))
+    assert "weather" not in learnt_of(TOOLS + CHATML, TALK, tools=None)[0]
 
 
 def test_null_fields_of_arrow_are_removed() -> None:
     calls = [{"name": "look", "arguments": {"city": "Oslo", "a": None, "deep": [{"b": None, "c": [None, 1]}]}}]
     talk = [SAY, {"role": "assistant", "content": None, "tool_calls": calls}]
-    text, _ = learnt_of(words := tokenizer(CALLS), Encoder(words, "chat"), messages=talk)
+    text, _ = learnt_of(CALLS, talk)
     assert '{"city": "Oslo", "deep": [{"c": [null, 1]}]}' in text
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_messages_of_weight_zero_are_not_learnt(template: str) -> None:
-    words = tokenizer(template)
     for flags in ({"weight": 0}, {"train": False}, {"weight": 1, "train": False}, {"weight": 0.0}):
         talk = [TALK[0], TALK[1] | flags, TALK[2] | {"weight": None}, TALK[3] | {"weight": 1}]
-        _, learnt = learnt_of(words, Encoder(words, "chat"), messages=talk)
+        _, learnt = learnt_of(template, talk)
         assert learnt.strip() == "sleeps  lazily<|im_end|>"
-    with pytest.raises(UsageError, match=r"message 2 has weight 0.5; it takes 0 or 1"):
-        Encoder(words, "chat").example(row(messages=[TALK[0], TALK[1] | {"weight": 0.5}]))
 
 
 def test_a_token_with_the_blank_before_an_answer_is_learnt() -> None:
     """Templates that write "assistant: " end a prompt with a blank, which becomes part of the first token of the answer."""
     messages = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-    words = tokenizer(messages + "{% if add_generation_prompt %}assistant: {% endif %}")
+    template = messages + "{% if add_generation_prompt %}assistant: {% endif %}"
     talk = [{"role": "user", "content": "the quick"}, {"role": "assistant", "content": "the quick brown"}]
-    assert learnt_of(words, Encoder(words, "chat"), messages=talk)[1].strip() == "the quick brown<|im_end|>"
+    assert learnt_of(template, talk)[1].strip() == "the quick brown<|im_end|>"
 
 
 def test_validation_data_without_answers_to_learn_is_refused() -> None:
@@ -219,8 +212,7 @@ def test_validation_data_without_answers_to_learn_is_refused() -> None:
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, THINKING, CALLS])
 def test_the_assistant_may_open_a_conversation(template: str) -> None:
-    words = tokenizer(template)
-    _, learnt = learnt_of(words, Encoder(words, "chat"), messages=TALK[1:])
+    _, learnt = learnt_of(template, TALK[1:])
     assert "".join(learnt.split()).startswith("jumpsover—ünïcode🦊too<|im_end|>")
     assert learnt.endswith("sleeps  lazily<|im_end|>")
 
@@ -233,7 +225,8 @@ def test_the_end_of_a_turn_is_known_by_the_backend_too() -> None:
     own = language_folders.tokenizer().backend_tokenizer
     own.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
     words = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|endoftext|>", chat_template=CHATML)
-    assert learnt_of(words, Encoder(words, "chat"), messages=TALK[:2])[1] == "jumps over — ünïcode 🦊 too<|im_end|>"
+    ids, answers = example(words, messages=TALK[:2])
+    assert words.decode(ids[answers]) == "jumps over — ünïcode 🦊 too<|im_end|>"
     assert end_of_turn(words) == words.convert_tokens_to_ids("<|im_end|>")
     assert end_of_turn(language_folders.tokenizer()) is None
 
@@ -242,10 +235,9 @@ def test_the_end_of_a_turn_is_known_by_the_backend_too() -> None:
 def test_rows_are_read_from_each_format(tmp_path: Path, kind: str) -> None:
     talks = [{"messages": [SAY, {"role": "assistant", "content": str(i)}], "more": i} for i in range(30)]
     if kind == "folder":
-        path = tmp_path / "x.jsonl"
-        path.write_text("\n".join(map(json.dumps, talks)) + "\n\n")
-        (tmp_path / "README.md").write_text("beside it")
         path = tmp_path
+        (path / "x.jsonl").write_text("\n".join(map(json.dumps, talks)) + "\n\n")
+        (path / "README.md").write_text("beside it")
     elif kind == "parquet":
         import pyarrow as pa
         from pyarrow import parquet
@@ -261,13 +253,10 @@ def test_rows_are_read_from_each_format(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_preview_shows_what_is_learnt(tmp_path: Path) -> None:
-    words = tokenizer(CHATML)
-    ids, answers = Encoder(words, "chat").example(row(messages=TALK))
+    words = tokenizer()
+    ids, answers = example(words, messages=TALK)
     (parts,) = preview(examples_of(ids, answers, [len(ids)]), words, 512)
-    assert [part for part, learnt in parts if learnt] == [
-        "jumps over — ünïcode 🦊 too<|im_end|>",
-        "sleeps  lazily<|im_end|>",
-    ]
+    assert [part for part, learnt in parts if learnt] == [f"{TALK[i]['content']}<|im_end|>" for i in (1, 3)]
     assert "".join(part for part, _ in parts) == words.decode(ids)
 
 

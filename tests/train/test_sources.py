@@ -16,11 +16,9 @@ from pyarrow import parquet
 
 from accordion.errors import UsageError
 from accordion.train.config import DataConfig
-from accordion.train.sources import PIECE_CHARS, find, split_by_key
+from accordion.train.sources import PIECE_CHARS, Piece, find, split_by_key
 
 TEXTS = [f"document {i}\nwith two lines\n" for i in range(5)]
-
-
 JSONL = ("\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)) + "\n\n").encode()
 ARRAY = [{"text": text} for text in TEXTS]
 TABLE = pa.table({"id": range(5), "text": TEXTS})
@@ -53,9 +51,8 @@ FILES = {
     "rows.jsonl.gz": gzip.compress(JSONL),
     "rows.jsonl.zst": pa.compress(JSONL, codec="zstd", asbytes=True),
     "rows.json": json.dumps(ARRAY, indent=1).encode(),
-    "windows.json": (
-        "\ufeff\r\n  " + json.dumps(ARRAY)
-    ).encode(),  # a byte order mark, and blank lines before the array
+    # A byte order mark, and blank lines before the array.
+    "windows.json": ("\ufeff\r\n  " + json.dumps(ARRAY)).encode(),
     "rows.csv": csv_text(("id", "text"), ",").encode(),
     "rows.tsv.gz": gzip.compress(csv_text(("text", "id"), "\t").encode("utf-8-sig")),  # with Excel's byte order mark
     "rows.parquet": parquet_of(TABLE),
@@ -67,6 +64,10 @@ FILES = {
 def file(folder: Path, name: str, content: bytes | None = None) -> Path:
     (folder / name).write_bytes(FILES[name] if content is None else content)
     return folder / name
+
+
+def read(path: Path, **options: str) -> list[Piece]:
+    return list(find(DataConfig(path=str(path), **options)).pieces())
 
 
 def text_folder(folder: Path) -> Path:
@@ -95,17 +96,15 @@ def linked(folder: Path) -> Path:
 @pytest.mark.parametrize("kind", [*FILES, text_folder, datasets_folder, linked])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_kind_gives_the_same_documents(tmp_path: Path, kind: str | Callable[[Path], Path]) -> None:
-    source = find(DataConfig(path=str(file(tmp_path, kind) if isinstance(kind, str) else kind(tmp_path))))
-    assert [piece.text for piece in source.pieces()] == TEXTS
-    assert all(piece.ends for piece in source.pieces())
+    pieces = read(file(tmp_path, kind) if isinstance(kind, str) else kind(tmp_path))
+    assert [piece.text for piece in pieces] == TEXTS
+    assert all(piece.ends for piece in pieces)
 
 
 def test_a_text_file_is_one_document_in_pieces(tmp_path: Path) -> None:
     line = "x" * 99 + "\r\n"
     text = line * (2 * PIECE_CHARS // len(line))
-    path = tmp_path / "long.txt"
-    path.write_text(text, newline="")
-    pieces = list(find(DataConfig(path=str(path))).pieces())
+    pieces = read(file(tmp_path, "long.txt", text.encode()))
     assert len(pieces) > 1
     assert [p.ends for p in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "".join(p.text for p in pieces) == text
@@ -145,8 +144,10 @@ def test_splits_of_a_datasets_folder_are_kept(tmp_path: Path) -> None:
     datasets.disable_progress_bars()
     parts = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "validation", "test")}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
-    pieces = list(find(DataConfig(path=str(tmp_path / "saved"))).pieces())
-    assert {piece.text: piece.split for piece in pieces} == {"train": "train", "validation": "validation"}
+    assert {piece.text: piece.split for piece in read(tmp_path / "saved")} == {
+        "train": "train",
+        "validation": "validation",
+    }
 
 
 def test_the_standard_library_is_always_there() -> None:
@@ -170,95 +171,78 @@ def test_the_stamp_changes_with_the_files(tmp_path: Path) -> None:
     assert len({first, second, find(config).stamp}) == 3
 
 
-BAD_ROWS = [
-    ('{"text": "a"}\n{"txt": "b"}\n', "line 2", "'txt'"),
-    ('{"text": "a"}\n\n{"text": 3}\n', "line 3", "is int"),
-    ('{"text": null}\n', "line 1", "NoneType"),
-    ("[1]\n", "line 1", "no object"),
-    ('{"text": "a"}\n{"text": \n', "line 2", "no JSON"),
-    ("{}\n", "line 1", "it is empty"),
-    ("[" * 100_000 + "\n", "line 1", "no JSON"),
+WIDE = "has a NUL byte, and is no UTF-8 text"
+ENCODINGS = {"utf-16": WIDE, "utf-16-le": WIDE, "utf-32": WIDE, "latin-1": "is no UTF-8 text (byte 0xdf"}
+TWICE = parquet_of(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]))
+BAD_FILES: list[tuple[str, bytes, tuple[str, ...]]] = [  # name, content, parts of the error
+    ("rows.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', ("line 2", "'txt'")),
+    ("rows.jsonl", b'{"text": "a"}\n\n{"text": 3}\n', ("line 3", "is int")),
+    ("rows.jsonl", b'{"text": null}\n', ("line 1", "NoneType")),
+    ("rows.jsonl", b"[1]\n", ("line 1", "no object")),
+    ("rows.jsonl", b'{"text": "a"}\n{"text": \n', ("line 2", "no JSON")),
+    ("rows.jsonl", b"{}\n", ("line 1", "it is empty")),
+    ("rows.jsonl", b"[" * 100_000 + b"\n", ("line 1", "no JSON")),
+    ("bad.parquet", b"PAR1 but no more", ("is no parquet file that can be read",)),
+    ("bad.arrow", b"ARROW1 but no more", ("is no arrow file that can be read",)),
+    ("bad.csv", b'text\n"a\n', ("is no csv file that can be read",)),
+    ("x.csv", b"text,text\na,b\n", ("has two columns named 'text'",)),
+    ("x.parquet", TWICE, ("has two columns named 'text'",)),
+    ("rows.jsonl.gz", FILES["rows.jsonl.gz"][:-20], ("rows.jsonl.gz' cannot be read",)),
+    ("rows.jsonl.gz", b"no gzip", ("rows.jsonl.gz' cannot be read",)),
+    *(
+        (f"x.{kind}", '{"text": "Straße"}\n'.encode(encoding), (f"x.{kind}' {what}",))
+        for kind in ("txt", "jsonl", "csv")
+        for encoding, what in ENCODINGS.items()
+    ),
 ]
 
 
-@pytest.mark.parametrize(("content", "line", "what"), BAD_ROWS, ids=[what for _, _, what in BAD_ROWS])
-def test_a_bad_row_is_named_by_its_line(tmp_path: Path, content: str, line: str, what: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(content)
+@pytest.mark.parametrize(
+    ("name", "content", "expected"), BAD_FILES, ids=[f"{name}: {expected[-1]}" for name, _, expected in BAD_FILES]
+)
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, name: str, content: bytes, expected: tuple[str, ...]
+) -> None:
     with pytest.raises(UsageError) as error:
-        list(find(DataConfig(path=str(path))).pieces())
-    assert line in str(error.value)
-    assert what in str(error.value)
-    assert str(path) in str(error.value)
+        read(file(tmp_path, name, content))
+    assert [part for part in (*expected, str(tmp_path / name)) if part not in str(error.value)] == []
 
 
 def test_a_bad_column_is_named(tmp_path: Path) -> None:
     path = file(tmp_path, "rows.parquet")
     with pytest.raises(UsageError, match=r"no column 'txt'.*'text'"):
-        list(find(DataConfig(path=str(path), text_field="txt")).pieces())
+        read(path, text_field="txt")
     with pytest.raises(UsageError, match="row 1: field 'id' is int, not text"):
-        list(find(DataConfig(path=str(path), text_field="id")).pieces())
-    for kind, content in (("parquet", b"PAR1 but no more"), ("arrow", b"ARROW1 but no more"), ("csv", b'text\n"a\n')):
-        path = file(tmp_path, f"bad.{kind}", content)
-        with pytest.raises(UsageError, match=f"is no {kind} file that can be read"):
-            list(find(DataConfig(path=str(path))).pieces())
+        read(path, text_field="id")
 
 
 def test_values_of_a_csv_file_are_text(tmp_path: Path) -> None:
     """A cell of "1" or "NA" is that text, not a number and not missing; rows without text are left out."""
-    (tmp_path / "x.csv").write_text('text,id\n1,1\nNA,x\n"",\n2024-01-01,2\nshort\n')
-    texts = [piece.text for piece in find(DataConfig(path=str(tmp_path / "x.csv"))).pieces()]
-    assert texts == ["1", "NA", "2024-01-01", "short"]
-
-
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_duplicate_column_is_named(tmp_path: Path, kind: str) -> None:
-    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
-    path = file(tmp_path, f"x.{kind}", b"text,text\na,b\n" if kind == "csv" else parquet_of(table))
-    with pytest.raises(UsageError, match="has two columns named 'text'"):
-        list(find(DataConfig(path=str(path))).pieces())
+    pieces = read(file(tmp_path, "x.csv", b'text,id\n1,1\nNA,x\n"",\n2024-01-01,2\nshort\n'))
+    assert [piece.text for piece in pieces] == ["1", "NA", "2024-01-01", "short"]
 
 
 def test_rows_keep_their_own_fields_and_texts(tmp_path: Path) -> None:
     """A field that only a late row has, and texts that look like dates."""
     rows = [{"text": "2024-01-01"}] * 12_000 + [{"text": "x" * 1000}] * 11_000 + [{"text": "end", "more": {"a": 1}}]
-    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    texts = [piece.text for piece in find(DataConfig(path=str(tmp_path / "x.jsonl"))).pieces()]
+    pieces = read(file(tmp_path, "x.jsonl", "\n".join(map(json.dumps, rows)).encode()))
+    texts = [piece.text for piece in pieces]
     assert (texts[0], texts[-1], len(texts)) == ("2024-01-01", "end", len(rows))
 
 
-def test_what_cannot_be_decompressed_is_named(tmp_path: Path) -> None:
-    for content in (FILES["rows.jsonl.gz"][:-20], b"no gzip"):
-        path = file(tmp_path, "rows.jsonl.gz", content)
-        with pytest.raises(UsageError, match=r"rows\.jsonl\.gz' cannot be read"):
-            list(find(DataConfig(path=str(path))).pieces())
-
-
-@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.csv"])
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "latin-1"])
-def test_one_file_in_another_encoding_is_named(tmp_path: Path, name: str, encoding: str) -> None:
-    path = tmp_path / name
-    path.write_bytes('{"text": "Straße"}\n'.encode(encoding))
-    what = "is no UTF-8 text .byte 0xdf" if encoding == "latin-1" else "has a NUL byte, and is no UTF-8 text"
-    with pytest.raises(UsageError, match=f"data file '.*{name}' {what}"):
-        find(DataConfig(path=str(path)))
-
-
-def test_missing_and_empty_paths_are_named(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_paths_without_data_are_named(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("text")
-    with pytest.raises(UsageError, match=r"does not exist.*'corpus.txt'"):
-        find(DataConfig(path=str(tmp_path / "corpsu.txt")))
-    with pytest.raises(UsageError, match="does not exist"):
-        find(DataConfig(path=str(tmp_path / "nowhere" / "a.txt")))
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(UsageError, match="without files"):
-        find(DataConfig(path=str(tmp_path / "folder")))
+    for folder in ("empty", "broken"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "broken" / "state.json").write_text("{}")
+    for name, wrong in (
+        ("corpsu.txt", r"does not exist.*'corpus.txt'"),
+        ("nowhere/a.txt", "does not exist"),
+        ("empty", "without files"),
+        ("broken", "no saved datasets folder"),
+    ):
+        with pytest.raises(UsageError, match=wrong):
+            read(tmp_path / name)
     with pytest.raises(UsageError, match=r"data\.format chat takes JSON, JSONL, CSV, parquet"):
         find(DataConfig(format="chat"))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_broken_datasets_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text("{}")
-    with pytest.raises(UsageError, match="no saved datasets folder"):
-        list(find(DataConfig(path=str(tmp_path))).pieces())
