@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accordion as acc
@@ -101,41 +103,27 @@ def test_sampling_depends_on_the_seed_and_not_on_the_number_of_ranks(folder, tmp
     assert texts(one)[0] == drawn
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train a run and return its folder."""
-    at = tmp_path_factory.mktemp("runs")
-    (at / "notes.txt").write_text("".join(f"{i} lines of text, and {i * i} more\n" for i in range(800)))
-    words = "--model.preset llama-tiny --data.seq_len 16 --train.micro_batch 2 --train.steps 4 --train.warmup 0"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(at / "cache"))
-        patch.setattr(launch, "start", forked.start)
-        where = ["--data.path", str(at / "notes.txt"), "--run.dir", str(at / "mine"), "--launch.device", "cpu"]
-        assert cli.main(["train", *words.split(), *where, *forked.UNTRACKED]) == 0
-    return at / "mine"
-
-
 @pytest.mark.parametrize(
     ("hold", "sources"),
     [
         pytest.param("full", (".", "checkpoints"), marks=pytest.mark.slow),
-        ("units", ("checkpoints/step-000004",)),
+        ("units", ("checkpoints/step-000100",)),
     ],
     ids=["full", "units"],
 )
-def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, sources, trained, tmp_path, capfd):
-    export(trained / "checkpoints" / "step-000004", tmp_path / "hf")
-    tokenizer = trained / "checkpoints" / "tokenizer.json"
-    (tmp_path / "hf" / "tokenizer.json").write_text(tokenizer.read_text())
+def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, sources, tmp_path, capfd):
+    run = language_folders.run(tmp_path / "run")
+    tokenizer = (run / "tokenizer.json").rename(run / "checkpoints" / "tokenizer.json")
+    export(run / "checkpoints" / "step-000100", tmp_path / "hf")
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     words = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
-    shown = words("12 lines", return_tensors="pt")["input_ids"]
+    shown = words("a line", return_tensors="pt")["input_ids"]
     output = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generate(shown, max_new_tokens=9, do_sample=False)
     text = words.decode(output[0, shown.shape[1] :], skip_special_tokens=True)
     for source in sources:
-        answers = generated(capfd, trained / source, f"--prompt '12 lines' --nproc 2 --hold {hold} --max-new-tokens 9")
-        assert answers == [{"prompt": "12 lines", "text": text, "tokens": 9, "ended": False}]
+        answers = generated(capfd, run / source, f"--prompt 'a line' --nproc 2 --hold {hold} --max-new-tokens 9")
+        assert answers == [{"prompt": "a line", "text": text, "tokens": 9, "ended": False}]
 
 
 @pytest.mark.parametrize("hold", [pytest.param("full", marks=pytest.mark.slow), "units"])
@@ -274,44 +262,39 @@ def test_bad_input_is_one_line_before_ranks_start(words, folder, tmp_path, capfd
     assert refused(capfd, ["generate", str(folder), *words.split()], WRONG[words]) == ""
 
 
-def _wide() -> str:
-    from tokenizers import Tokenizer, models
-
-    return str(Tokenizer(models.WordLevel({"[UNK]": 0, "b": 70000}, unk_token="[UNK]")).to_str())
+def changed(folder: Path, name: str, *without: str, **files: str) -> None:
+    """Write a copy of `folder` as the folder `name`, without files that match `without`, and with the JSON files `files`."""
+    shutil.copytree(folder, name)
+    for file in [file for pattern in without for file in Path(name).glob(pattern)]:
+        file.unlink()
+    for stem, content in files.items():
+        Path(name, f"{stem}.json").write_text(content)
 
 
 def test_a_source_without_a_model_is_refused(folder, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(launch, "start", None)
-    wrong = {}
-    (tmp_path / "empty").mkdir()
-    wrong["empty"] = "holds no model"
-    (tmp_path / "file").write_text("x")
-    wrong["file"] = "is a file; give a checkpoint"
-    wrong["emty"] = "does not exist; give a checkpoint"
-    for name in ("no-weights", "no-type", "lost", "narrow", "plain", "wide"):
-        (tmp_path / name).mkdir()
-        for file in folder.iterdir():
-            (tmp_path / name / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "no-weights" / "model.safetensors").unlink()
-    wrong["no-weights"] = "has no weights"
-    (tmp_path / "no-type" / "config.json").write_text("{}")
-    wrong["no-type"] = "names no model_type"
-    for file in (tmp_path / "lost").glob("token*"):
-        file.unlink()
-    wrong["lost"] = "put a tokenizer.json next to it"
-    for name in ("plain", "wide"):  # a tokenizer without template, one with more tokens than the model
-        for file in (tmp_path / name).glob("*token*"):
-            file.unlink()
-        (tmp_path / name / "chat_template.jinja").unlink(missing_ok=True)
-    (tmp_path / "plain" / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
-    wrong["plain"] = "--chat needs the chat template"
-    (tmp_path / "wide" / "tokenizer.json").write_text(_wide())
-    wrong["wide"] = "put the tokenizer that belongs to the model next to its weights"
     config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "narrow" / "config.json").write_text(json.dumps(config | {"intermediate_size": 80}))
-    wrong["narrow"] = "(96, 64) in the folder and float32 (80, 64) in the model"
+    wide = Tokenizer(models.WordLevel({"[UNK]": 0, "b": 70000}, unk_token="[UNK]"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    changed(folder, "no-weights", "model.safetensors")
+    changed(folder, "no-type", config="{}")
+    changed(folder, "lost", "token*")
+    changed(folder, "narrow", config=json.dumps(config | {"intermediate_size": 80}))
+    changed(folder, "plain", "*token*", "chat_template.jinja", tokenizer=(folder / "tokenizer.json").read_text())
+    changed(folder, "wide", "*token*", "chat_template.jinja", tokenizer=wide.to_str())
     save(tmp_path / "other", torch.nn.Linear(2, 2))
-    wrong["other"] = "export it with --like a folder"
-    for source, error in wrong.items():
+    for source, error in {
+        "empty": "holds no model",
+        "file": "is a file; give a checkpoint",
+        "emty": "does not exist; give a checkpoint",
+        "no-weights": "has no weights",
+        "no-type": "names no model_type",
+        "lost": "put a tokenizer.json next to it",
+        "plain": "--chat needs the chat template",
+        "wide": "put the tokenizer that belongs to the model next to its weights",
+        "narrow": "(96, 64) in the folder and float32 (80, 64) in the model",
+        "other": "export it with --like a folder",
+    }.items():
         more = ["--chat"] if source == "plain" else []
         refused(capfd, ["generate", source, "--prompt", "b", *more], error)

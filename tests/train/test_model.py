@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, masking_utils
@@ -23,6 +24,8 @@ from accordion.train.model import check_folder, check_loss_of_head, configuratio
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 TINY = ModelConfig(preset="llama-tiny")
+SMALL: dict[str, int] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @pytest.fixture(scope="module")
@@ -98,45 +101,29 @@ def test_the_loss_in_chunks_is_that_of_the_logits(tiny: nn.Module) -> None:
 
 
 def test_chunks_are_refused_if_the_logits_are_not_the_output_of_the_head() -> None:
-    config = Gemma2Config(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8,
-    )  # fmt: skip
-    for soft_cap in (None, 30.0):
-        config.final_logit_softcapping = soft_cap
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        if soft_cap is None:
-            check_loss_of_head(model, "chunked", None)
-            with pytest.raises(acc.UsageError, match=r"is tied.*take --model\.loss chunked"):
-                check_loss_of_head(model, "head_rows", None)
-            continue
-        with pytest.raises(acc.UsageError, match=r"take --model\.loss plain"):
-            check_loss_of_head(model, "chunked", None)
+    with torch.device("meta"):
+        plain, capped = (
+            AutoModelForCausalLM.from_config(Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=soft_cap))
+            for soft_cap in (None, 30.0)
+        )
+    check_loss_of_head(plain, "chunked", None)
+    with pytest.raises(acc.UsageError, match=r"is tied.*take --model\.loss chunked"):
+        check_loss_of_head(plain, "head_rows", None)
+    with pytest.raises(acc.UsageError, match=r"take --model\.loss plain"):
+        check_loss_of_head(capped, "chunked", None)
 
 
 def test_forwards_do_not_search_for_packed_sequences(tiny: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host of an accelerator would wait for that search; the attention is the same without it."""
-    asked = []
-    real = masking_utils.find_packed_sequence_indices
-
-    def asks(position_ids: Tensor) -> Tensor | None:
-        asked.append(position_ids)
-        return real(position_ids)
-
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", asks)
-    windowed = AutoModelForCausalLM.from_config(
-        MistralConfig(
-            vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, sliding_window=3,
-        )
-    )  # fmt: skip
+    search = Mock(wraps=masking_utils.find_packed_sequence_indices)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", search)
+    windowed = AutoModelForCausalLM.from_config(MistralConfig(**SMALL, sliding_window=3))
     for model, vocab in ((tiny, 1024), (windowed, 64)):
         batch = torch.randint(0, vocab, (2, 9))
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits.flatten(0, 1)
-        assert len(asked) == 1
+        assert search.call_count == 1
         expected = functional.cross_entropy(logits.float(), batch[:, 1:].flatten(), reduction="sum")
         assert torch.equal(label_losses(model, {"input_ids": batch[:, :-1], "labels": batch[:, 1:]})[0], expected)
-        assert len(asked) == 1
-        asked.clear()
-    assert masking_utils.find_packed_sequence_indices is asks
+        assert search.call_count == 1
+        search.reset_mock()
+    assert masking_utils.find_packed_sequence_indices is search

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from accordion.train import language_work
 from accordion.train.packing import Collate, ExampleRows, packed
@@ -65,22 +66,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "attention", "flat"),
-    [("llama", "sdpa", False), ("llama", "eager", False), ("llama", "sdpa", True), ("gpt2", "sdpa", False)],
+    ("packing", "kind", "attention", "flat"),
+    [
+        ("documents", "llama", "sdpa", False),
+        ("documents", "llama", "eager", False),
+        ("documents", "llama", "sdpa", True),
+        ("documents", "gpt2", "sdpa", False),
+        ("none", "llama", "sdpa", False),
+    ],
 )
 @torch.no_grad()
-def test_packed_losses_are_those_of_each_example_alone(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, attention: str, flat: bool
+def test_losses_of_rows_are_those_of_each_example_alone(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, packing: Any, kind: str, attention: str, flat: bool
 ) -> None:
     """`flat`: the batch as one row, as flash attention needs it; here with the same kernels."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(folders[kind], attn_implementation=attention).eval()
     monkeypatch.setattr(language_work, "in_one_row", lambda model: flat)
     held = examples(14)
-    rows = ExampleRows(held, SEQ, "documents")
-    collate = Collate(SEQ, "documents")
-    assert len(rows) < len(held)
+    rows = ExampleRows(held, SEQ, packing)
+    collate = Collate(SEQ, packing)
+    assert (len(rows) < len(held)) == (packing == "documents")
     for at in range(0, len(rows), 4):
         numbers = [int(rows.indices[i]) for row in rows.rows[at : at + 4] for i in row]
         expected = [alone(model, held, number) for number in numbers]
@@ -89,18 +94,5 @@ def test_packed_losses_are_those_of_each_example_alone(
         assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
         assert int(count) == sum(n for _, n in expected)
         assert int(batch["num_tokens"]) == sum(held.lengths[n] - 1 for n in numbers)
-
-
-@torch.no_grad()
-def test_one_example_in_a_row_has_the_same_loss(folders: dict[str, Path]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
-    held = examples()
-    rows = ExampleRows(held, SEQ, "none")
-    batch = Collate(SEQ, "none")([rows[i] for i in range(8)])
-    numbers = [row[0] for row in rows.rows[:8]]
-    expected = [alone(model, held, int(rows.indices[i])) for i in numbers]
-    total, _ = language_work.label_losses(model, batch)
-    assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
-    assert batch["input_ids"].shape[1] == int(rows.lengths[numbers].max())
+        if packing == "none":
+            assert batch["input_ids"].shape[1] == max(held.lengths[n] - 1 for n in numbers)
