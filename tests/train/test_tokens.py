@@ -28,13 +28,14 @@ from accordion.train.tokens import (
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def corpus(folder: Path, count: int = 60) -> Source:
-    place = folder / "corpus"
-    place.mkdir(exist_ok=True)
-    for i in range(count):
-        (place / f"{i}.txt").write_text(
-            f"the {i}th document is about number {i}, naïve café \U0001f600 {END_OF_TEXT}\n"
-        )
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    """Sixty documents."""
+    place = tmp_path / "corpus"
+    place.mkdir()
+    for i in range(60):
+        text = f"the {i}th document is about number {i}, naïve café \U0001f600 {END_OF_TEXT}\n"
+        (place / f"{i}.txt").write_text(text)
     return find(DataConfig(path=str(place)))
 
 
@@ -51,9 +52,8 @@ def ids_of(files: TokenFiles, split: sources.Split) -> list[int]:
     return files.text(split).to_pylist()
 
 
-def test_tokens_decode_to_the_documents(tmp_path: Path) -> None:
+def test_tokens_decode_to_the_documents(source: Source, tmp_path: Path) -> None:
     """Also if documents contain the text of the end-of-text token, which is read as ordinary text."""
-    source = corpus(tmp_path)
     vocabulary = replace(train_vocabulary(source.pieces(), 300), special_as_text=True)
     files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet)
     tokenizer, texts = vocabulary.tokenizer(), []
@@ -78,11 +78,12 @@ def with_around(vocabulary: Vocabulary, template: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize(("template", "ends"), [("b $A", [0]), ("b b $A e", [0]), (f"$A {END_OF_TEXT}", [])])
-def test_documents_are_tokenized_as_transformers_does(tmp_path: Path, template: str, ends: list[int]) -> None:
+def test_documents_are_tokenized_as_transformers_does(
+    source: Source, tmp_path: Path, template: str, ends: list[int]
+) -> None:
     """Special tokens are read as such, and tokens are put around each document; nothing is truncated or padded."""
     from transformers import PreTrainedTokenizerFast
 
-    source = corpus(tmp_path)
     own = with_around(train_vocabulary(source.pieces(), 300), template)
     vocabulary = Vocabulary(spec=own.to_str(), size=300, end_id=0)
     files = cached_tokens(source, vocabulary, tmp_path / "cache", quiet)
@@ -103,8 +104,8 @@ def test_a_document_in_parts_has_one_beginning(tmp_path: Path, monkeypatch: pyte
     assert [at for at, number in enumerate(ids) if number == 0] == [0, len(ids) - 1]
 
 
-def test_the_cache_is_used(tmp_path: Path) -> None:
-    source, cache, said = corpus(tmp_path), tmp_path / "cache", list[str]()
+def test_the_cache_is_used(source: Source, tmp_path: Path) -> None:
+    cache, said = tmp_path / "cache", list[str]()
     files, vocabulary = make(source, cache)
     assert cached_vocabulary(source, source.pieces(), 300, cache, said.append) == vocabulary
     assert cached_tokens(source, vocabulary, cache, said.append) == files
@@ -117,20 +118,17 @@ def test_the_cache_is_used(tmp_path: Path) -> None:
     assert (len(said), other.digest == files.digest) == (1, False)
 
 
-def test_an_invalid_row_leaves_no_table(tmp_path: Path) -> None:
+def test_an_invalid_row_leaves_no_table(source: Source, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a b c"}\n{"body": "d"}\n')
-    source, vocabulary = (
-        find(DataConfig(path=str(tmp_path / "rows.jsonl"))),
-        train_vocabulary(corpus(tmp_path).pieces(), 300),
-    )
+    rows, vocabulary = find(DataConfig(path=str(tmp_path / "rows.jsonl"))), train_vocabulary(source.pieces(), 300)
     for _ in range(2):
         with pytest.raises(UsageError, match="line 2 has no field 'text'"):
-            cached_tokens(source, vocabulary, tmp_path / "cache", quiet)
+            cached_tokens(rows, vocabulary, tmp_path / "cache", quiet)
     assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
-def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
-    source, cache = corpus(tmp_path), tmp_path / "cache"
+def test_a_damaged_cache_is_named(source: Source, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
     files, vocabulary = make(source, cache)
     table = Path(files.files[0])
     table.write_bytes(table.read_bytes()[:100])
@@ -139,8 +137,9 @@ def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 7, 100])
-def test_text_is_the_same_in_blocks_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    source = corpus(tmp_path)
+def test_text_is_the_same_in_blocks_of_any_size(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
     files, vocabulary = make(source, tmp_path / "cache")
     monkeypatch.setattr(token_tables, "BLOCK_TOKENS", block)
     monkeypatch.setattr(token_tables, "BATCH_CHARS", 50)
@@ -168,9 +167,8 @@ def of_folder(folder: Path, spec: str, eos: object, model_vocab: int = 70_001, *
     return vocabulary_of(run_tokenizer(config_of_run, source, 300, folder, quiet), config_of_run, model_vocab)
 
 
-def test_a_folders_tokenizer(tmp_path: Path) -> None:
+def test_a_folders_tokenizer(source: Source, tmp_path: Path) -> None:
     """The largest id, not the number of tokens, decides which model a tokenizer fits and the dtype of its tokens."""
-    source = corpus(tmp_path)
     own = train_vocabulary(source.pieces(), 300)
     for eos, expected in ((5, 5), ([7, 8], 7)):
         found = of_folder(tmp_path, own.spec, eos)
@@ -188,8 +186,7 @@ def test_a_folders_tokenizer(tmp_path: Path) -> None:
     assert max(ids_of(files, "train")) == 70_000
 
 
-def test_training_is_deterministic(tmp_path: Path) -> None:
-    source = corpus(tmp_path)
+def test_training_is_deterministic(source: Source) -> None:
     assert train_vocabulary(source.pieces(), 400) == train_vocabulary(source.pieces(), 400)
 
 
@@ -207,9 +204,8 @@ def test_the_trainer_of_tokenizers_gets_no_long_words(
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.setattr(Tokenizer, "train_from_iterator", train)
     train_vocabulary(find(DataConfig(path=str(tmp_path / "a.txt"))).pieces(), 300)
-    words = [
-        word for part in met for word, _ in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(part)
-    ]
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    words = [word for part in met for word, _ in split(part)]
     assert max(map(len, words)) <= 2 * LONGEST_WORD * len(run.encode())
     assert "".join(met) == text
 
