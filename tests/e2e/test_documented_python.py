@@ -157,11 +157,8 @@ def integrations(block: int) -> Names:
     if not Path("llama-3-8b").exists():
         Path("llama-3-8b").symlink_to(folder)
     args = TrainingArguments("out", use_cpu=True, report_to=[])
-    return {**names, "model": model, "args": args, "data": tokens(), "trl": trl}
-
-
-def tokens() -> list[dict[str, torch.Tensor]]:
-    return [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 320, (4, 16))]
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 320, (4, 16))]
+    return {**names, "model": model, "args": args, "data": data, "trl": trl}
 
 
 def long_context(block: int) -> Names:

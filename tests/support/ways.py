@@ -39,11 +39,7 @@ SENTENCES = {**dict(re.findall(r"^\| ([a-z_ ]+) \| `(.+?)` \|", PAGE.read_text()
 # -- how a rank ends
 
 
-def fails(script: Script) -> None:
-    raise ValueError("bad sample")
-
-
-def is_bad_hook(*_: Any) -> None:
+def fails(*_: Any) -> None:
     raise ValueError("bad sample")
 
 
@@ -186,7 +182,7 @@ def deletes_model(script: Script) -> None:
 def waits_for_thread(script: Script) -> None:
     """Wait for ever for a row in a queue, whose thread has died."""
     rows: queue.Queue[int] = queue.Queue()
-    threading.Thread(target=is_bad_hook, daemon=True).start()
+    threading.Thread(target=fails, daemon=True).start()
     rows.get()
 
 
@@ -509,7 +505,7 @@ def retries(in_backward: bool) -> Deed:
 
 def skips_after_error(script: Script) -> None:
     """Run a batch whose forward raises, and swallow the error, as a loop with `except: continue` does."""
-    handle = script.model.blocks[1].register_forward_pre_hook(is_bad_hook)
+    handle = script.model.blocks[1].register_forward_pre_hook(fails)
     try:
         script.loss(*a_batch(script)).backward()
     except ValueError:
@@ -549,7 +545,7 @@ def on_signal(handler: Callable[[Script], object]) -> Deed:
 
 
 def hooks(register: str, on: Callable[[Script], Any]) -> Deed:
-    return lambda script: getattr(on(script), register)(is_bad_hook)
+    return lambda script: getattr(on(script), register)(fails)
 
 
 def a_parameter(script: Script) -> Tensor:
