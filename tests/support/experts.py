@@ -119,10 +119,13 @@ def seeded() -> Model:
 
 def spread(mesh: Any, dtype: torch.dtype = torch.float32, axis: str = "ep") -> Model:
     """Return the model of `seeded` in `dtype`, with experts sharded over one axis of `mesh`."""
-    model = seeded().to(dtype)
+    return parallelized(seeded().to(dtype), mesh[axis])
+
+
+def parallelized(model: Model, mesh: Any) -> Model:
     for block in model.blocks:
-        block.group = mesh[axis].get_group()
-        block.experts.parallelize(mesh[axis])
+        block.group = mesh.get_group()
+        block.experts.parallelize(mesh)
     return model
 
 
