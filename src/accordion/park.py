@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accordion import _torch
-from accordion.config import HOST, folder_of
+from accordion.config import DISK, HOST, folder_of
 from accordion.engine.engine import Engine
 from accordion.engine.observer import Observer
 from accordion.engine.shards import Allocate, FlatShards
-from accordion.errors import UsageError
+from accordion.errors import OffloadError, UsageError
 from accordion.offload.arena import Arena, page_aligned
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.optimizer_copy import exchange
@@ -51,8 +51,7 @@ class ParkedModel(Observer):
         on_device = [group for group in groups if not isinstance(group.shard_buffer, OffDeviceShards)]
         self._params = [param.sharded for group in on_device for param in group.params]
         self._grads = [(param, param.grad) for param in self._params if param.grad is not None]
-        flat = [(group.shard_buffer, group.sharded) for group in on_device]
-        self._shards = [(shards, params) for shards, params in flat if isinstance(shards, FlatShards)]
+        self._shards = [(g.shard_buffer, g.sharded) for g in on_device if isinstance(g.shard_buffer, FlatShards)]
         self._flats = [flat for shards, _ in self._shards for flat in shards.flats]
         caches = [cache for group in groups for cache in group.caches]
         self._storages = [(t.untyped_storage(), t.nbytes) for t in (*self._flats, *caches)]  # resized, and not replaced
@@ -146,12 +145,11 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
     Collective, between two steps. `optimizer`: None leaves its states on the device. `to`: "host", in memory that is pinned for
     accelerators, or "disk:/folder". The device's memory is given back to the driver. Until `unpark` the model can be saved and
     streamed, but not called, stepped or loaded; tensors that share memory with its shards must not be used. Offloaded
-    parameters stay where they are, with gradients and states. Raises `UsageError` on every rank, before anything is moved, if
-    the model is parked already, inside `full_params`, if sums of `no_sync` are not reduced yet, or if a rank lacks memory. A
-    rank whose disk lacks space raises `OffloadError` instead.
+    parameters stay, with gradients and states. Raises `UsageError` on every rank, before anything is moved, if the model is
+    parked already, inside `full_params`, if sums of `no_sync` are not reduced yet, or if a rank lacks memory or disk space.
     """
     start_s, engine, folder = time.monotonic(), sharded_engine(model, "park"), folder_of(to)
-    if folder is None and to != HOST:
+    if to != HOST and (folder is None or to == DISK):
         raise UsageError(f'park takes to="host" or to="disk:/folder", not {to!r}.')
     if engine.observers.find(ParkedModel) is not None:
         raise parked_error()
@@ -169,9 +167,11 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
 
     def memory() -> Allocate:
         if folder is None:
-            arena = Arena(num_bytes, device, "park", 'pass to="disk:/folder"')
-            return partial(arena.take, zeros=False)
-        file = FileAllocator(folder, num_bytes)
+            return partial(Arena(num_bytes, device, "park", 'pass to="disk:/folder"').take, zeros=False)
+        try:
+            file = FileAllocator(folder, num_bytes)
+        except OffloadError as error:
+            raise UsageError(str(error)) from error
         return lambda numel, dtype: file.take(numel, dtype).mapped()
 
     take = on_every_rank(memory, engine.context)

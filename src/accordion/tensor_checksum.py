@@ -28,12 +28,12 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return a checksum of a tensor's bits, 0-d int64 on its device: the sum of its elements' bits as integers, weighted by
-    position. Of a tensor subclass, return the sum of the checksums of the inner tensors that its `__tensor_flatten__` names; 0
-    if it has no such method."""
+    position. Of a tensor subclass, return the sum of the checksums of the inner tensors that its `__tensor_flatten__` names,
+    weighted by position; 0 if it has no such method."""
     # Integers wrap around, so the order of summation does not matter.
     if type(tensor.data) is not Tensor:  # a subclass: the checksum of its inner tensors, if it lists them
-        sums = [checksum(inner) for inner in _torch.inner_tensors(tensor)]
-        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)
+        sums = [*map(checksum, _torch.inner_tensors(tensor)), torch.tensor(0, device=tensor.device)]
+        return (torch.stack(sums) * _weights(len(sums), tensor.device)).sum()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     # Elements of 8 bytes count as two of 4, because a weight would shift the top bit out of a 64-bit product.

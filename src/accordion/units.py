@@ -216,7 +216,7 @@ def is_called(module: nn.Module) -> bool:
 def _by_class(model: nn.Module, choice: Any) -> set[int]:
     """Return ids of the modules that are instances of a class in `choice`: one class or several, as types or by name. Raises
     `UsageError` if `choice` has something else, or a class of which the model has no module."""
-    wanted = list(choice) if isinstance(choice, Iterable) and not isinstance(choice, str) else [choice]
+    wanted = list(choice) if isinstance(choice, Iterable) and not isinstance(choice, (str, nn.Module)) else [choice]
     chosen: set[int] = set()
     classes = sorted({type(m).__name__ for m in model.modules()})
     for cls in wanted:

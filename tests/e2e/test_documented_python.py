@@ -157,11 +157,8 @@ def integrations(block: int) -> Names:
     if not Path("llama-3-8b").exists():
         Path("llama-3-8b").symlink_to(folder)
     args = TrainingArguments("out", use_cpu=True, report_to=[])
-    return {**names, "model": model, "args": args, "data": tokens(), "trl": trl}
-
-
-def tokens() -> list[dict[str, torch.Tensor]]:
-    return [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 320, (4, 16))]
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 320, (4, 16))]
+    return {**names, "model": model, "args": args, "data": data, "trl": trl}
 
 
 def long_context(block: int) -> Names:
@@ -195,17 +192,6 @@ def plan(block: int) -> Names:
     return {**plain(), "acc": package, "loss": subject.loss, "batch": batch, "subject": subject}
 
 
-class Digits(torch.utils.data.Dataset[Any]):
-    def __init__(self, split: str) -> None:
-        self.images = torch.randn(64, 16)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.images[index], index % 10
-
-
 def tasks(block: int) -> Names:
     Path("run.yaml").write_text(
         "launch: {device: cpu}\ntrain: {micro_batch: 8, eval_every: 0}\nlog: {tensorboard: false}\n"
@@ -214,7 +200,10 @@ def tasks(block: int) -> Names:
     def net(width: int) -> nn.Module:
         return nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 10))
 
-    return {**plain(), "Net": net, "Digits": Digits, "model": net(128)}
+    def digits(split: str) -> list[tuple[torch.Tensor, int]]:
+        return [(image, i % 10) for i, image in enumerate(torch.randn(64, 16))]
+
+    return {**plain(), "Net": net, "Digits": digits, "model": net(128)}
 
 
 def result_of_the_guide(names: Names) -> None:

@@ -36,28 +36,6 @@ def whole(place: Path, *flags: str) -> list[float]:
     return losses_of(run_dir)
 
 
-def ended_by_signals_to_the_launcher(run_dir: Path, log: Path, *flags: str) -> tuple[int, str]:
-    """Return the exit code and the output."""
-    job = started(log, words_of(run_dir, *flags))
-    until(lambda: len(lines_of(run_dir)) >= 3, "three steps", log)
-    os.kill(job.pid, signal.SIGTERM)
-    os.kill(job.pid, signal.SIGUSR1)
-    return job.wait(120), log.read_text()
-
-
-def ended_by_a_signal_to_a_rank(run_dir: Path, capfd: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
-    """Return the exit code and the output of forked ranks, since ranks know nothing of their launcher."""
-    capfd.readouterr()
-    with ThreadPoolExecutor(1) as threads:
-        job = threads.submit(train, run_dir, *flags)
-        until(lambda: len(lines_of(run_dir)) >= 3, "three steps")
-        (rank,) = (child.pid for child in multiprocessing.active_children() if child.name == "forked rank 1")
-        assert rank is not None
-        os.kill(rank, signal.SIGUSR1)
-        code = job.result(120)
-    return code, "".join(capfd.readouterr())
-
-
 @pytest.mark.parametrize("who", ["launcher", "rank"])
 def test_a_signal_saves_and_ends_with_its_own_exit_code(
     place: Path, capfd: pytest.CaptureFixture[str], who: str
@@ -65,9 +43,21 @@ def test_a_signal_saves_and_ends_with_its_own_exit_code(
     """SIGTERM to the launcher, and another signal while it saves; or SIGUSR1 to one rank. The run then resumes bit for bit."""
     run_dir, flags = place / who, ["--train.steps", "12", "--task.slow", "0.3", "--checkpoint.every", "2"]
     if who == "launcher":
-        code, said = ended_by_signals_to_the_launcher(run_dir, place / f"{who}.log", *flags)
-    else:
-        code, said = ended_by_a_signal_to_a_rank(run_dir, capfd, *flags)
+        log = place / "launcher.log"
+        job = started(log, words_of(run_dir, *flags))
+        until(lambda: len(lines_of(run_dir)) >= 3, "three steps", log)
+        os.kill(job.pid, signal.SIGTERM)
+        os.kill(job.pid, signal.SIGUSR1)
+        code, said = job.wait(120), log.read_text()
+    else:  # forked ranks, which know nothing of their launcher
+        capfd.readouterr()
+        with ThreadPoolExecutor(1) as threads:
+            training = threads.submit(train, run_dir, *flags)
+            until(lambda: len(lines_of(run_dir)) >= 3, "three steps")
+            (rank,) = (child.pid for child in multiprocessing.active_children() if child.name == "forked rank 1")
+            assert rank is not None
+            os.kill(rank, signal.SIGUSR1)
+            code, said = training.result(120), "".join(capfd.readouterr())
     assert code == 75, said
     done = len(lines_of(run_dir))
     assert 3 <= done < 12

@@ -46,7 +46,7 @@ if way == "raises":
 if way == "interrupts":
     raise KeyboardInterrupt
 if way == "forks":
-    data = torch.utils.data.DataLoader(list(range(8)), num_workers=2, multiprocessing_context="fork")
+    data = torch.utils.data.DataLoader(list(range(8)), num_workers=1, multiprocessing_context="fork")
     for epoch in range(2):
         assert sum(int(one) for one in data) == 28
         child = os.fork()

@@ -76,11 +76,6 @@ def test_a_run_learns_and_a_person_without_a_terminal_sees_plain_lines(whole: tu
     assert saved == {"manifest.json", "rank-00000.safetensors", "rank-00001.safetensors"}
 
 
-def test_one_rank_sees_the_same_batches_and_losses(whole: tuple[Metrics, str], place: Path) -> None:
-    flags = ("--launch.nproc", "1", "--train.accumulate", "2", "--train.steps", "8")
-    assert losses(train(place / "alone", *TINY, *flags)) == pytest.approx(losses(whole[0]), abs=1e-4)
-
-
 def test_resume_goes_on_with_the_same_curve(whole: tuple[Metrics, str], place: Path) -> None:
     """Wherever the optimizer rests now."""
     checkpoint, host = str(place / "whole" / "checkpoints" / "step-000004"), ("--shard.offload", "optimizer=host")

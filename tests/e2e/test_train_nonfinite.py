@@ -44,16 +44,6 @@ JOBS: dict[str, tuple[str, int, list[int], dict[str, Any]]] = {
 }
 
 
-class Spoils(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * float("inf")
-
-
 class Block(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 8), nn.Tanh())
@@ -69,11 +59,13 @@ class Faulty:
         self.where, self.rank, self.steps = where, rank, steps
 
     def model(self) -> nn.Module:
+        def spoil(module: nn.Module, args: Any, out: Tensor) -> None:
+            if self.fails("backward"):
+                out.register_hook(lambda grad: grad * float("inf"))
+
         model = nn.Sequential(Block(), Block())
         model[1].register_forward_hook(lambda module, args, out: out * float("nan") if self.fails("forward") else out)
-        model[0][0].register_forward_hook(
-            lambda module, args, out: Spoils.apply(out) if self.fails("backward") else out
-        )
+        model[0][0].register_forward_hook(spoil)
         return model
 
     def dataset(self, split: str) -> TensorDataset | None:

@@ -50,13 +50,10 @@ class Hosts:
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(0)}:29400"]
         words += ["--rdzv-conf", f"is_host={int(host == 0)}"]
         words += ["--rdzv-id", f"job{nodes}", "--local-addr", address(host), "-m", "accordion", "train"]
-        return self._start(host, out, "-m", "torch.distributed.run", *words, *flags)
+        return self.python(host, out, "-m", "torch.distributed.run", *words, *flags)
 
-    def start_program(self, host: int, out: Path, program: Path, **environ: str) -> subprocess.Popen[str]:
-        """A program of a user's own, without a launcher."""
-        return self._start(host, out, str(program), **environ)
-
-    def _start(self, host: int, out: Path, *words: str, **environ: str) -> subprocess.Popen[str]:
+    def python(self, host: int, out: Path, *words: str, **environ: str) -> subprocess.Popen[str]:
+        """Start `python *words` on `host`, with its output in `out`."""
         with out.open("w") as file:
             return subprocess.Popen(
                 ["ip", "netns", "exec", self._names[host], sys.executable, *words],
@@ -179,7 +176,7 @@ def test_a_link_that_is_cut_for_good_ends_programs_of_users(hosts: Hosts, tmp_pa
     program, logs = tmp_path / "program.py", [tmp_path / "a.log", tmp_path / "b.log"]
     program.write_text(PROGRAM.format(timeout_s=TIMEOUT_S))
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": address(0), "MASTER_PORT": "29411"}
-    ranks = [hosts.start_program(i, logs[i], program, RANK=str(i), **place) for i in range(2)]
+    ranks = [hosts.python(i, logs[i], str(program), RANK=str(i), **place) for i in range(2)]
     until(lambda: all("twenty steps" in log.read_text() for log in logs), "twenty steps", *logs)
     hosts.cut()
     cut = time.monotonic()

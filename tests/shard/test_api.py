@@ -103,7 +103,7 @@ def test_units_are_found_or_given_by_class_size_or_callable(mesh) -> None:
     with pytest.raises(acc.UsageError, match="Conv2d"):
         acc.shard(models.plain(), mesh=mesh, units={nn.Conv2d})
     model = models.plain()
-    for units in (model.blocks, list(model.blocks), model.head, 3):
+    for units in (model.blocks, nn.ModuleList(), list(model.blocks), model.head, 3):
         with pytest.raises(acc.UsageError, match=r"^units has an object of type \w+; pass classes"):
             acc.shard(model, mesh=mesh, units=units)
 

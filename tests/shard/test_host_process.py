@@ -19,6 +19,7 @@ import accordion as acc
 from accordion.optimizers.wrap import StepHooks
 from accordion.safety.dtensor_calls import ANY_TRUE, DRAWS_INTO, DRAWS_LIKE, NUMBER, TANGENT, VIEW, WRITES
 from tests.support import forked
+from tests.support.compare import assert_alike
 
 DOCUMENTED: set[str] = set()
 NUM_HOOKS = 1
@@ -125,14 +126,6 @@ def outcomes(mesh: DeviceMesh) -> dict[str, Any]:
     return found
 
 
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return bool(a == b)
-
-
 def main(_: list[str]) -> None:
     warnings.filterwarnings("ignore", "Anomaly Detection has been enabled")
     dist.init_process_group("gloo")
@@ -166,7 +159,7 @@ def main(_: list[str]) -> None:
     assert set(answers) - set(theirs) <= {*DRAWS_INTO, *DRAWS_LIKE, *WRITES, NUMBER, TANGENT, ANY_TRUE, VIEW}
     assert after == registered
     for name, value in outcomes(mesh).items():
-        assert equal(value, results[name]), (name, results[name], value)
+        assert_alike({name: value}, {name: results[name]})
     dist.destroy_process_group()
 
 

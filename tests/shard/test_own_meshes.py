@@ -214,10 +214,8 @@ def read(mesh: Any, folder: str) -> dict[str, Tensor]:
 def on_meta(mesh: Any) -> nn.Module:
     with torch.device("meta"):
         model = experts.Model()
-    for block in model.blocks:
-        block.group = mesh["ep"].get_group()
-        block.experts.parallelize(mesh["ep"])
-    return acc.shard(model, mesh["edp", "ep"]._flatten("dp"), meshes={experts.Experts: mesh["edp"]})
+    everybody = mesh["edp", "ep"]._flatten("dp")
+    return acc.shard(experts.parallelized(model, mesh["ep"]), everybody, meshes={experts.Experts: mesh["edp"]})
 
 
 def read_back(mesh: Any, folder: str) -> dict[str, Tensor]:
@@ -268,22 +266,19 @@ def test_a_model_on_meta_is_initialised_and_loaded(world: Any, tmp_path: Path) -
     world.run_mesh((2, 2), ("edp", "ep"), from_meta, str(tmp_path))
 
 
-def as_in_the_guide(mesh: Any, code: str) -> None:
+@on_mesh((2, 2), ("edp", "ep"))
+def test_the_example_of_the_guide_runs(mesh: Any) -> None:
+    """On two ranks for each axis."""
+    code = GUIDE.read_text().partition("## Experts on some of the ranks")[2].split("```")[1]
+    assert code.startswith('python\nmesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("edp", "ep"))')
     model = experts.seeded()
     names = {"acc": acc, "nn": nn, "distribute_tensor": distribute_tensor, "Shard": Shard, "Experts": experts.Experts}
     given = {"init_device_mesh": lambda *asked, **named: mesh, "model": model, **names}
-    exec(code, given)
+    exec(code.removeprefix("python"), given)
     for block in model.blocks:
         block.group = mesh["ep"].get_group()
     assert model.blocks[0].experts.up.device_mesh.mesh_dim_names == ("edp", "ep")
     assert_gradients_of_unsharded(model)
-
-
-def test_the_example_of_the_guide_runs(world: Any) -> None:
-    """On two ranks for each axis."""
-    code = GUIDE.read_text().partition("## Experts on some of the ranks")[2].split("```")[1]
-    assert code.startswith('python\nmesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("edp", "ep"))')
-    world.run_mesh((2, 2), ("edp", "ep"), as_in_the_guide, code.removeprefix("python"))
 
 
 @on_mesh((2, 2), ("edp", "ep"))

@@ -97,22 +97,15 @@ def names(folder: str | os.PathLike[str]) -> list[str]:
 
 def differing(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> set[str]:
     """Return the names of full tensors that differ, or that one checkpoint lacks. Leaves out `state=` and checksums."""
-    tensors: list[dict[str, Any]] = []
-    for path in (one, other):
+
+    def content(path: str | os.PathLike[str]) -> set[tuple[str, torch.dtype, torch.Size, bytes]]:
         with closing(opened(checkpoint_at(path))) as files:
             held = [name for name in files.manifest.tensors if name.split("/")[2:3] not in (["state"], ["sums"])]
-            tensors.append({name: files.whole(name) for name in held})
-    a, b = tensors
-    return {
-        name
-        for name in a.keys() | b.keys()
-        if name not in a or name not in b or a[name].dtype != b[name].dtype or not bitwise_equal(a[name], b[name])
-    }
+            tensors = {name: files.whole(name).contiguous() for name in held}
+        bits = {name: t.view(-1).view(torch.uint8).numpy().tobytes() for name, t in tensors.items()}
+        return {(name, t.dtype, t.shape, bits[name]) for name, t in tensors.items()}
 
-
-def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = [t.contiguous().view(-1).view(torch.uint8) for t in (a, b)]
-    return a.shape == b.shape and torch.equal(*bits)
+    return {name for name, *_ in content(one) ^ content(other)}
 
 
 def assert_same_tensors(model: nn.Module, other: nn.Module) -> None:

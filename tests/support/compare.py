@@ -5,7 +5,7 @@ A `Case` describes such a training. `Scenario` and `programs.Program` are plain 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -424,11 +424,6 @@ def on_its_ranks(cases: Mapping[str, Case]) -> Callable[[Callable[..., None]], C
     rows = [(name, num_ranks) for name in cases for num_ranks in (2, 3, 4)]
     usual = sampled(rows, lambda name, num_ranks: num_ranks == (2 if cases[name].exact else 3))
     return lambda program: pytest.mark.parametrize(("name", "num_ranks"), usual)(on_num_ranks(program))
-
-
-def run_on_all(world: Any, fn: Callable[..., Any], *args: Any, ranks: Sequence[int]) -> None:
-    for num_ranks in ranks:
-        world.run(num_ranks, fn, *args)
 
 
 class Pair(nn.Module):

@@ -89,7 +89,13 @@ class Script:
             mesh = init_device_mesh("cpu", (2, self.num_ranks // 2), mesh_dim_names=("replicate", "shard"))
         plain = models.Tiny(**(way.others_model if self.is_one else {}))
         self.model = acc.shard(plain, mesh, units={models.Block}, **options)
-        self.optimizer = self.make_optimizer()
+        kind, arguments = torch.optim.AdamW, {"lr": 1e-3}
+        if self.is_one and way.others_optimizer:
+            self._at()
+            kind, arguments = way.others_optimizer
+        self.optimizer = kind(self.model.parameters(), **arguments)
+        if way.wrapped:
+            self.optimizer = acc.wrap_optimizer(self.optimizer)
         self.model.blocks[1].register_forward_pre_hook(lambda module, args: self.reaches("forward"))
         self.model.head.register_forward_hook(self._watch)
         self.reaches("before_training")
@@ -104,14 +110,6 @@ class Script:
             tokens, targets = models.batch(self.step, 0, self.rank, vocab=48)
             self.one_step(tokens, targets)
         self.reaches("end")
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        kind, options = torch.optim.AdamW, {"lr": 1e-3}
-        if self.is_one and self.way.others_optimizer:
-            self._at()
-            kind, options = self.way.others_optimizer
-        optimizer = kind(self.model.parameters(), **options)
-        return acc.wrap_optimizer(optimizer) if self.way.wrapped else optimizer
 
     def _watch(self, module: nn.Module, args: Any, out: Tensor) -> None:
         if self.here and self.way.moment == "backward" and out.requires_grad:
@@ -216,12 +214,6 @@ def sentence_of(text: str) -> str:
     return errors[-1] if errors else ""
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 class Run:
     """The rank processes of one `Way`: `start` forks them, `poll` watches them, and `outcome` returns the result at the end."""
 
@@ -245,7 +237,8 @@ class Run:
 
     def start(self) -> Callable[[], None] | None:
         """Fork the ranks. Return None in this process; in a forked rank return the function that the rank has to call."""
-        port = free_port()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
         for rank in range(self.way.num_ranks):
             pid = os.fork()
             if pid == 0:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.devices import device, here
+from tests.devices import device
+from tests.support import compare
 
 EXPERTS, WIDTH, HIDDEN, VOCAB = 4, 16, 24, 32
 
@@ -113,17 +114,18 @@ class Model(nn.Module):
 
 def seeded() -> Model:
     """Return a `Model` with the same random weights on every rank, on the device of the tests."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return here(Model())
+    return compare.seeded(Model)  # type: ignore[return-value]
 
 
 def spread(mesh: Any, dtype: torch.dtype = torch.float32, axis: str = "ep") -> Model:
     """Return the model of `seeded` in `dtype`, with experts sharded over one axis of `mesh`."""
-    model = seeded().to(dtype)
+    return parallelized(seeded().to(dtype), mesh[axis])
+
+
+def parallelized(model: Model, mesh: Any) -> Model:
     for block in model.blocks:
-        block.group = mesh[axis].get_group()
-        block.experts.parallelize(mesh[axis])
+        block.group = mesh.get_group()
+        block.experts.parallelize(mesh)
     return model
 
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from tests.devices import device, here
+from tests.devices import device
+from tests.support.compare import seeded
 from tests.support.family_inputs import (
     VOCAB,
     Inputs,
@@ -53,9 +54,7 @@ class Family:
 
     def build(self) -> Any:
         """Return the model on the device of the tests, with the same random weights on every rank."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
-            return here(self.make())
+        return seeded(self.make, 11)
 
     def batch(self, step: int, rank: int) -> Inputs:
         made = self.inputs(torch.Generator().manual_seed(100 * step + rank))

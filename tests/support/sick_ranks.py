@@ -10,26 +10,21 @@ from accordion.doctor.ranks import RankExam
 from accordion.workers.ranks import Seat
 
 
-def slow(seat: Seat) -> RankExam:
-    """Return an exam (the measurements of one rank) whose gathers take 2 s longer."""
+def slow(seat: Seat, name: str = "_gather") -> RankExam:
+    """Return an exam (the measurements of one rank) in which each call of the function `name` of `ranks` takes 2 s longer."""
+    plain = getattr(ranks, name)
 
-    def slow_gather(link, full, shard, plain=ranks._gather):
+    def slowed(*args, **named):
         time.sleep(2.0)
-        plain(link, full, shard)
+        return plain(*args, **named)
 
-    ranks._gather, ranks.REPEATS, ranks.WARMUPS = slow_gather, 1, 1
+    setattr(ranks, name, slowed)
+    ranks.REPEATS, ranks.WARMUPS = 1, 1
     return ranks.start(seat)
 
 
 def slow_exchange(seat: Seat) -> RankExam:
-    """Return an exam (the measurements of one rank) whose all-to-alls take 2 s longer."""
-
-    def slow_exchange(heads, group, split, join, plain=ranks.exchange):
-        time.sleep(2.0)
-        return plain(heads, group, split, join)
-
-    ranks.exchange, ranks.REPEATS, ranks.WARMUPS = slow_exchange, 1, 1
-    return ranks.start(seat)
+    return slow(seat, "exchange")
 
 
 def wrong_messages(seat: Seat) -> RankExam:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import accordion as acc
 from accordion import _torch
@@ -39,11 +39,7 @@ SENTENCES = {**dict(re.findall(r"^\| ([a-z_ ]+) \| `(.+?)` \|", PAGE.read_text()
 # -- how a rank ends
 
 
-def fails(script: Script) -> None:
-    raise ValueError("bad sample")
-
-
-def is_bad_hook(*_: Any) -> None:
+def fails(*_: Any) -> None:
     raise ValueError("bad sample")
 
 
@@ -186,7 +182,7 @@ def deletes_model(script: Script) -> None:
 def waits_for_thread(script: Script) -> None:
     """Wait for ever for a row in a queue, whose thread has died."""
     rows: queue.Queue[int] = queue.Queue()
-    threading.Thread(target=is_bad_hook, daemon=True).start()
+    threading.Thread(target=fails, daemon=True).start()
     rows.get()
 
 
@@ -422,26 +418,14 @@ def given() -> Iterator[Way]:
 # -- what users' programs do
 
 
-class Rows(Dataset[Tensor]):
-    """A dataset of four rows that calls `read` with the index of each row that it returns."""
-
-    def __init__(self, read: Callable[[int], object]) -> None:
-        self.read = read
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, i: int) -> Tensor:
-        self.read(i)
-        return torch.zeros(3)
-
-
 def loads_rows(deed: Deed) -> Deed:
     """Return a function that loads rows with a worker process of a `DataLoader`, which runs `deed` at the third row."""
 
     def loads(script: Script) -> None:
-        rows = Rows(lambda i: deed(script) if i == 2 else None)
-        list(DataLoader(rows, num_workers=1, multiprocessing_context="fork"))
+        def collated(rows: list[int]) -> Any:
+            return deed(script) if rows == [2] else rows
+
+        list(DataLoader(list(range(4)), collate_fn=collated, num_workers=1, multiprocessing_context="fork"))  # type: ignore[arg-type]
 
     return loads
 
@@ -509,7 +493,7 @@ def retries(in_backward: bool) -> Deed:
 
 def skips_after_error(script: Script) -> None:
     """Run a batch whose forward raises, and swallow the error, as a loop with `except: continue` does."""
-    handle = script.model.blocks[1].register_forward_pre_hook(is_bad_hook)
+    handle = script.model.blocks[1].register_forward_pre_hook(fails)
     try:
         script.loss(*a_batch(script)).backward()
     except ValueError:
@@ -549,7 +533,7 @@ def on_signal(handler: Callable[[Script], object]) -> Deed:
 
 
 def hooks(register: str, on: Callable[[Script], Any]) -> Deed:
-    return lambda script: getattr(on(script), register)(is_bad_hook)
+    return lambda script: getattr(on(script), register)(fails)
 
 
 def a_parameter(script: Script) -> Tensor:
