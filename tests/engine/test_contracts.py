@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import accordion as acc
 from accordion import _torch
-from accordion.engine.observer import MOMENTS, Observer
+from accordion.engine.engine import Engine
+from accordion.engine.observer import GATHERED, MOMENTS, Observer
 from accordion.engine.shards import ShardBuffer
 from tests.compat.test_fsdp2_parallel import Packed
 from tests.devices import device
 from tests.inside import engine_in, units_of
 from tests.support import models
-from tests.support.checks import mesh_of
+from tests.support.checks import PlantedError, mesh_of
 
 # -- shard buffers, and the full parameters that are gathered from them
 
@@ -157,3 +159,15 @@ def test_observers_hear_the_moments_of_a_step_in_order(world: Any) -> None:
         assert told.count("unit_returns") == 3
         assert told.count("full_gradients") == 3
         assert told[-2:] == ["backward_ends", "backward_ended"]
+
+
+def raise_planted() -> None:
+    raise PlantedError
+
+
+def test_the_purpose_of_memory_ends_with_an_allocation_that_raises() -> None:
+    purposes: list[Any] = []
+    engine: Any = SimpleNamespace(observers=SimpleNamespace(memory_is_for=[purposes.append]))
+    with pytest.raises(PlantedError):
+        Engine.allocate(engine, GATHERED, raise_planted)
+    assert purposes == [GATHERED, None]
