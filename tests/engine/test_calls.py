@@ -18,6 +18,12 @@ from tests.support.chains import WIDTH, Chain, Plain, chain, mean_square, number
 from tests.support.compare import Case, Pair, compare_poisoned, on_its_ranks, seeded
 from tests.support.ranked import on_worlds
 
+
+def by_unit(kind: Callable[[], nn.Module], call: Callable[[nn.Module, Tensor], Tensor], **more: Any) -> Case:
+    """Return the `Case` of a `Chain` of units of class `kind`; `call(unit, x)` calls one and returns the next one's `x`."""
+    return chain(kind, call=lambda model, x: functools.reduce(lambda x, unit: call(unit, x), model.units, x), **more)
+
+
 # -- how often, and which parameters
 
 
@@ -157,14 +163,12 @@ class NoGrad(Pair):
         return y.detach(), y.argmax(-1), y > 0, None, 1.5, "text", y
 
 
-def use_no_grad(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        detached, index, mask, nothing, number, text, y = unit(x)
-        assert (nothing, number, text) == (None, 1.5, "text")
-        assert not detached.requires_grad
-        assert index.dtype == torch.long
-        x = (y + detached) * mask + index.unsqueeze(-1)
-    return x
+def use_no_grad(unit: nn.Module, x: Tensor) -> Tensor:
+    detached, index, mask, nothing, number, text, y = unit(x)
+    assert (nothing, number, text) == (None, 1.5, "text")
+    assert not detached.requires_grad
+    assert index.dtype == torch.long
+    return (y + detached) * mask + index.unsqueeze(-1)
 
 
 class Nothing(Pair):
@@ -174,11 +178,9 @@ class Nothing(Pair):
         self.kept = super().forward(x)
 
 
-def use_nothing(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        assert unit(x) is None
-        x = unit.__dict__.pop("kept")
-    return x
+def use_nothing(unit: nn.Module, x: Tensor) -> Tensor:
+    assert unit(x) is None
+    return unit.__dict__.pop("kept")
 
 
 class OnlyDetached(Pair):
@@ -211,8 +213,8 @@ class Source(Pair):
 
 OUTPUT_CASES = {
     **{kind: structures(kind) for kind in KEEP},
-    "outputs without gradients": chain(NoGrad, call=use_no_grad),
-    "no output": chain(Nothing, call=use_nothing),
+    "outputs without gradients": by_unit(NoGrad, use_no_grad),
+    "no output": by_unit(Nothing, use_nothing),
     "no output with a gradient": chain(OnlyDetached),
     "inputs of which some need gradients": chain(Scaled, call=mixed_inputs),
     "no inputs": chain(Source, call=no_input),
@@ -241,12 +243,10 @@ class InPlace(Pair):
         return self.b(nn.functional.relu(self.a(x), inplace=True)).add_(x)
 
 
-def in_place_inputs(model: Chain, x: Tensor) -> Tensor:
+def in_place_inputs(unit: nn.Module, x: Tensor) -> Tensor:
     """What the caller sees of it is the same too."""
-    for unit in model.units:
-        y = x * 1.0
-        x = unit(y) + y
-    return x
+    y = x * 1.0
+    return unit(y) + y
 
 
 class ViewOut(Pair):
@@ -257,12 +257,10 @@ class ViewOut(Pair):
         return y.view(-1).view(y.shape), y[:1]
 
 
-def in_place_views(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        y, row = unit(x)
-        y.mul_(2.0)
-        x = torch.tanh(y + row)
-    return x
+def in_place_views(unit: nn.Module, x: Tensor) -> Tensor:
+    y, row = unit(x)
+    y.mul_(2.0)
+    return torch.tanh(y + row)
 
 
 class Same(Pair):
@@ -277,11 +275,9 @@ class AlsoSame(Pair):
         return x, super().forward(x)
 
 
-def same_and_more(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        same, y = unit(x)
-        x = torch.tanh(same * y + x)
-    return x
+def same_and_more(unit: nn.Module, x: Tensor) -> Tensor:
+    same, y = unit(x)
+    return torch.tanh(same * y + x)
 
 
 class WrittenSame(Pair):
@@ -292,21 +288,17 @@ class WrittenSame(Pair):
         return x
 
 
-def written_same(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        x = x * 1.0
-        y = unit(x)
-        x = torch.tanh(x + y)
-    return x
+def written_same(unit: nn.Module, x: Tensor) -> Tensor:
+    x = x * 1.0
+    y = unit(x)
+    return torch.tanh(x + y)
 
 
-def same_written(model: Chain, x: Tensor) -> Tensor:
+def same_written(unit: nn.Module, x: Tensor) -> Tensor:
     """What is written into an output that is the input is in the input too."""
-    for unit in model.units:
-        x = x * 1.0
-        unit(x).mul_(2.0)
-        x = torch.tanh(x)
-    return x
+    x = x * 1.0
+    unit(x).mul_(2.0)
+    return torch.tanh(x)
 
 
 class Own(Pair):
@@ -316,12 +308,9 @@ class Own(Pair):
         return super().forward(x), self.a.weight, self.b.weight[2:5], self.a.weight.t(), self.b.bias.view(1, -1)
 
 
-def own_parameters(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        y, weight, rows, transposed, bias = unit(x)
-        x = y @ weight + (rows.sum(0) * 0.1) + y @ transposed + bias
-        x = torch.tanh(x)
-    return x
+def own_parameters(unit: nn.Module, x: Tensor) -> Tensor:
+    y, weight, rows, transposed, bias = unit(x)
+    return torch.tanh(y @ weight + (rows.sum(0) * 0.1) + y @ transposed + bias)
 
 
 class OnlyOwn(nn.Module):
@@ -335,24 +324,16 @@ class OnlyOwn(nn.Module):
         return self.positions[: x.shape[0]]
 
 
-def positions(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        x = x + unit(x)
-    return x
-
-
 MEMORY_CASES = {
     "in-place operators on outputs": chain(call=in_place_outputs, exact=False),
-    "in-place operators on inputs": chain(InPlace, call=in_place_inputs, exact=False),
-    "in-place operators on one of two outputs over one memory": chain(ViewOut, call=in_place_views),
+    "in-place operators on inputs": by_unit(InPlace, in_place_inputs, exact=False),
+    "in-place operators on one of two outputs over one memory": by_unit(ViewOut, in_place_views),
     "a unit that returns its input": chain(Same),
-    "a unit that returns its input and more": chain(AlsoSame, call=same_and_more, exact=False, tolerance=2e-6),
-    "a unit that returns its input, into which the caller writes": chain(Same, call=same_written),
-    "a unit that writes into its input and returns it": chain(WrittenSame, call=written_same, exact=False),
-    "a unit that returns its parameters and views of them": chain(
-        Own, call=own_parameters, exact=False, tolerance=2e-6
-    ),
-    "a unit that returns a view of its parameter alone": chain(OnlyOwn, call=positions),
+    "a unit that returns its input and more": by_unit(AlsoSame, same_and_more, exact=False, tolerance=2e-6),
+    "a unit that returns its input, into which the caller writes": by_unit(Same, same_written),
+    "a unit that writes into its input and returns it": by_unit(WrittenSame, written_same, exact=False),
+    "a unit that returns its parameters and views of them": by_unit(Own, own_parameters, exact=False, tolerance=2e-6),
+    "a unit that returns a view of its parameter alone": by_unit(OnlyOwn, lambda unit, x: x + unit(x)),
 }
 
 CASES = {**OFTEN_CASES, **OUTPUT_CASES, **MEMORY_CASES}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -28,12 +26,6 @@ from tests.support.compare import (
 )
 from tests.support.ranked import on_strategy, on_worlds
 from tests.support.sample import sampled
-
-
-def rounding(mesh) -> float:
-    """Two ranks agree bit for bit with the unsharded model, for a sum of two has one order."""
-    return 0.0 if mesh.size() == 2 else 1e-6
-
 
 # -- entry points
 
@@ -76,6 +68,11 @@ def enter(model: Entered, how: str) -> Any:
     return model(x) @ model.encode(x)["x"].t()[:3] + model.units[0].encode(model.generate(x, 1)[0])[0].sum()
 
 
+def enter_in(model: Entered, step: int, how: str, mode: Any) -> Any:
+    with mode():
+        return enter(model, how)
+
+
 @on_worlds
 def test_methods_beside_forward_use_full_parameters(mesh) -> None:
     plain, model = seeded(Entered), acc.shard(seeded(Entered), mesh=mesh, units={Encodes})
@@ -86,24 +83,14 @@ def test_methods_beside_forward_use_full_parameters(mesh) -> None:
     hows = ("encode", "generate", "of a unit", "all")
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         for how in hows:
-            found = []
-            for m in (plain, model):
-                torch.manual_seed(seed_of(7))
-                with mode():
-                    found.append(enter(m, how))
-            assert_alike(found[1], found[0], rounding(mesh))
+            check_step(mesh, model, plain, functools.partial(enter_in, how=how, mode=mode), 7)
     for how in hows:
         run = functools.partial(lambda m, step, how: mean_square(enter(m, how)), how=how)
         check_step(mesh, model, plain, run, 8, exact=False, tolerance=2e-6)
         with pytest.raises(PlantedError):
             model.raises(numbers())
-    for mode in (torch.no_grad, torch.inference_mode):  # after training, from inside a forward's own modes
-        found = []
-        for m in (plain, model):
-            torch.manual_seed(seed_of(9))
-            with mode():
-                found.append(enter(m, "all"))
-        assert_alike(found[1], found[0], rounding(mesh))
+    for mode in (torch.no_grad, torch.inference_mode):  # after training
+        check_step(mesh, model, plain, functools.partial(enter_in, how="all", mode=mode), 9)
     steps_again(mesh, model, plain)
     with pytest.raises(acc.UsageError, match="Linear is no unit"):
         acc.entry_point(model.first, "forward")
@@ -181,17 +168,15 @@ def watch_activations(model: Chain, x: Tensor, seen: dict[int, Seen]) -> Tensor:
 )
 @on_worlds
 def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(mesh, when: str, change: bool) -> None:
-    seen: dict[int, Seen] = {}
+    seen: dict[int, Seen] = defaultdict(list)
     build = functools.partial(Chain, call=functools.partial(watch_activations, seen=seen))
     plain, model = seeded(build), seeded(build)
-    for m in (plain, model):
-        seen[id(m)] = []
-        if when == "before":
-            attach_hooks(m, seen[id(m)], change)
-    acc.shard(model, mesh=mesh, units={Pair})
     if when == "after":
-        for m in (plain, model):
-            attach_hooks(m, seen[id(m)], change)
+        acc.shard(model, mesh=mesh, units={Pair})
+    for m in (plain, model):
+        attach_hooks(m, seen[id(m)], change)
+    if when == "before":
+        acc.shard(model, mesh=mesh, units={Pair})
 
     def run(m: nn.Module, step: int) -> None:
         seen[id(m)].clear()
@@ -203,19 +188,12 @@ def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(mesh, when
 
     for step in range(2):
         check_step(mesh, model, plain, run, step)
-        mine, theirs = dict_of(seen[id(model)]), dict_of(seen[id(plain)])
         assert [what for what, _ in seen[id(model)]] == [what for what, _ in seen[id(plain)]]
-        assert len(mine) > 20
-        for what, value in theirs.items():
-            assert_alike(mine[what], value, 0.0 if what.startswith("weights") else rounding(mesh))
+        assert len({what for what, _ in seen[id(plain)]}) > 20
+        for (what, mine), (_, theirs) in zip(seen[id(model)], seen[id(plain)], strict=True):
+            is_exact = mesh.size() == 2 or what.startswith("weights")  # a sum of two has one order
+            assert_alike(mine, theirs, 0.0 if is_exact else 1e-6)
         rest(model)
-
-
-def dict_of(seen: Seen) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for what, tensors in seen:
-        found.setdefault(what, []).append(tensors)
-    return found
 
 
 @on_worlds
@@ -280,19 +258,11 @@ def test_an_optimizer_may_step_in_the_hooks_of_parameters(mesh, of: str) -> None
         rest(model)
 
 
-@contextmanager
-def anomaly_mode() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Anomaly Detection has been enabled")
-        with torch.autograd.set_detect_anomaly(True):
-            yield
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @on_strategy
 def test_anomaly_detection_around_a_step(mesh, strategy: str) -> None:
     plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair}, strategy=strategy)
-    with anomaly_mode():
+    with torch.autograd.set_detect_anomaly(True):
         steps_again(mesh, model, plain)
         with pytest.raises(RuntimeError, match="returned nan values"):  # and it finds what it is for
             (model(numbers() * float("nan"))).square().mean().backward()
