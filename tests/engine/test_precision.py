@@ -18,7 +18,7 @@ import accordion as acc
 from accordion.config import STRATEGIES
 from tests.devices import device, here
 from tests.support import models, reference
-from tests.support.checks import assert_close, assert_equal, one_loss
+from tests.support.checks import assert_close, assert_equal, batch, one_loss
 from tests.support.models import Block
 from tests.support.ranked import on_strategy, on_world, under_strategies
 from tests.support.reference import grads_of, local_of, params_of
@@ -162,25 +162,6 @@ def test_the_sum_over_ranks_is_in_the_dtype_of_the_reduce(mesh, dtype: torch.dty
 # -- gradient scaling
 
 
-class Leading(nn.Module):
-    """A 0-d parameter, kept whole, before all others; then blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.blocks = nn.ModuleList(Block(16, 32) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x * self.gain
-
-
-def leading() -> Leading:
-    torch.manual_seed(0)
-    return Leading()
-
-
 def inf_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
     """Forward hook: the gradient that enters the module overflows."""
     out.register_hook(lambda grad: grad * float("inf"))
@@ -196,7 +177,8 @@ OVERFLOWS_SHOWN = [
 @on_strategy
 def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, strategy: str, where: str, wrapped: bool) -> None:
     """One rank's gradients overflow, in one place; every rank must skip that step, and only that."""
-    model = acc.shard(leading(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=FP16))
+    plain = models.seeded(scalar=True)  # a 0-d parameter, which each rank has whole, before all others
+    model = acc.shard(plain, mesh=mesh, strategy=strategy, precision=acc.Precision(params=FP16))
     optimizer: torch.optim.Optimizer = reference.adamw(model.parameters())
     if wrapped:
         optimizer = acc.wrap_optimizer(optimizer)
@@ -207,7 +189,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, strategy: str, wher
         handle = model.blocks[0].register_forward_hook(inf_in_backward)
         if not (planted and where == "first_block"):
             handle.remove()
-        out = model(torch.linspace(-1, 1, 64, device=device()).view(4, 16) * (1 + dist.get_rank())).float()
+        out = model(batch(model, step)[0]).float()
         if planted and where == "everywhere":
             out = out * 1e30  # inf in the gradient of the 0-d parameter and of all blocks
         scaler.scale(out.square().mean()).backward()

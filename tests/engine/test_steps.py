@@ -102,11 +102,7 @@ def test_autograd_grad_of_parameters(mesh, strategy: acc.Strategy) -> None:
 # -- exceptions
 
 
-def raise_in_forward(*_: Any) -> None:
-    raise PlantedError
-
-
-def raise_in_backward(grad: Tensor) -> None:
+def raise_planted(*_: Any) -> None:
     raise PlantedError
 
 
@@ -115,11 +111,11 @@ def test_a_step_after_one_that_raised_is_a_good_one(mesh, strategy: acc.Strategy
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     one_loss(plain).backward()
     for _ in range(2):
-        handle = model.blocks[1].down.register_forward_hook(raise_in_forward)
+        handle = model.blocks[1].down.register_forward_hook(raise_planted)
         with pytest.raises(PlantedError):
             one_loss(model)
         handle.remove()
-        handle = model.blocks[1].register_forward_hook(lambda m, a, out: out.register_hook(raise_in_backward) and None)
+        handle = model.blocks[1].register_forward_hook(lambda m, a, out: out.register_hook(raise_planted) and None)
         with pytest.raises(PlantedError):
             one_loss(model).backward()
         handle.remove()

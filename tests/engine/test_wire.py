@@ -28,6 +28,7 @@ from tests.support.meters import Call, Copy, Wire
 from tests.support.ranked import on_world
 from tests.support.sample import sampled, turns
 
+BF16, FP32 = torch.bfloat16, torch.float32
 NUM_BLOCKS = 3
 UNITS = NUM_BLOCKS + 1  # and the root
 TAG_BYTES = 16  # at most, of what each rank says of itself in a gather: which unit, which call
@@ -93,40 +94,32 @@ def test_collectives_of_a_step_are_those_of_the_table(world, strategy, micros, n
 
 REDUCED = ("full_shard", "shard_grad_op", "shard_optim", "hybrid_shard")
 WAYS = [(reduce, build) for build in MODELS for reduce in ("exchange", "reduce_scatter")]
+BYTE_ROWS = [(strategy, *way, FP32) for strategy in REDUCED for way in WAYS]
+BYTE_ROWS += [("shard_grad_op", reduce, "large", BF16) for reduce in ("exchange", "reduce_scatter")]
 SHOWN = {(strategy, *way) for strategy, way in turns(REDUCED, WAYS)}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "reduce", "build"),
-    sampled([(strategy, *way) for strategy in REDUCED for way in WAYS], lambda *row: row in SHOWN),
+    ("strategy", "reduce", "build", "dtype"), sampled(BYTE_ROWS, lambda *row: row[:3] in SHOWN or row[3] == BF16)
 )
-def test_bytes_are_those_of_the_padded_parameters(world, strategy, reduce, build):
-    """A gather carries each shard once, with a tag a rank; a reduce each gradient, with flags and a tag."""
-    policy = dataclasses.replace(STRATEGIES[strategy], reduce=reduce)
-    sizes = [padded_bytes(unit, 2) for unit in units_of(build)]
+def test_bytes_are_those_of_the_padded_parameters(world, strategy, reduce, build, dtype):
+    """A gather carries each shard once, with a tag a rank; a reduce each gradient, with flags and a tag.
+
+    The sum is float32 in any case: the exchange sends gradients as they are and adds on arrival, a reduce-scatter casts first.
+    """
+    policy, precision = dataclasses.replace(STRATEGIES[strategy], reduce=reduce), acc.Precision(params=dtype)
+    sizes = [padded_bytes(unit, 2, dtype.itemsize) for unit in units_of(build)]
+    reduced = sum(sizes) if reduce == "exchange" else sum(sizes) * 4 // dtype.itemsize
     flags = 4 * 2 * sum(len(unit) + 1 for unit in units_of(build))
-    for calls, _ in world.run_mesh(*mesh_of(policy), steady_step, build, policy):
+    for calls, _ in world.run_mesh(*mesh_of(policy), steady_step, build, policy, precision=precision):
         sent = {kind: sum(call.num_bytes for call in calls if call.kind == kind) for kind in ("gather", "reduce")}
         gathers = 1 if policy.keep_until_backward or strategy == "shard_optim" else 2
         kept = 0 if gathers == 1 else sizes[0] + sizes[-1]  # the root and the last block may stay
         assert gathers * sum(sizes) - kept <= sent["gather"] <= gathers * (sum(sizes) + 2 * TAG_BYTES * len(sizes))
-        assert sum(sizes) <= sent["reduce"] <= sum(sizes) + flags
+        assert {call.dtype for call in calls if call.kind == "gather"} == {dtype}
+        assert reduced <= sent["reduce"] <= reduced + flags
         summed = sum(call.num_bytes for call in calls if call.kind == "all_reduce")
-        assert (sum(sizes) / 2 <= summed <= sum(sizes) / 2 + flags) if policy.hybrid else summed == 0
-
-
-def test_two_byte_parameters_halve_what_is_gathered_and_exchanged(world):
-    """The sum is float32 all the same: the exchange adds on arrival, a reduce-scatter sends what it adds."""
-    sizes = [padded_bytes(unit, 2) for unit in units_of("large")]
-    flags = 4 * 2 * sum(len(unit) + 1 for unit in units_of("large"))
-    precision = acc.Precision(params=torch.bfloat16)
-    for algorithm, width in (("exchange", 2), ("reduce_scatter", 4)):
-        policy = dataclasses.replace(acc.SHARD_GRAD_OP, reduce=algorithm)
-        for calls, _ in world.run(2, steady_step, "large", policy, precision=precision):
-            sent = {kind: sum(call.num_bytes for call in calls if call.kind == kind) for kind in ("gather", "reduce")}
-            assert sum(sizes) / 2 <= sent["gather"] <= sum(sizes) / 2 + 2 * TAG_BYTES * len(sizes)
-            assert sum(sizes) / 4 * width <= sent["reduce"] <= sum(sizes) / 4 * width + flags
-            assert {call.dtype for call in calls if call.kind == "gather"} == {torch.bfloat16}
+        assert (reduced / 2 <= summed <= reduced / 2 + flags) if policy.hybrid else summed == 0
 
 
 def test_one_rank_says_nothing_and_copies_nothing(world):
@@ -175,7 +168,8 @@ def test_a_change_of_dtype_is_one_copy_and_no_more(world):
         assert 0 < len(found) <= big
 
 
-def beside_other_groups(mesh) -> float:
+@on_world(4)
+def test_ranks_that_know_different_groups_meet(mesh) -> None:
     """A communicator of the engine's own, where each rank knows another number of groups; NCCL's communicators have one.
 
     In the end all know as many, which torch counts since 2.15 whatever a group is called.
@@ -189,11 +183,7 @@ def beside_other_groups(mesh) -> float:
     dist.all_reduce(value, group=group)
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
-    return value.item()
-
-
-def test_ranks_that_know_different_groups_meet(world):
-    assert world.run(4, beside_other_groups) == [4.0] * 4
+    assert value.item() == 4.0
 
 
 @pytest.mark.parametrize(("reduce", "share"), [("exchange", 0.6), ("reduce_scatter", 0.13)])
