@@ -19,6 +19,11 @@ from tests.support.compare import Case, Pair, compare_poisoned, on_its_ranks, se
 from tests.support.ranked import on_worlds
 
 
+def unit_with(forward: Callable[..., Any]) -> type[Pair]:
+    """Return a subclass of `Pair` whose method `forward` is the given function."""
+    return type("Unit", (Pair,), {"forward": forward})
+
+
 def by_unit(kind: Callable[[], nn.Module], call: Callable[[nn.Module, Tensor], Tensor], **more: Any) -> Case:
     """Return the `Case` of a `Chain` of units of class `kind`; `call(unit, x)` calls one and returns the next one's `x`."""
     return chain(kind, call=lambda model, x: functools.reduce(lambda x, unit: call(unit, x), model.units, x), **more)
@@ -54,13 +59,6 @@ class Some(Pair):
         return self.odd(x) if dist.get_rank() % 2 else x
 
 
-class FirstRank(Pair):
-    """On the first rank alone the input comes out as it is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if dist.get_rank() else x
-
-
 class Dropped(Chain):
     """All ranks call all units; the odd ones leave the result of the first out of the loss."""
 
@@ -73,7 +71,9 @@ class Dropped(Chain):
 OFTEN_CASES = {
     "loops of another length in each step": chain(call=loops, run=loop_run, steps=5, exact=False, tolerance=3e-6),
     "parameters unused on some ranks or on all": chain(Some),
-    "a unit that one rank passes by from inside": chain(FirstRank),
+    "a unit that one rank passes by from inside": chain(
+        unit_with(lambda unit, x: Pair.forward(unit, x) if dist.get_rank() else x)
+    ),
     "a unit whose result some ranks drop": Case(build=Dropped, run=plain_run, units={Pair}),
 }
 
@@ -183,11 +183,6 @@ def use_nothing(unit: nn.Module, x: Tensor) -> Tensor:
     return unit.__dict__.pop("kept")
 
 
-class OnlyDetached(Pair):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).detach()
-
-
 def mixed_inputs(model: Chain, x: Tensor) -> Tensor:
     """Inputs of which some need gradients, others not, in any place."""
     one, two = model.units
@@ -204,20 +199,15 @@ def no_input(model: Chain, x: Tensor) -> Tensor:
     return x + model.units[0]() * model.units[1]()
 
 
-class Source(Pair):
-    """A unit without inputs."""
-
-    def forward(self) -> Tensor:
-        return super().forward(torch.ones(1, WIDTH, device=device()))
-
-
 OUTPUT_CASES = {
     **{kind: structures(kind) for kind in KEEP},
     "outputs without gradients": by_unit(NoGrad, use_no_grad),
     "no output": by_unit(Nothing, use_nothing),
-    "no output with a gradient": chain(OnlyDetached),
+    "no output with a gradient": chain(unit_with(lambda unit, x: Pair.forward(unit, x).detach())),
     "inputs of which some need gradients": chain(Scaled, call=mixed_inputs),
-    "no inputs": chain(Source, call=no_input),
+    "no inputs": chain(
+        unit_with(lambda unit: Pair.forward(unit, torch.ones(1, WIDTH, device=device()))), call=no_input
+    ),
 }
 
 
@@ -261,18 +251,6 @@ def in_place_views(unit: nn.Module, x: Tensor) -> Tensor:
     y, row = unit(x)
     y.mul_(2.0)
     return torch.tanh(y + row)
-
-
-class Same(Pair):
-    """Returns its input as it is, and uses nothing of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class AlsoSame(Pair):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, super().forward(x)
 
 
 def same_and_more(unit: nn.Module, x: Tensor) -> Tensor:
@@ -328,9 +306,11 @@ MEMORY_CASES = {
     "in-place operators on outputs": chain(call=in_place_outputs, exact=False),
     "in-place operators on inputs": by_unit(InPlace, in_place_inputs, exact=False),
     "in-place operators on one of two outputs over one memory": by_unit(ViewOut, in_place_views),
-    "a unit that returns its input": chain(Same),
-    "a unit that returns its input and more": by_unit(AlsoSame, same_and_more, exact=False, tolerance=2e-6),
-    "a unit that returns its input, into which the caller writes": by_unit(Same, same_written),
+    "a unit that returns its input": chain(unit_with(lambda unit, x: x)),
+    "a unit that returns its input and more": by_unit(
+        unit_with(lambda unit, x: (x, Pair.forward(unit, x))), same_and_more, exact=False, tolerance=2e-6
+    ),
+    "a unit that returns its input, into which the caller writes": by_unit(unit_with(lambda unit, x: x), same_written),
     "a unit that writes into its input and returns it": by_unit(WrittenSame, written_same, exact=False),
     "a unit that returns its parameters and views of them": by_unit(Own, own_parameters, exact=False, tolerance=2e-6),
     "a unit that returns a view of its parameter alone": by_unit(OnlyOwn, lambda unit, x: x + unit(x)),

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine import layout
-from tests.engine.test_wire import TAG_BYTES
+from tests.engine.test_wire import TAG_BYTES, units_of
 from tests.support import models
 from tests.support.meters import Allocations, Wire
 from tests.support.reference import local_of
@@ -48,7 +48,7 @@ def local_shapes(p: nn.Parameter, strategy: acc.Strategy, mesh) -> tuple[int, ..
 
 def grow(mesh, strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
     """For each strategy and model: what this rank keeps, and what it says in a steady step."""
-    found = {}
+    steps = {}
     for name in strategies:
         for build, make in BUILDS.items():
             plain, strategy = make(), STRATEGIES[name]
@@ -73,14 +73,12 @@ def grow(mesh, strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
                     assert p.grad.placements == p.placements
                 optimizer.step()
                 optimizer.zero_grad()
-            found[name, build] = {
-                "held": memory.live_bytes,
-                "calls": Counter(call.kind for call in wire.calls),
-                "bytes": Counter(),
-            }
+            num_bytes: Counter[str] = Counter()
             for call in wire.calls:
-                found[name, build]["bytes"][call.kind] += call.num_bytes
-    return found
+                num_bytes[call.kind] += call.num_bytes
+            calls = Counter(call.kind for call in wire.calls)
+            steps[name, build] = {"held": memory.live_bytes, "calls": calls, "bytes": num_bytes}
+    return steps
 
 
 def cuts_of(build: str, num_ranks: int) -> list[layout.Cut]:
@@ -89,10 +87,7 @@ def cuts_of(build: str, num_ranks: int) -> list[layout.Cut]:
 
 def num_units(build: str, num_ranks: int) -> tuple[int, int]:
     """Units, and those among them that have anything to gather: small parameters may be kept whole."""
-    model = BUILDS[build]()
-    inside = [list(block.parameters()) for block in model.blocks]
-    blocks = {id(p) for params in inside for p in params}
-    units = [[p for p in model.parameters() if id(p) not in blocks], *inside]
+    units = units_of(BUILDS[build]())
     return len(units), sum(any(layout.cut(p.shape, num_ranks, 4).dim is not None for p in unit) for unit in units)
 
 

@@ -45,12 +45,16 @@ def step_bytes(mesh, strategy: acc.Strategy, **options: Any) -> dict[str, Any]:
     tokens, targets = models.batch(0, 0, mesh.get_rank(), vocab=16, shape=(1, 2))
     found: dict[str, Any] = {"gathered": []}
     with Allocations() as memory:
+
+        def settle_and_mark(name: str) -> None:
+            settle()
+            memory.mark(name)
+
         model = heavy()
         total = sum(p.nbytes for p in model.parameters())
         memory.mark("start")
         model = acc.shard(model, mesh=mesh, strategy=strategy, **options)
-        settle()
-        memory.mark("sharded")
+        settle_and_mark("sharded")
         optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))
         watch = functools.partial(watch_gathered, memory, found["gathered"])
         for i in range(NUM_BLOCKS):
@@ -64,19 +68,15 @@ def step_bytes(mesh, strategy: acc.Strategy, **options: Any) -> dict[str, Any]:
             del loss
             memory.mark(f"gradients {step}")
             optimizer.step()
-            settle()
-            memory.mark(f"stepped {step}")
+            settle_and_mark(f"stepped {step}")
             optimizer.zero_grad()
-            settle()
-            memory.mark(f"end {step}")
+            settle_and_mark(f"end {step}")
         found["gathered"].append([])
         with torch.no_grad():
             model(tokens)
-        settle()
-        memory.mark("inferred")
+        settle_and_mark("inferred")
         del model, optimizer
-        settle()
-        memory.mark("gone")
+        settle_and_mark("gone")
     found["total"] = total
     for mark in memory.marks:
         found[mark] = memory.live(mark)

@@ -52,9 +52,8 @@ def steady_step(
     return wire.calls, wire.copies
 
 
-def units_of(build: str) -> list[list[Tensor]]:
-    """Parameters of the root and of each block."""
-    model = MODELS[build]()
+def units_of(model: models.Tiny) -> list[list[Tensor]]:
+    """Return the parameters of the root and of each block."""
     blocks = [list(block.parameters()) for block in model.blocks]
     inside = {id(p) for block in blocks for p in block}
     return [[p for p in model.parameters() if id(p) not in inside], *blocks]
@@ -108,9 +107,9 @@ def test_bytes_are_those_of_the_padded_parameters(world, strategy, reduce, build
     The sum is float32 in any case: the exchange sends gradients as they are and adds on arrival, a reduce-scatter casts first.
     """
     policy, precision = dataclasses.replace(STRATEGIES[strategy], reduce=reduce), acc.Precision(params=dtype)
-    sizes = [padded_bytes(unit, 2, dtype.itemsize) for unit in units_of(build)]
+    sizes = [padded_bytes(unit, 2, dtype.itemsize) for unit in units_of(MODELS[build]())]
     reduced = sum(sizes) if reduce == "exchange" else sum(sizes) * 4 // dtype.itemsize
-    flags = 4 * 2 * sum(len(unit) + 1 for unit in units_of(build))
+    flags = 4 * 2 * sum(len(unit) + 1 for unit in units_of(MODELS[build]()))
     for calls, _ in world.run_mesh(*mesh_of(policy), steady_step, build, policy, precision=precision):
         sent = {kind: sum(call.num_bytes for call in calls if call.kind == kind) for kind in ("gather", "reduce")}
         gathers = 1 if policy.keep_until_backward or strategy == "shard_optim" else 2
@@ -135,7 +134,7 @@ def large(copies: list[Copy], num_ranks: int) -> list[Copy]:
     But for a shard to its own place in the full parameter, which gloo's gathers in place do inside.
     """
     limit = PACK_LIMIT_BYTES // 4 // num_ranks
-    shard = max(p.numel() for unit in units_of("large") for p in unit) // 2
+    shard = max(p.numel() for unit in units_of(models.wide()) for p in unit) // 2
     return [copy for copy in copies if copy.numel >= limit and not (into_place(copy) and copy.numel <= shard)]
 
 
@@ -163,7 +162,7 @@ def test_a_change_of_dtype_is_one_copy_and_no_more(world):
     policy = dataclasses.replace(acc.SHARD_GRAD_OP, reduce="exchange")
     for _, copies in world.run(2, steady_step, "large", policy, precision=acc.Precision(params=torch.bfloat16)):
         found = large(copies, 4)
-        big = sum(p.numel() >= PACK_LIMIT_BYTES // 4 for unit in units_of("large") for p in unit)
+        big = sum(p.numel() >= PACK_LIMIT_BYTES // 4 for unit in units_of(models.wide()) for p in unit)
         assert all(copy.cast for copy in found)
         assert 0 < len(found) <= big
 
