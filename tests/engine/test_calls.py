@@ -6,6 +6,7 @@ import collections
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.devices import device
-from tests.support.chains import WIDTH, Chain, Plain, chain, mean_square, numbers, plain_run
+from tests.support.chains import WIDTH, Chain, Plain, chain, numbers, plain_run
 from tests.support.compare import Case, Pair, compare_poisoned, on_its_ranks, seeded
 from tests.support.ranked import on_worlds
 
@@ -93,12 +94,6 @@ class State:
     more: Any = None
 
 
-def output_class() -> type:
-    from transformers.modeling_outputs import BaseModelOutput
-
-    return BaseModelOutput
-
-
 KEEP: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
     # how two tensors are put together, and how they become one again
     "containers of every kind": (
@@ -114,45 +109,29 @@ KEEP: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]]
     "the same tensor twice": (lambda x, y: [x, (x, y)], lambda t: t[0] + t[1][0] * t[1][1]),
     "object": (lambda x, y: Plain(x + y), lambda t: t.x + t.inner["twice"]),
     "ModelOutput": (
-        lambda x, y: output_class()(last_hidden_state=x, hidden_states=(x, y)),
+        lambda x, y: import_module("transformers.modeling_outputs").BaseModelOutput(
+            last_hidden_state=x, hidden_states=(x, y)
+        ),
         lambda t: t.last_hidden_state + t["hidden_states"][1] + t[0],
     ),
 }
 
 
-class Packs(Pair):
-    """Takes a structure, as an argument or by keyword, and returns one of the same kind."""
-
-    kind = ""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        ((given,),) = ((args or tuple(kwargs.values())),)
-        pack, unpack = KEEP[self.kind]
-        x = unpack(given)
-        return pack(super().forward(x), self.a(x) * 0.5)
-
-
-def pack_run(model: Chain, step: int) -> Any:
-    out: list[Any] = []
-    model.out = out
-    return mean_square(model(numbers())), out
-
-
-def pass_structures(model: Chain, x: Tensor, kind: str) -> Tensor:
-    pack, unpack = KEEP[kind]
-    state = pack(x, x * 0.5)
-    for i, unit in enumerate(model.units):
-        state = unit(given=state) if i % 2 else unit(state)
-        model.__dict__["out"].append(unpack(state).detach())
-    return unpack(state)
-
-
 def structures(kind: str) -> Case:
-    def build() -> Chain:
-        packs = type("Packs", (Packs,), {"kind": kind})
-        return Chain(packs, call=functools.partial(pass_structures, kind=kind))
+    """Return the `Case` of units that take a structure, as an argument or by keyword, and return one of the same kind."""
+    pack, unpack = KEEP[kind]
 
-    return Case(build=build, run=pack_run, units=["Packs"], exact=False, tolerance=2e-6)
+    def forward(unit: Pair, structure: Any) -> Any:
+        x = unpack(structure)
+        return pack(Pair.forward(unit, x), unit.a(x) * 0.5)
+
+    def call(model: Chain, x: Tensor) -> Tensor:
+        structure = pack(x, x * 0.5)
+        for i, unit in enumerate(model.units):
+            structure = unit(structure=structure) if i % 2 else unit(structure)
+        return unpack(structure)
+
+    return chain(unit_with(forward), call=call, exact=False, tolerance=2e-6)
 
 
 class NoGrad(Pair):

@@ -28,22 +28,13 @@ BUILDS = {
 }
 
 
-def rows_of(rank: int, num_ranks: int, rows: int) -> int:
-    """Rows [rank * c, (rank + 1) * c) of them, c = ceil(rows / num_ranks)."""
-    chunk = -(-rows // num_ranks)
-    return max(0, min(rows, (rank + 1) * chunk) - rank * chunk)
-
-
-def local_shapes(p: nn.Parameter, strategy: acc.Strategy, mesh) -> tuple[int, ...]:
-    """What the design says that this rank keeps."""
-    sharding = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-    dim = layout.cut(p.shape, sharding[1], 4).dim
-    shape = list(p.shape)
-    if dim is not None and strategy != acc.NO_SHARD:
-        shape[dim] = rows_of(*sharding, shape[dim])
-        if strategy.optim_over_replicas:
-            shape[dim] = rows_of(mesh.get_local_rank(0), mesh.size(0), shape[dim])
-    return tuple(shape)
+def local_shape(p: nn.Parameter, strategy: acc.Strategy, mesh) -> tuple[int, ...]:
+    """Return the shape of this rank's shard: its rows of `p`, divided again over replicas if the strategy does so."""
+    c = layout.cut(p.shape, mesh.size(mesh.ndim - 1), 4)
+    shape = c.local_shape(mesh.get_local_rank(mesh.ndim - 1))
+    if c.dim is None or not strategy.optim_over_replicas:
+        return shape
+    return layout.Cut(shape, c.dim, mesh.size(0)).local_shape(mesh.get_local_rank(0))
 
 
 def grow(mesh, strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -58,7 +49,7 @@ def grow(mesh, strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
             assert params.keys() == original.keys()
             for key, p in params.items():
                 assert p.shape == original[key].shape
-                assert local_of(p).shape == local_shapes(original[key], strategy, mesh), key
+                assert local_of(p).shape == local_shape(original[key], strategy, mesh), key
                 if p.placements == (Shard(0),):
                     start = -(-p.shape[0] // mesh.size()) * mesh.get_local_rank()
                     assert torch.equal(local_of(p), original[key][start : start + len(local_of(p))])

@@ -16,9 +16,10 @@ from torch.func import functional_call
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from tests.devices import device, here
+from tests.devices import device
 from tests.support import models, reference
 from tests.support.checks import assert_close, assert_equal, batch, one_loss
+from tests.support.compare import seeded
 from tests.support.models import Block
 from tests.support.ranked import on_strategy, on_world, under_strategies
 from tests.support.reference import grads_of, local_of, params_of
@@ -51,18 +52,13 @@ class Seen(nn.Module):
         return {"out": self.second(self.first(x)), "mask": mask}
 
 
-def seen() -> Seen:
-    torch.manual_seed(0)
-    return Seen()
-
-
 def call(model: nn.Module) -> dict[str, Any]:
     return model(torch.linspace(-1, 1, 16, device=device()).view(2, 8), torch.tensor([True, False], device=device()))
 
 
 @on_world(2)
 def test_each_thing_is_in_the_dtype_that_was_asked_for(mesh) -> None:
-    model = acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16))
+    model = acc.shard(seeded(Seen), mesh=mesh, precision=acc.Precision(params=BF16))
     assert {p.dtype for p in model.parameters()} == {FP32}, "masters"
     out = call(model)
     assert model.first[0].met == model.second[0].met == (BF16, BF16, BF16)
@@ -71,46 +67,48 @@ def test_each_thing_is_in_the_dtype_that_was_asked_for(mesh) -> None:
     out["out"].sum().backward()
     assert {p.grad.dtype for p in model.parameters()} == {FP32}
 
-    model = acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16, output=FP32, buffers=BF16))
+    model = acc.shard(seeded(Seen), mesh=mesh, precision=acc.Precision(params=BF16, output=FP32, buffers=BF16))
     out = call(model)
     assert (out["out"].dtype, out["mask"].dtype) == (FP32, torch.bool)
     assert model.met == (BF16, torch.bool, BF16, torch.int64)
     with torch.no_grad():
         assert call(model)["out"].dtype == FP32
 
-    model = acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16, master=BF16))
+    model = acc.shard(seeded(Seen), mesh=mesh, precision=acc.Precision(params=BF16, master=BF16))
     assert {p.dtype for p in model.parameters()} == {FP32}, "a wider parameter keeps its own"
-    model = acc.shard(seen().to(BF16), mesh=mesh, precision=acc.Precision(params=BF16, master=BF16))
+    model = acc.shard(seeded(Seen).to(BF16), mesh=mesh, precision=acc.Precision(params=BF16, master=BF16))
     assert {p.dtype for p in model.parameters()} == {BF16}
     call(model)["out"].sum().backward()
     assert {p.grad.dtype for p in model.parameters()} == {BF16}
-    model = seen().to(BF16)
+    model = seeded(Seen).to(BF16)
     model.first.requires_grad_(False)
     acc.shard(model, mesh=mesh, precision=acc.Precision(params=BF16))
     assert {p.dtype for p in model.second.parameters()} == {FP32}, "masters of a model that came in two bytes"
     assert {p.dtype for p in model.first.parameters()} == {BF16}, "what is not trained needs no master"
 
     with pytest.raises(RuntimeError):
-        call(acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16, cast_inputs=False)))
+        call(acc.shard(seeded(Seen), mesh=mesh, precision=acc.Precision(params=BF16, cast_inputs=False)))
 
 
-def convolution() -> nn.Sequential:
-    torch.manual_seed(0)
-    return here(nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), nn.Conv2d(6, 2, 1)))
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), nn.Conv2d(6, 2, 1))
 
 
 @on_world(2)
 def test_batch_norms_keep_the_dtype_of_their_statistics(mesh) -> None:
     """Images and convolutions in two bytes, the norm's weight and statistics in four, as torch's kernels want them."""
-    plain, x = convolution(), torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(device()).to(BF16)
+    plain, x = (
+        seeded(convolution),
+        torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(device()).to(BF16),
+    )
     plain[0].to(BF16)
     plain[2].to(BF16)
-    model = acc.shard(convolution(), mesh, units={nn.Sequential}, precision=acc.Precision(params=BF16))
+    model = acc.shard(seeded(convolution), mesh, units={nn.Sequential}, precision=acc.Precision(params=BF16))
     for m in (model, plain):
         m(x).float().pow(2).mean().backward()
     assert_equal(dict(model.named_buffers()), dict(plain.named_buffers()))
     assert_close(grads_of(model), {name: p.grad for name, p in plain.named_parameters()}, 1e-2)
-    model = acc.shard(convolution(), mesh, precision=acc.Precision(params=BF16, buffers=BF16))
+    model = acc.shard(seeded(convolution), mesh, precision=acc.Precision(params=BF16, buffers=BF16))
     assert model(x).dtype == model[1][0].running_mean.dtype == BF16
 
 
@@ -118,7 +116,7 @@ def test_batch_norms_keep_the_dtype_of_their_statistics(mesh) -> None:
 def test_a_unit_may_have_a_precision_of_its_own(mesh) -> None:
     kept = acc.Precision(params=FP32)
     for overrides in ({"second": kept}, {"sec*": kept}):
-        model = seen()
+        model = seeded(Seen)
         precision = acc.Precision(params=BF16, overrides=overrides)
         model = acc.shard(model, mesh=mesh, precision=precision, units={nn.Sequential})
         call(model)["out"].sum().backward()
@@ -139,7 +137,7 @@ def test_a_unit_may_have_a_precision_of_its_own(mesh) -> None:
     one_loss(model).backward()
     assert found == [FP32, FP32, BF16, BF16], "an override may name the dtype of its output"
     with pytest.raises(acc.UsageError, match=r"third.*no unit"):
-        acc.shard(seen(), mesh=mesh, precision=acc.Precision(overrides={"third": kept}))
+        acc.shard(seeded(Seen), mesh=mesh, precision=acc.Precision(overrides={"third": kept}))
 
 
 @pytest.mark.parametrize(("dtype", "how"), [(FP32, "exchange"), (FP32, "reduce_scatter"), (BF16, "exchange")])
@@ -245,12 +243,8 @@ def test_autocast_copies_no_weight_if_precision_is_set_and_warns_once_if_not(mes
 @on_world(2)
 def test_inputs_are_cast_and_their_gradients_come_back(mesh) -> None:
     """Floating inputs are cast to the dtype of the weights, and their gradients come back in their own."""
-    torch.manual_seed(0)
-    plain = here(nn.Sequential(*(Block(32, 64) for _ in range(2))))
-    torch.manual_seed(0)
-    model = acc.shard(
-        nn.Sequential(*(Block(32, 64) for _ in range(2))), mesh=mesh, precision=acc.Precision(params=BF16)
-    )
+    plain, model = (seeded(lambda: nn.Sequential(Block(32, 64), Block(32, 64))) for _ in range(2))
+    acc.shard(model, mesh=mesh, precision=acc.Precision(params=BF16))
     x = torch.linspace(-1, 1, 192, device=device()).view(2, 3, 32)
     xs = x.clone().requires_grad_(), x.clone().requires_grad_()
     weights = {n: p.detach().to(BF16).requires_grad_() for n, p in plain.named_parameters()}

@@ -8,7 +8,7 @@ that stood there before, which is why such faults live long. Plants are undone a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -32,8 +32,7 @@ FAULTY = "blocks.1"
 Plant = Callable[[], contextlib.AbstractContextManager[object]]
 
 
-@contextlib.contextmanager
-def released_too_early() -> Iterator[None]:
+def released_too_early() -> contextlib.AbstractContextManager[object]:
     """The lease ends when it begins: module and backward read what was let go."""
     plain = Unit.acquire
 
@@ -44,12 +43,10 @@ def released_too_early() -> Iterator[None]:
             unit.leases += 1
         return version
 
-    with mock.patch.object(Unit, "acquire", acquire):
-        yield
+    return mock.patch.object(Unit, "acquire", acquire)
 
 
-@contextlib.contextmanager
-def backward_without_a_lease() -> Iterator[None]:
+def backward_without_a_lease() -> contextlib.AbstractContextManager[object]:
     """The backward counts a lease and gathers nothing."""
     plain = Call.begin
 
@@ -61,8 +58,7 @@ def backward_without_a_lease() -> Iterator[None]:
         with mock.patch.object(Unit, "acquire", count) if call.unit.name == FAULTY else contextlib.nullcontext():
             plain(call, *args)
 
-    with mock.patch.object(Call, "begin", begin):
-        yield
+    return mock.patch.object(Call, "begin", begin)
 
 
 def without_wait(doing: str) -> Plant:
