@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import accordion as acc
 from tests.devices import device
@@ -27,6 +25,7 @@ from tests.support.compare import (
     seed_of,
     seeded,
 )
+from tests.support.meters import Wire
 from tests.support.ranked import on_worlds, under_strategies
 
 BF16 = torch.bfloat16
@@ -52,22 +51,6 @@ def adapted() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(6), LowRank(6), nn.Tanh(), LowRank(6))
 
 
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products by their dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[torch.dtype] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in PRODUCTS:
-            self.count[args[0].dtype] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @under_strategies("full_shard", "no_shard")
 def test_adapters_on_a_frozen_two_byte_base(mesh, strategy: acc.Strategy) -> None:
     """No gradient of a frozen weight is computed. Mixed dtypes need no flag: each parameter is gathered in its own."""
@@ -75,12 +58,14 @@ def test_adapters_on_a_frozen_two_byte_base(mesh, strategy: acc.Strategy) -> Non
     acc.shard(model, mesh=mesh, units={nn.Sequential}, strategy=strategy)
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in plain.parameters()], "a frozen one keeps its own"
 
-    def run(m: nn.Module, step: int) -> Counter[torch.dtype]:
+    def run(m: nn.Module, step: int) -> None:
         loss = m(torch.randn(3, 6, device=device())).square().sum()
-        with Products() as products:
+        with Wire() as operators:
             loss.backward()
-        assert products.count[BF16] == 4, "gradients of the inputs of the bases, and of no weight"
-        return products.count
+        products = sum(operators.seen[f"aten::{name}"] for name in ("mm", "addmm", "bmm"))
+        assert products == 4 * (4 + 1), (
+            "of a layer, gradients of two adapters and their inputs, and of the base's input"
+        )
 
     for step in range(2):
         check_step(mesh, model, plain, run, step)

@@ -16,13 +16,12 @@ import torch
 
 import accordion as acc
 from accordion import _torch
-from accordion.config import STRATEGIES
 from accordion.engine.autograd import Call
 from accordion.engine.streams import Transfer
 from accordion.engine.unit import Unit
 from tests.inside import units_of
 from tests.support import models
-from tests.support.checks import go_on, mesh_of, one_loss
+from tests.support.checks import go_on, one_loss
 from tests.support.ranked import on_strategy, on_world
 from tests.support.reference import local_of
 
@@ -81,9 +80,9 @@ FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {  # the fault, strategies un
 }
 
 
-def step(mesh, strategy: acc.Strategy, fault: str, debug: tuple[str, ...] = ("streams",)) -> tuple[bool, bool]:
-    """Whether loss and gradients of the step after a good one are finite, with a fault in it."""
-    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, debug=debug)
+def step(mesh, strategy: str, fault: str) -> tuple[bool, bool]:
+    """Run a step with `fault` after one without; return True for a finite loss, and True if all its gradients are finite."""
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, debug="streams")
     optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     go_on(model, optimizer, [0])
     with FAULTS[fault][0]():
@@ -98,32 +97,28 @@ BY_CHANCE = pytest.mark.cpu(
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "strategy"),
     [
-        "released_too_early",
-        *(pytest.param(f, marks=BY_CHANCE) for f in ("backward_without_a_lease", "gather_without_wait")),
+        pytest.param(fault, name, marks=() if fault == "released_too_early" else BY_CHANCE)
+        for fault, (_, names) in FAULTS.items()
+        for name in names
     ],
 )
-def test_a_planted_fault_gives_nan_and_not_plausible_numbers(world, fault):
-    for name in FAULTS[fault][1]:
-        for loss, grads in world.run_mesh(*mesh_of(STRATEGIES[name]), step, STRATEGIES[name], fault):
-            assert not grads, f"{name}: gradients are finite"
-            # before the backward the loss is that of full parameters which stand
-            assert loss == (fault == "backward_without_a_lease"), name
-
-
-def passes_without_reducing(mesh, strategy: acc.Strategy) -> bool:
-    """The sums over ranks never arrive. Their tags are among them, and the first to be read is wrong."""
-    try:
-        return all(step(mesh, strategy, "reduce_without_wait"))
-    except acc.DivergenceError:
-        return False
+@on_strategy
+def test_a_planted_fault_gives_nan_and_not_plausible_numbers(mesh, fault: str, strategy: str) -> None:
+    loss_is_finite, grads_are_finite = step(mesh, strategy, fault)
+    assert not grads_are_finite
+    # before the backward the loss is that of full parameters in memory
+    assert loss_is_finite == (fault == "backward_without_a_lease")
 
 
 @pytest.mark.cpu("a device that has asserted runs nothing any more")
-def test_a_reduce_that_nobody_waits_for_does_not_pass(world):
-    for name in ("full_shard", "no_shard", "hybrid_shard"):
-        assert not any(world.run_mesh(*mesh_of(STRATEGIES[name]), passes_without_reducing, STRATEGIES[name])), name
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])
+@on_strategy
+def test_a_reduce_that_nobody_waits_for_does_not_pass(mesh, strategy: str) -> None:
+    """The sums over ranks never arrive. Their tags are among them, and the first to be read is wrong."""
+    with contextlib.suppress(acc.DivergenceError):
+        assert not all(step(mesh, strategy, "reduce_without_wait"))
 
 
 # -- the mode itself

@@ -135,11 +135,10 @@ def large(copies: list[Copy], num_ranks: int) -> list[Copy]:
     """
     limit = PACK_LIMIT_BYTES // 4 // num_ranks
     shard = max(p.numel() for unit in units_of(models.wide()) for p in unit) // 2
-    return [copy for copy in copies if copy.numel >= limit and not (into_place(copy) and copy.numel <= shard)]
-
-
-def into_place(copy: Copy) -> bool:
-    return copy.name.startswith("aten::_foreach_copy_") and not copy.cast and not copy.strided
+    plain = {
+        copy for copy in copies if copy.name.startswith("aten::_foreach_copy_") and not (copy.cast or copy.strided)
+    }
+    return [copy for copy in copies if copy.numel >= limit and not (copy in plain and copy.numel <= shard)]
 
 
 @under("full_shard", "no_shard", "hybrid_shard_optim")
