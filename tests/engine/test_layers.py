@@ -135,13 +135,14 @@ class Scorer(nn.Module):
 def test_a_model_that_is_frozen_as_a_whole_reads_its_weights_from_outside(mesh) -> None:
     model, plain = (seeded(Scorer).requires_grad_(False) for _ in range(2))
     acc.shard(model, mesh=mesh, units={models.Block, nn.Linear})
+
+    def run(m: nn.Module, step: int) -> Tensor:
+        x = torch.randn(2, WIDTH, device=device(), requires_grad=True)
+        m(x).square().mean().backward()
+        return x.grad
+
     for step in range(3):
-        seen = []
-        for m in (model, plain):
-            x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(device()).requires_grad_()
-            m(x).square().mean().backward()
-            seen.append(x.grad)
-        torch.testing.assert_close(seen[0], seen[1])
+        check_step(mesh, model, plain, run, step)
         assert_at_rest(model)
 
 

@@ -17,6 +17,7 @@ from torch.func import functional_call
 import accordion as acc
 from accordion.config import STRATEGIES
 from tests.devices import device
+from tests.inside import units_of
 from tests.support import models, reference
 from tests.support.checks import assert_close, assert_equal, batch, one_loss
 from tests.support.compare import seeded
@@ -209,24 +210,17 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, strategy: str, wher
 @pytest.mark.parametrize("precision", [acc.Precision(params=BF16), None], ids=["precision", "no precision"])
 @on_world(2)
 def test_autocast_copies_no_weight_if_precision_is_set_and_warns_once_if_not(mesh, precision: Any) -> None:
-    """Count saved tensors with the size of a full weight that are no memory of the unit's own."""
+    """Count saved tensors with the size of a full weight that are no memory of a unit's own."""
     model = acc.shard(models.seeded(width=64, hidden=192), mesh=mesh, precision=precision)
     sizes = {p.numel() for p in model.parameters() if p.dim() == 2}
-    own: set[int] = set()
     copies: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        is_own = tensor.untyped_storage().data_ptr() in own
+        is_own = any(unit.holds(tensor) for unit in units_of(model))
         if tensor.numel() in sizes and tensor.is_floating_point() and not is_own:
             copies.append(tensor)
         return tensor
 
-    def note(module: nn.Module, args: Any) -> None:
-        weights = [getattr(part, key) for part in module.modules() for key in part._parameters]
-        own.update(w.untyped_storage().data_ptr() for w in weights if w is not None and not isinstance(w, DTensor))
-
-    for module in model.modules():
-        module.register_forward_pre_hook(note)
     tokens, targets = models.batch(0, 0, 0, vocab=48, shape=(1, 3))
     with warnings.catch_warnings(record=True) as messages, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         warnings.simplefilter("always")
