@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -57,20 +58,19 @@ class Encodes(Pair):
         return self.a(x), self(x) @ self.b.weight
 
 
-def enter(model: Entered, how: str) -> Any:
-    x = numbers()
-    if how == "encode":
-        return model.encode(x, times=2)["x"]
-    if how == "generate":
-        return model.generate(x, count=2)
-    if how == "of a unit":
-        return sum(model.units[1].encode(x))
-    return model(x) @ model.encode(x)["x"].t()[:3] + model.units[0].encode(model.generate(x, 1)[0])[0].sum()
+ENTRIES: dict[str, Callable[[Entered, Tensor], Any]] = {
+    "encode": lambda model, x: model.encode(x, times=2)["x"],
+    "generate": lambda model, x: model.generate(x, count=2),
+    "of a unit": lambda model, x: sum(model.units[1].encode(x)),
+    "all": lambda model, x: (
+        model(x) @ model.encode(x)["x"].t()[:3] + model.units[0].encode(model.generate(x, 1)[0])[0].sum()
+    ),
+}
 
 
-def enter_in(model: Entered, step: int, how: str, mode: Any) -> Any:
+def enter(model: Entered, step: int, name: str, mode: Any = torch.enable_grad) -> Any:
     with mode():
-        return enter(model, how)
+        return ENTRIES[name](model, numbers())
 
 
 @on_worlds
@@ -80,17 +80,15 @@ def test_methods_beside_forward_use_full_parameters(mesh) -> None:
         acc.entry_point(model, name)
     for unit in model.units:
         acc.entry_point(unit, "encode")
-    hows = ("encode", "generate", "of a unit", "all")
-    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        for how in hows:
-            check_step(mesh, model, plain, functools.partial(enter_in, how=how, mode=mode), 7)
-    for how in hows:
-        run = functools.partial(lambda m, step, how: mean_square(enter(m, how)), how=how)
+    for mode, name in itertools.product((torch.no_grad, torch.inference_mode, torch.enable_grad), ENTRIES):
+        check_step(mesh, model, plain, functools.partial(enter, name=name, mode=mode), 7)
+    for name in ENTRIES:
+        run = functools.partial(lambda m, step, name: mean_square(enter(m, step, name)), name=name)
         check_step(mesh, model, plain, run, 8, exact=False, tolerance=2e-6)
         with pytest.raises(PlantedError):
             model.raises(numbers())
     for mode in (torch.no_grad, torch.inference_mode):  # after training
-        check_step(mesh, model, plain, functools.partial(enter_in, how="all", mode=mode), 9)
+        check_step(mesh, model, plain, functools.partial(enter, name="all", mode=mode), 9)
     steps_again(mesh, model, plain)
     with pytest.raises(acc.UsageError, match="Linear is no unit"):
         acc.entry_point(model.first, "forward")
