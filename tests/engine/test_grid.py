@@ -124,22 +124,27 @@ def test_gradients_may_be_summed_over_ranks_instead_of_averaged(world, strategy)
     world.run_mesh(*mesh_of(policy, 2), match, scenario, policy, reduce_op="sum", is_wrapped=True)
 
 
-SHAPES = [((num_ranks,), name) for num_ranks in (1, 3, 4) for name in ("full_shard", "shard_optim")]
-SHAPES += [(shape, name) for shape in ((1, 1), (1, 3), (3, 1)) for name in STRATEGIES if STRATEGIES[name].hybrid]
-SHAPES += [((2,), name) for name, policy in POLICIES.items() if not policy.hybrid]
-SHAPES += [(shape, name) for shape in ((1, 2), (2, 1)) for name, policy in POLICIES.items() if policy.hybrid]
-USUAL_SHAPES = [
+WORLDS = [((num_ranks,), name) for num_ranks in (1, 3, 4) for name in ("full_shard", "shard_optim")]
+WORLDS += [((2,), name) for name, policy in POLICIES.items() if not policy.hybrid]
+HYBRID_WORLDS = [(shape, name) for shape in ((1, 1), (1, 3), (3, 1)) for name in STRATEGIES if STRATEGIES[name].hybrid]
+HYBRID_WORLDS += [(shape, name) for shape in ((1, 2), (2, 1)) for name, policy in POLICIES.items() if policy.hybrid]
+USUAL_WORLDS = [
     *[((1,), "shard_optim"), ((4,), "full_shard"), ((3, 1), "hybrid_shard_optim")],
     *[((2,), "full_shard"), ((2,), "shard_optim"), ((2,), "full_shard_reduce_scatter")],
 ]
 
 
-@pytest.mark.parametrize(("shape", "strategy"), sampled(SHAPES, lambda *row: row in USUAL_SHAPES))
-def test_any_number_of_ranks_and_any_shape_of_a_mesh(world, shape, strategy):
+@pytest.mark.parametrize(("shape", "strategy"), sampled(WORLDS, lambda *row: row in USUAL_WORLDS))
+def test_any_number_of_ranks(world, shape, strategy):
     """One and two ranks bit for bit: a sum of two has one order, so all that two ranks do must agree."""
     for build in ("wide", "uneven"):
         options = {"is_wrapped": strategy != "full_shard" and build == "wide", "exact": True}
         world.run_mesh(shape, HYBRID[-len(shape) :], match, Scenario(build=build), POLICIES[strategy], **options)
+
+
+@pytest.mark.parametrize(("shape", "strategy"), sampled(HYBRID_WORLDS, lambda *row: row in USUAL_WORLDS))
+def test_any_shape_of_a_hybrid_mesh(world, shape, strategy):
+    test_any_number_of_ranks(world, shape, strategy)
 
 
 @on_mesh((2, 2), HYBRID)
