@@ -6,6 +6,7 @@ import collections
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,9 +15,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.devices import device
-from tests.support.chains import WIDTH, Chain, Plain, chain, mean_square, numbers, plain_run
+from tests.support.chains import WIDTH, Chain, Plain, chain, numbers, plain_run
 from tests.support.compare import Case, Pair, compare_poisoned, on_its_ranks, seeded
 from tests.support.ranked import on_worlds
+
+
+def unit_with(forward: Callable[..., Any]) -> type[Pair]:
+    """Return a subclass of `Pair` whose method `forward` is the given function."""
+    return type("Unit", (Pair,), {"forward": forward})
+
+
+def by_unit(kind: Callable[[], nn.Module], call: Callable[[nn.Module, Tensor], Tensor], **more: Any) -> Case:
+    """Return the `Case` of a `Chain` of units of class `kind`; `call(unit, x)` calls one and returns the next one's `x`."""
+    return chain(kind, call=lambda model, x: functools.reduce(lambda x, unit: call(unit, x), model.units, x), **more)
+
 
 # -- how often, and which parameters
 
@@ -48,27 +60,19 @@ class Some(Pair):
         return self.odd(x) if dist.get_rank() % 2 else x
 
 
-class FirstRank(Pair):
-    """On the first rank alone the input comes out as it is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if dist.get_rank() else x
-
-
-class Dropped(Chain):
+def drop_on_some_ranks(model: Chain, x: Tensor) -> Tensor:
     """All ranks call all units; the odd ones leave the result of the first out of the loss."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        y = self.units[0](x)
-        return self.last(self.units[1](x if dist.get_rank() % 2 else y))
+    y = model.units[0](x)
+    return model.units[1](x if dist.get_rank() % 2 else y)
 
 
 OFTEN_CASES = {
     "loops of another length in each step": chain(call=loops, run=loop_run, steps=5, exact=False, tolerance=3e-6),
     "parameters unused on some ranks or on all": chain(Some),
-    "a unit that one rank passes by from inside": chain(FirstRank),
-    "a unit whose result some ranks drop": Case(build=Dropped, run=plain_run, units={Pair}),
+    "a unit that one rank passes by from inside": chain(
+        unit_with(lambda unit, x: Pair.forward(unit, x) if dist.get_rank() else x)
+    ),
+    "a unit whose result some ranks drop": chain(call=drop_on_some_ranks),
 }
 
 
@@ -87,12 +91,6 @@ class State:
     more: Any = None
 
 
-def output_class() -> type:
-    from transformers.modeling_outputs import BaseModelOutput
-
-    return BaseModelOutput
-
-
 KEEP: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
     # how two tensors are put together, and how they become one again
     "containers of every kind": (
@@ -108,45 +106,29 @@ KEEP: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]]
     "the same tensor twice": (lambda x, y: [x, (x, y)], lambda t: t[0] + t[1][0] * t[1][1]),
     "object": (lambda x, y: Plain(x + y), lambda t: t.x + t.inner["twice"]),
     "ModelOutput": (
-        lambda x, y: output_class()(last_hidden_state=x, hidden_states=(x, y)),
+        lambda x, y: import_module("transformers.modeling_outputs").BaseModelOutput(
+            last_hidden_state=x, hidden_states=(x, y)
+        ),
         lambda t: t.last_hidden_state + t["hidden_states"][1] + t[0],
     ),
 }
 
 
-class Packs(Pair):
-    """Takes a structure, as an argument or by keyword, and returns one of the same kind."""
-
-    kind = ""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        ((given,),) = ((args or tuple(kwargs.values())),)
-        pack, unpack = KEEP[self.kind]
-        x = unpack(given)
-        return pack(super().forward(x), self.a(x) * 0.5)
-
-
-def pack_run(model: Chain, step: int) -> Any:
-    out: list[Any] = []
-    model.out = out
-    return mean_square(model(numbers())), out
-
-
-def pass_structures(model: Chain, x: Tensor, kind: str) -> Tensor:
-    pack, unpack = KEEP[kind]
-    state = pack(x, x * 0.5)
-    for i, unit in enumerate(model.units):
-        state = unit(given=state) if i % 2 else unit(state)
-        model.__dict__["out"].append(unpack(state).detach())
-    return unpack(state)
-
-
 def structures(kind: str) -> Case:
-    def build() -> Chain:
-        packs = type("Packs", (Packs,), {"kind": kind})
-        return Chain(packs, call=functools.partial(pass_structures, kind=kind))
+    """Return the `Case` of units that take a structure, as an argument or by keyword, and return one of the same kind."""
+    pack, unpack = KEEP[kind]
 
-    return Case(build=build, run=pack_run, units=["Packs"], exact=False, tolerance=2e-6)
+    def forward(unit: Pair, structure: Any) -> Any:
+        x = unpack(structure)
+        return pack(Pair.forward(unit, x), unit.a(x) * 0.5)
+
+    def call(model: Chain, x: Tensor) -> Tensor:
+        structure = pack(x, x * 0.5)
+        for i, unit in enumerate(model.units):
+            structure = unit(structure=structure) if i % 2 else unit(structure)
+        return unpack(structure)
+
+    return chain(unit_with(forward), call=call, exact=False, tolerance=2e-6)
 
 
 class NoGrad(Pair):
@@ -157,14 +139,12 @@ class NoGrad(Pair):
         return y.detach(), y.argmax(-1), y > 0, None, 1.5, "text", y
 
 
-def use_no_grad(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        detached, index, mask, nothing, number, text, y = unit(x)
-        assert (nothing, number, text) == (None, 1.5, "text")
-        assert not detached.requires_grad
-        assert index.dtype == torch.long
-        x = (y + detached) * mask + index.unsqueeze(-1)
-    return x
+def use_no_grad(unit: nn.Module, x: Tensor) -> Tensor:
+    detached, index, mask, nothing, number, text, y = unit(x)
+    assert (nothing, number, text) == (None, 1.5, "text")
+    assert not detached.requires_grad
+    assert index.dtype == torch.long
+    return (y + detached) * mask + index.unsqueeze(-1)
 
 
 class Nothing(Pair):
@@ -174,16 +154,9 @@ class Nothing(Pair):
         self.kept = super().forward(x)
 
 
-def use_nothing(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        assert unit(x) is None
-        x = unit.__dict__.pop("kept")
-    return x
-
-
-class OnlyDetached(Pair):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).detach()
+def use_nothing(unit: nn.Module, x: Tensor) -> Tensor:
+    assert unit(x) is None
+    return unit.__dict__.pop("kept")
 
 
 def mixed_inputs(model: Chain, x: Tensor) -> Tensor:
@@ -202,20 +175,15 @@ def no_input(model: Chain, x: Tensor) -> Tensor:
     return x + model.units[0]() * model.units[1]()
 
 
-class Source(Pair):
-    """A unit without inputs."""
-
-    def forward(self) -> Tensor:
-        return super().forward(torch.ones(1, WIDTH, device=device()))
-
-
 OUTPUT_CASES = {
     **{kind: structures(kind) for kind in KEEP},
-    "outputs without gradients": chain(NoGrad, call=use_no_grad),
-    "no output": chain(Nothing, call=use_nothing),
-    "no output with a gradient": chain(OnlyDetached),
+    "outputs without gradients": by_unit(NoGrad, use_no_grad),
+    "no output": by_unit(Nothing, use_nothing),
+    "no output with a gradient": chain(unit_with(lambda unit, x: Pair.forward(unit, x).detach())),
     "inputs of which some need gradients": chain(Scaled, call=mixed_inputs),
-    "no inputs": chain(Source, call=no_input),
+    "no inputs": chain(
+        unit_with(lambda unit: Pair.forward(unit, torch.ones(1, WIDTH, device=device()))), call=no_input
+    ),
 }
 
 
@@ -241,12 +209,10 @@ class InPlace(Pair):
         return self.b(nn.functional.relu(self.a(x), inplace=True)).add_(x)
 
 
-def in_place_inputs(model: Chain, x: Tensor) -> Tensor:
+def in_place_inputs(unit: nn.Module, x: Tensor) -> Tensor:
     """What the caller sees of it is the same too."""
-    for unit in model.units:
-        y = x * 1.0
-        x = unit(y) + y
-    return x
+    y = x * 1.0
+    return unit(y) + y
 
 
 class ViewOut(Pair):
@@ -257,31 +223,15 @@ class ViewOut(Pair):
         return y.view(-1).view(y.shape), y[:1]
 
 
-def in_place_views(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        y, row = unit(x)
-        y.mul_(2.0)
-        x = torch.tanh(y + row)
-    return x
+def in_place_views(unit: nn.Module, x: Tensor) -> Tensor:
+    y, row = unit(x)
+    y.mul_(2.0)
+    return torch.tanh(y + row)
 
 
-class Same(Pair):
-    """Returns its input as it is, and uses nothing of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class AlsoSame(Pair):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, super().forward(x)
-
-
-def same_and_more(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        same, y = unit(x)
-        x = torch.tanh(same * y + x)
-    return x
+def same_and_more(unit: nn.Module, x: Tensor) -> Tensor:
+    same, y = unit(x)
+    return torch.tanh(same * y + x)
 
 
 class WrittenSame(Pair):
@@ -292,21 +242,17 @@ class WrittenSame(Pair):
         return x
 
 
-def written_same(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        x = x * 1.0
-        y = unit(x)
-        x = torch.tanh(x + y)
-    return x
+def written_same(unit: nn.Module, x: Tensor) -> Tensor:
+    x = x * 1.0
+    y = unit(x)
+    return torch.tanh(x + y)
 
 
-def same_written(model: Chain, x: Tensor) -> Tensor:
+def same_written(unit: nn.Module, x: Tensor) -> Tensor:
     """What is written into an output that is the input is in the input too."""
-    for unit in model.units:
-        x = x * 1.0
-        unit(x).mul_(2.0)
-        x = torch.tanh(x)
-    return x
+    x = x * 1.0
+    unit(x).mul_(2.0)
+    return torch.tanh(x)
 
 
 class Own(Pair):
@@ -316,12 +262,9 @@ class Own(Pair):
         return super().forward(x), self.a.weight, self.b.weight[2:5], self.a.weight.t(), self.b.bias.view(1, -1)
 
 
-def own_parameters(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        y, weight, rows, transposed, bias = unit(x)
-        x = y @ weight + (rows.sum(0) * 0.1) + y @ transposed + bias
-        x = torch.tanh(x)
-    return x
+def own_parameters(unit: nn.Module, x: Tensor) -> Tensor:
+    y, weight, rows, transposed, bias = unit(x)
+    return torch.tanh(y @ weight + (rows.sum(0) * 0.1) + y @ transposed + bias)
 
 
 class OnlyOwn(nn.Module):
@@ -335,24 +278,18 @@ class OnlyOwn(nn.Module):
         return self.positions[: x.shape[0]]
 
 
-def positions(model: Chain, x: Tensor) -> Tensor:
-    for unit in model.units:
-        x = x + unit(x)
-    return x
-
-
 MEMORY_CASES = {
     "in-place operators on outputs": chain(call=in_place_outputs, exact=False),
-    "in-place operators on inputs": chain(InPlace, call=in_place_inputs, exact=False),
-    "in-place operators on one of two outputs over one memory": chain(ViewOut, call=in_place_views),
-    "a unit that returns its input": chain(Same),
-    "a unit that returns its input and more": chain(AlsoSame, call=same_and_more, exact=False, tolerance=2e-6),
-    "a unit that returns its input, into which the caller writes": chain(Same, call=same_written),
-    "a unit that writes into its input and returns it": chain(WrittenSame, call=written_same, exact=False),
-    "a unit that returns its parameters and views of them": chain(
-        Own, call=own_parameters, exact=False, tolerance=2e-6
+    "in-place operators on inputs": by_unit(InPlace, in_place_inputs, exact=False),
+    "in-place operators on one of two outputs over one memory": by_unit(ViewOut, in_place_views),
+    "a unit that returns its input": chain(unit_with(lambda unit, x: x)),
+    "a unit that returns its input and more": by_unit(
+        unit_with(lambda unit, x: (x, Pair.forward(unit, x))), same_and_more, exact=False, tolerance=2e-6
     ),
-    "a unit that returns a view of its parameter alone": chain(OnlyOwn, call=positions),
+    "a unit that returns its input, into which the caller writes": by_unit(unit_with(lambda unit, x: x), same_written),
+    "a unit that writes into its input and returns it": by_unit(WrittenSame, written_same, exact=False),
+    "a unit that returns its parameters and views of them": by_unit(Own, own_parameters, exact=False, tolerance=2e-6),
+    "a unit that returns a view of its parameter alone": by_unit(OnlyOwn, lambda unit, x: x + unit(x)),
 }
 
 CASES = {**OFTEN_CASES, **OUTPUT_CASES, **MEMORY_CASES}

@@ -17,20 +17,17 @@ from accordion.engine.layout import LARGE_PACK_LIMIT_BYTES, PACK_LIMIT_BYTES
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def group_of(backend: str) -> mock.Mock:
-    """Return a process group of two ranks with one backend."""
-    group = mock.Mock(size=lambda: 2, rank=lambda: 0)
-    group.name.return_value, group._get_backend.return_value = backend, group
-    return group
-
-
 @pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy", "rccl", "xccl", "hccl", "simccl"])
 def test_a_backend_of_an_accelerator_is_ordered_by_its_streams(backend, monkeypatch) -> None:
-    """torch 2.15 makes an "nccl2" where "nccl" is asked for, and every vendor has a name of its own."""
+    """torch 2.15 creates an "nccl2" if "nccl" is asked for, and every vendor has a name of its own."""
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    communicator = Communicator(group_of(backend), CUDA)
+    group = mock.Mock(size=lambda: 2, rank=lambda: 0)
+    group.name.return_value, group._get_backend.return_value = backend, group
+    communicator = Communicator(group, CUDA)
     assert communicator.is_ordered
     assert not communicator.can_poll
+    launches_each_tensor = backend in ("nccl2", "nccl-lazy")
+    assert communicator.pack_limit_bytes == (LARGE_PACK_LIMIT_BYTES if launches_each_tensor else PACK_LIMIT_BYTES)
 
 
 @pytest.mark.parametrize(("backend", "device"), [*((backend, CUDA) for backend in HOST_ORDERED), ("ccl", CPU)])
@@ -38,18 +35,13 @@ def test_some_backends_and_every_one_of_a_cpu_are_waited_for_by_the_host(backend
     assert not is_stream_ordered(backend, device)
 
 
-@pytest.mark.parametrize(("backend", "limit"), [("nccl", PACK_LIMIT_BYTES), ("nccl2", LARGE_PACK_LIMIT_BYTES)])
-def test_more_is_packed_where_each_tensor_is_a_launch(backend, limit, monkeypatch) -> None:
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    assert Communicator(group_of(backend), CUDA).pack_limit_bytes == limit
+PLAIN = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(hours=2)))
 
 
-@pytest.mark.parametrize("is_checked", [False, True])
-def test_a_second_communicator_takes_over_the_timeout_of_the_first(is_checked) -> None:
-    backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(hours=2)))
-    group = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(wrapped_pg=backend) if is_checked else backend)
-    assert _torch.timeout_of(group, CPU) == timedelta(hours=2)
-
-
-def test_a_backend_without_options_has_a_second_communicator_all_the_same() -> None:
-    assert _torch.timeout_of(SimpleNamespace(_get_backend=lambda _: SimpleNamespace()), CPU) is None
+@pytest.mark.parametrize(
+    ("backend", "timeout"),
+    [(PLAIN, timedelta(hours=2)), (SimpleNamespace(wrapped_pg=PLAIN), timedelta(hours=2)), (SimpleNamespace(), None)],
+    ids=["plain", "wrapped in checks", "without options"],
+)
+def test_a_second_communicator_takes_over_the_timeout_of_the_first(backend, timeout) -> None:
+    assert _torch.timeout_of(SimpleNamespace(_get_backend=lambda _: backend), CPU) == timeout

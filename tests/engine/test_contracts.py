@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import accordion as acc
 from accordion import _torch
-from accordion.engine.observer import MOMENTS, Observer
+from accordion.engine.engine import Engine
+from accordion.engine.observer import GATHERED, MOMENTS, Observer
 from accordion.engine.shards import ShardBuffer
 from tests.compat.test_fsdp2_parallel import Packed
 from tests.devices import device
 from tests.inside import engine_in, units_of
 from tests.support import models
-from tests.support.checks import mesh_of
+from tests.support.checks import PlantedError, mesh_of
+from tests.support.ranked import on_mesh, on_world
 
 # -- shard buffers, and the full parameters that are gathered from them
 
@@ -37,8 +40,14 @@ def model_in(tier: str, mesh: DeviceMesh, folder: str) -> nn.Module:
     return acc.shard(models.seeded(), mesh, strategy=strategy, offload=places.get(tier))
 
 
-def keeps_the_contract(mesh: DeviceMesh, tier: str, folder: str) -> None:
-    model = model_in(tier, mesh, folder)
+def mesh_for(given: dict[str, Any]) -> Any:
+    return mesh_of(acc.HYBRID_SHARD_OPTIM if given["tier"] == "inner shard" else acc.FULL_SHARD)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@on_mesh(mesh_for)
+def test_shard_buffers_of_every_tier_keep_one_contract(mesh: DeviceMesh, tmp_path: Path, tier: str) -> None:
+    model = model_in(tier, mesh, str(tmp_path))
     engine, units = engine_in(model), units_of(model)
     for unit in units:
         for group in unit.groups:
@@ -101,59 +110,52 @@ def takes_gradients(buffer: ShardBuffer, group: Any) -> None:
         assert bool((row == float(k)).all())
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_shard_buffers_of_every_tier_keep_one_contract(world: Any, tmp_path: Path, tier: str) -> None:
-    shape = mesh_of(acc.HYBRID_SHARD_OPTIM if tier == "inner shard" else acc.FULL_SHARD)
-    world.run_mesh(*shape, keeps_the_contract, tier, str(tmp_path))
-
-
 # -- observers
 
 
-class Written(Observer):
-    """Writes down the moments of a step."""
+def recorder(moments: list[str]) -> Observer:
+    """Return an observer that appends the name of each moment to `moments`, and otherwise does what the base class does."""
 
-    def __init__(self) -> None:
-        self.seen: list[str] = []
+    def method(moment: str) -> Any:
+        def record(self: Observer, *args: Any) -> Any:
+            moments.append(moment)
+            return getattr(Observer, moment)(self, *args)
 
+        return record
 
-def written(moment: str) -> Any:
-    """A method that writes `moment` down, and does what the base class does."""
-
-    def told(self: Written, *args: Any) -> Any:
-        self.seen.append(moment)
-        return getattr(Observer, moment)(self, *args)
-
-    return told
+    return type("Recorder", (Observer,), {moment: method(moment) for moment in MOMENTS})()
 
 
-for _moment in MOMENTS:  # an observer hears what its class overrides
-    setattr(Written, _moment, written(_moment))
-
-
-def moments_of_a_step(mesh: DeviceMesh) -> list[str]:
+@on_world(2)
+def test_observers_hear_the_moments_of_a_step_in_order(mesh: DeviceMesh) -> None:
     model = acc.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device()), mesh, units=[nn.Linear])
-    seen = Written()
-    engine_in(model).observers.attach(seen)
+    moments: list[str] = []
+    observer = recorder(moments)
+    engine_in(model).observers.attach(observer)
     model(torch.ones(2, 8, device=device())).sum().backward()
-    told = [name for name in seen.seen if not name.startswith("memory_")]
-    seen.seen.clear()
-    engine_in(model).observers.detach(seen)
+    engine_in(model).observers.detach(observer)
+    assert [moments.count(name) for name in ("unit_unshards", "unit_reshards")] == [5, 5]
+    step = [name for name in moments if not name.startswith("memory_") and not name.endswith("shards")]
+    ends = ["unit_leaves", "outputs_are_ready"]
+    layer = ["unit_is_called", "unit_enters", "unit_is_full", *ends]
+    assert step[:14] == ["unit_is_called", "forward_begins", "unit_enters", "unit_is_full", *layer, *layer]
+    assert step[14:17] == [*ends, "forward_ends"]
+    assert step[17:19] == ["backward_begins", "unit_returns"]
+    assert step.count("unit_returns") == 3
+    assert step.count("full_gradients") == 3
+    assert step[-2:] == ["backward_ends", "backward_ended"]
+    moments.clear()
     model(torch.ones(2, 8, device=device()))
-    assert seen.seen == [], "who is detached hears nothing"
-    return told
+    assert moments == [], "a detached observer is not called"
 
 
-def test_observers_hear_the_moments_of_a_step_in_order(world: Any) -> None:
-    for told in world.run(2, moments_of_a_step):
-        memory = {name: told.count(name) for name in ("unit_unshards", "unit_reshards")}
-        assert memory == {"unit_unshards": 5, "unit_reshards": 5}
-        told = [name for name in told if name not in memory]
-        ends = ["unit_leaves", "outputs_are_ready"]
-        layer = ["unit_is_called", "unit_enters", "unit_is_full", *ends]
-        assert told[:14] == ["unit_is_called", "forward_begins", "unit_enters", "unit_is_full", *layer, *layer]
-        assert told[14:17] == [*ends, "forward_ends"]
-        assert told[17:19] == ["backward_begins", "unit_returns"]
-        assert told.count("unit_returns") == 3
-        assert told.count("full_gradients") == 3
-        assert told[-2:] == ["backward_ends", "backward_ended"]
+def raise_planted() -> None:
+    raise PlantedError
+
+
+def test_the_purpose_of_memory_ends_with_an_allocation_that_raises() -> None:
+    purposes: list[Any] = []
+    engine: Any = SimpleNamespace(observers=SimpleNamespace(memory_is_for=[purposes.append]))
+    with pytest.raises(PlantedError):
+        Engine.allocate(engine, GATHERED, raise_planted)
+    assert purposes == [GATHERED, None]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,12 +27,6 @@ from tests.support.compare import (
 )
 from tests.support.ranked import on_strategy, on_worlds
 from tests.support.sample import sampled
-
-
-def rounding(mesh) -> float:
-    """Two ranks agree bit for bit with the unsharded model, for a sum of two has one order."""
-    return 0.0 if mesh.size() == 2 else 1e-6
-
 
 # -- entry points
 
@@ -65,15 +58,19 @@ class Encodes(Pair):
         return self.a(x), self(x) @ self.b.weight
 
 
-def enter(model: Entered, how: str) -> Any:
-    x = numbers()
-    if how == "encode":
-        return model.encode(x, times=2)["x"]
-    if how == "generate":
-        return model.generate(x, count=2)
-    if how == "of a unit":
-        return sum(model.units[1].encode(x))
-    return model(x) @ model.encode(x)["x"].t()[:3] + model.units[0].encode(model.generate(x, 1)[0])[0].sum()
+ENTRIES: dict[str, Callable[[Entered, Tensor], Any]] = {
+    "encode": lambda model, x: model.encode(x, times=2)["x"],
+    "generate": lambda model, x: model.generate(x, count=2),
+    "of a unit": lambda model, x: sum(model.units[1].encode(x)),
+    "all": lambda model, x: (
+        model(x) @ model.encode(x)["x"].t()[:3] + model.units[0].encode(model.generate(x, 1)[0])[0].sum()
+    ),
+}
+
+
+def enter(model: Entered, step: int, name: str, mode: Any = torch.enable_grad) -> Any:
+    with mode():
+        return ENTRIES[name](model, numbers())
 
 
 @on_worlds
@@ -83,27 +80,15 @@ def test_methods_beside_forward_use_full_parameters(mesh) -> None:
         acc.entry_point(model, name)
     for unit in model.units:
         acc.entry_point(unit, "encode")
-    hows = ("encode", "generate", "of a unit", "all")
-    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        for how in hows:
-            found = []
-            for m in (plain, model):
-                torch.manual_seed(seed_of(7))
-                with mode():
-                    found.append(enter(m, how))
-            assert_alike(found[1], found[0], rounding(mesh))
-    for how in hows:
-        run = functools.partial(lambda m, step, how: mean_square(enter(m, how)), how=how)
+    for mode, name in itertools.product((torch.no_grad, torch.inference_mode, torch.enable_grad), ENTRIES):
+        check_step(mesh, model, plain, functools.partial(enter, name=name, mode=mode), 7)
+    for name in ENTRIES:
+        run = functools.partial(lambda m, step, name: mean_square(enter(m, step, name)), name=name)
         check_step(mesh, model, plain, run, 8, exact=False, tolerance=2e-6)
         with pytest.raises(PlantedError):
             model.raises(numbers())
-    for mode in (torch.no_grad, torch.inference_mode):  # after training, from inside a forward's own modes
-        found = []
-        for m in (plain, model):
-            torch.manual_seed(seed_of(9))
-            with mode():
-                found.append(enter(m, "all"))
-        assert_alike(found[1], found[0], rounding(mesh))
+    for mode in (torch.no_grad, torch.inference_mode):  # after training
+        check_step(mesh, model, plain, functools.partial(enter, name="all", mode=mode), 9)
     steps_again(mesh, model, plain)
     with pytest.raises(acc.UsageError, match="Linear is no unit"):
         acc.entry_point(model.first, "forward")
@@ -181,17 +166,15 @@ def watch_activations(model: Chain, x: Tensor, seen: dict[int, Seen]) -> Tensor:
 )
 @on_worlds
 def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(mesh, when: str, change: bool) -> None:
-    seen: dict[int, Seen] = {}
+    seen: dict[int, Seen] = defaultdict(list)
     build = functools.partial(Chain, call=functools.partial(watch_activations, seen=seen))
     plain, model = seeded(build), seeded(build)
-    for m in (plain, model):
-        seen[id(m)] = []
-        if when == "before":
-            attach_hooks(m, seen[id(m)], change)
-    acc.shard(model, mesh=mesh, units={Pair})
     if when == "after":
-        for m in (plain, model):
-            attach_hooks(m, seen[id(m)], change)
+        acc.shard(model, mesh=mesh, units={Pair})
+    for m in (plain, model):
+        attach_hooks(m, seen[id(m)], change)
+    if when == "before":
+        acc.shard(model, mesh=mesh, units={Pair})
 
     def run(m: nn.Module, step: int) -> None:
         seen[id(m)].clear()
@@ -203,19 +186,12 @@ def test_hooks_of_modules_and_activations_see_what_they_see_unsharded(mesh, when
 
     for step in range(2):
         check_step(mesh, model, plain, run, step)
-        mine, theirs = dict_of(seen[id(model)]), dict_of(seen[id(plain)])
         assert [what for what, _ in seen[id(model)]] == [what for what, _ in seen[id(plain)]]
-        assert len(mine) > 20
-        for what, value in theirs.items():
-            assert_alike(mine[what], value, 0.0 if what.startswith("weights") else rounding(mesh))
+        assert len({what for what, _ in seen[id(plain)]}) > 20
+        for (what, mine), (_, theirs) in zip(seen[id(model)], seen[id(plain)], strict=True):
+            is_exact = mesh.size() == 2 or what.startswith("weights")  # a sum of two has one order
+            assert_alike(mine, theirs, 0.0 if is_exact else 1e-6)
         rest(model)
-
-
-def dict_of(seen: Seen) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for what, tensors in seen:
-        found.setdefault(what, []).append(tensors)
-    return found
 
 
 @on_worlds
@@ -280,19 +256,11 @@ def test_an_optimizer_may_step_in_the_hooks_of_parameters(mesh, of: str) -> None
         rest(model)
 
 
-@contextmanager
-def anomaly_mode() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Anomaly Detection has been enabled")
-        with torch.autograd.set_detect_anomaly(True):
-            yield
-
-
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @on_strategy
 def test_anomaly_detection_around_a_step(mesh, strategy: str) -> None:
     plain, model = seeded(Chain), acc.shard(seeded(Chain), mesh=mesh, units={Pair}, strategy=strategy)
-    with anomaly_mode():
+    with torch.autograd.set_detect_anomaly(True):
         steps_again(mesh, model, plain)
         with pytest.raises(RuntimeError, match="returned nan values"):  # and it finds what it is for
             (model(numbers() * float("nan"))).square().mean().backward()

@@ -12,7 +12,7 @@ from torch import nn
 import accordion as acc
 from accordion.config import STRATEGIES
 from tests.support import checks, models
-from tests.support.checks import FLAT, HYBRID, mesh_of
+from tests.support.checks import HYBRID, mesh_of
 from tests.support.compare import Scenario, assert_same, compare, train
 from tests.support.ranked import on_mesh
 from tests.support.sample import sampled, turns
@@ -22,6 +22,7 @@ FORCED = {
     for strategy in (acc.FULL_SHARD, acc.HYBRID_SHARD)
     for reduce in ("exchange", "reduce_scatter")
 }
+POLICIES = {**STRATEGIES, **FORCED}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"compute": torch.bfloat16},
@@ -77,7 +78,7 @@ def usual(*row: str) -> bool:
 
 @pytest.mark.parametrize(("strategy", "precision", "case"), sampled(GRID, usual), ids=["-".join(row) for row in GRID])
 def test_training_is_that_of_the_unsharded_model(world, strategy, precision, case):
-    policy = {**STRATEGIES, **FORCED}[strategy]
+    policy = POLICIES[strategy]
     num_ranks, scenario = CASES[case]
     scenario = dataclasses.replace(scenario, **PRECISIONS[precision])
     # Half of a step is AdamW over DTensors, operator by operator: every case meets it, and every strategy, but not each pair.
@@ -123,46 +124,27 @@ def test_gradients_may_be_summed_over_ranks_instead_of_averaged(world, strategy)
     world.run_mesh(*mesh_of(policy, 2), match, scenario, policy, reduce_op="sum", is_wrapped=True)
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "build"),
-    sampled(
-        [(num_ranks, build) for num_ranks in (1, 3, 4) for build in ("plain", "wide", "uneven", "tied")],
-        lambda num_ranks, build: (num_ranks, build) in ((1, "uneven"), (4, "uneven")),
-    ),
-)
-def test_any_number_of_ranks(world, num_ranks, build):
-    for strategy in (acc.FULL_SHARD, acc.SHARD_OPTIM):
-        world.run(num_ranks, match, Scenario(build=build), strategy, is_wrapped=strategy is not acc.FULL_SHARD)
+WORLDS = [((num_ranks,), name) for num_ranks in (1, 3, 4) for name in ("full_shard", "shard_optim")]
+WORLDS += [((2,), name) for name, policy in POLICIES.items() if not policy.hybrid]
+HYBRID_WORLDS = [(shape, name) for shape in ((1, 1), (1, 3), (3, 1)) for name in STRATEGIES if STRATEGIES[name].hybrid]
+HYBRID_WORLDS += [(shape, name) for shape in ((1, 2), (2, 1)) for name, policy in POLICIES.items() if policy.hybrid]
+USUAL_WORLDS = [
+    *[((1,), "shard_optim"), ((4,), "full_shard"), ((3, 1), "hybrid_shard_optim")],
+    *[((2,), "full_shard"), ((2,), "shard_optim"), ((2,), "full_shard_reduce_scatter")],
+]
 
 
-@pytest.mark.parametrize(
-    ("shape", "strategy"),
-    sampled(
-        [
-            (shape, name)
-            for shape in ((1, 1), (1, 2), (2, 1), (1, 3), (3, 1))
-            for name in STRATEGIES
-            if "hybrid" in name
-        ],
-        lambda *row: row == ((3, 1), "hybrid_shard_optim"),
-    ),
-)
+@pytest.mark.parametrize(("shape", "strategy"), sampled(WORLDS, lambda *row: row in USUAL_WORLDS))
+def test_any_number_of_ranks(world, shape, strategy):
+    """One and two ranks bit for bit: a sum of two has one order, so all that two ranks do must agree."""
+    for build in ("wide", "uneven"):
+        options = {"is_wrapped": strategy != "full_shard" and build == "wide", "exact": True}
+        world.run_mesh(shape, HYBRID[-len(shape) :], match, Scenario(build=build), POLICIES[strategy], **options)
+
+
+@pytest.mark.parametrize(("shape", "strategy"), sampled(HYBRID_WORLDS, lambda *row: row in USUAL_WORLDS))
 def test_any_shape_of_a_hybrid_mesh(world, shape, strategy):
-    for build in ("plain", "uneven"):
-        is_wrapped = build == "plain"
-        world.run_mesh(shape, HYBRID, match, Scenario(build=build), STRATEGIES[strategy], is_wrapped=is_wrapped)
-
-
-@pytest.mark.parametrize(
-    "strategy", sampled([*STRATEGIES, *FORCED], {"full_shard", "shard_optim", "full_shard_reduce_scatter"}.__contains__)
-)
-def test_training_is_equal_bit_for_bit_where_the_order_of_sums_is(world, strategy):
-    """A sum of two has one order, so all that two ranks do must agree."""
-    policy = {**STRATEGIES, **FORCED}[strategy]
-    for shape in ((1, 2), (2, 1)) if policy.hybrid else ((2,),):
-        names = HYBRID if policy.hybrid else FLAT
-        options = {"is_wrapped": strategy != "full_shard", "exact": True}
-        world.run_mesh(shape, names, match, Scenario(build="wide", steps=2), policy, **options)
+    test_any_number_of_ranks(world, shape, strategy)
 
 
 @on_mesh((2, 2), HYBRID)

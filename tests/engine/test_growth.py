@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 import accordion as acc
 from accordion.config import STRATEGIES
 from accordion.engine import layout
-from tests.engine.test_wire import TAG_BYTES
+from tests.engine.test_wire import TAG_BYTES, units_of
 from tests.support import models
 from tests.support.meters import Allocations, Wire
 from tests.support.reference import local_of
@@ -28,27 +28,18 @@ BUILDS = {
 }
 
 
-def rows_of(rank: int, num_ranks: int, rows: int) -> int:
-    """Rows [rank * c, (rank + 1) * c) of them, c = ceil(rows / num_ranks)."""
-    chunk = -(-rows // num_ranks)
-    return max(0, min(rows, (rank + 1) * chunk) - rank * chunk)
-
-
-def local_shapes(p: nn.Parameter, strategy: acc.Strategy, mesh) -> tuple[int, ...]:
-    """What the design says that this rank keeps."""
-    sharding = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-    dim = layout.cut(p.shape, sharding[1], 4).dim
-    shape = list(p.shape)
-    if dim is not None and strategy != acc.NO_SHARD:
-        shape[dim] = rows_of(*sharding, shape[dim])
-        if strategy.optim_over_replicas:
-            shape[dim] = rows_of(mesh.get_local_rank(0), mesh.size(0), shape[dim])
-    return tuple(shape)
+def local_shape(p: nn.Parameter, strategy: acc.Strategy, mesh) -> tuple[int, ...]:
+    """Return the shape of this rank's shard: its rows of `p`, divided again over replicas if the strategy does so."""
+    c = layout.cut(p.shape, mesh.size(mesh.ndim - 1), 4)
+    shape = c.local_shape(mesh.get_local_rank(mesh.ndim - 1))
+    if c.dim is None or not strategy.optim_over_replicas:
+        return shape
+    return layout.Cut(shape, c.dim, mesh.size(0)).local_shape(mesh.get_local_rank(0))
 
 
 def grow(mesh, strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
     """For each strategy and model: what this rank keeps, and what it says in a steady step."""
-    found = {}
+    steps = {}
     for name in strategies:
         for build, make in BUILDS.items():
             plain, strategy = make(), STRATEGIES[name]
@@ -58,7 +49,7 @@ def grow(mesh, strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
             assert params.keys() == original.keys()
             for key, p in params.items():
                 assert p.shape == original[key].shape
-                assert local_of(p).shape == local_shapes(original[key], strategy, mesh), key
+                assert local_of(p).shape == local_shape(original[key], strategy, mesh), key
                 if p.placements == (Shard(0),):
                     start = -(-p.shape[0] // mesh.size()) * mesh.get_local_rank()
                     assert torch.equal(local_of(p), original[key][start : start + len(local_of(p))])
@@ -73,14 +64,12 @@ def grow(mesh, strategies: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
                     assert p.grad.placements == p.placements
                 optimizer.step()
                 optimizer.zero_grad()
-            found[name, build] = {
-                "held": memory.live_bytes,
-                "calls": Counter(call.kind for call in wire.calls),
-                "bytes": Counter(),
-            }
+            num_bytes: Counter[str] = Counter()
             for call in wire.calls:
-                found[name, build]["bytes"][call.kind] += call.num_bytes
-    return found
+                num_bytes[call.kind] += call.num_bytes
+            calls = Counter(call.kind for call in wire.calls)
+            steps[name, build] = {"held": memory.live_bytes, "calls": calls, "bytes": num_bytes}
+    return steps
 
 
 def cuts_of(build: str, num_ranks: int) -> list[layout.Cut]:
@@ -89,10 +78,7 @@ def cuts_of(build: str, num_ranks: int) -> list[layout.Cut]:
 
 def num_units(build: str, num_ranks: int) -> tuple[int, int]:
     """Units, and those among them that have anything to gather: small parameters may be kept whole."""
-    model = BUILDS[build]()
-    inside = [list(block.parameters()) for block in model.blocks]
-    blocks = {id(p) for params in inside for p in params}
-    units = [[p for p in model.parameters() if id(p) not in blocks], *inside]
+    units = units_of(BUILDS[build]())
     return len(units), sum(any(layout.cut(p.shape, num_ranks, 4).dim is not None for p in unit) for unit in units)
 
 

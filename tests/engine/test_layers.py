@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
 from accordion import _torch
-from accordion.config import STRATEGIES
+from accordion.engine.observer import Observer
 from accordion.engine.unit import Unit
 from accordion.units import choose_units
 from tests.devices import device, here
-from tests.inside import units_of
+from tests.inside import engine_in, units_of
 from tests.safety.test_divergence import IN_STREAMS
 from tests.support import models
 from tests.support.checks import assert_at_rest, logged
@@ -88,17 +88,23 @@ def step_both(mesh, model: nn.Module, plain: nn.Module, step: int, calls: bool =
     check_step(mesh, model, plain, run, step, exact=False, tolerance=5e-7)
 
 
-RUNS = sampled(
-    [("full_shard", ("streams",)), ("full_shard", ()), ("shard_grad_op", ("streams",)), ("shard_optim", ("streams",))],
-    lambda strategy, debug: strategy == "full_shard" and debug,
+RUNS = [
+    ("full_shard", ("streams",)), ("full_shard", ()), ("shard_grad_op", ("streams",)), ("shard_optim", ("streams",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "the layer", "all but a bias"])
+@pytest.mark.parametrize(
+    ("strategy", "debug"), sampled(RUNS, lambda strategy, debug: strategy == "full_shard" and debug)
 )
-
-
-@pytest.mark.parametrize(("strategy", "debug"), RUNS)
 @on_world(2)
-def test_weights_of_layers_are_read_from_outside(mesh, strategy: str, debug: tuple[str, ...]) -> None:
+def test_weights_of_layers_are_read_from_outside(mesh, strategy: str, debug: tuple[str, ...], frozen: str) -> None:
+    """`frozen`: as under LoRA, the layer whose weight is read trains nothing, and others behind it do."""
     for way in WAYS:
         model, plain = both(mesh, way, strategy=strategy, debug=debug)
+        for m in (model, plain) if frozen != "nothing" else ():
+            (m if frozen != "the layer" else m.tokens if way == "embedding" else m.head).requires_grad_(False)
+            m.norm.bias.requires_grad_()
         layers = ["tokens"] if way == "embedding" else ["tokens", "head"]
         assert [u.name for u in units_of(model) if u.is_layer] == layers
         for step in range(3):
@@ -112,21 +118,6 @@ def test_weights_of_layers_are_read_from_outside(mesh, strategy: str, debug: tup
         tokens = drawn(mesh.get_rank(), 9)
         with torch.no_grad():
             torch.testing.assert_close(loss_of(model, tokens), loss_of(plain, tokens), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize(("strategy", "debug"), RUNS)
-@on_world(2)
-def test_a_frozen_layers_weight_is_read_from_outside(mesh, strategy: str, debug: tuple[str, ...]) -> None:
-    """As under LoRA: the layer whose weight is read trains nothing, and others behind it do."""
-    for way in ("weight", "both", "embedding", "recomputed", "given"):
-        for everything in (False, True):
-            model, plain = both(mesh, way, strategy=strategy, debug=debug)
-            for m in (model, plain):
-                (m if everything else m.tokens if way == "embedding" else m.head).requires_grad_(False)
-                m.norm.bias.requires_grad_()
-            for step in range(2):
-                step_both(mesh, model, plain, step)
-                assert_at_rest(model)
 
 
 class Scorer(nn.Module):
@@ -144,45 +135,40 @@ class Scorer(nn.Module):
 def test_a_model_that_is_frozen_as_a_whole_reads_its_weights_from_outside(mesh) -> None:
     model, plain = (seeded(Scorer).requires_grad_(False) for _ in range(2))
     acc.shard(model, mesh=mesh, units={models.Block, nn.Linear})
+
+    def run(m: nn.Module, step: int) -> Tensor:
+        x = torch.randn(2, WIDTH, device=device(), requires_grad=True)
+        m(x).square().mean().backward()
+        return x.grad
+
     for step in range(3):
-        seen = []
-        for m in (model, plain):
-            x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(device()).requires_grad_()
-            m(x).square().mean().backward()
-            seen.append(x.grad)
-        torch.testing.assert_close(seen[0], seen[1])
+        check_step(mesh, model, plain, run, step)
         assert_at_rest(model)
 
 
-def gathers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """From now on: the name of each unit that begins a gather, and whether that is in a backward."""
-    seen: list[tuple[str, bool]] = []
-    original = Unit.unshard
+class Gathers(Observer):
+    """Records the names of units that begin a gather, in forwards and in backwards."""
 
-    def unshard(unit: Unit) -> None:
-        if not unit.is_unsharded:
-            seen.append((unit.name, _torch.current_graph_task() != -1))
-        original(unit)
+    def __init__(self) -> None:
+        self.in_forward: list[str] = []
+        self.in_backward: list[str] = []
 
-    monkeypatch.setattr(Unit, "unshard", unshard)
-    return seen
+    def unit_unshards(self, unit: Unit) -> None:
+        (self.in_backward if _torch.is_in_backward() else self.in_forward).append(unit.name)
 
 
 @on_world(2)
 def test_an_embedding_is_not_gathered_for_its_backward(mesh) -> None:
     """An embedding is gathered for its forward alone, a head once, and neither makes the last block come twice."""
-    with pytest.MonkeyPatch.context() as patch:
-        for strategy in ("full_shard", "shard_grad_op"):
-            model, plain = both(mesh, "module", strategy=STRATEGIES[strategy])
-            step_both(mesh, model, plain, 0)
-            seen = gathers(patch)
-            step_both(mesh, model, plain, 1)
-            blocks = [f"blocks.{i}" for i in range(3)]
-            forward = ["", "tokens", *blocks, "head"]
-            back = blocks[1::-1] if strategy == "full_shard" else []
-            assert [name for name, inside in seen if not inside] == forward
-            assert [name for name, inside in seen if inside] == back
-            patch.undo()
+    blocks = [f"blocks.{i}" for i in range(3)]
+    for strategy, backward in (("full_shard", blocks[1::-1]), ("shard_grad_op", [])):
+        model, plain = both(mesh, "module", strategy=strategy)
+        step_both(mesh, model, plain, 0)
+        gathers = Gathers()
+        engine_in(model).observers.attach(gathers)
+        step_both(mesh, model, plain, 1)
+        assert gathers.in_forward == ["", "tokens", *blocks, "head"]
+        assert gathers.in_backward == backward
 
 
 @on_world(2)

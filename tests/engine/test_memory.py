@@ -35,26 +35,28 @@ def settle() -> None:
     time.sleep(0.05)
 
 
-def watch_gathered(memory: Allocations, found: list[list[int]], *_: Any) -> None:
-    """Forward hook: note how many units are gathered now; nothing else is of their size."""
-    found[-1].append(memory.count(range(UNIT_BYTES, UNIT_BYTES * 21 // 20)))
-
-
 def step_bytes(mesh, strategy: acc.Strategy, **options: Any) -> dict[str, Any]:
     """Live and peak bytes of two steady steps above what was there before; and the bytes of the whole model, in float32."""
     tokens, targets = models.batch(0, 0, mesh.get_rank(), vocab=16, shape=(1, 2))
     found: dict[str, Any] = {"gathered": []}
     with Allocations() as memory:
+
+        def settle_and_mark(name: str) -> None:
+            settle()
+            memory.mark(name)
+
         model = heavy()
         total = sum(p.nbytes for p in model.parameters())
         memory.mark("start")
         model = acc.shard(model, mesh=mesh, strategy=strategy, **options)
-        settle()
-        memory.mark("sharded")
+        settle_and_mark("sharded")
         optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters()))
-        watch = functools.partial(watch_gathered, memory, found["gathered"])
+
+        def count_gathered(*_: Any) -> None:  # nothing else is of a unit's size
+            found["gathered"][-1].append(memory.count(range(UNIT_BYTES, UNIT_BYTES * 21 // 20)))
+
         for i in range(NUM_BLOCKS):
-            model.blocks[i].up.register_forward_hook(watch)
+            model.blocks[i].up.register_forward_hook(count_gathered)
         for step in range(3):
             found["gathered"].append([])
             memory.mark(f"begin {step}")
@@ -64,19 +66,15 @@ def step_bytes(mesh, strategy: acc.Strategy, **options: Any) -> dict[str, Any]:
             del loss
             memory.mark(f"gradients {step}")
             optimizer.step()
-            settle()
-            memory.mark(f"stepped {step}")
+            settle_and_mark(f"stepped {step}")
             optimizer.zero_grad()
-            settle()
-            memory.mark(f"end {step}")
+            settle_and_mark(f"end {step}")
         found["gathered"].append([])
         with torch.no_grad():
             model(tokens)
-        settle()
-        memory.mark("inferred")
+        settle_and_mark("inferred")
         del model, optimizer
-        settle()
-        memory.mark("gone")
+        settle_and_mark("gone")
     found["total"] = total
     for mark in memory.marks:
         found[mark] = memory.live(mark)

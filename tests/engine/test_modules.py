@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import accordion as acc
 from tests.devices import device
@@ -27,6 +25,7 @@ from tests.support.compare import (
     seed_of,
     seeded,
 )
+from tests.support.meters import Wire
 from tests.support.ranked import on_worlds, under_strategies
 
 BF16 = torch.bfloat16
@@ -48,46 +47,25 @@ class LowRank(nn.Module):
         return self.base(x.to(BF16)).to(x.dtype) + x @ self.down @ self.up
 
 
-class Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), LowRank(6), nn.Tanh(), LowRank(6)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products by their dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[torch.dtype] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in PRODUCTS:
-            self.count[args[0].dtype] += 1
-        return func(*args, **(kwargs or {}))
+def adapted() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(6), LowRank(6), nn.Tanh(), LowRank(6))
 
 
 @under_strategies("full_shard", "no_shard")
 def test_adapters_on_a_frozen_two_byte_base(mesh, strategy: acc.Strategy) -> None:
     """No gradient of a frozen weight is computed. Mixed dtypes need no flag: each parameter is gathered in its own."""
-    plain = seeded(Adapted)
-    model = acc.shard(seeded(Adapted), mesh=mesh, units={nn.Sequential}, strategy=strategy)
+    plain, model = seeded(blocks_of(adapted)), seeded(blocks_of(adapted))
+    acc.shard(model, mesh=mesh, units={nn.Sequential}, strategy=strategy)
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in plain.parameters()], "a frozen one keeps its own"
 
-    def run(m: nn.Module, step: int) -> Counter[torch.dtype]:
+    def run(m: nn.Module, step: int) -> None:
         loss = m(torch.randn(3, 6, device=device())).square().sum()
-        with Products() as products:
+        with Wire() as operators:
             loss.backward()
-        assert products.count[BF16] == 4, "gradients of the inputs of the bases, and of no weight"
-        return products.count
+        products = sum(operators.seen[f"aten::{name}"] for name in ("mm", "addmm", "bmm"))
+        assert products == 4 * (4 + 1), (
+            "of a layer, gradients of two adapters and their inputs, and of the base's input"
+        )
 
     for step in range(2):
         check_step(mesh, model, plain, run, step)
@@ -96,24 +74,14 @@ def test_adapters_on_a_frozen_two_byte_base(mesh, strategy: acc.Strategy) -> Non
 
 
 class Normed(nn.Module):
-    """A model in two bytes whose norms are in four."""
+    """A layer in two bytes after a norm in four."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({"norm": nn.LayerNorm(6), "lin": nn.Linear(6, 6).to(BF16)}) for _ in range(2)
-        )
-        for block in self.blocks:
-            block.forward = functools.partial(_normed, block)
+        self.norm, self.layer = nn.LayerNorm(6), nn.Linear(6, 6).to(BF16)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def _normed(block: nn.ModuleDict, x: Tensor) -> Tensor:
-    return x + block["lin"](block["norm"](x).to(BF16)).float()
+        return x + self.layer(self.norm(x).to(BF16)).float()
 
 
 class Towers(nn.Module):
@@ -140,6 +108,15 @@ def squared(*shape: int) -> Callable[[nn.Module, int], Tensor]:
     return run
 
 
+def blocks_of(kind: Callable[[], nn.Module], count: int = 2) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(*(kind() for _ in range(count)))
+
+
+def blocks(kind: type[nn.Module], *shape: int, **more: Any) -> Case:
+    """Return the `Case` of a model of two units of class `kind`, with inputs of `shape`. `more`: fields of the case."""
+    return Case(build=blocks_of(kind), run=squared(*shape), units={kind}, **more)
+
+
 def thawing(model: nn.Module, step: int) -> Tensor:
     """Other parts of the model are frozen in each step."""
     frozen = [("frozen",), (), ("trained.0", "head"), ("frozen.1", "trained.1.a"), ()][step]
@@ -148,11 +125,9 @@ def thawing(model: nn.Module, step: int) -> Tensor:
     return squared(3, 7)(model, step)
 
 
-IN_TWO_BYTES = {"precision": acc.Precision(master=BF16)}
-
 DTYPE_CASES = {
-    "norms in four bytes of a model in two": Case(
-        build=Normed, run=squared(3, 6), units={nn.ModuleDict}, options=IN_TWO_BYTES, tolerance=2**-7
+    "norms in four bytes of a model in two": blocks(
+        Normed, 3, 6, options={"precision": acc.Precision(master=BF16)}, tolerance=2**-7
     ),
     "a frozen tower": Case(build=Towers, run=squared(3, 7), units={Pair}),
     "requires_grad changed between steps": Case(build=Towers, run=thawing, units={Pair}, steps=5),
@@ -262,18 +237,14 @@ def test_sparse_gradients_are_refused_by_name(mesh) -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.randn(6, 2))
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            return F.embedding(tokens, self.weight, sparse=self.sparsely)
+        def forward(self, tokens: Tensor, sparse: bool) -> Tensor:
+            return F.embedding(tokens, self.weight, sparse=sparse)
 
-    model = Functional()
-    model.sparsely = False
-    model = acc.shard(model, mesh=mesh)
-    object.__setattr__(model, "sparsely", True)
-    loss = model(torch.tensor([1, 2], device=device())).sum()
+    model, tokens = acc.shard(Functional(), mesh=mesh), torch.tensor([1, 2], device=device())
+    loss = model(tokens, sparse=True).sum()
     with pytest.raises(acc.UsageError, match="sparse gradient"):
         loss.backward()
-    model.sparsely = False
-    model(torch.tensor([1, 2], device=device())).sum().backward()
+    model(tokens, sparse=False).sum().backward()
     rest(model)
 
 
@@ -341,10 +312,6 @@ class Decayed(OtherWeights):
         return super().forward(x) + sum(p.square().sum() for p in self.lin.parameters())
 
 
-def blocks_of(kind: Callable[[], nn.Module], count: int = 2) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(kind() for _ in range(count)))
-
-
 MODULE_CASES = {
     "LSTM": Case(build=blocks_of(lambda: Recurrent(nn.LSTM), 1), run=squared(3, 2, 4), units={Recurrent}),
     "an RNN that is a unit itself": Case(
@@ -358,11 +325,9 @@ MODULE_CASES = {
         build=lambda: Attends(kdim=4, vdim=4, add_bias_kv=True), run=squared(2, 3, 6), units={nn.MultiheadAttention}
     ),
     "TransformerEncoderLayer": Case(build=encoder, run=squared(2, 3, 6), units={nn.TransformerEncoderLayer}),
-    "ParameterList and ParameterDict": Case(build=blocks_of(Named), run=squared(3, 4), units={Named}),
-    "weights of children used by their parent in one unit": Case(
-        build=blocks_of(OtherWeights), run=squared(3, 4), units={OtherWeights}
-    ),
-    "parameters() in a forward": Case(build=blocks_of(Decayed), run=squared(3, 4), units={Decayed}, exact=False),
+    "ParameterList and ParameterDict": blocks(Named, 3, 4),
+    "weights of children used by their parent in one unit": blocks(OtherWeights, 3, 4),
+    "parameters() in a forward": blocks(Decayed, 3, 4, exact=False),
 }
 
 
@@ -385,9 +350,12 @@ def test_the_fused_evaluation_of_an_encoder(mesh) -> None:
 # -- reparametrised modules
 
 
-def hooked(wrap: Callable[..., nn.Module], kind: Callable[[], nn.Module] = lambda: nn.Linear(4, 4)) -> Case:
+def wrapped(wrap: Callable[..., nn.Module], *, is_unit: bool = False) -> Case:
+    """Return the `Case` of layers that `wrap` has changed. `is_unit`: each layer is a unit, and not each two of them."""
+
     def block() -> nn.Module:
-        return nn.Sequential(wrap(kind()), nn.Tanh(), wrap(nn.Linear(4, 4)))
+        layer = wrap(nn.Linear(4, 4))
+        return layer if is_unit else nn.Sequential(layer, nn.Tanh(), wrap(nn.Linear(4, 4)))
 
     return Case(build=blocks_of(block), run=squared(3, 4), units=lambda name, module: name in ("0", "1"))
 
@@ -405,21 +373,13 @@ class Cached(nn.Module):
 
 
 PARAMETRIZED_CASES = {
-    "weight_norm by hooks": hooked(nn.utils.weight_norm),
-    "spectral_norm by hooks": hooked(nn.utils.spectral_norm),
-    "weight_norm": hooked(nn.utils.parametrizations.weight_norm),
-    "spectral_norm": hooked(nn.utils.parametrizations.spectral_norm),
-    "orthogonal, cached": Case(build=blocks_of(Cached), run=squared(3, 4), units={Cached}),
-    "layers that are units themselves": Case(
-        build=blocks_of(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
-        run=squared(3, 4),
-        units=lambda name, module: name in ("0", "1"),
-    ),
-    "layers that are units themselves, by hooks": Case(
-        build=blocks_of(lambda: nn.utils.weight_norm(nn.Linear(4, 4))),
-        run=squared(3, 4),
-        units=lambda name, module: name in ("0", "1"),
-    ),
+    "weight_norm by hooks": wrapped(nn.utils.weight_norm),
+    "spectral_norm by hooks": wrapped(nn.utils.spectral_norm),
+    "weight_norm": wrapped(nn.utils.parametrizations.weight_norm),
+    "spectral_norm": wrapped(nn.utils.parametrizations.spectral_norm),
+    "orthogonal, cached": blocks(Cached, 3, 4),
+    "layers that are units themselves": wrapped(nn.utils.parametrizations.weight_norm, is_unit=True),
+    "layers that are units themselves, by hooks": wrapped(nn.utils.weight_norm, is_unit=True),
 }
 
 CASES = {**DTYPE_CASES, **MODULE_CASES, **PARAMETRIZED_CASES}

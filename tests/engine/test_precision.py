@@ -16,9 +16,11 @@ from torch.func import functional_call
 
 import accordion as acc
 from accordion.config import STRATEGIES
-from tests.devices import device, here
+from tests.devices import device
+from tests.inside import units_of
 from tests.support import models, reference
-from tests.support.checks import assert_close, assert_equal, one_loss
+from tests.support.checks import assert_close, assert_equal, batch, one_loss
+from tests.support.compare import seeded
 from tests.support.models import Block
 from tests.support.ranked import on_strategy, on_world, under_strategies
 from tests.support.reference import grads_of, local_of, params_of
@@ -51,18 +53,13 @@ class Seen(nn.Module):
         return {"out": self.second(self.first(x)), "mask": mask}
 
 
-def seen() -> Seen:
-    torch.manual_seed(0)
-    return Seen()
-
-
 def call(model: nn.Module) -> dict[str, Any]:
     return model(torch.linspace(-1, 1, 16, device=device()).view(2, 8), torch.tensor([True, False], device=device()))
 
 
 @on_world(2)
 def test_each_thing_is_in_the_dtype_that_was_asked_for(mesh) -> None:
-    model = acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16))
+    model = acc.shard(seeded(Seen), mesh=mesh, precision=acc.Precision(params=BF16))
     assert {p.dtype for p in model.parameters()} == {FP32}, "masters"
     out = call(model)
     assert model.first[0].met == model.second[0].met == (BF16, BF16, BF16)
@@ -71,46 +68,48 @@ def test_each_thing_is_in_the_dtype_that_was_asked_for(mesh) -> None:
     out["out"].sum().backward()
     assert {p.grad.dtype for p in model.parameters()} == {FP32}
 
-    model = acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16, output=FP32, buffers=BF16))
+    model = acc.shard(seeded(Seen), mesh=mesh, precision=acc.Precision(params=BF16, output=FP32, buffers=BF16))
     out = call(model)
     assert (out["out"].dtype, out["mask"].dtype) == (FP32, torch.bool)
     assert model.met == (BF16, torch.bool, BF16, torch.int64)
     with torch.no_grad():
         assert call(model)["out"].dtype == FP32
 
-    model = acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16, master=BF16))
+    model = acc.shard(seeded(Seen), mesh=mesh, precision=acc.Precision(params=BF16, master=BF16))
     assert {p.dtype for p in model.parameters()} == {FP32}, "a wider parameter keeps its own"
-    model = acc.shard(seen().to(BF16), mesh=mesh, precision=acc.Precision(params=BF16, master=BF16))
+    model = acc.shard(seeded(Seen).to(BF16), mesh=mesh, precision=acc.Precision(params=BF16, master=BF16))
     assert {p.dtype for p in model.parameters()} == {BF16}
     call(model)["out"].sum().backward()
     assert {p.grad.dtype for p in model.parameters()} == {BF16}
-    model = seen().to(BF16)
+    model = seeded(Seen).to(BF16)
     model.first.requires_grad_(False)
     acc.shard(model, mesh=mesh, precision=acc.Precision(params=BF16))
     assert {p.dtype for p in model.second.parameters()} == {FP32}, "masters of a model that came in two bytes"
     assert {p.dtype for p in model.first.parameters()} == {BF16}, "what is not trained needs no master"
 
     with pytest.raises(RuntimeError):
-        call(acc.shard(seen(), mesh=mesh, precision=acc.Precision(params=BF16, cast_inputs=False)))
+        call(acc.shard(seeded(Seen), mesh=mesh, precision=acc.Precision(params=BF16, cast_inputs=False)))
 
 
-def convolution() -> nn.Sequential:
-    torch.manual_seed(0)
-    return here(nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), nn.Conv2d(6, 2, 1)))
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()), nn.Conv2d(6, 2, 1))
 
 
 @on_world(2)
 def test_batch_norms_keep_the_dtype_of_their_statistics(mesh) -> None:
     """Images and convolutions in two bytes, the norm's weight and statistics in four, as torch's kernels want them."""
-    plain, x = convolution(), torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(device()).to(BF16)
+    plain, x = (
+        seeded(convolution),
+        torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(device()).to(BF16),
+    )
     plain[0].to(BF16)
     plain[2].to(BF16)
-    model = acc.shard(convolution(), mesh, units={nn.Sequential}, precision=acc.Precision(params=BF16))
+    model = acc.shard(seeded(convolution), mesh, units={nn.Sequential}, precision=acc.Precision(params=BF16))
     for m in (model, plain):
         m(x).float().pow(2).mean().backward()
     assert_equal(dict(model.named_buffers()), dict(plain.named_buffers()))
     assert_close(grads_of(model), {name: p.grad for name, p in plain.named_parameters()}, 1e-2)
-    model = acc.shard(convolution(), mesh, precision=acc.Precision(params=BF16, buffers=BF16))
+    model = acc.shard(seeded(convolution), mesh, precision=acc.Precision(params=BF16, buffers=BF16))
     assert model(x).dtype == model[1][0].running_mean.dtype == BF16
 
 
@@ -118,7 +117,7 @@ def test_batch_norms_keep_the_dtype_of_their_statistics(mesh) -> None:
 def test_a_unit_may_have_a_precision_of_its_own(mesh) -> None:
     kept = acc.Precision(params=FP32)
     for overrides in ({"second": kept}, {"sec*": kept}):
-        model = seen()
+        model = seeded(Seen)
         precision = acc.Precision(params=BF16, overrides=overrides)
         model = acc.shard(model, mesh=mesh, precision=precision, units={nn.Sequential})
         call(model)["out"].sum().backward()
@@ -139,7 +138,7 @@ def test_a_unit_may_have_a_precision_of_its_own(mesh) -> None:
     one_loss(model).backward()
     assert found == [FP32, FP32, BF16, BF16], "an override may name the dtype of its output"
     with pytest.raises(acc.UsageError, match=r"third.*no unit"):
-        acc.shard(seen(), mesh=mesh, precision=acc.Precision(overrides={"third": kept}))
+        acc.shard(seeded(Seen), mesh=mesh, precision=acc.Precision(overrides={"third": kept}))
 
 
 @pytest.mark.parametrize(("dtype", "how"), [(FP32, "exchange"), (FP32, "reduce_scatter"), (BF16, "exchange")])
@@ -162,25 +161,6 @@ def test_the_sum_over_ranks_is_in_the_dtype_of_the_reduce(mesh, dtype: torch.dty
 # -- gradient scaling
 
 
-class Leading(nn.Module):
-    """A 0-d parameter, kept whole, before all others; then blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.blocks = nn.ModuleList(Block(16, 32) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x * self.gain
-
-
-def leading() -> Leading:
-    torch.manual_seed(0)
-    return Leading()
-
-
 def inf_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
     """Forward hook: the gradient that enters the module overflows."""
     out.register_hook(lambda grad: grad * float("inf"))
@@ -196,7 +176,8 @@ OVERFLOWS_SHOWN = [
 @on_strategy
 def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, strategy: str, where: str, wrapped: bool) -> None:
     """One rank's gradients overflow, in one place; every rank must skip that step, and only that."""
-    model = acc.shard(leading(), mesh=mesh, strategy=strategy, precision=acc.Precision(params=FP16))
+    plain = models.seeded(scalar=True)  # a 0-d parameter, which each rank has whole, before all others
+    model = acc.shard(plain, mesh=mesh, strategy=strategy, precision=acc.Precision(params=FP16))
     optimizer: torch.optim.Optimizer = reference.adamw(model.parameters())
     if wrapped:
         optimizer = acc.wrap_optimizer(optimizer)
@@ -207,7 +188,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, strategy: str, wher
         handle = model.blocks[0].register_forward_hook(inf_in_backward)
         if not (planted and where == "first_block"):
             handle.remove()
-        out = model(torch.linspace(-1, 1, 64, device=device()).view(4, 16) * (1 + dist.get_rank())).float()
+        out = model(batch(model, step)[0]).float()
         if planted and where == "everywhere":
             out = out * 1e30  # inf in the gradient of the 0-d parameter and of all blocks
         scaler.scale(out.square().mean()).backward()
@@ -229,24 +210,17 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(mesh, strategy: str, wher
 @pytest.mark.parametrize("precision", [acc.Precision(params=BF16), None], ids=["precision", "no precision"])
 @on_world(2)
 def test_autocast_copies_no_weight_if_precision_is_set_and_warns_once_if_not(mesh, precision: Any) -> None:
-    """Count saved tensors with the size of a full weight that are no memory of the unit's own."""
+    """Count saved tensors with the size of a full weight that are no memory of a unit's own."""
     model = acc.shard(models.seeded(width=64, hidden=192), mesh=mesh, precision=precision)
     sizes = {p.numel() for p in model.parameters() if p.dim() == 2}
-    own: set[int] = set()
     copies: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        is_own = tensor.untyped_storage().data_ptr() in own
+        is_own = any(unit.holds(tensor) for unit in units_of(model))
         if tensor.numel() in sizes and tensor.is_floating_point() and not is_own:
             copies.append(tensor)
         return tensor
 
-    def note(module: nn.Module, args: Any) -> None:
-        weights = [getattr(part, key) for part in module.modules() for key in part._parameters]
-        own.update(w.untyped_storage().data_ptr() for w in weights if w is not None and not isinstance(w, DTensor))
-
-    for module in model.modules():
-        module.register_forward_pre_hook(note)
     tokens, targets = models.batch(0, 0, 0, vocab=48, shape=(1, 3))
     with warnings.catch_warnings(record=True) as messages, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         warnings.simplefilter("always")
@@ -263,12 +237,8 @@ def test_autocast_copies_no_weight_if_precision_is_set_and_warns_once_if_not(mes
 @on_world(2)
 def test_inputs_are_cast_and_their_gradients_come_back(mesh) -> None:
     """Floating inputs are cast to the dtype of the weights, and their gradients come back in their own."""
-    torch.manual_seed(0)
-    plain = here(nn.Sequential(*(Block(32, 64) for _ in range(2))))
-    torch.manual_seed(0)
-    model = acc.shard(
-        nn.Sequential(*(Block(32, 64) for _ in range(2))), mesh=mesh, precision=acc.Precision(params=BF16)
-    )
+    plain, model = (seeded(lambda: nn.Sequential(Block(32, 64), Block(32, 64))) for _ in range(2))
+    acc.shard(model, mesh=mesh, precision=acc.Precision(params=BF16))
     x = torch.linspace(-1, 1, 192, device=device()).view(2, 3, 32)
     xs = x.clone().requires_grad_(), x.clone().requires_grad_()
     weights = {n: p.detach().to(BF16).requires_grad_() for n, p in plain.named_parameters()}

@@ -81,32 +81,25 @@ def test_forwards_that_nothing_walks_back_leave_nothing_behind(mesh, strategy: a
 @under_strategies("full_shard", "no_shard")
 def test_autograd_grad_of_parameters(mesh, strategy: acc.Strategy) -> None:
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
-    names = [name for name, _ in plain.named_parameters()]
-    for m in (plain, model):
-        grads = torch.autograd.grad(one_loss(m), list(m.parameters()))
-        assert all(p.grad is None for p in m.parameters())
-        for p, grad in zip(m.parameters(), grads, strict=True):
-            p.grad = grad
-    assert all(isinstance(p.grad, DTensor) for p in model.parameters())
-    assert_close(grads_of(model), mean_grads(mesh, plain))
-    assert_at_rest(model)
-    for m in (plain, model):
-        m.zero_grad()
-    some = [torch.autograd.grad(one_loss(m), [m.blocks[1].up.weight])[0] for m in (plain, model)]
-    plain.blocks[1].up.weight.grad, model.blocks[1].up.weight.grad = some
-    assert_close(grads_of(model), mean_grads(mesh, plain))
-    assert_at_rest(model)
-    assert names == [name for name, _ in model.named_parameters()]
+    all_names = [name for name, _ in plain.named_parameters()]
+    for names in (all_names, ["blocks.1.up.weight"]):
+        for m in (plain, model):
+            m.zero_grad()
+            params = [m.get_parameter(name) for name in names]
+            grads = torch.autograd.grad(one_loss(m), params)
+            assert all(p.grad is None for p in m.parameters())
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad
+        assert all(isinstance(model.get_parameter(name).grad, DTensor) for name in names)
+        assert_close(grads_of(model), mean_grads(mesh, plain))
+        assert_at_rest(model)
+    assert all_names == [name for name, _ in model.named_parameters()]
 
 
 # -- exceptions
 
 
-def raise_in_forward(*_: Any) -> None:
-    raise PlantedError
-
-
-def raise_in_backward(grad: Tensor) -> None:
+def raise_planted(*_: Any) -> None:
     raise PlantedError
 
 
@@ -115,11 +108,11 @@ def test_a_step_after_one_that_raised_is_a_good_one(mesh, strategy: acc.Strategy
     plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     one_loss(plain).backward()
     for _ in range(2):
-        handle = model.blocks[1].down.register_forward_hook(raise_in_forward)
+        handle = model.blocks[1].down.register_forward_hook(raise_planted)
         with pytest.raises(PlantedError):
             one_loss(model)
         handle.remove()
-        handle = model.blocks[1].register_forward_hook(lambda m, a, out: out.register_hook(raise_in_backward) and None)
+        handle = model.blocks[1].register_forward_hook(lambda m, a, out: out.register_hook(raise_planted) and None)
         with pytest.raises(PlantedError):
             one_loss(model).backward()
         handle.remove()

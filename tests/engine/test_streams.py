@@ -8,7 +8,7 @@ that stood there before, which is why such faults live long. Plants are undone a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -16,13 +16,12 @@ import torch
 
 import accordion as acc
 from accordion import _torch
-from accordion.config import STRATEGIES
 from accordion.engine.autograd import Call
 from accordion.engine.streams import Transfer
 from accordion.engine.unit import Unit
 from tests.inside import units_of
 from tests.support import models
-from tests.support.checks import go_on, mesh_of, one_loss
+from tests.support.checks import go_on, one_loss
 from tests.support.ranked import on_strategy, on_world
 from tests.support.reference import local_of
 
@@ -32,8 +31,7 @@ FAULTY = "blocks.1"
 Plant = Callable[[], contextlib.AbstractContextManager[object]]
 
 
-@contextlib.contextmanager
-def released_too_early() -> Iterator[None]:
+def released_too_early() -> contextlib.AbstractContextManager[object]:
     """The lease ends when it begins: module and backward read what was let go."""
     plain = Unit.acquire
 
@@ -44,12 +42,10 @@ def released_too_early() -> Iterator[None]:
             unit.leases += 1
         return version
 
-    with mock.patch.object(Unit, "acquire", acquire):
-        yield
+    return mock.patch.object(Unit, "acquire", acquire)
 
 
-@contextlib.contextmanager
-def backward_without_a_lease() -> Iterator[None]:
+def backward_without_a_lease() -> contextlib.AbstractContextManager[object]:
     """The backward counts a lease and gathers nothing."""
     plain = Call.begin
 
@@ -61,8 +57,7 @@ def backward_without_a_lease() -> Iterator[None]:
         with mock.patch.object(Unit, "acquire", count) if call.unit.name == FAULTY else contextlib.nullcontext():
             plain(call, *args)
 
-    with mock.patch.object(Call, "begin", begin):
-        yield
+    return mock.patch.object(Call, "begin", begin)
 
 
 def without_wait(doing: str) -> Plant:
@@ -85,9 +80,9 @@ FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {  # the fault, strategies un
 }
 
 
-def step(mesh, strategy: acc.Strategy, fault: str, debug: tuple[str, ...] = ("streams",)) -> tuple[bool, bool]:
-    """Whether loss and gradients of the step after a good one are finite, with a fault in it."""
-    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, debug=debug)
+def step(mesh, strategy: str, fault: str) -> tuple[bool, bool]:
+    """Run a step with `fault` after one without; return True for a finite loss, and True if all its gradients are finite."""
+    model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, debug="streams")
     optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     go_on(model, optimizer, [0])
     with FAULTS[fault][0]():
@@ -102,32 +97,28 @@ BY_CHANCE = pytest.mark.cpu(
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "strategy"),
     [
-        "released_too_early",
-        *(pytest.param(f, marks=BY_CHANCE) for f in ("backward_without_a_lease", "gather_without_wait")),
+        pytest.param(fault, name, marks=() if fault == "released_too_early" else BY_CHANCE)
+        for fault, (_, names) in FAULTS.items()
+        for name in names
     ],
 )
-def test_a_planted_fault_gives_nan_and_not_plausible_numbers(world, fault):
-    for name in FAULTS[fault][1]:
-        for loss, grads in world.run_mesh(*mesh_of(STRATEGIES[name]), step, STRATEGIES[name], fault):
-            assert not grads, f"{name}: gradients are finite"
-            # before the backward the loss is that of full parameters which stand
-            assert loss == (fault == "backward_without_a_lease"), name
-
-
-def passes_without_reducing(mesh, strategy: acc.Strategy) -> bool:
-    """The sums over ranks never arrive. Their tags are among them, and the first to be read is wrong."""
-    try:
-        return all(step(mesh, strategy, "reduce_without_wait"))
-    except acc.DivergenceError:
-        return False
+@on_strategy
+def test_a_planted_fault_gives_nan_and_not_plausible_numbers(mesh, fault: str, strategy: str) -> None:
+    loss_is_finite, grads_are_finite = step(mesh, strategy, fault)
+    assert not grads_are_finite
+    # before the backward the loss is that of full parameters in memory
+    assert loss_is_finite == (fault == "backward_without_a_lease")
 
 
 @pytest.mark.cpu("a device that has asserted runs nothing any more")
-def test_a_reduce_that_nobody_waits_for_does_not_pass(world):
-    for name in ("full_shard", "no_shard", "hybrid_shard"):
-        assert not any(world.run_mesh(*mesh_of(STRATEGIES[name]), passes_without_reducing, STRATEGIES[name])), name
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_shard"])
+@on_strategy
+def test_a_reduce_that_nobody_waits_for_does_not_pass(mesh, strategy: str) -> None:
+    """The sums over ranks never arrive. Their tags are among them, and the first to be read is wrong."""
+    with contextlib.suppress(acc.DivergenceError):
+        assert not all(step(mesh, strategy, "reduce_without_wait"))
 
 
 # -- the mode itself

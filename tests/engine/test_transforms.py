@@ -145,11 +145,6 @@ ALIKE: dict[str, Callable[[nn.Module], Any]] = {
     "jacobian at once": lambda m: functional.jacobian(m, numbers(1), vectorize=True),
     "batched gradients of inputs": lambda m: batched(m, "inputs")[0],
 }
-IN_FULL: dict[str, Callable[[nn.Module], Any]] = {
-    "jvp": lambda m: torch.func.jvp(m, (numbers(1),), (numbers(2),))[1],
-    "vmap": lambda m: torch.func.vmap(m)(numbers(1)),
-    "hessian": lambda m: torch.func.hessian(squares(m))(numbers(1)),
-}
 
 
 @on_world(2)
@@ -158,5 +153,6 @@ def test_jacobians_of_inputs_and_transforms_inside_of_full_params(mesh) -> None:
     for use in ALIKE.values():
         assert torch.allclose(use(plain), use(model), atol=1e-6)
     with acc.full_params(model):
-        for use in IN_FULL.values():
-            assert torch.allclose(use(plain), use(model), atol=1e-6)
+        for name in ("jvp", "vmap", "hessian"):
+            _, use = REFUSED[name]  # outside of full_params
+            torch.testing.assert_close(use(model), use(plain), rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ Only units with frozen parameters beside trained ones do so, and only on acceler
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
+from accordion.engine.tree import map_tensors
 from tests.devices import device, here
 from tests.inside import units_of
 from tests.support.compare import check_step
@@ -116,3 +118,10 @@ def test_gradients_are_those_without_sharding_and_every_lease_ends(mesh, how: st
     for step in range(3):
         check_step(mesh, model, alone, run, step, exact=False, tolerance=5e-6)
     assert [unit.name for unit in units_of(model) if unit.leases] == []
+
+
+def test_a_container_that_a_unit_may_modify_is_passed_on_without_views() -> None:
+    """A container with views would be a copy, and the caller would not see what the unit writes into it."""
+    state_class, x = dataclasses.make_dataclass("State", ["hidden", "history"]), torch.ones(2)
+    args = [x], {"x": x}, state_class(x, [x])
+    assert map_tensors(Tensor.detach, args, in_mutable=lambda tensor: tensor) is args

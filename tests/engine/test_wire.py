@@ -28,6 +28,7 @@ from tests.support.meters import Call, Copy, Wire
 from tests.support.ranked import on_world
 from tests.support.sample import sampled, turns
 
+BF16, FP32 = torch.bfloat16, torch.float32
 NUM_BLOCKS = 3
 UNITS = NUM_BLOCKS + 1  # and the root
 TAG_BYTES = 16  # at most, of what each rank says of itself in a gather: which unit, which call
@@ -51,9 +52,8 @@ def steady_step(
     return wire.calls, wire.copies
 
 
-def units_of(build: str) -> list[list[Tensor]]:
-    """Parameters of the root and of each block."""
-    model = MODELS[build]()
+def units_of(model: models.Tiny) -> list[list[Tensor]]:
+    """Return the parameters of the root and of each block."""
     blocks = [list(block.parameters()) for block in model.blocks]
     inside = {id(p) for block in blocks for p in block}
     return [[p for p in model.parameters() if id(p) not in inside], *blocks]
@@ -93,40 +93,32 @@ def test_collectives_of_a_step_are_those_of_the_table(world, strategy, micros, n
 
 REDUCED = ("full_shard", "shard_grad_op", "shard_optim", "hybrid_shard")
 WAYS = [(reduce, build) for build in MODELS for reduce in ("exchange", "reduce_scatter")]
+BYTE_ROWS = [(strategy, *way, FP32) for strategy in REDUCED for way in WAYS]
+BYTE_ROWS += [("shard_grad_op", reduce, "large", BF16) for reduce in ("exchange", "reduce_scatter")]
 SHOWN = {(strategy, *way) for strategy, way in turns(REDUCED, WAYS)}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "reduce", "build"),
-    sampled([(strategy, *way) for strategy in REDUCED for way in WAYS], lambda *row: row in SHOWN),
+    ("strategy", "reduce", "build", "dtype"), sampled(BYTE_ROWS, lambda *row: row[:3] in SHOWN or row[3] == BF16)
 )
-def test_bytes_are_those_of_the_padded_parameters(world, strategy, reduce, build):
-    """A gather carries each shard once, with a tag a rank; a reduce each gradient, with flags and a tag."""
-    policy = dataclasses.replace(STRATEGIES[strategy], reduce=reduce)
-    sizes = [padded_bytes(unit, 2) for unit in units_of(build)]
-    flags = 4 * 2 * sum(len(unit) + 1 for unit in units_of(build))
-    for calls, _ in world.run_mesh(*mesh_of(policy), steady_step, build, policy):
+def test_bytes_are_those_of_the_padded_parameters(world, strategy, reduce, build, dtype):
+    """A gather carries each shard once, with a tag a rank; a reduce each gradient, with flags and a tag.
+
+    The sum is float32 in any case: the exchange sends gradients as they are and adds on arrival, a reduce-scatter casts first.
+    """
+    policy, precision = dataclasses.replace(STRATEGIES[strategy], reduce=reduce), acc.Precision(params=dtype)
+    sizes = [padded_bytes(unit, 2, dtype.itemsize) for unit in units_of(MODELS[build]())]
+    reduced = sum(sizes) if reduce == "exchange" else sum(sizes) * 4 // dtype.itemsize
+    flags = 4 * 2 * sum(len(unit) + 1 for unit in units_of(MODELS[build]()))
+    for calls, _ in world.run_mesh(*mesh_of(policy), steady_step, build, policy, precision=precision):
         sent = {kind: sum(call.num_bytes for call in calls if call.kind == kind) for kind in ("gather", "reduce")}
         gathers = 1 if policy.keep_until_backward or strategy == "shard_optim" else 2
         kept = 0 if gathers == 1 else sizes[0] + sizes[-1]  # the root and the last block may stay
         assert gathers * sum(sizes) - kept <= sent["gather"] <= gathers * (sum(sizes) + 2 * TAG_BYTES * len(sizes))
-        assert sum(sizes) <= sent["reduce"] <= sum(sizes) + flags
+        assert {call.dtype for call in calls if call.kind == "gather"} == {dtype}
+        assert reduced <= sent["reduce"] <= reduced + flags
         summed = sum(call.num_bytes for call in calls if call.kind == "all_reduce")
-        assert (sum(sizes) / 2 <= summed <= sum(sizes) / 2 + flags) if policy.hybrid else summed == 0
-
-
-def test_two_byte_parameters_halve_what_is_gathered_and_exchanged(world):
-    """The sum is float32 all the same: the exchange adds on arrival, a reduce-scatter sends what it adds."""
-    sizes = [padded_bytes(unit, 2) for unit in units_of("large")]
-    flags = 4 * 2 * sum(len(unit) + 1 for unit in units_of("large"))
-    precision = acc.Precision(params=torch.bfloat16)
-    for algorithm, width in (("exchange", 2), ("reduce_scatter", 4)):
-        policy = dataclasses.replace(acc.SHARD_GRAD_OP, reduce=algorithm)
-        for calls, _ in world.run(2, steady_step, "large", policy, precision=precision):
-            sent = {kind: sum(call.num_bytes for call in calls if call.kind == kind) for kind in ("gather", "reduce")}
-            assert sum(sizes) / 2 <= sent["gather"] <= sum(sizes) / 2 + 2 * TAG_BYTES * len(sizes)
-            assert sum(sizes) / 4 * width <= sent["reduce"] <= sum(sizes) / 4 * width + flags
-            assert {call.dtype for call in calls if call.kind == "gather"} == {torch.bfloat16}
+        assert (reduced / 2 <= summed <= reduced / 2 + flags) if policy.hybrid else summed == 0
 
 
 def test_one_rank_says_nothing_and_copies_nothing(world):
@@ -142,12 +134,11 @@ def large(copies: list[Copy], num_ranks: int) -> list[Copy]:
     But for a shard to its own place in the full parameter, which gloo's gathers in place do inside.
     """
     limit = PACK_LIMIT_BYTES // 4 // num_ranks
-    shard = max(p.numel() for unit in units_of("large") for p in unit) // 2
-    return [copy for copy in copies if copy.numel >= limit and not (into_place(copy) and copy.numel <= shard)]
-
-
-def into_place(copy: Copy) -> bool:
-    return copy.name.startswith("aten::_foreach_copy_") and not copy.cast and not copy.strided
+    shard = max(p.numel() for unit in units_of(models.wide()) for p in unit) // 2
+    plain = {
+        copy for copy in copies if copy.name.startswith("aten::_foreach_copy_") and not (copy.cast or copy.strided)
+    }
+    return [copy for copy in copies if copy.numel >= limit and not (copy in plain and copy.numel <= shard)]
 
 
 @under("full_shard", "no_shard", "hybrid_shard_optim")
@@ -170,12 +161,13 @@ def test_a_change_of_dtype_is_one_copy_and_no_more(world):
     policy = dataclasses.replace(acc.SHARD_GRAD_OP, reduce="exchange")
     for _, copies in world.run(2, steady_step, "large", policy, precision=acc.Precision(params=torch.bfloat16)):
         found = large(copies, 4)
-        big = sum(p.numel() >= PACK_LIMIT_BYTES // 4 for unit in units_of("large") for p in unit)
+        big = sum(p.numel() >= PACK_LIMIT_BYTES // 4 for unit in units_of(models.wide()) for p in unit)
         assert all(copy.cast for copy in found)
         assert 0 < len(found) <= big
 
 
-def beside_other_groups(mesh) -> float:
+@on_world(4)
+def test_ranks_that_know_different_groups_meet(mesh) -> None:
     """A communicator of the engine's own, where each rank knows another number of groups; NCCL's communicators have one.
 
     In the end all know as many, which torch counts since 2.15 whatever a group is called.
@@ -189,11 +181,7 @@ def beside_other_groups(mesh) -> float:
     dist.all_reduce(value, group=group)
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
-    return value.item()
-
-
-def test_ranks_that_know_different_groups_meet(world):
-    assert world.run(4, beside_other_groups) == [4.0] * 4
+    assert value.item() == 4.0
 
 
 @pytest.mark.parametrize(("reduce", "share"), [("exchange", 0.6), ("reduce_scatter", 0.13)])

@@ -136,10 +136,11 @@ class Engine:
         """Return `function(*args)`, and tell observers that the memory allocated inside is for `purpose`."""
         for notify in self.observers.memory_is_for:
             notify(purpose)
-        result = function(*args)
-        for notify in self.observers.memory_is_for:
-            notify(None)
-        return result
+        try:
+            return function(*args)
+        finally:
+            for notify in self.observers.memory_is_for:
+                notify(None)
 
     def acquire(self, unit: Unit) -> int:
         """Gather `unit` if needed, and let the compute stream wait for the gather. Takes a lease: the full parameters stay in

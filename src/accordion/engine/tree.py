@@ -18,7 +18,7 @@ def map_tensors(
     """Return `tree`, nested tuples, lists, mappings and dataclasses, with each tensor replaced by `function(tensor)`.
 
     A container without changes stays the same object; a changed one is copied. Objects of other types stay as they are.
-    `in_mutable`: the function for tensors inside lists and mappings, but not below a dataclass; by default `function`.
+    `in_mutable`: the function for tensors inside lists, mappings and dataclasses; by default `function`.
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -40,7 +40,7 @@ def map_tensors(
             changed[key] = value
         return changed
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {f.name: map_tensors(function, getattr(tree, f.name)) for f in dataclasses.fields(tree) if f.init}
+        fields = {f.name: map_tensors(inside, getattr(tree, f.name)) for f in dataclasses.fields(tree) if f.init}
         if all(getattr(tree, name) is value for name, value in fields.items()):
             return tree
         return dataclasses.replace(tree, **fields)

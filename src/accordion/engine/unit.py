@@ -198,12 +198,10 @@ class Unit:
             self._land()
             version = sum([g.filled for g in self._gathered])
         else:
-            if self._used_on:  # this compute stream may not have waited for the gather yet
-                stream = self.context.gather_stream.compute()
-                if stream not in self._used_on:
-                    self._used_on.append(stream)
-                    for transfer in self._landed:
-                        transfer.lead(stream)
+            if self._used_on and (stream := self.context.gather_stream.compute()) not in self._used_on:
+                self._used_on.append(stream)  # this compute stream may not have waited for the gather yet
+                for transfer in self._landed:
+                    transfer.lead(stream)
             version = self.version()
         self.leases += 1
         return version
