@@ -10,6 +10,7 @@ from torch import nn
 
 import accordion as acc
 from accordion.checkpoint import RandomState, latest
+from accordion.checkpoint.background import ThreadAgreement
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError
 from tests.devices import device
@@ -103,6 +104,20 @@ def test_failed_background_save_raises_after_the_next_step_and_in_the_next_save(
     assert len(set(messages)) == 1
     assert "background was not written: rank 1: OSError: [Errno 28] No space left on device" in messages[0]
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
+
+
+@on_world(2)
+def test_all_ranks_raise_the_same_error_if_one_cannot_connect(mesh, tmp_path):
+    def refuses(agreement):
+        if mesh.get_rank() == 1:
+            raise RuntimeError("can't start new thread")
+
+    with (
+        mock.patch.object(ThreadAgreement, "meet", refuses),
+        pytest.raises(CheckpointError, match=r"^rank 1: RuntimeError: can't start"),
+    ):
+        acc.save(tmp_path / "c", sharded(mesh)[0], background=True)
+    assert os.listdir(tmp_path) == []
 
 
 class Raises(nn.Module):

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import resource
 import sys
 import zipfile
 
@@ -14,10 +15,10 @@ from torch import nn
 
 from accordion import cli
 from accordion.checkpoint import load, save
-from accordion.checkpoint.convert import convert, export
+from accordion.checkpoint.convert import FORMATS, convert, export
 from accordion.errors import AccordionError, CheckpointError, UsageError
 from tests.checkpoint.test_one_process import Tied, trained
-from tests.support.checkpoints import assert_same_tensors, small
+from tests.support.checkpoints import assert_same_tensors, names, small
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -142,6 +143,26 @@ def test_torch_and_dcp_are_exported(tmp_path):
     with pytest.raises(CheckpointError, match="is damaged"):
         export(tmp_path / "c", tmp_path / "bad")
     assert sorted(os.listdir(tmp_path)) == ["c", "dcp", "m.pt"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_export_that_fails_raises_oserror_and_leaves_no_folder(tmp_path, kind):
+    save(tmp_path / "c", nn.Linear(200, 200))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, hard))  # in place of a full disk
+    try:
+        with pytest.raises(OSError, match=r"File too large|torch cannot write the files; the disk may be full"):
+            export(tmp_path / "c", tmp_path / "new" / "deep" / "out", kind)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    for path in ("x" * 250, f"{'x' * 300}/out"):
+        with pytest.raises(UsageError, match="cannot be created: File name too long"):
+            export(tmp_path / "c", tmp_path / "new" / path, kind)
+    assert names(tmp_path) == ["c"]
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="link exists"):
+        export(tmp_path / "c", tmp_path / "link", kind)
+    assert names(tmp_path) == ["c", "link"]
 
 
 class Payload:

@@ -87,10 +87,13 @@ def test_values_that_json_cannot_hold_are_named(value):
         json_values.encode(value, "extra")
 
 
-@pytest.mark.parametrize("extra", [{"$tensor": "a"}, {"$float": "x"}, {"a": {"$dict": [1]}}], ids=str)
+DAMAGED = {"tensor": {"$tensor": "a"}, "text": {"$float": "x"}, "large": {"$float": 10**400}, "list": {"$dict": [1]}}
+
+
+@pytest.mark.parametrize("extra", DAMAGED.values(), ids=DAMAGED.keys())
 def test_damaged_values_are_named(extra):
     with pytest.raises(CheckpointError, match="is damaged"):
-        json_values.as_dict(extra)
+        json_values.as_dict({"a": extra})
 
 
 def a_manifest(**changes):

@@ -158,6 +158,28 @@ def test_a_second_job_that_saves_to_one_url_is_refused_until_the_first_is_dead(m
     ]
 
 
+def test_a_save_on_storage_that_removes_nothing(memory, monkeypatch):
+    """The checkpoint is complete although the marker cannot be removed; a save that cannot begin leaves no marker."""
+    storage = fsspec.filesystem("memory")
+    at = memory.split("://")[1]
+    storage.pipe_file(f"{at}/b/rank-00000.safetensors", b"left by a save that was killed")
+    remove = type(storage).rm_file
+
+    def refused(self, path):
+        if refuses in path:
+            raise PermissionError(f"{path} stays")
+        remove(self, path)
+
+    monkeypatch.setattr(type(storage), "rm_file", refused)
+    refuses = remote.SAVING
+    save(f"{memory}/a", small(1))
+    assert verify(f"{memory}/a") == []
+    refuses = "rank-"
+    with pytest.raises(CheckpointError, match="safetensors stays"):
+        save(f"{memory}/b", small(1))
+    assert [name.rpartition("/")[2] for name in storage.ls(f"{at}/b", detail=False)] == ["rank-00000.safetensors"]
+
+
 def test_missing_storage_is_named(monkeypatch):
     with pytest.raises(UsageError, match=r"nosuch://x/y cannot be reached"):
         save("nosuch://x/y", small(1))
