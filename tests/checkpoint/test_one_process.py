@@ -1,7 +1,6 @@
 """Checkpoints of a model that is not sharded: one process, no process group."""
 
 import copy
-import json
 import os
 import pickle
 import random
@@ -10,13 +9,12 @@ import secrets
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from accordion.checkpoint import RandomState, latest, load, save
 from accordion.checkpoint import background as bg
 from accordion.errors import CheckpointError
-from tests.support.checkpoints import small, stepped
+from tests.support.checkpoints import assert_same_tensors, small, stepped
 
 
 class Tied(nn.Module):
@@ -32,17 +30,8 @@ class Tied(nn.Module):
         self.register_buffer("seen", torch.randint(9, (4,)))
         self.register_buffer("scratch", torch.rand(2), persistent=False)
 
-    def forward(self, tokens):
-        return self.head(self.embed(tokens)) * self.scale
-
-
-def trained(model, steps=2, **options):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
-    for _ in range(steps):
-        model(torch.arange(4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
+    def forward(self, _):
+        return self.head(self.embed(torch.arange(4))) * self.scale
 
 
 def assert_same_state(optimizer, other):
@@ -53,45 +42,19 @@ def assert_same_state(optimizer, other):
 
 def test_round_trip_into_the_same_storage(tmp_path):
     model, fresh = Tied(), Tied()
-    optimizer = trained(model)
+    optimizer = stepped(model, steps=2)
     save(tmp_path / "c", model, optimizer, extra={"step": 2, "shape": (1, 2)})
     places = {name: tensor.data_ptr() for name, tensor in fresh.state_dict().items()}
     other = torch.optim.AdamW(fresh.parameters())
     assert load(tmp_path / "c", fresh, other) == {"step": 2, "shape": (1, 2)}
-    assert {name: tensor.data_ptr() for name, tensor in fresh.state_dict().items()} == places
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(fresh.state_dict()[name], tensor), name
     assert_same_state(optimizer, other)
+    moment = other.state[fresh.scale]["exp_avg"].fill_(7)
+    load(tmp_path / "c", fresh, other)
+    assert_same_state(optimizer, other)
+    assert other.state[fresh.scale]["exp_avg"] is moment
+    assert {name: tensor.data_ptr() for name, tensor in fresh.state_dict().items()} == places
+    assert_same_tensors(model, fresh)
     assert fresh.head.weight is fresh.embed.weight
-
-
-def test_existing_state_is_filled_in_place(tmp_path):
-    model = Tied()
-    optimizer = trained(model)
-    save(tmp_path / "c", model, optimizer)
-    moment = optimizer.state[model.scale]["exp_avg"]
-    wanted = moment.clone()
-    trained_on = optimizer.state_dict()
-    moment.fill_(7)
-    load(tmp_path / "c", model, optimizer)
-    assert optimizer.state[model.scale]["exp_avg"] is moment
-    assert torch.equal(moment, wanted)
-    assert repr(optimizer.state_dict()) == repr(trained_on)
-
-
-def test_folder_has_plain_names_and_no_pickle(tmp_path):
-    save(tmp_path / "c", Tied())
-    assert sorted(os.listdir(tmp_path)) == ["c"]
-    assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", "rank-00000.safetensors"]
-    words = json.loads((tmp_path / "c" / "manifest.json").read_text())
-    assert words["aliases"] == {"model/head.weight": "model/embed.weight"}
-    assert sorted(words["tensors"]) == ["model/embed.weight", "model/scale", "model/seen", "rank/00000/sums"]
-    assert sorted(load_file(tmp_path / "c" / "rank-00000.safetensors")) == [
-        "model/embed.weight[0,0]",
-        "model/scale[]",
-        "model/seen[0]",
-        "rank/00000/sums[0]",
-    ]
 
 
 def test_options_of_groups_round_trip(tmp_path):
@@ -125,7 +88,7 @@ def test_other_optimizers_round_trip(tmp_path, make):
     model = Tied()
 
     def closure():
-        loss = model(torch.arange(4)).square().sum()
+        loss = model(None).square().sum()
         loss.backward()
         return loss
 
@@ -153,36 +116,13 @@ def test_tied_checkpoint_loads_into_an_untied_model_but_not_the_other_way(tmp_pa
         load(tmp_path / "untied", tied)
 
 
-def test_every_difference_is_named_and_nothing_changes(tmp_path):
-    model = Tied()
-    save(tmp_path / "c", model)
-    other = Tied(rows=6)
-    other.bias = nn.Parameter(torch.rand(2))
-    del other.seen
-    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    with pytest.raises(CheckpointError) as caught:
-        load(tmp_path / "c", other)
-    for words in (
-        "does not fit",
-        "1 missing in the checkpoint: model/bias",
-        "1 in the checkpoint but not in the model: model/seen",
-        "model/embed.weight is (5, 3) in the checkpoint and (6, 3) in the model",
-    ):
-        assert words in str(caught.value)
-    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
-
-
 def test_different_optimizers_are_named(tmp_path):
     model = Tied()
     save(tmp_path / "none", model)
-    save(tmp_path / "part", model, torch.optim.AdamW([model.scale]))
     with pytest.raises(CheckpointError, match="saved without an optimizer"):
         load(tmp_path / "none", model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(CheckpointError, match=r"1 missing in the checkpoint's parameter groups: embed\.weight"):
-        load(tmp_path / "part", model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(CheckpointError, match=r"shape \(2,\) that is not the model's"):
         save(tmp_path / "foreign", model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1))
-    load(tmp_path / "part", model)
 
 
 def test_model_on_the_meta_device_is_refused(tmp_path):

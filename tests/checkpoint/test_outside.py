@@ -7,7 +7,6 @@ import random
 import shutil
 import struct
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -178,11 +177,22 @@ def test_flipped_byte_of_a_torch_file_raises(tmp_path):
     assert_refused(tmp_path / "m.pt", tmp_path, "Bad CRC-32")
 
 
-def test_an_old_torch_file_is_refused_without_advice_to_load_it_unsafely(tmp_path):
+class Payload:
+    """An object that makes a folder when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_torch_files_that_are_old_or_hold_code_are_refused_without_advice_to_load_them_unsafely(tmp_path):
+    """Nothing of a pickle is executed."""
     torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     errors = assert_refused(tmp_path / "old.pt", tmp_path, "torch 1.6", "save it again")
-    torch.save({"a": torch.ones(2), "x": Path("x")}, tmp_path / "names.pt")
-    errors += assert_refused(tmp_path / "names.pt", tmp_path, "PosixPath, which is not allowed")
+    torch.save({"a": torch.ones(2), "x": Payload(tmp_path / "mark")}, tmp_path / "code.pt")
+    errors += assert_refused(tmp_path / "code.pt", tmp_path, "mkdir, which is not allowed")
     assert "weights_only" not in errors
     assert "safe_globals" not in errors
 

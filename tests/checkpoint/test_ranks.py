@@ -1,9 +1,10 @@
 """Checkpoints saved with any number of ranks and any placements, loaded with any other."""
 
+import errno
 import importlib
+import itertools
 import os
 from itertools import product
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from accordion._torch import StridedShard
 from accordion.checkpoint import latest, load, save
 from accordion.config import strategy_named
 from accordion.errors import CheckpointError
+from tests.checkpoint.failing import failing
 from tests.devices import device
 from tests.support.checkpoints import equal_step, sharded
 from tests.support.checks import full, mesh_of
@@ -189,10 +191,11 @@ def wrong_model(mesh, layout, path):
     model, _ = build(mesh, layout, 3)
     model.few = nn.Parameter(place(torch.ones(3, 3, device=device()), mesh, LAYOUTS[layout][1]))
     model.more = nn.Parameter(place(torch.ones(3, device=device()), mesh, LAYOUTS[layout][1]))
-    before = model.embed.to_local().clone()
+    del model.seen
+    before = [param.to_local().clone() for param in model.parameters()]
     with pytest.raises(CheckpointError) as caught:
         load(path, model)
-    assert torch.equal(before, model.embed.to_local())
+    assert all(torch.equal(param.to_local(), local) for param, local in zip(model.parameters(), before, strict=True))
     return str(caught.value)
 
 
@@ -200,38 +203,36 @@ def test_checkpoint_of_another_model_is_refused_on_all_ranks(world, saved):
     first, *others = run(world, "3", wrong_model, saved / "2")
     assert others == [first, first]
     assert "1 missing in the checkpoint: model/more" in first
+    assert "1 in the checkpoint but not in the model: model/seen" in first
     assert "model/few is (2, 3) in the checkpoint and (3, 3) in the model" in first
 
 
-def fail_on_one(mesh, layout, path, failing, step):
+def fail_on_one(mesh, layout, path, rank, step):
     """Save while one rank's disk is full."""
     model, optimizer = build(mesh, layout, 1)
-    count, fsync = [0], os.fsync
+    counter = itertools.count()
 
-    def broken(handle):
-        count[0] += 1
-        if mesh.get_rank() == failing and count[0] > step:
-            raise OSError(28, "No space left on device")
-        fsync(handle)
+    def fails(handle):
+        return mesh.get_rank() == rank and next(counter) >= step
 
-    with mock.patch.object(os, "fsync", broken), pytest.raises(CheckpointError) as caught:
+    with failing(os, "fsync", errno.ENOSPC, fails), pytest.raises(CheckpointError) as caught:
         save(path, model, optimizer)
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("failing", "step"), [(2, 0), (0, 0), (0, 1), (0, 2)])
-def test_failure_of_one_rank_raises_on_all_and_leaves_nothing(world, tmp_path, failing, step):
-    messages = run(world, "3", fail_on_one, tmp_path / "c", failing, step)
+@pytest.mark.parametrize(("rank", "step"), [(2, 0), (0, 0), (0, 1), (0, 2)])
+def test_failure_of_one_rank_raises_on_all_and_leaves_nothing(world, tmp_path, rank, step):
+    messages = run(world, "3", fail_on_one, tmp_path / "c", rank, step)
     assert len(set(messages)) == 1
-    assert messages[0].startswith(f"rank {failing}: OSError: [Errno 28] No space left on device: '{tmp_path}")
+    assert messages[0].startswith(f"rank {rank}: OSError: [Errno 28] No space left on device: '{tmp_path}")
     assert os.listdir(tmp_path) == []
 
 
-def file_gone_for_one(mesh, layout, path, failing):
+def file_gone_for_one(mesh, layout, path):
     model, _ = build(mesh, layout, 1)
     with torch.no_grad():
         model.embed.to_local().zero_()
-    if mesh.get_rank() == failing:  # only the last rank needs the last file
+    if mesh.get_rank() == 3:  # only the last rank needs the last file
         (path / "rank-00003.safetensors").unlink()
     torch.distributed.barrier(mesh.get_group())
     with pytest.raises(CheckpointError, match=r"c is damaged: rank-00003\.safetensors: No such file"):
@@ -242,7 +243,7 @@ def file_gone_for_one(mesh, layout, path, failing):
 def test_missing_file_raises_on_all_ranks_before_anything_changes(world, tmp_path):
     run(world, "4", save_built, tmp_path / "c")
     assert latest(tmp_path) == str(tmp_path / "c")
-    run(world, "4", file_gone_for_one, tmp_path / "c", 3)
+    run(world, "4", file_gone_for_one, tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"there are checkpoints, and none is complete: .*rank-00003"):
         latest(tmp_path)
 
