@@ -1,5 +1,6 @@
 """Background saves on several ranks, states of each rank, and saves after an exception."""
 
+import errno
 import os
 import threading
 from unittest import mock
@@ -13,6 +14,7 @@ from accordion.checkpoint import RandomState, latest
 from accordion.checkpoint.background import ThreadAgreement
 from accordion.engine.hooks import engine_of
 from accordion.errors import CheckpointError
+from tests.checkpoint.failing import failing
 from tests.devices import device
 from tests.support.checkpoints import equal_step, sharded
 from tests.support.ranked import on_world
@@ -46,28 +48,24 @@ def test_background_save_has_the_values_of_its_step(mesh, tmp_path):
     assert equal_step(again, other) == pytest.approx(equal_step(model, optimizer))
 
 
-def resumed(mesh, path):
-    model, optimizer = sharded(mesh, seed=2)
-    acc.load(path, model, optimizer, state={"random": RandomState()})
-    drawn = torch.rand(3, device=device())
-    return [equal_step(model, optimizer) for _ in range(3)], drawn.tolist()
-
-
-def save_early(mesh, path):
-    torch.manual_seed(mesh.get_rank())
-    model, optimizer = sharded(mesh)
-    torch.manual_seed(mesh.get_rank() + 10)
-    equal_step(model, optimizer)
-    acc.save(path, model, optimizer, state={"random": RandomState()})
+def losses_and_draws(mesh, path, saves):
+    """Save at the current step, or load; return the next losses and random numbers."""
+    model, optimizer = sharded(mesh, seed=int(not saves))
+    if saves:
+        torch.manual_seed(mesh.get_rank() + 10)
+        equal_step(model, optimizer)
+    (acc.save if saves else acc.load)(path, model, optimizer, state={"random": RandomState()})
     drawn = torch.rand(3, device=device())
     return [equal_step(model, optimizer) for _ in range(3)], drawn.tolist()
 
 
 def test_each_rank_gets_its_random_state_back(world, tmp_path):
-    saved = world.run(3, save_early, tmp_path / "c")
+    saved = world.run(3, losses_and_draws, tmp_path / "c", True)
     assert len({tuple(drawn) for _, drawn in saved}) == 3
-    assert world.run(3, resumed, tmp_path / "c") == saved
-    two = world.run(2, resumed, tmp_path / "c")  # the state of another number of ranks is rank 0's, for it alone
+    assert world.run(3, losses_and_draws, tmp_path / "c", False) == saved
+    two = world.run(
+        2, losses_and_draws, tmp_path / "c", False
+    )  # the state of another number of ranks is rank 0's, for it alone
     assert two[0][1] == saved[0][1]
     assert two[1][1] not in [drawn for _, drawn in saved]
     assert two[0][0] == pytest.approx(saved[0][0], rel=1e-5)
@@ -76,15 +74,8 @@ def test_each_rank_gets_its_random_state_back(world, tmp_path):
 def fails_on_one(mesh, path):
     model, optimizer = sharded(mesh)
     acc.save(path / "step-1", model, optimizer)
-    fsync = os.fsync
-
-    def broken(handle):
-        if mesh.get_rank() == 1:
-            raise OSError(28, "No space left on device")
-        fsync(handle)
-
     before = acc.full_state_dict(model, rank0_only=False)
-    with mock.patch.object(os, "fsync", broken):
+    with failing(os, "fsync", errno.ENOSPC, lambda handle: mesh.get_rank() == 1):
         acc.save(path / "step-2", model, optimizer, background=True)._thread.join()
         with pytest.raises(CheckpointError) as caught:
             equal_step(model, optimizer)

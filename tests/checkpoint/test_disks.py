@@ -11,18 +11,12 @@ from torch import nn
 from accordion.checkpoint import latest, load, save
 from accordion.checkpoint.reading import verify
 from accordion.errors import CheckpointError
+from tests.support.checkpoints import filled
 from tests.support.disks import mounted, run
 from tests.support.processes import run_python
 
 MIB = 2**20
-
-
-def filled(value, num_bytes=3 * MIB):
-    """Return a model of two tensors, so that a disk may be full between them or within one."""
-    model = nn.Module()
-    for name in ("a", "b"):
-        setattr(model, name, nn.Parameter(torch.full((num_bytes // 8,), float(value))))
-    return model
+WIDTH = 3 * MIB // 8  # of a model of 3 MiB
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
@@ -46,7 +40,7 @@ def until_full(folder: Path, background: bool) -> int:
     """Save one checkpoint after another until one fails; return the number of the last good one."""
     for step in range(1, 20):
         try:
-            save(folder / f"step-{step}", filled(step), background=background).wait()
+            save(folder / f"step-{step}", filled(step, WIDTH), background=background).wait()
         except CheckpointError as error:
             return step - 1 if os.strerror(errno.ENOSPC) in str(error) else 0
     raise AssertionError("the disk never filled")
@@ -57,19 +51,18 @@ def test_full_disk_raises_and_keeps_older_checkpoints(disk, background):
     good = until_full(disk, background)
     assert good >= 2
     assert latest(disk) == str(disk / f"step-{good}")
-    other = filled(0)
+    other = filled(0, WIDTH)
     load(latest(disk), other)
-    assert (other.a == good).all()
-    assert (other.b == good).all()
+    assert all((param == good).all() for param in other.parameters())
     assert all(verify(disk / f"step-{step}") == [] for step in range(1, good + 1))
     there = {name for name in os.listdir(disk) if name != "lost+found"}
     assert there == {
         f"step-{step}" for step in range(1, good + 1)
     }  # nothing half-written is left, which would fill it for good
     with pytest.raises(CheckpointError, match="No space left"):  # nor is the last one taken away for its successor
-        save(disk / f"step-{good}", filled(50), background=background).wait()
+        save(disk / f"step-{good}", filled(50, WIDTH), background=background).wait()
     assert verify(disk / f"step-{good}") == []
-    save(disk / f"step-{good + 1}", filled(1, 8), background=background).wait()  # a smaller one finds its place
+    save(disk / f"step-{good + 1}", filled(1), background=background).wait()  # a smaller one finds its place
     assert latest(disk) == str(disk / f"step-{good + 1}")
 
 

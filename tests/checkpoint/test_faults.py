@@ -20,6 +20,7 @@ from accordion import cli
 from accordion.checkpoint import load, save
 from accordion.checkpoint.reading import verify
 from accordion.errors import CheckpointError
+from tests.checkpoint.failing import failing
 from tests.devices import device
 from tests.support.checkpoints import filled, holds, sealed
 
@@ -129,18 +130,11 @@ def test_changed_bytes_are_found_before_any_weight_changes(saved, count):
         ("mkdir", errno.EROFS, False),
     ],
 )
-def test_disk_error_raises_and_the_previous_checkpoint_stays(tmp_path, monkeypatch, call, number, background):
-    model = filled(1)
+def test_disk_error_raises_and_the_previous_checkpoint_stays(tmp_path, call, number, background):
+    model, other = filled(1), filled(0)
     save(tmp_path / "last", model, extra="before")
-
-    def fails(*args, **kwargs):
-        raise OSError(number, os.strerror(number), "somewhere")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fails)
-        with pytest.raises(CheckpointError, match=os.strerror(number)):
-            save(tmp_path / "last", filled(2), background=background).wait()
-    other = filled(0)
+    with failing(os, call, number), pytest.raises(CheckpointError, match=os.strerror(number)):
+        save(tmp_path / "last", filled(2), background=background).wait()
     assert load(tmp_path / "last", other) == "before"
     assert holds(tmp_path / "last", 1)
     assert verify(tmp_path / "last") == []

@@ -76,31 +76,26 @@ def hf(path, files, weight_map):
     return path
 
 
-def test_every_tensor_in_an_index_must_exist_once(tmp_path):
-    one = {"a": torch.ones(2)}
-    lacks = hf(tmp_path / "lacks", {"x.safetensors": one}, {"a": "x.safetensors", "b": "x.safetensors"})
-    assert_refused(lacks, tmp_path, "b in x.safetensors")
-    twice = hf(
-        tmp_path / "twice",
-        {"x.safetensors": one, "y.safetensors": {**one, "b": torch.ones(1)}},
-        {"a": "x.safetensors", "b": "y.safetensors"},
-    )
-    assert read_folder(twice)["a"][0].name == "x.safetensors"  # the copy that the index names
-    beside = hf(
-        tmp_path / "beside",
-        {"x.safetensors": {**one, "b": torch.ones(1)}, "y.safetensors": {**one, "c": torch.ones(1)}},
-        {"b": "x.safetensors", "c": "y.safetensors"},
-    )
-    assert_refused(beside, tmp_path, "a is in x.safetensors and in y.safetensors")
-    keys = hf(tmp_path / "keys", {"x.safetensors": one}, '{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}')
-    assert_refused(keys, tmp_path, "a key twice")
-    elsewhere = hf(
-        tmp_path / "elsewhere",
-        {"x.safetensors": one, "y.safetensors": {"b": torch.ones(1)}},
-        {"a": "y.safetensors", "b": "x.safetensors"},
-    )
-    assert_refused(elsewhere, tmp_path, "a in y.safetensors")
-    assert_refused(hf(tmp_path / "absent", {}, {"a": "x.safetensors"}), tmp_path, "x.safetensors", "No such file")
+X, Y = "x.safetensors", "y.safetensors"
+A, B, C = ({name: torch.ones(2)} for name in "abc")
+INDEXES = {  # the files, the index, and words of the error
+    "lacking": ({X: A}, {"a": X, "b": X}, "b in x.safetensors"),
+    "in two files": ({X: A | B, Y: A | C}, {"b": X, "c": Y}, "a is in x.safetensors and in y.safetensors"),
+    "key twice": ({X: A}, '{"weight_map": {"a": "x.safetensors", "a": "x.safetensors"}}', "a key twice"),
+    "elsewhere": ({X: A, Y: B}, {"a": Y, "b": X}, "a in y.safetensors"),
+    "no file": ({}, {"a": X}, "x.safetensors cannot be opened: No such file"),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_every_tensor_in_an_index_must_exist_once(tmp_path, case):
+    files, weight_map, error = INDEXES[case]
+    assert_refused(hf(tmp_path / "hf", files, weight_map), tmp_path, error)
+
+
+def test_a_copy_of_a_tensor_that_the_index_does_not_name_is_left_out(tmp_path):
+    folder = hf(tmp_path / "twice", {X: A, Y: A | B}, {"a": X, "b": Y})
+    assert read_folder(folder)["a"][0].name == X
 
 
 def test_keys_with_equal_names_are_refused(tmp_path):
@@ -240,12 +235,6 @@ def answers(*sources):
     return texts
 
 
-def test_a_pipe_in_place_of_a_file_is_refused_at_once(tmp_path):
-    os.mkfifo(hf(tmp_path / "hf", {}, {"a": "x.safetensors"}) / "x.safetensors")
-    ((text,), _) = run_bounded(answers, tmp_path / "hf")
-    assert "is no regular file" in text
-
-
 def archive(pickled, **how):
     """Return the bytes of a file of `torch.save` with the pickle `pickled`."""
     buffer = io.BytesIO()
@@ -278,12 +267,14 @@ def bombs():
     }
 
 
-def test_sources_that_expand_hugely_are_refused_with_limited_memory(tmp_path):
+def test_pipes_and_sources_that_expand_hugely_are_refused_with_limited_memory(tmp_path):
     files = bombs()
     for name, data in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
-    texts, _ = run_bounded(answers, *sorted(tmp_path.iterdir()))
+    os.mkfifo(hf(tmp_path / "a pipe", {}, {"a": X}) / X)
+    (pipe, *texts), _ = run_bounded(answers, *sorted(tmp_path.iterdir()))
+    assert "is no regular file" in pipe
     assert len(texts) == len(files)
     assert "converted" not in texts
 
