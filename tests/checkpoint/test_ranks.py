@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -277,23 +276,6 @@ def test_load_between_sharded_and_unsharded_models(mesh, tmp_path):
     load(tmp_path / "sharded", other, other_optimizer)
     loaded, wanted = tensors_of(other, other_optimizer), tensors_of(full, full_optimizer)
     assert all(torch.equal(loaded[name].cpu(), wanted[name].cpu()) for name in wanted)
-
-
-def rank_of_many(mesh, path):
-    """Have one rank of many write its rows without communication."""
-    model = nn.Module()
-    local = torch.ones(3, 2, device=device()) * mesh.get_rank()
-    model.weight = nn.Parameter(
-        DTensor.from_local(local, mesh, [S0], shape=(3 * mesh.size(), 2), stride=(2, 1), run_check=False)
-    )
-    path.parent.joinpath(".c..tmp").mkdir(exist_ok=True)  # nobody tells the name of this save
-    save(path, model)
-
-
-def test_one_rank_of_many_writes_its_file(run_fake, tmp_path):
-    run_fake(1024, 5, rank_of_many, tmp_path / "c")
-    with safe_open(tmp_path / ".c..tmp" / "rank-00005.safetensors", framework="pt") as file:
-        assert file.get_tensor("model/weight[15,0]").tolist() == [[5.0, 5.0]] * 3
 
 
 def fused(mesh, path):
