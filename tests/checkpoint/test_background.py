@@ -39,12 +39,7 @@ def test_background_save_has_the_values_of_its_step(mesh, tmp_path):
         acc.load(tmp_path / "step-1", again, other, state={"random": RandomState()})
         assert torch.equal(torch.rand(3, device=device()), drawn)
         assert [equal_step(again, other) for _ in range(3)] == pytest.approx(losses)
-        fifth = equal_step(model, optimizer)
-        acc.save(tmp_path / "step-5", model, optimizer, background=True, keep=2).wait()
-    assert sorted(os.listdir(tmp_path)) == ["step-4", "step-5"] or mesh.get_rank()
     acc.load(tmp_path / "step-4", again, other)
-    assert equal_step(again, other) == pytest.approx(fifth)
-    acc.load(tmp_path / "step-5", again, other)
     assert equal_step(again, other) == pytest.approx(equal_step(model, optimizer))
 
 

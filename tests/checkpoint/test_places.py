@@ -118,31 +118,23 @@ def at_call(monkeypatch, of, name, number, act):
     monkeypatch.setattr(of, name, called)
 
 
-BUSY = "is being saved or removed by process"
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    """Make saves not wait for another job's lock."""
-    monkeypatch.setattr(claims, "LOCK_TIMEOUT_S", 0.0)
-
-
 def test_rank_without_the_folder_of_the_first_rank_raises(tmp_path):
     folder = folder_at(tmp_path / "c").begun("0123abcd")
     with pytest.raises(CheckpointError, match="does not exist on this rank"), folder.create("a.safetensors"):
         pass
 
 
-@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     ("call", "number", "is_there"), [("fsync", 1, False), ("rename", 1, True), ("rename", 2, True)]
 )
 def test_second_job_under_a_name_is_refused_at_once(tmp_path, monkeypatch, call, number, is_there):
+    monkeypatch.setattr(claims, "LOCK_TIMEOUT_S", 0.0)
     if is_there:
         save(tmp_path / "last", filled(1))
 
     def another():
-        with pytest.raises(CheckpointError, match=f"{BUSY} {os.getpid()} on .*; no other job may save under this name"):
+        busy = f"is being saved or removed by process {os.getpid()} on .*; no other job may save under this name"
+        with pytest.raises(CheckpointError, match=busy):
             save(tmp_path / "last", filled(3))
 
     at_call(monkeypatch, os, call, number, another)

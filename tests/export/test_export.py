@@ -30,6 +30,7 @@ pytestmark = [
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [0, 0, 0, 271, 8, 2, 8, 1]])  # (b, tokens)
 MASK = torch.tensor([[1] * 8, [0, 0, 0, 1, 1, 1, 1, 1]])
 REAL = MASK.bool()
+LAYERS = ["q_proj", "v_proj", "down_proj"]  # of an adapter
 
 
 @pytest.fixture(autouse=True)
@@ -118,29 +119,36 @@ def test_onnxruntime_has_the_logits(source, folder, tmp_path):
     assert torch.allclose(of_onnx(tmp_path / "out" / "model.onnx"), of_folder(folder), rtol=1e-4, atol=1e-4)
 
 
-def with_adapter(folder: Path, at: Path) -> tuple[Path, torch.Tensor]:
-    """Write an adapter of the model in `folder`. Return its path and the logits of the model that PEFT merges it into."""
-    from peft import PeftModel
+def adapted(base: Path, folder: Path, **how: Any) -> Any:
+    """Write an adapter with random weights of the model in `base` into `folder`; return the adapted model of PEFT."""
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    adapter = language_folders.lora(folder, at)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
-    return adapter, logits_of(model.merge_and_unload())
+    torch.manual_seed(8)
+    config = LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", init_lora_weights=False, **how)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.requires_grad or "modules_to_save" in name:
+                param.add_(torch.randn_like(param) * 0.05)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    return model
 
 
 def test_an_adapter_is_merged(folder, tmp_path):
-    adapter, wanted = with_adapter(folder, tmp_path / "adapter")
-    assert exported(adapter, "out") == 0
+    wanted = logits_of(adapted(folder, tmp_path / "adapter", target_modules=LAYERS).merge_and_unload())
+    assert exported("adapter", "out") == 0
     assert torch.equal(of_folder(tmp_path / "out"), wanted)
     assert not torch.allclose(wanted, of_folder(folder))
-    assert exported(adapter, "one.safetensors", "--format", "safetensors") == 0
+    assert exported("adapter", "one.safetensors", "--format", "safetensors") == 0
     assert torch.equal(of_safetensors(tmp_path / "one.safetensors", folder), wanted)
 
 
 @pytest.mark.slow
 def test_an_adapter_is_merged_into_a_graph(tmp_path):
-    adapter, wanted = with_adapter(language_folders.llama(tmp_path / "base"), tmp_path / "adapter")
-    assert exported(adapter, "out", "--format", "onnx") == 0
+    wanted = logits_of(adapted(language_folders.llama(tmp_path / "base"), tmp_path / "adapter", target_modules=LAYERS))
+    assert exported("adapter", "out", "--format", "onnx") == 0
     assert torch.allclose(of_onnx(tmp_path / "out" / "model.onnx"), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -160,23 +168,6 @@ def test_several_files_have_an_index(tmp_path, monkeypatch):
     assert torch.equal(of_folder(tmp_path / "again"), of_folder(folder, dtype=torch.float16))
 
 
-def adapted(base: Path, folder: Path, **how: Any) -> torch.Tensor:
-    """Write an adapter with random weights. Return the logits of the adapted model."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(8)
-    config = LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", init_lora_weights=False, **how)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if param.requires_grad or "modules_to_save" in name:
-                param.add_(torch.randn_like(param) * 0.05)
-    model.peft_config["default"].base_model_name_or_path = str(base)
-    model.save_pretrained(folder)
-    return logits_of(model)
-
-
 ADAPTERS = {  # options of LoraConfig
     "head": {"target_modules": ["lm_head"]},
     "copy of the head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
@@ -190,7 +181,7 @@ def test_adapters_of_heads_and_tokens_are_merged(kind, tmp_path, capsys):
     """An adapter of one of two tied tensors unties them."""
     tied = kind != "single tokens"
     folder = language_folders.llama(tmp_path / "base", tied=tied)
-    wanted = adapted(folder, tmp_path / "adapter", **ADAPTERS[kind])
+    wanted = logits_of(adapted(folder, tmp_path / "adapter", **ADAPTERS[kind]))
     assert exported("adapter", "out") == 0
     assert torch.allclose(of_folder(tmp_path / "out"), wanted, atol=1e-4)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
