@@ -98,18 +98,16 @@ def test_damaged_values_are_named(extra):
 
 def a_manifest(**changes):
     chunks = [
-        {"offset": [0, 0], "shape": [2, 2], "sums": ["1" * 8] * 2},
-        {"offset": [2, 0], "shape": [1, 2], "sums": ["2" * 8]},
+        {"file": "rank-00000.safetensors", "at": 8, "offset": [0, 0], "shape": [2, 2], "sums": ["1" * 8] * 2},
+        {"file": "rank-00001.safetensors", "at": 8, "offset": [2, 0], "shape": [1, 2], "sums": ["2" * 8]},
     ]
-    names = ["rank-00000.safetensors", "rank-00001.safetensors"]
-    chunks = [{"file": name, "at": 8, **chunk} for name, chunk in zip(names, chunks, strict=True)]
     words = {
         "schema": 2,
         "checksum": "crc32",
         "piece_bytes": 12,
         "files": {
-            name: {"bytes": n, "header_bytes": 8, "header_sum": "0" * 8}
-            for name, n in zip(names, (24, 16), strict=True)
+            "rank-00000.safetensors": {"bytes": 24, "header_bytes": 8, "header_sum": "0" * 8},
+            "rank-00001.safetensors": {"bytes": 16, "header_bytes": 8, "header_sum": "0" * 8},
         },
         "saved_by": {},
         "aliases": {"model/b": "model/a"},

@@ -104,15 +104,10 @@ def test_latest_raises_if_the_newest_cannot_be_read(tmp_path):
         assert latest(tmp_path) == str(tmp_path / "step-3")  # an older one decides nothing
 
 
-def cut(path):
-    manifest = path / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes()[:-30])
-
-
 def test_latest_names_the_damaged_checkpoints_it_skips(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path / f"step-{step}", filled(step))
-    cut(tmp_path / "step-3")
+    os.truncate(tmp_path / "step-3" / "manifest.json", 200)
     (tmp_path / "step-2" / "manifest.json").unlink()
     (tmp_path / "step-9").mkdir()
     (tmp_path / "step-400").mkdir()  # nothing tells that it was a checkpoint
@@ -125,7 +120,7 @@ def test_latest_names_the_damaged_checkpoints_it_skips(tmp_path):
         assert latest(tmp_path) == str(tmp_path / "step-1")
     assert len(warned) == 1
     assert "step-400" not in str(warned[0].message)
-    cut(tmp_path / "step-1")
+    os.truncate(tmp_path / "step-1" / "manifest.json", 200)
     with pytest.raises(CheckpointError, match=r"there are checkpoints, and none is complete: .*step-1/manifest"):
         latest(tmp_path)
     for step in (1, 2, 3):

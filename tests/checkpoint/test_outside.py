@@ -98,11 +98,6 @@ def test_a_copy_of_a_tensor_that_the_index_does_not_name_is_left_out(tmp_path):
     assert read_folder(folder)["a"][0].name == X
 
 
-def test_keys_with_equal_names_are_refused(tmp_path):
-    torch.save({1: torch.ones(2), "1": torch.zeros(2)}, tmp_path / "m.pt")
-    assert_refused(tmp_path / "m.pt", tmp_path, "1 and '1'", "both stand for")
-
-
 @pytest.mark.parametrize(
     "prefix", ["module._orig_mod.", "_orig_mod.module.", "module.module.", "_checkpoint_wrapped_module."]
 )
@@ -119,10 +114,20 @@ def test_names_of_the_models_own_modules_stay(tmp_path):
     assert set(convert(tmp_path / "own.pt", tmp_path / "own").tensors) == {"model/module.a", "model/b"}
 
 
-@pytest.mark.parametrize("saved", [{}, {"epoch": 3}, {"model": {}, "epoch": 3}])
-def test_source_without_tensors_is_refused(tmp_path, saved):
+NO_MODELS = {  # what torch.save wrote, and words of the error
+    "keys with equal names": ({1: torch.ones(2), "1": torch.zeros(2)}, "1 and '1' both stand for 1"),
+    "empty": ({}, "holds no tensors"),
+    "numbers alone": ({"epoch": 3}, "holds no tensors"),
+    "empty model": ({"model": {}, "epoch": 3}, "holds no tensors"),
+    "list": ([1], "holds a list and no state dict"),
+}
+
+
+@pytest.mark.parametrize("case", NO_MODELS)
+def test_torch_file_without_a_model_is_refused(tmp_path, case):
+    saved, error = NO_MODELS[case]
     torch.save(saved, tmp_path / "m.pt")
-    assert_refused(tmp_path / "m.pt", tmp_path, "holds no tensors")
+    assert_refused(tmp_path / "m.pt", tmp_path, error)
 
 
 # -- what torch.save writes
