@@ -17,6 +17,7 @@ from accordion.errors import CheckpointError
 from tests.checkpoint.failing import failing
 from tests.devices import device
 from tests.support.checkpoints import equal_step, sharded
+from tests.support.checks import assert_equal, everyone, full
 from tests.support.ranked import on_world
 
 
@@ -66,29 +67,25 @@ def test_each_rank_gets_its_random_state_back(world, tmp_path):
     assert two[0][0] == pytest.approx(saved[0][0], rel=1e-5)
 
 
-def fails_on_one(mesh, path):
+@on_world(3)
+def test_failed_background_save_raises_after_the_next_step_and_in_the_next_save(mesh, tmp_path):
     model, optimizer = sharded(mesh)
-    acc.save(path / "step-1", model, optimizer)
-    before = acc.full_state_dict(model, rank0_only=False)
+    acc.save(tmp_path / "step-1", model, optimizer)
+    before = full(model)
     with failing(os, "fsync", errno.ENOSPC, lambda handle: mesh.get_rank() == 1):
-        acc.save(path / "step-2", model, optimizer, background=True)._thread.join()
+        acc.save(tmp_path / "step-2", model, optimizer, background=True)._thread.join()
         with pytest.raises(CheckpointError) as caught:
             equal_step(model, optimizer)
-        acc.save(path / "step-2", model, optimizer, background=True)._thread.join()
+        acc.save(tmp_path / "step-2", model, optimizer, background=True)._thread.join()
         with pytest.raises(CheckpointError, match="No space left"):
-            acc.save(path / "step-3", model, optimizer)
-    after = acc.full_state_dict(model, rank0_only=False)
-    assert not torch.equal(before["embed.weight"], after["embed.weight"])  # the step is done
+            acc.save(tmp_path / "step-3", model, optimizer)
+    assert not torch.equal(before["embed.weight"], full(model)["embed.weight"])  # the step is done
     optimizer.zero_grad()
     equal_step(model, optimizer)  # an error is raised once, and ranks are still together
-    acc.save(path / "step-3", model, optimizer, background=True).wait()
-    return str(caught.value)
-
-
-def test_failed_background_save_raises_after_the_next_step_and_in_the_next_save(world, tmp_path):
-    messages = world.run(3, fails_on_one, tmp_path)
-    assert len(set(messages)) == 1
-    assert "background was not written: rank 1: OSError: [Errno 28] No space left on device" in messages[0]
+    acc.save(tmp_path / "step-3", model, optimizer, background=True).wait()
+    error = str(caught.value)
+    assert everyone(mesh, error) == [error] * 3
+    assert "background was not written: rank 1: OSError: [Errno 28] No space left on device" in error
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
 
 
@@ -116,7 +113,7 @@ def test_save_and_load_work_after_a_backward_that_raised(mesh, tmp_path):
 
     inner[0].register_forward_hook(lambda module, inputs, output: output.register_hook(fails) and None)
     model = acc.shard(inner, mesh, units={nn.Linear})
-    before = acc.full_state_dict(model, rank0_only=False)
+    before = full(model)
     with pytest.raises(ArithmeticError, match="middle"):
         model(torch.ones(2, 4, device=device())).sum().backward()
     acc.save(tmp_path / "c", model)
@@ -127,5 +124,4 @@ def test_save_and_load_work_after_a_backward_that_raised(mesh, tmp_path):
         for param in model.parameters():
             param.zero_()
     acc.load(tmp_path / "c", model)
-    after = acc.full_state_dict(model, rank0_only=False)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_equal(full(model), before)

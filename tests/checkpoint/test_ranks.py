@@ -19,7 +19,7 @@ from accordion.errors import CheckpointError
 from tests.checkpoint.failing import failing
 from tests.devices import device
 from tests.support.checkpoints import equal_step, sharded
-from tests.support.checks import full, mesh_of
+from tests.support.checks import everyone, full, mesh_of
 from tests.support.ranked import on_world
 from tests.support.sample import drawn, sampled
 
@@ -186,63 +186,55 @@ def test_ranks_with_rows_to_write_have_a_file(saved):
     assert list(files.values()) == [1, 2, 3, 4, 3, 1, 2, 4, 4, 4]
 
 
-def wrong_model(mesh, layout, path):
-    model, _ = build(mesh, layout, 3)
-    model.few = nn.Parameter(place(torch.ones(3, 3, device=device()), mesh, LAYOUTS[layout][1]))
-    model.more = nn.Parameter(place(torch.ones(3, device=device()), mesh, LAYOUTS[layout][1]))
+@on_world(3)
+def test_checkpoint_of_another_model_is_refused_on_all_ranks(mesh, saved):
+    model, _ = build(mesh, "3", 3)
+    model.few = nn.Parameter(place(torch.ones(3, 3, device=device()), mesh, [S0]))
+    model.more = nn.Parameter(place(torch.ones(3, device=device()), mesh, [S0]))
     del model.seen
     before = [param.to_local().clone() for param in model.parameters()]
     with pytest.raises(CheckpointError) as caught:
-        load(path, model)
+        load(saved / "2", model)
     assert all(torch.equal(param.to_local(), local) for param, local in zip(model.parameters(), before, strict=True))
-    return str(caught.value)
+    error = str(caught.value)
+    assert everyone(mesh, error) == [error] * 3
+    assert "1 missing in the checkpoint: model/more" in error
+    assert "1 in the checkpoint but not in the model: model/seen" in error
+    assert "model/few is (2, 3) in the checkpoint and (3, 3) in the model" in error
 
 
-def test_checkpoint_of_another_model_is_refused_on_all_ranks(world, saved):
-    first, *others = run(world, "3", wrong_model, saved / "2")
-    assert others == [first, first]
-    assert "1 missing in the checkpoint: model/more" in first
-    assert "1 in the checkpoint but not in the model: model/seen" in first
-    assert "model/few is (2, 3) in the checkpoint and (3, 3) in the model" in first
-
-
-def fail_on_one(mesh, layout, path, rank, step):
-    """Save while one rank's disk is full."""
-    model, optimizer = build(mesh, layout, 1)
+@pytest.mark.parametrize(("rank", "step"), [(2, 0), (0, 0), (0, 1), (0, 2)])
+@on_world(3)
+def test_failure_of_one_rank_raises_on_all_and_leaves_nothing(mesh, tmp_path, rank, step):
+    """The disk of a rank is full."""
+    model, optimizer = build(mesh, "3", 1)
     counter = itertools.count()
 
     def fails(handle):
         return mesh.get_rank() == rank and next(counter) >= step
 
     with failing(os, "fsync", errno.ENOSPC, fails), pytest.raises(CheckpointError) as caught:
-        save(path, model, optimizer)
-    return str(caught.value)
+        save(tmp_path / "c", model, optimizer)
+    error = str(caught.value)
+    assert everyone(mesh, error) == [error] * 3
+    assert error.startswith(f"rank {rank}: OSError: [Errno 28] No space left on device: '{tmp_path}")
+    assert os.listdir(tmp_path) == []  # the first rank has removed all before it joined the collective
 
 
-@pytest.mark.parametrize(("rank", "step"), [(2, 0), (0, 0), (0, 1), (0, 2)])
-def test_failure_of_one_rank_raises_on_all_and_leaves_nothing(world, tmp_path, rank, step):
-    messages = run(world, "3", fail_on_one, tmp_path / "c", rank, step)
-    assert len(set(messages)) == 1
-    assert messages[0].startswith(f"rank {rank}: OSError: [Errno 28] No space left on device: '{tmp_path}")
-    assert os.listdir(tmp_path) == []
-
-
-def file_gone_for_one(mesh, layout, path):
-    model, _ = build(mesh, layout, 1)
+@on_world(4)
+def test_missing_file_raises_on_all_ranks_before_anything_changes(mesh, tmp_path):
+    model, optimizer = build(mesh, "4", 1)
+    save(tmp_path / "c", model, optimizer)
+    assert latest(tmp_path) == str(tmp_path / "c")
     with torch.no_grad():
         model.embed.to_local().zero_()
+    torch.distributed.barrier(mesh.get_group())
     if mesh.get_rank() == 3:  # only the last rank needs the last file
-        (path / "rank-00003.safetensors").unlink()
+        (tmp_path / "c" / "rank-00003.safetensors").unlink()
     torch.distributed.barrier(mesh.get_group())
     with pytest.raises(CheckpointError, match=r"c is damaged: rank-00003\.safetensors: No such file"):
-        load(path, model)
+        load(tmp_path / "c", model)
     assert not model.embed.to_local().any()
-
-
-def test_missing_file_raises_on_all_ranks_before_anything_changes(world, tmp_path):
-    run(world, "4", save_built, tmp_path / "c")
-    assert latest(tmp_path) == str(tmp_path / "c")
-    run(world, "4", file_gone_for_one, tmp_path / "c")
     with pytest.raises(CheckpointError, match=r"there are checkpoints, and none is complete: .*rank-00003"):
         latest(tmp_path)
 
