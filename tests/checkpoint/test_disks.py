@@ -5,24 +5,16 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from accordion.checkpoint import latest, load, save
 from accordion.checkpoint.reading import verify
 from accordion.errors import CheckpointError
+from tests.support.checkpoints import filled, holds
 from tests.support.disks import mounted, run
 from tests.support.processes import run_python
 
 MIB = 2**20
-
-
-def filled(value, num_bytes=3 * MIB):
-    """Return a model of two tensors, so that a disk may be full between them or within one."""
-    model = nn.Module()
-    for name in ("a", "b"):
-        setattr(model, name, nn.Parameter(torch.full((num_bytes // 8,), float(value))))
-    return model
+WIDTH = 3 * MIB // 8  # of a model of 3 MiB
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
@@ -46,7 +38,7 @@ def until_full(folder: Path, background: bool) -> int:
     """Save one checkpoint after another until one fails; return the number of the last good one."""
     for step in range(1, 20):
         try:
-            save(folder / f"step-{step}", filled(step), background=background).wait()
+            save(folder / f"step-{step}", filled(step, WIDTH), background=background).wait()
         except CheckpointError as error:
             return step - 1 if os.strerror(errno.ENOSPC) in str(error) else 0
     raise AssertionError("the disk never filled")
@@ -57,19 +49,18 @@ def test_full_disk_raises_and_keeps_older_checkpoints(disk, background):
     good = until_full(disk, background)
     assert good >= 2
     assert latest(disk) == str(disk / f"step-{good}")
-    other = filled(0)
+    other = filled(0, WIDTH)
     load(latest(disk), other)
-    assert (other.a == good).all()
-    assert (other.b == good).all()
+    assert all((param == good).all() for param in other.parameters())
     assert all(verify(disk / f"step-{step}") == [] for step in range(1, good + 1))
     there = {name for name in os.listdir(disk) if name != "lost+found"}
     assert there == {
         f"step-{step}" for step in range(1, good + 1)
     }  # nothing half-written is left, which would fill it for good
     with pytest.raises(CheckpointError, match="No space left"):  # nor is the last one taken away for its successor
-        save(disk / f"step-{good}", filled(50), background=background).wait()
+        save(disk / f"step-{good}", filled(50, WIDTH), background=background).wait()
     assert verify(disk / f"step-{good}") == []
-    save(disk / f"step-{good + 1}", filled(1, 8), background=background).wait()  # a smaller one finds its place
+    save(disk / f"step-{good + 1}", filled(1), background=background).wait()  # a smaller one finds its place
     assert latest(disk) == str(disk / f"step-{good + 1}")
 
 
@@ -92,9 +83,8 @@ def test_read_only_disk_raises(disk):
 ENDS = """
 import os, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-import torch
-from torch import nn
 from accordion.checkpoint import save
+from tests.support.checkpoints import filled
 
 real, last_line = os.pwrite, threading.Event()
 
@@ -107,9 +97,7 @@ def late(handle, *words):
 
 os.pwrite = late
 for name in ("good", "fails"):  # the first model is gone when the program ends
-    model = nn.Module()
-    model.a = nn.Parameter(torch.full((2**20,), 3.0))
-    save(f"{sys.argv[1]}/{name}", model, background=True)
+    save(f"{sys.argv[1]}/{name}", filled(3), background=True)
 last_line.set()
 """
 
@@ -118,10 +106,7 @@ def test_program_finishes_its_saves_before_it_exits_and_logs_failures(tmp_path):
     """This includes storage that looks up addresses in thread pools."""
     ended = run_python("-c", ENDS, tmp_path)
     assert ended.returncode == 0
-    model = nn.Module()
-    model.a = nn.Parameter(torch.zeros(2**20))
-    load(tmp_path / "good", model)
-    assert (model.a == 3).all()
+    assert holds(tmp_path / "good", 3)
     assert os.listdir(tmp_path) == ["good"]
     assert ended.stderr.count("the checkpoint in the background was not written") == 1
     assert "No space left" in ended.stderr

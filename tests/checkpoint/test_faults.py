@@ -20,6 +20,8 @@ from accordion import cli
 from accordion.checkpoint import load, save
 from accordion.checkpoint.reading import verify
 from accordion.errors import CheckpointError
+from tests.checkpoint.failing import failing
+from tests.checkpoint.test_optimizer import everything, same
 from tests.devices import device
 from tests.support.checkpoints import filled, holds, sealed
 
@@ -50,23 +52,13 @@ def plain():
     return model
 
 
-def with_states(model, made):
-    """Return the model's optimizer, whose states are all 7 or do not exist yet."""
+def stepped(model, has_states):
+    """Return the model's optimizer, with states or without."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=7.0)
-    for param in model.parameters() if made else ():
-        names = ("step", "exp_avg", "exp_avg_sq")
-        optimizer.state[param] = {
-            name: torch.full(() if name == "step" else param.shape, 7.0, device=device()) for name in names
-        }
+    for param in model.parameters() if has_states else ():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
     return optimizer
-
-
-def assert_unchanged(model, optimizer, made, what, states=True):
-    assert all((tensor == 7).all() for tensor in model.state_dict().values()), what
-    held = list(optimizer.state.values())
-    assert [set(state) for state in held] == [{"step", "exp_avg", "exp_avg_sq"}] * (3 if made else 0), what
-    assert not states or all((tensor == 7).all() for state in held for tensor in state.values()), what
-    assert optimizer.param_groups[0]["lr"] == 7.0, what
 
 
 @pytest.fixture
@@ -97,7 +89,7 @@ def test_changed_bytes_are_found_before_any_weight_changes(saved, count):
     whole = {file: file.read_bytes() for file in files}
     header = {file: int.from_bytes(data[:8], "little") + 8 for file, data in whole.items()}
     model = plain()
-    load(folder, model, with_states(model, True))
+    load(folder, model, stepped(model, True))
     for i in range(count):
         file = files[i % len(files)]
         torn = damage(whole[file], rng)
@@ -108,11 +100,12 @@ def test_changed_bytes_are_found_before_any_weight_changes(saved, count):
         changed = next((k for k in range(min(len(torn), len(whole[file]))) if torn[k] != whole[file][k]), len(torn))
         if file.name != "manifest.json" and changed >= header[file] and len(torn) == len(whole[file]):
             assert any(kind in " ".join(faults) for kind in ("model/", "optimizer/", "rank/")), f"{i}: {faults}"
-        model, made = plain(), i % 2 == 0
-        optimizer = with_states(model, made)
+        model = plain()
+        optimizer = stepped(model, has_states=i % 2 == 0)
+        before = everything(model, optimizer)
         with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
             load(folder, model, optimizer)
-        assert_unchanged(model, optimizer, made, f"{i}: weights or states changed")
+        assert same(everything(model, optimizer), before), f"{i}: weights or states changed"
         file.write_bytes(whole[file])
     assert verify(folder) == []
 
@@ -129,18 +122,11 @@ def test_changed_bytes_are_found_before_any_weight_changes(saved, count):
         ("mkdir", errno.EROFS, False),
     ],
 )
-def test_disk_error_raises_and_the_previous_checkpoint_stays(tmp_path, monkeypatch, call, number, background):
-    model = filled(1)
+def test_disk_error_raises_and_the_previous_checkpoint_stays(tmp_path, call, number, background):
+    model, other = filled(1), filled(0)
     save(tmp_path / "last", model, extra="before")
-
-    def fails(*args, **kwargs):
-        raise OSError(number, os.strerror(number), "somewhere")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fails)
-        with pytest.raises(CheckpointError, match=os.strerror(number)):
-            save(tmp_path / "last", filled(2), background=background).wait()
-    other = filled(0)
+    with failing(os, call, number), pytest.raises(CheckpointError, match=os.strerror(number)):
+        save(tmp_path / "last", filled(2), background=background).wait()
     assert load(tmp_path / "last", other) == "before"
     assert holds(tmp_path / "last", 1)
     assert verify(tmp_path / "last") == []
@@ -231,15 +217,15 @@ def test_forged_manifests_are_refused(saved, count):
     folder, rng = saved, random.Random(0)
     words = json.loads((folder / "manifest.json").read_bytes())
     words.pop("crc32")
-    before = sorted(str(path) for path in folder.parent.rglob("*"))
+    paths = sorted(folder.parent.rglob("*"))
     truth = plain()
     load(folder, truth)
     refused = 0
     for i in range(count):
         (folder / "manifest.json").write_bytes(sealed(lied(words, rng)))
         model = plain()
-        optimizer = with_states(model, True)
-        text = ""
+        optimizer, text = stepped(model, has_states=True), ""
+        before = everything(model, optimizer)
         with little_memory(2**28):
             try:
                 load(folder, model, optimizer if i % 2 else None)
@@ -248,11 +234,10 @@ def test_forged_manifests_are_refused(saved, count):
             if i % 4 == 0:
                 text_of_commands = commands_look(folder, folder.parent / "out")
                 assert "alloc" not in text_of_commands, f"{i}: {text_of_commands}"
-        if text:
-            assert_unchanged(model, optimizer, True, f"{i}: {text}", states=False)
+        assert not text or same(everything(model, optimizer), before), f"{i}: {text}"
         assert text or all(torch.equal(model.state_dict()[name], tensor) for name, tensor in truth.state_dict().items())
         assert "alloc" not in text, f"{i}: {text}"
         assert "MemoryError" not in text, f"{i}: {text}"
         refused += bool(text)
-    assert sorted(str(path) for path in folder.parent.rglob("*")) == before
+    assert sorted(folder.parent.rglob("*")) == paths
     assert refused > count // 2

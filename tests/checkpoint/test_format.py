@@ -87,26 +87,27 @@ def test_values_that_json_cannot_hold_are_named(value):
         json_values.encode(value, "extra")
 
 
-@pytest.mark.parametrize("extra", [{"$tensor": "a"}, {"$float": "x"}, {"a": {"$dict": [1]}}], ids=str)
+DAMAGED = {"tensor": {"$tensor": "a"}, "text": {"$float": "x"}, "large": {"$float": 10**400}, "list": {"$dict": [1]}}
+
+
+@pytest.mark.parametrize("extra", DAMAGED.values(), ids=DAMAGED.keys())
 def test_damaged_values_are_named(extra):
     with pytest.raises(CheckpointError, match="is damaged"):
-        json_values.as_dict(extra)
+        json_values.as_dict({"a": extra})
 
 
 def a_manifest(**changes):
     chunks = [
-        {"offset": [0, 0], "shape": [2, 2], "sums": ["1" * 8] * 2},
-        {"offset": [2, 0], "shape": [1, 2], "sums": ["2" * 8]},
+        {"file": "rank-00000.safetensors", "at": 8, "offset": [0, 0], "shape": [2, 2], "sums": ["1" * 8] * 2},
+        {"file": "rank-00001.safetensors", "at": 8, "offset": [2, 0], "shape": [1, 2], "sums": ["2" * 8]},
     ]
-    names = ["rank-00000.safetensors", "rank-00001.safetensors"]
-    chunks = [{"file": name, "at": 8, **chunk} for name, chunk in zip(names, chunks, strict=True)]
     words = {
         "schema": 2,
         "checksum": "crc32",
         "piece_bytes": 12,
         "files": {
-            name: {"bytes": n, "header_bytes": 8, "header_sum": "0" * 8}
-            for name, n in zip(names, (24, 16), strict=True)
+            "rank-00000.safetensors": {"bytes": 24, "header_bytes": 8, "header_sum": "0" * 8},
+            "rank-00001.safetensors": {"bytes": 16, "header_bytes": 8, "header_sum": "0" * 8},
         },
         "saved_by": {},
         "aliases": {"model/b": "model/a"},

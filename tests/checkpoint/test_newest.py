@@ -5,7 +5,6 @@ import os
 import shutil
 
 import pytest
-import torch
 
 from accordion.checkpoint import latest, load, save
 from accordion.checkpoint.command import inspect
@@ -13,23 +12,16 @@ from accordion.checkpoint.convert import export
 from accordion.checkpoint.storage.folders import folder_at
 from accordion.checkpoint.storage.local import Local
 from accordion.errors import CheckpointError, UsageError
-from tests.support.checkpoints import filled, names, saving_meanwhile
+from tests.checkpoint.failing import failing
+from tests.support.checkpoints import filled, names
 
 # -- removing old ones
 
 
-def test_failed_removal_raises_once_and_is_repeated_later(tmp_path, monkeypatch):
+def test_failed_removal_raises_once_and_is_repeated_later(tmp_path):
     for step in (1, 2):
         save(tmp_path / f"step-{step}", filled(step))
-    unlink = os.unlink
-
-    def fails(path, *words, **more):
-        if "rank-" in str(path):
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))
-        unlink(path, *words, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", fails)
+    with failing(os, "unlink", errno.EPERM, lambda path: "rank-" in str(path)):
         with pytest.raises(CheckpointError, match=r"step-3 is written, but not all older ones are removed: .*step-1"):
             save(tmp_path / "step-3", filled(3), keep=2)
         assert latest(tmp_path) == str(tmp_path / "step-3")
@@ -97,56 +89,25 @@ def test_keep_must_be_a_number(tmp_path, keep):
 # -- choosing the newest
 
 
-@pytest.mark.parametrize("times", [40, pytest.param(400, marks=pytest.mark.slow)])
-def test_latest_works_while_another_job_removes_checkpoints(tmp_path, times):
-    model = filled(1)
-
-    def saves(step):
-        save(tmp_path / f"step-{step}", model, keep=1)
-        save(tmp_path / "last", model)
-
-    save(tmp_path / "last", model)
-    with saving_meanwhile(saves):
-        assert None not in [latest(tmp_path) for _ in range(times)]
-
-
-def test_latest_raises_if_the_newest_cannot_be_read(tmp_path, monkeypatch):
-    number = errno.ESTALE
+def test_latest_raises_if_the_newest_cannot_be_read(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path / f"step-{step}", filled(step))
-    read = Local.read
-
-    def fails_at(step):
-        def fails(self, name):
-            if self.path.name == f"step-{step}":
-                raise OSError(number, os.strerror(number), str(self.path / name))
-            return read(self, name)
-
-        return fails
-
-    monkeypatch.setattr(Local, "read", fails_at(3))
-    with pytest.raises(
-        CheckpointError, match=rf"step-3 cannot be read \({os.strerror(number)}\), and it may be the newest"
-    ):
-        latest(tmp_path)
-    with pytest.raises(CheckpointError, match=rf"step-3 cannot be read: {os.strerror(number)}"):
-        load(tmp_path / "step-3", filled(0))
-    for look in (inspect, lambda path: export(path, tmp_path / "out")):
-        with pytest.raises(CheckpointError, match=os.strerror(number)):
-            look(tmp_path / "step-3")
-    monkeypatch.setattr(Local, "read", fails_at(2))
-    assert latest(tmp_path) == str(tmp_path / "step-3")  # an older one decides nothing
-
-
-def cut(path):
-    manifest = path / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes()[:-30])
+    with failing(Local, "read", errno.ESTALE, lambda folder, name: folder.path.name == "step-3"):
+        with pytest.raises(
+            CheckpointError, match=r"step-3 cannot be read \(Stale file handle\), and it may be the newest"
+        ):
+            latest(tmp_path)
+        for look in (inspect, lambda path: load(path, filled(0)), lambda path: export(path, tmp_path / "out")):
+            with pytest.raises(CheckpointError, match=r"step-3 cannot be read: Stale file handle"):
+                look(tmp_path / "step-3")
+    with failing(Local, "read", errno.ESTALE, lambda folder, name: folder.path.name == "step-2"):
+        assert latest(tmp_path) == str(tmp_path / "step-3")  # an older one decides nothing
 
 
 def test_latest_names_the_damaged_checkpoints_it_skips(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path / f"step-{step}", filled(step))
-    cut(tmp_path / "step-3")
+    os.truncate(tmp_path / "step-3" / "manifest.json", 200)
     (tmp_path / "step-2" / "manifest.json").unlink()
     (tmp_path / "step-9").mkdir()
     (tmp_path / "step-400").mkdir()  # nothing tells that it was a checkpoint
@@ -159,7 +120,7 @@ def test_latest_names_the_damaged_checkpoints_it_skips(tmp_path):
         assert latest(tmp_path) == str(tmp_path / "step-1")
     assert len(warned) == 1
     assert "step-400" not in str(warned[0].message)
-    cut(tmp_path / "step-1")
+    os.truncate(tmp_path / "step-1" / "manifest.json", 200)
     with pytest.raises(CheckpointError, match=r"there are checkpoints, and none is complete: .*step-1/manifest"):
         latest(tmp_path)
     for step in (1, 2, 3):
@@ -192,35 +153,19 @@ def test_missing_checkpoints_and_files_are_refused(tmp_path):
     assert latest(tmp_path) == str(tmp_path / "c")
 
 
-def test_lost_and_found_is_ignored(tmp_path, monkeypatch):
+def test_lost_and_found_is_ignored(tmp_path):
     (tmp_path / "lost+found").mkdir()
-    sizes = Local.sizes
-
-    def refused(self):
-        if self.path.name == "lost+found":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.path))
-        return sizes(self)
-
-    monkeypatch.setattr(Local, "sizes", refused)
-    assert latest(tmp_path) is None
+    with failing(Local, "sizes", errno.EACCES, lambda folder: folder.path.name == "lost+found"):
+        assert latest(tmp_path) is None
 
 
 def test_load_of_other_formats_names_the_convert_command(tmp_path):
-    torch.save({"a": torch.ones(2)}, tmp_path / "file.pt")
-    with pytest.raises(
-        CheckpointError, match=r"file\.pt is no checkpoint: it is a file.* `accordion checkpoint convert`"
-    ):
-        load(tmp_path / "file.pt", filled(1))
     save(tmp_path / "c", filled(1))
-    export(tmp_path / "c", tmp_path / "hf")
-    with pytest.raises(
-        CheckpointError, match=r"no manifest\.json, but safetensors files; `accordion checkpoint convert`"
+    for kind, error in (
+        ("torch", r"torch is no checkpoint: it is a file.* `accordion checkpoint convert`"),
+        ("hf", r"no manifest\.json, but safetensors files; `accordion checkpoint convert`"),
+        ("dcp", r"of torch\.distributed\.checkpoint; read it into the sharded model with"),
     ):
-        load(tmp_path / "hf", filled(1))
-    (tmp_path / "dcp").mkdir()
-    (tmp_path / "dcp" / ".metadata").write_bytes(b"")
-    with pytest.raises(
-        CheckpointError,
-        match=r"of torch\.distributed\.checkpoint; read it into the sharded model with",
-    ):
-        load(tmp_path / "dcp", filled(1))
+        export(tmp_path / "c", tmp_path / kind, kind)
+        with pytest.raises(CheckpointError, match=error):
+            load(tmp_path / kind, filled(1))

@@ -1,7 +1,6 @@
 """Checkpoints of a model that is not sharded: one process, no process group."""
 
 import copy
-import json
 import os
 import pickle
 import random
@@ -10,13 +9,12 @@ import secrets
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from accordion.checkpoint import RandomState, latest, load, save
 from accordion.checkpoint import background as bg
 from accordion.errors import CheckpointError
-from tests.support.checkpoints import small, stepped
+from tests.support.checkpoints import assert_same_tensors, filled, small, stepped
 
 
 class Tied(nn.Module):
@@ -32,17 +30,8 @@ class Tied(nn.Module):
         self.register_buffer("seen", torch.randint(9, (4,)))
         self.register_buffer("scratch", torch.rand(2), persistent=False)
 
-    def forward(self, tokens):
-        return self.head(self.embed(tokens)) * self.scale
-
-
-def trained(model, steps=2, **options):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
-    for _ in range(steps):
-        model(torch.arange(4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
+    def forward(self, _):
+        return self.head(self.embed(torch.arange(4))) * self.scale
 
 
 def assert_same_state(optimizer, other):
@@ -53,45 +42,19 @@ def assert_same_state(optimizer, other):
 
 def test_round_trip_into_the_same_storage(tmp_path):
     model, fresh = Tied(), Tied()
-    optimizer = trained(model)
+    optimizer = stepped(model, steps=2)
     save(tmp_path / "c", model, optimizer, extra={"step": 2, "shape": (1, 2)})
     places = {name: tensor.data_ptr() for name, tensor in fresh.state_dict().items()}
     other = torch.optim.AdamW(fresh.parameters())
     assert load(tmp_path / "c", fresh, other) == {"step": 2, "shape": (1, 2)}
-    assert {name: tensor.data_ptr() for name, tensor in fresh.state_dict().items()} == places
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(fresh.state_dict()[name], tensor), name
     assert_same_state(optimizer, other)
+    moment = other.state[fresh.scale]["exp_avg"].fill_(7)
+    load(tmp_path / "c", fresh, other)
+    assert_same_state(optimizer, other)
+    assert other.state[fresh.scale]["exp_avg"] is moment
+    assert {name: tensor.data_ptr() for name, tensor in fresh.state_dict().items()} == places
+    assert_same_tensors(model, fresh)
     assert fresh.head.weight is fresh.embed.weight
-
-
-def test_existing_state_is_filled_in_place(tmp_path):
-    model = Tied()
-    optimizer = trained(model)
-    save(tmp_path / "c", model, optimizer)
-    moment = optimizer.state[model.scale]["exp_avg"]
-    wanted = moment.clone()
-    trained_on = optimizer.state_dict()
-    moment.fill_(7)
-    load(tmp_path / "c", model, optimizer)
-    assert optimizer.state[model.scale]["exp_avg"] is moment
-    assert torch.equal(moment, wanted)
-    assert repr(optimizer.state_dict()) == repr(trained_on)
-
-
-def test_folder_has_plain_names_and_no_pickle(tmp_path):
-    save(tmp_path / "c", Tied())
-    assert sorted(os.listdir(tmp_path)) == ["c"]
-    assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", "rank-00000.safetensors"]
-    words = json.loads((tmp_path / "c" / "manifest.json").read_text())
-    assert words["aliases"] == {"model/head.weight": "model/embed.weight"}
-    assert sorted(words["tensors"]) == ["model/embed.weight", "model/scale", "model/seen", "rank/00000/sums"]
-    assert sorted(load_file(tmp_path / "c" / "rank-00000.safetensors")) == [
-        "model/embed.weight[0,0]",
-        "model/scale[]",
-        "model/seen[0]",
-        "rank/00000/sums[0]",
-    ]
 
 
 def test_options_of_groups_round_trip(tmp_path):
@@ -125,7 +88,7 @@ def test_other_optimizers_round_trip(tmp_path, make):
     model = Tied()
 
     def closure():
-        loss = model(torch.arange(4)).square().sum()
+        loss = model(None).square().sum()
         loss.backward()
         return loss
 
@@ -153,36 +116,13 @@ def test_tied_checkpoint_loads_into_an_untied_model_but_not_the_other_way(tmp_pa
         load(tmp_path / "untied", tied)
 
 
-def test_every_difference_is_named_and_nothing_changes(tmp_path):
-    model = Tied()
-    save(tmp_path / "c", model)
-    other = Tied(rows=6)
-    other.bias = nn.Parameter(torch.rand(2))
-    del other.seen
-    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    with pytest.raises(CheckpointError) as caught:
-        load(tmp_path / "c", other)
-    for words in (
-        "does not fit",
-        "1 missing in the checkpoint: model/bias",
-        "1 in the checkpoint but not in the model: model/seen",
-        "model/embed.weight is (5, 3) in the checkpoint and (6, 3) in the model",
-    ):
-        assert words in str(caught.value)
-    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
-
-
 def test_different_optimizers_are_named(tmp_path):
     model = Tied()
     save(tmp_path / "none", model)
-    save(tmp_path / "part", model, torch.optim.AdamW([model.scale]))
     with pytest.raises(CheckpointError, match="saved without an optimizer"):
         load(tmp_path / "none", model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(CheckpointError, match=r"1 missing in the checkpoint's parameter groups: embed\.weight"):
-        load(tmp_path / "part", model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(CheckpointError, match=r"shape \(2,\) that is not the model's"):
         save(tmp_path / "foreign", model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1))
-    load(tmp_path / "part", model)
 
 
 def test_model_on_the_meta_device_is_refused(tmp_path):
@@ -254,16 +194,14 @@ def test_new_states_are_read_once(tmp_path, monkeypatch):
 
 def test_frozen_parameters_and_optimizers_of_some(tmp_path):
     """Frozen parameters are saved and loaded; parameters that the optimizer does not have get no state."""
-    model, other = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model, other = small(1), small(2)
     model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
+    optimizer = stepped(model, torch.optim.AdamW(model[1].parameters()))
     save(tmp_path / "c", model, optimizer)
     other[0].requires_grad_(False)
     mine = torch.optim.AdamW(other[1].parameters())
     load(tmp_path / "c", other, mine)
-    assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    assert_same_tensors(model, other)
     assert [p.requires_grad for p in other.parameters()] == [False, False, True, True]
     assert torch.equal(mine.state[other[1].weight]["exp_avg"], optimizer.state[model[1].weight]["exp_avg"])
     thawed = torch.optim.AdamW(other.parameters())
@@ -304,31 +242,15 @@ def draw():
     return random.random(), np.random.rand(), np.random.standard_normal(), torch.rand(()).item()
 
 
-def test_schedulers_scalers_and_random_states_resume(tmp_path):
+def test_random_states_resume_and_missing_states_are_named(tmp_path):
     model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     np.random.standard_normal()  # one is left over in numpy's state
-    optimizer.step()
-    scheduler.step()
-    save(tmp_path / "c", model, optimizer, state={"scheduler": scheduler, "scaler": scaler, "random": RandomState()})
+    scaler = torch.amp.GradScaler("cpu")
+    save(tmp_path / "c", model, state={"scaler": scaler, "random": RandomState()})
     drawn = draw()
-    optimizer.step()
-    scheduler.step()
-    wanted = scheduler.state_dict()
-
-    other = torch.optim.SGD(model.parameters(), lr=9.0)
-    late = torch.optim.lr_scheduler.StepLR(other, 7, 0.1)
-    fresh = torch.amp.GradScaler("cpu")
-    state = {"scheduler": late, "scaler": fresh, "random": RandomState()}
-    load(tmp_path / "c", model, other, state=state)
+    load(tmp_path / "c", model, state={"scaler": scaler, "random": RandomState()})
     assert draw() == drawn
-    assert fresh.get_scale() == 64.0
-    other.step()
-    late.step()
-    assert late.state_dict() == wanted
-    with pytest.raises(CheckpointError, match="no state for loader; it has scheduler, scaler, random"):
+    with pytest.raises(CheckpointError, match="no state for loader; it has scaler, random"):
         load(tmp_path / "c", model, state={"loader": scaler})
     save(tmp_path / "d", model)
     with pytest.raises(CheckpointError, match="saved without state"):
@@ -340,14 +262,15 @@ def test_strict_false_leaves_misfits_and_warns(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     save(tmp_path / "c", model, stepped(model, optimizer), extra=7)
     other.append(nn.Linear(2, 1))
-    mine = torch.optim.AdamW(other.parameters())
-    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    mine = stepped(other)
+    before = copy.deepcopy(other.state_dict())
+    moments = {param: mine.state[param]["exp_avg"].clone() for param in other.parameters()}
     with pytest.warns(UserWarning, match=r"loaded in part: 2 missing .*2\.weight.* of another shape: model/0\.weight"):
         assert load(tmp_path / "c", other, mine, strict=False) == 7
     for name, tensor in other.state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name] if name == "1.bias" else before[name]), name
-    assert list(mine.state) == [other[1].bias]
-    assert torch.equal(mine.state[other[1].bias]["exp_avg"], optimizer.state[model[1].bias]["exp_avg"])
+    moments[other[1].bias] = optimizer.state[model[1].bias]["exp_avg"]
+    assert all(torch.equal(mine.state[param]["exp_avg"], moment) for param, moment in moments.items())
     assert mine.param_groups[0]["lr"] == 0.5
     same = small(3)
     load(tmp_path / "c", same, strict=False)  # fits: not a word
@@ -366,11 +289,10 @@ def test_model_can_be_copied_during_a_background_save(tmp_path):
 # -- kinds of numbers
 
 
-class Held(nn.Module):
-    def __init__(self, buffer, weight):
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.register_buffer("seen", buffer)
+def with_buffer(value, seen):
+    model = filled(value)
+    model.register_buffer("seen", seen)
+    return model
 
 
 CASTS = [
@@ -385,8 +307,8 @@ CASTS = [
 
 @pytest.mark.parametrize(("saved", "now", "fits"), CASTS)
 def test_load_casts_only_within_floats_or_integers(tmp_path, saved, now, fits):
-    save(tmp_path / "c", Held(saved, torch.ones(3)))
-    model = Held(now.clone(), torch.zeros(3))
+    save(tmp_path / "c", with_buffer(1, saved))
+    model = with_buffer(0, now.clone())
     if fits:
         load(tmp_path / "c", model)
         assert model.seen.tolist() == [1, 1]

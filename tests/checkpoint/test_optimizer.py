@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from accordion.checkpoint import load, save
 from accordion.errors import CheckpointError
@@ -49,17 +48,6 @@ def test_reordered_groups_take_options_by_their_parameters(tmp_path):
         load(tmp_path / "c", other, mine, strict=False)
     assert options_of(mine) == [(0.0, 0.25), (0.5, 0.1)]
     assert mine.state[other[0].weight]["exp_avg"].shape == (3, 4)
-
-
-def test_parameters_that_the_checkpoint_lacks_keep_their_states(tmp_path):
-    first = nn.Sequential(nn.Linear(4, 3))
-    save(tmp_path / "c", first, stepped(first, torch.optim.AdamW(first.parameters())))
-    larger = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
-    mine = stepped(larger, torch.optim.AdamW(larger.parameters()))
-    before = copy.deepcopy(mine.state[larger[1].weight])
-    with pytest.warns(UserWarning, match="2 missing in the checkpoint"):
-        load(tmp_path / "c", larger, mine, strict=False)
-    assert same(dict(mine.state[larger[1].weight]), dict(before))
 
 
 def test_optimizer_without_weights_is_saved_and_loaded(tmp_path):

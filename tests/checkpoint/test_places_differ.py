@@ -4,21 +4,18 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import accordion as acc
 from accordion.errors import CheckpointError, UsageError
+from tests.devices import here
+from tests.support.checkpoints import filled
+from tests.support.checks import everyone
 from tests.support.ranked import on_world
 
 
 def built(mesh, value):
-    model = acc.shard(nn.Sequential(nn.Linear(4, 6, bias=False)), mesh)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(value)
-    return model
+    return acc.shard(here(filled(value)), mesh)
 
 
 def assert_filled(model, value):
@@ -29,9 +26,8 @@ def assert_refused(mesh, kind, error, act):
     """Check that `act` raises the same error on all ranks."""
     with pytest.raises(kind, match=error) as caught:
         act()
-    texts = [""] * mesh.size()
-    dist.all_gather_object(texts, str(caught.value), group=mesh.get_group())
-    assert len({text.encode() for text in texts}) == 1
+    text = str(caught.value).encode()
+    assert everyone(mesh, text) == [text] * mesh.size()
 
 
 @on_world(3)

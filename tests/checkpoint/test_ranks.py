@@ -1,13 +1,13 @@
 """Checkpoints saved with any number of ranks and any placements, loaded with any other."""
 
+import errno
 import importlib
+import itertools
 import os
 from itertools import product
-from unittest import mock
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -16,9 +16,10 @@ from accordion._torch import StridedShard
 from accordion.checkpoint import latest, load, save
 from accordion.config import strategy_named
 from accordion.errors import CheckpointError
+from tests.checkpoint.failing import failing
 from tests.devices import device
 from tests.support.checkpoints import equal_step, sharded
-from tests.support.checks import full, mesh_of
+from tests.support.checks import everyone, full, mesh_of
 from tests.support.ranked import on_world
 from tests.support.sample import drawn, sampled
 
@@ -185,64 +186,55 @@ def test_ranks_with_rows_to_write_have_a_file(saved):
     assert list(files.values()) == [1, 2, 3, 4, 3, 1, 2, 4, 4, 4]
 
 
-def wrong_model(mesh, layout, path):
-    model, _ = build(mesh, layout, 3)
-    model.few = nn.Parameter(place(torch.ones(3, 3, device=device()), mesh, LAYOUTS[layout][1]))
-    model.more = nn.Parameter(place(torch.ones(3, device=device()), mesh, LAYOUTS[layout][1]))
-    before = model.embed.to_local().clone()
+@on_world(3)
+def test_checkpoint_of_another_model_is_refused_on_all_ranks(mesh, saved):
+    model, _ = build(mesh, "3", 3)
+    model.few = nn.Parameter(place(torch.ones(3, 3, device=device()), mesh, [S0]))
+    model.more = nn.Parameter(place(torch.ones(3, device=device()), mesh, [S0]))
+    del model.seen
+    before = [param.to_local().clone() for param in model.parameters()]
     with pytest.raises(CheckpointError) as caught:
-        load(path, model)
-    assert torch.equal(before, model.embed.to_local())
-    return str(caught.value)
+        load(saved / "2", model)
+    assert all(torch.equal(param.to_local(), local) for param, local in zip(model.parameters(), before, strict=True))
+    error = str(caught.value)
+    assert everyone(mesh, error) == [error] * 3
+    assert "1 missing in the checkpoint: model/more" in error
+    assert "1 in the checkpoint but not in the model: model/seen" in error
+    assert "model/few is (2, 3) in the checkpoint and (3, 3) in the model" in error
 
 
-def test_checkpoint_of_another_model_is_refused_on_all_ranks(world, saved):
-    first, *others = run(world, "3", wrong_model, saved / "2")
-    assert others == [first, first]
-    assert "1 missing in the checkpoint: model/more" in first
-    assert "model/few is (2, 3) in the checkpoint and (3, 3) in the model" in first
+@pytest.mark.parametrize(("rank", "step"), [(2, 0), (0, 0), (0, 1), (0, 2)])
+@on_world(3)
+def test_failure_of_one_rank_raises_on_all_and_leaves_nothing(mesh, tmp_path, rank, step):
+    """The disk of a rank is full."""
+    model, optimizer = build(mesh, "3", 1)
+    counter = itertools.count()
+
+    def fails(handle):
+        return mesh.get_rank() == rank and next(counter) >= step
+
+    with failing(os, "fsync", errno.ENOSPC, fails), pytest.raises(CheckpointError) as caught:
+        save(tmp_path / "c", model, optimizer)
+    error = str(caught.value)
+    assert everyone(mesh, error) == [error] * 3
+    assert error.startswith(f"rank {rank}: OSError: [Errno 28] No space left on device: '{tmp_path}")
+    assert os.listdir(tmp_path) == []  # the first rank has removed all before it joined the collective
 
 
-def fail_on_one(mesh, layout, path, failing, step):
-    """Save while one rank's disk is full."""
-    model, optimizer = build(mesh, layout, 1)
-    count, fsync = [0], os.fsync
-
-    def broken(handle):
-        count[0] += 1
-        if mesh.get_rank() == failing and count[0] > step:
-            raise OSError(28, "No space left on device")
-        fsync(handle)
-
-    with mock.patch.object(os, "fsync", broken), pytest.raises(CheckpointError) as caught:
-        save(path, model, optimizer)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("failing", "step"), [(2, 0), (0, 0), (0, 1), (0, 2)])
-def test_failure_of_one_rank_raises_on_all_and_leaves_nothing(world, tmp_path, failing, step):
-    messages = run(world, "3", fail_on_one, tmp_path / "c", failing, step)
-    assert len(set(messages)) == 1
-    assert messages[0].startswith(f"rank {failing}: OSError: [Errno 28] No space left on device: '{tmp_path}")
-    assert os.listdir(tmp_path) == []
-
-
-def file_gone_for_one(mesh, layout, path, failing):
-    model, _ = build(mesh, layout, 1)
+@on_world(4)
+def test_missing_file_raises_on_all_ranks_before_anything_changes(mesh, tmp_path):
+    model, optimizer = build(mesh, "4", 1)
+    save(tmp_path / "c", model, optimizer)
+    assert latest(tmp_path) == str(tmp_path / "c")
     with torch.no_grad():
         model.embed.to_local().zero_()
-    if mesh.get_rank() == failing:  # only the last rank needs the last file
-        (path / "rank-00003.safetensors").unlink()
+    torch.distributed.barrier(mesh.get_group())
+    if mesh.get_rank() == 3:  # only the last rank needs the last file
+        (tmp_path / "c" / "rank-00003.safetensors").unlink()
     torch.distributed.barrier(mesh.get_group())
     with pytest.raises(CheckpointError, match=r"c is damaged: rank-00003\.safetensors: No such file"):
-        load(path, model)
+        load(tmp_path / "c", model)
     assert not model.embed.to_local().any()
-
-
-def test_missing_file_raises_on_all_ranks_before_anything_changes(world, tmp_path):
-    run(world, "4", save_built, tmp_path / "c")
-    assert latest(tmp_path) == str(tmp_path / "c")
-    run(world, "4", file_gone_for_one, tmp_path / "c", 3)
     with pytest.raises(CheckpointError, match=r"there are checkpoints, and none is complete: .*rank-00003"):
         latest(tmp_path)
 
@@ -278,48 +270,27 @@ def test_load_between_sharded_and_unsharded_models(mesh, tmp_path):
     assert all(torch.equal(loaded[name].cpu(), wanted[name].cpu()) for name in wanted)
 
 
-def rank_of_many(mesh, path):
-    """Have one rank of many write its rows without communication."""
-    model = nn.Module()
-    local = torch.ones(3, 2, device=device()) * mesh.get_rank()
-    model.weight = nn.Parameter(
-        DTensor.from_local(local, mesh, [S0], shape=(3 * mesh.size(), 2), stride=(2, 1), run_check=False)
-    )
-    path.parent.joinpath(".c..tmp").mkdir(exist_ok=True)  # nobody tells the name of this save
-    save(path, model)
-
-
-def test_one_rank_of_many_writes_its_file(run_fake, tmp_path):
-    run_fake(1024, 5, rank_of_many, tmp_path / "c")
-    with safe_open(tmp_path / ".c..tmp" / "rank-00005.safetensors", framework="pt") as file:
-        assert file.get_tensor("model/weight[15,0]").tolist() == [[5.0, 5.0]] * 3
-
-
 def fused(mesh, path):
     """Resume with parameters, states and the learning rate on the device of the mesh."""
-    device = torch.device(mesh.device_type)
 
-    def made(seed):
-        model = nn.Module()
-        model.weight = nn.Parameter(place(torch.full((5, 3), float(seed), device=device), mesh, [S0]))
-        model.register_buffer("seen", torch.full((2,), seed, device=device))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5 * seed, device=device), fused=True)
-        return model, optimizer
+    def build_fused(seed):
+        model = small(seed, mesh)
+        lr = torch.tensor(0.5 * seed, device=mesh.device_type)
+        return model, torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
-    model, optimizer = made(1)
+    model, optimizer = build_fused(1)
     model.weight.grad = model.weight.detach() * 3
     optimizer.step()
     save(path, model, optimizer)
-    again, other = made(2)
+    again, other = build_fused(2)
     load(path, again, other)
     loaded, wanted = tensors_of(again, other), tensors_of(model, optimizer)
+    loaded["lr"], wanted["lr"] = (its.param_groups[0]["lr"] for its in (other, optimizer))
     assert loaded.keys() == wanted.keys()
     for name, tensor in loaded.items():
         ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, wanted[name]))
         assert ours.device == theirs.device, name
         assert torch.equal(ours, theirs), name
-    assert other.param_groups[0]["lr"].item() == 0.5
-    assert other.param_groups[0]["lr"].device.type == device.type
 
 
 def test_fused_optimizer_resumes(world, tmp_path):
@@ -373,17 +344,16 @@ PIECE = 2**12
 
 
 def save_in_pieces(mesh, path):
-    modules = [importlib.import_module(f"accordion.checkpoint.{name}") for name in ("writing", "save")]
     with pytest.MonkeyPatch.context() as patch:
-        for module in modules:
-            patch.setattr(module, "PIECE_BYTES", PIECE)
+        for name in ("writing", "save"):
+            patch.setattr(importlib.import_module(f"accordion.checkpoint.{name}"), "PIECE_BYTES", PIECE)
         save(path, small(1, mesh))
 
 
 def small(seed, mesh):
     torch.manual_seed(seed)
     model = nn.Module()
-    model.weight = nn.Parameter(place(torch.randn(600, 64, device=device()), mesh, [S0]))
+    model.weight = nn.Parameter(place(torch.randn(600, 64, device=mesh.device_type), mesh, [S0]))
     return model
 
 

@@ -1,5 +1,6 @@
 """Checkpoints on remote storage, through fsspec: in memory, and on a local S3 server."""
 
+import errno
 import json
 import os
 import subprocess
@@ -7,9 +8,7 @@ import uuid
 
 import pytest
 import torch
-from torch import nn
 
-import accordion as acc
 from accordion.checkpoint import RandomState, latest, load, save
 from accordion.checkpoint.convert import convert, export
 from accordion.checkpoint.reading import verify
@@ -17,8 +16,10 @@ from accordion.checkpoint.storage import remote
 from accordion.checkpoint.storage.folders import folder_at
 from accordion.errors import CheckpointError, UsageError
 from tests import pool
-from tests.devices import device
-from tests.support.checkpoints import assert_same_tensors, differing, small, stepped
+from tests.checkpoint.failing import failing
+from tests.support.checkpoints import assert_same_tensors, differing, equal_step, sharded, small, stepped
+from tests.support.checks import assert_equal, full
+from tests.support.models import Tiny
 
 fsspec = pytest.importorskip("fsspec")
 AbstractBufferedFile = pytest.importorskip("fsspec.spec").AbstractBufferedFile
@@ -84,11 +85,8 @@ def torn(root, storage):
 
 
 def test_checkpoints_in_a_memory_file_system(memory):
-    round_trip(memory)
-
-
-def test_incomplete_and_damaged_checkpoints_in_memory(memory):
-    torn(memory, fsspec.filesystem("memory"))
+    round_trip(f"{memory}/run")
+    torn(f"{memory}/other", fsspec.filesystem("memory"))
 
 
 def test_other_formats_are_read_and_written_on_this_machine_only(memory, tmp_path):
@@ -152,10 +150,20 @@ def test_a_second_job_that_saves_to_one_url_is_refused_until_the_first_is_dead(m
     storage.pipe_file(marker, json.dumps(owner | {"host": "elsewhere"}).encode())
     monkeypatch.setattr(remote, "STALE_S", -1.0)
     save(f"{memory}/d", small(1))
-    assert sorted(name.rpartition("/")[2] for name in storage.ls(marker.rpartition("/")[0], detail=False)) == [
-        "manifest.json",
-        "rank-00000.safetensors",
-    ]
+    assert not storage.exists(marker)
+
+
+def test_a_save_on_storage_that_removes_nothing(memory):
+    """The checkpoint is complete although the marker cannot be removed; a save that cannot begin leaves no marker."""
+    storage, at = fsspec.filesystem("memory"), memory.split("://")[1]
+    with failing(type(storage), "rm_file", errno.EPERM, lambda self, path: remote.SAVING in path):
+        save(f"{memory}/a", small(1))
+    assert verify(f"{memory}/a") == []
+    storage.pipe_file(f"{at}/b/rank-00000.safetensors", b"left by a save that was killed")
+    broken = failing(type(storage), "rm_file", errno.EPERM, lambda self, path: "rank-" in path)
+    with broken, pytest.raises(CheckpointError, match="Operation not permitted"):
+        save(f"{memory}/b", small(1))
+    assert not storage.exists(f"{at}/b/{remote.SAVING}")
 
 
 def test_missing_storage_is_named(monkeypatch):
@@ -185,43 +193,36 @@ def s3(monkeypatch):
     server.stop()
 
 
-def sharded(mesh, seed):
-    torch.manual_seed(seed)
-    model = acc.shard(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), mesh)
-    return model, acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
-
-
 def saved_by_ranks(mesh, environ, root):
     """Save on each rank, once at once and once in the background; return the full tensors after a load."""
     os.environ |= environ
-    model, optimizer = sharded(mesh, 1)
+    model, optimizer = sharded(mesh)
     for step in (1, 2):
-        model(torch.ones(2, 6).to(device())).sum().backward()
-        optimizer.step()
+        equal_step(model, optimizer)
         state = {"random": RandomState()}
         save(f"{root}/step-{step}", model, optimizer, extra=step, state=state, background=step == 2).wait()
-    other, others = sharded(mesh, 2)
+    other, others = sharded(mesh, seed=2)
     assert load(f"{root}/step-2", other, others, state={"random": RandomState()}) == 2
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine.to_local(), theirs.to_local())
-        assert torch.equal(optimizer.state[mine]["exp_avg"].to_local(), others.state[theirs]["exp_avg"].to_local())
-    return {name: tensor.clone() for name, tensor in acc.full_state_dict(model, rank0_only=False).items()}
+    saved = full(model)
+    assert_equal(full(other), saved)
+    assert [equal_step(other, others) for _ in range(2)] == [equal_step(model, optimizer) for _ in range(2)]
+    return saved
 
 
 def refused_by_ranks(mesh, environ, path):
     os.environ |= environ
     with pytest.raises(CheckpointError, match="is damaged in bytes") as caught:
-        load(path, sharded(mesh, 3)[0])
+        load(path, sharded(mesh, seed=3)[0])
     return str(caught.value)
 
 
 def between_ranks(ranks, storage, root, environ):
-    wanted = ranks.run(2, saved_by_ranks, environ, root, timeout_s=180)[0]
+    saved = ranks.run(2, saved_by_ranks, environ, root, timeout_s=180)[0]
     assert verify(f"{root}/step-2") == []
-    alone = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    alone = Tiny(tied=True, scalar=True, vocab=37)
     assert load(f"{root}/step-2", alone) == 2
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in alone.state_dict().items())
-    damage(storage, f"{root}/step-2/rank-00001.safetensors".split("://")[1], -1500)
+    assert_equal(alone.state_dict(), saved)
+    damage(storage, f"{root}/step-2/rank-00001.safetensors".split("://")[1], 20_000)
     assert len(set(ranks.run(2, refused_by_ranks, environ, f"{root}/step-2"))) == 1
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 from accordion.config import STRATEGIES
 from tests.support import models
-from tests.support.checks import assert_close, assert_equal, one_loss
+from tests.support.checks import assert_close, assert_equal, mesh_of, one_loss
 from tests.support.sample import sampled
 
 OPTIONS: list[dict[str, Any]] = [
@@ -98,9 +98,7 @@ def of_every_kind(mesh: Any, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", sampled(STRATEGIES, {"full_shard"}.__contains__))
 def test_state_dicts_equal_those_of_fsdp2(world: Any, strategy: str) -> None:
     """Runs on all ranks of the job, as torch's functions require."""
-    hybrid = strategy.startswith("hybrid")
-    shape, names = ((2, 2), ("replicate", "shard")) if hybrid else ((4,), ("shard",))
-    world.run_mesh(shape, names, of_every_kind, strategy)
+    world.run_mesh(*mesh_of(STRATEGIES[strategy], 4), of_every_kind, strategy)
 
 
 def stored(mesh: Any, strategy: str, writer: str, folder: str, reads: bool) -> dict[str, Tensor]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import errno
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,13 @@ from torch import nn
 
 from accordion import cli
 from accordion.checkpoint import save
+from accordion.checkpoint.convert import TensorSource
 from accordion.errors import UsageError
 from accordion.export.onnx_folder import computed_buffers
+from tests.checkpoint.failing import failing
 from tests.support import language_folders
+from tests.support.processes import run_python
 from tests.support.refused import refused
-from tests.support.sample import sampled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -31,6 +30,7 @@ pytestmark = [
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [0, 0, 0, 271, 8, 2, 8, 1]])  # (b, tokens)
 MASK = torch.tensor([[1] * 8, [0, 0, 0, 1, 1, 1, 1, 1]])
 REAL = MASK.bool()
+LAYERS = ["q_proj", "v_proj", "down_proj"]  # of an adapter
 
 
 @pytest.fixture(autouse=True)
@@ -119,29 +119,36 @@ def test_onnxruntime_has_the_logits(source, folder, tmp_path):
     assert torch.allclose(of_onnx(tmp_path / "out" / "model.onnx"), of_folder(folder), rtol=1e-4, atol=1e-4)
 
 
-def with_adapter(folder: Path, at: Path) -> tuple[Path, torch.Tensor]:
-    """Write an adapter of the model in `folder`. Return its path and the logits of the model that PEFT merges it into."""
-    from peft import PeftModel
+def adapted(base: Path, folder: Path, **how: Any) -> Any:
+    """Write an adapter with random weights of the model in `base` into `folder`; return the adapted model of PEFT."""
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    adapter = language_folders.lora(folder, at)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), adapter)
-    return adapter, logits_of(model.merge_and_unload())
+    torch.manual_seed(8)
+    config = LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", init_lora_weights=False, **how)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.requires_grad or "modules_to_save" in name:
+                param.add_(torch.randn_like(param) * 0.05)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    return model
 
 
 def test_an_adapter_is_merged(folder, tmp_path):
-    adapter, wanted = with_adapter(folder, tmp_path / "adapter")
-    assert exported(adapter, "out") == 0
+    wanted = logits_of(adapted(folder, tmp_path / "adapter", target_modules=LAYERS).merge_and_unload())
+    assert exported("adapter", "out") == 0
     assert torch.equal(of_folder(tmp_path / "out"), wanted)
     assert not torch.allclose(wanted, of_folder(folder))
-    assert exported(adapter, "one.safetensors", "--format", "safetensors") == 0
+    assert exported("adapter", "one.safetensors", "--format", "safetensors") == 0
     assert torch.equal(of_safetensors(tmp_path / "one.safetensors", folder), wanted)
 
 
 @pytest.mark.slow
 def test_an_adapter_is_merged_into_a_graph(tmp_path):
-    adapter, wanted = with_adapter(language_folders.llama(tmp_path / "base"), tmp_path / "adapter")
-    assert exported(adapter, "out", "--format", "onnx") == 0
+    wanted = logits_of(adapted(language_folders.llama(tmp_path / "base"), tmp_path / "adapter", target_modules=LAYERS))
+    assert exported("adapter", "out", "--format", "onnx") == 0
     assert torch.allclose(of_onnx(tmp_path / "out" / "model.onnx"), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -161,64 +168,44 @@ def test_several_files_have_an_index(tmp_path, monkeypatch):
     assert torch.equal(of_folder(tmp_path / "again"), of_folder(folder, dtype=torch.float16))
 
 
-def adapted(base: Path, folder: Path, **how: Any) -> torch.Tensor:
-    """Write an adapter with random weights. Return the logits of the adapted model."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(8)
-    config = LoraConfig(r=2, lora_alpha=4, task_type="CAUSAL_LM", init_lora_weights=False, **how)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if param.requires_grad or "modules_to_save" in name:
-                param.add_(torch.randn_like(param) * 0.05)
-    model.peft_config["default"].base_model_name_or_path = str(base)
-    model.save_pretrained(folder)
-    return logits_of(model)
-
-
-TIED = {
+ADAPTERS = {  # options of LoraConfig
     "head": {"target_modules": ["lm_head"]},
-    "a copy": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "copy of the head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "single tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2, 3]},
 }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", TIED)
-def test_an_adapter_of_one_of_two_tied_tensors_unties_them(kind, tmp_path, capsys):
-    folder = language_folders.llama(tmp_path / "base", tied=True)
-    wanted = adapted(folder, tmp_path / "adapter", **TIED[kind])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_of_heads_and_tokens_are_merged(kind, tmp_path, capsys):
+    """An adapter of one of two tied tensors unties them."""
+    tied = kind != "single tokens"
+    folder = language_folders.llama(tmp_path / "base", tied=tied)
+    wanted = logits_of(adapted(folder, tmp_path / "adapter", **ADAPTERS[kind]))
     assert exported("adapter", "out") == 0
     assert torch.allclose(of_folder(tmp_path / "out"), wanted, atol=1e-4)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
-    refused(capsys, ["export", "adapter", "graph", "--format", "onnx"], "keeps tied")
+    if tied:
+        refused(capsys, ["export", "adapter", "graph", "--format", "onnx"], "keeps tied")
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_single_tokens_that_an_adapter_trains_are_merged(tmp_path):
-    folder = language_folders.llama(tmp_path / "base")
-    wanted = adapted(folder, tmp_path / "adapter", target_modules=["q_proj"], trainable_token_indices=[1, 2, 3])
-    assert exported("adapter", "out") == 0
-    assert torch.allclose(of_folder(tmp_path / "out"), wanted, atol=1e-4)
-
-
-def both_names(folder: Path, other: float) -> None:
-    """Write tied embeddings under both names, as other trainers do. `other`: added to the second."""
+def add_weight(folder: Path, name: str, tensor: torch.Tensor) -> None:
     from safetensors.torch import load_file, save_file
 
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + other
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
 
 
 def test_tied_tensors_that_differ_are_not_dropped(tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
     folder = language_folders.llama(tmp_path / "llama", tied=True)
     wanted = of_folder(folder)
-    both_names(folder, 0.0)
+    embedding = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight.detach()
+    add_weight(folder, "lm_head.weight", embedding)  # under both names, as other trainers do
     assert exported(folder, "same.safetensors") == 0
     assert torch.equal(of_safetensors(tmp_path / "same.safetensors", folder), wanted)
-    both_names(folder, 1.0)
+    add_weight(folder, "lm_head.weight", embedding + 1.0)
     differ = "ties lm_head.weight and model.embed_tokens.weight, and they differ"
     refused(capsys, ["export", str(folder), "other.safetensors"], differ)
     assert exported(folder, "out") == 0  # all of it, as it is
@@ -254,21 +241,15 @@ def test_a_checkpoint_must_fit_the_folder_of_like(tmp_path, capsys):
 
 @pytest.mark.parametrize("by", ["config", "names"])
 def test_quantised_weights_are_refused(by, tmp_path, capsys):
-    from safetensors.torch import load_file, save_file
-
     folder = language_folders.llama(tmp_path / "llama")
     if by == "config":
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
     else:
-        weights = load_file(folder / "model.safetensors")
-        weights["model.layers.0.mlp.up_proj.weight_scale_inv"] = torch.ones(1, 1)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    train = ["train", "--model.path", "llama", "--model.init", "pretrained", "--run.dir", "run"]
-    commands = [["export", "llama", "out"], ["checkpoint", "convert", "llama", "ck"]]
-    commands += [train, ["generate", "llama", "--prompt", "a"]]
-    for words in commands:
-        refused(capsys, words, "is quantised")
+        add_weight(folder, "model.layers.0.mlp.up_proj.weight_scale_inv", torch.ones(1, 1))
+    train = "train --model.path llama --model.init pretrained --run.dir run"
+    for words in ("export llama out", "checkpoint convert llama ck", train, "generate llama --prompt a"):
+        refused(capsys, words.split(), "is quantised")
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
 
@@ -277,11 +258,12 @@ def test_quantised_weights_are_refused(by, tmp_path, capsys):
 # What each export grows by, one after the other in a process that has their imports: the kernel sets its mark of the largest
 # resident set back. Not in processes that are forked for it, into which pages of libraries come anew.
 GROWS = """
-import gc, json, re, sys
+import gc, json, os, re, sys
 from accordion import cli
 def held(key):
     return int(re.search(key + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
-small, jobs = json.loads(sys.argv[1])
+folder, small, jobs = json.loads(sys.argv[1])
+os.chdir(folder)
 for format in dict.fromkeys(format for format, *_ in jobs):
     assert cli.main(["export", small, f"small-{format}", "--format", format]) == 0
 for format, kind, source in jobs:
@@ -293,8 +275,8 @@ for format, kind, source in jobs:
 """
 MIB = 2**20
 SLACK = 24 * MIB
-KINDS = [(format, kind) for format in ("hf", "safetensors", "onnx") for kind in ("folder", "checkpoint")]
-SHOWN = {("safetensors", "checkpoint")}  # needs no transformers, which take longer to import than all else
+USUAL = [("safetensors", "checkpoint")]  # needs no transformers, which take longer to import than all else
+OTHERS = [("hf", "folder"), ("hf", "checkpoint"), ("safetensors", "folder"), ("onnx", "folder"), ("onnx", "checkpoint")]
 LARGEST, TOTAL = 24576 * 512 * 4, 150 * MIB  # bytes of the largest tensor, and of all of them at least
 
 
@@ -309,60 +291,36 @@ def wide(folder: Path, layers: int, width: int, between: int, vocab: int) -> Pat
     return folder
 
 
-@pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[tuple[str, str], int]]:
-    """Return a function of `shown`: growth of the resident set in bytes by kind, for those in `SHOWN` or for the others."""
-    return functools.cache(lambda shown: growth_of([k for k in KINDS if (k in SHOWN) == shown], tmp_path_factory))
-
-
-def growth_of(kinds: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], int]:
-    """Return the growth for models with two layers of 29 MiB and two tensors of 48 MiB."""
-    at = tmp_path_factory.mktemp("memory")
-    small, large = wide(at / "small", 1, 16, 32, 64), wide(at / "large", 2, 512, 4352, 24576)
-    assert sum(file.stat().st_size for file in large.glob("*.safetensors")) > TOTAL > 2 * (LARGEST + SLACK)
-    sources = {"folder": large, "checkpoint": checkpoint_of(large, at / "checkpoint")}
-    small = small if any(kind == "folder" for _, kind in kinds) else checkpoint_of(small, at / "small-checkpoint")
-    there = {"onnx": find_spec("onnxscript")}
-    jobs = [(format, kind, str(sources[kind])) for format, kind in kinds if there.get(format, True)]
-    done = subprocess.run(
-        [sys.executable, "-c", GROWS, json.dumps([str(small), jobs])],
-        cwd=at,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "131072"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    return {(format, kind): num_bytes for format, kind, num_bytes in lines}
-
-
 @pytest.mark.cpu("memory of the host, whatever the device")
-@pytest.mark.parametrize(("format", "kind"), sampled(KINDS, lambda *kind: kind in SHOWN))
-def test_memory_holds_one_tensor(grown: Callable[[bool], dict[tuple[str, str], int]], format: str, kind: str) -> None:
-    """The peak of memory grows by the largest tensor and a small constant."""
-    if format == "onnx":
-        pytest.importorskip("onnxscript")
-    num_bytes = grown((format, kind) in SHOWN)[format, kind]
-    assert num_bytes > LARGEST / 2, "nothing was measured"
-    assert num_bytes <= LARGEST + SLACK, f"{num_bytes / MIB:.0f} MiB for a largest tensor of {LARGEST / MIB:.0f}"
+@pytest.mark.parametrize("kinds", [USUAL, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["usual", "others"])
+def test_memory_holds_one_tensor(kinds: list[tuple[str, str]], tmp_path: Path) -> None:
+    """The peak of memory grows by the largest tensor and a small constant, for models with two layers of 29 MiB and two tensors
+    of 48 MiB."""
+    small, large = wide(tmp_path / "small", 1, 16, 32, 64), wide(tmp_path / "large", 2, 512, 4352, 24576)
+    assert sum(file.stat().st_size for file in large.glob("*.safetensors")) > TOTAL > 2 * (LARGEST + SLACK)
+    sources = {"folder": large, "checkpoint": checkpoint_of(large, tmp_path / "checkpoint")}
+    small = small if kinds == OTHERS else checkpoint_of(small, tmp_path / "small-checkpoint")
+    jobs = [(format, kind, str(sources[kind])) for format, kind in kinds if format != "onnx" or find_spec("onnxscript")]
+    words = json.dumps([str(tmp_path), str(small), jobs])
+    done = run_python("-c", GROWS, words, timeout_s=240, MALLOC_MMAP_THRESHOLD_="131072")
+    assert done.returncode == 0, done.stderr[-2000:]
+    growths = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(growths) == len(jobs)
+    for format, kind, num_bytes in growths:
+        assert num_bytes > LARGEST / 2, f"nothing was measured for {format} of a {kind}"
+        assert num_bytes <= LARGEST + SLACK, f"{format} of a {kind}: {num_bytes / MIB:.0f} MiB"
 
 
 # -- what goes wrong
 
 
-def test_nothing_is_half_written(tmp_path, monkeypatch, capsys):
+def test_nothing_is_half_written(tmp_path, capsys):
     folder = language_folders.llama(tmp_path / "llama")
     before = sorted(os.listdir(tmp_path))
 
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device", "model.safetensors")
-
-    for target, words in (("out", []), ("out.safetensors", ["--format", "safetensors"])):
-        with monkeypatch.context() as patch:
-            patch.setattr("accordion.checkpoint.convert.TensorSource.pieces", full)
-            assert exported(folder, target, *words) == 1
+    for target in ("out", "out.safetensors"):
+        with failing(TensorSource, "pieces", errno.ENOSPC):
+            assert exported(folder, target) == 1
         assert "No space left on device" in capsys.readouterr().err
         assert sorted(os.listdir(tmp_path)) == before
     checkpoint = checkpoint_of(folder, tmp_path / "checkpoint")

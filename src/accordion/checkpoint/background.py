@@ -97,7 +97,7 @@ class Saver:
         error. At exit Python waits for the thread. Raises `UsageError` on all ranks if one of them lacks host memory.
         """
         host = team.agree(lambda: self.copy(plan))
-        agree.meet()
+        team.agree(agree.meet)
         if self._agreement is None:
             before_pools_end(weakref.WeakMethod(self.end))
         self._agreement = agree

@@ -112,7 +112,15 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[Jso
     `CheckpointError` for states that a checkpoint cannot hold and for parameters that are not in `names`.
     """
     tensors: dict[str, Tensor] = {}
-    by_index = dict(enumerate(param_names(optimizer, names)))
+    by_index: dict[int, str] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                raise CheckpointError(
+                    f"group {i} of the optimizer holds a parameter of shape {tuple(param.shape)} that is not the "
+                    "model's; make the optimizer from model.parameters() after sharding."
+                )
+            by_index[len(by_index)] = names[id(param)]
     saved = optimizer.state_dict()
     groups = []
     for i, group in enumerate(saved["param_groups"]):
@@ -148,21 +156,6 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[Jso
 def optimizer_name(words: Json) -> str:
     """Return the optimizer's class name from `words`, the JSON that `optimizer_state` returns; "no optimizer" for None."""
     return "no optimizer" if words is None else str((words.get("kind") or ["an optimizer"])[0])
-
-
-def param_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the names of the optimizer's parameters, group by group. `names`: id of a parameter -> its name. Raises
-    `CheckpointError` for a parameter whose id is not in `names`."""
-    ordered = []
-    for i, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            if id(param) not in names:
-                raise CheckpointError(
-                    f"group {i} of the optimizer holds a parameter of shape {tuple(param.shape)} that is not the "
-                    "model's; make the optimizer from model.parameters() after sharding."
-                )
-            ordered.append(names[id(param)])
-    return ordered
 
 
 def own_box(name: str, tensor: Tensor) -> Box:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -116,7 +117,7 @@ def export(
 
     All checksums of the model are compared first. Host memory: one tensor for `hf` and `safetensors`, the model for the others.
     `source` may be a URL. Raises `CheckpointError` if `source` is damaged, `UsageError` if `target` exists or an argument is
-    wrong; then `target` is not created.
+    wrong, `OSError` if a file cannot be written; then neither `target` nor folders above it are created.
 
     `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file; `dcp`, a folder of
     torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: for `hf`, folder whose configuration and tokenizer
@@ -137,16 +138,8 @@ def export(
         if kind == "safetensors":  # tied names go into the header, as `safetensors.torch.save_model` writes them
             write_safetensors(begun / HF_SINGLE, sources_of(files, dtype), {**PLAIN, **ties_of(files)})
             names = [HF_SINGLE]
-        elif kind == "torch":
-            torch.save(_with_aliases(files, dtype), begun / "model.pt")
-            names = ["model.pt"]
-        elif kind == "dcp":
-            from torch.distributed.checkpoint.state_dict_saver import save
-
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # because of `no_dist`
-                save({"model": _with_aliases(files, dtype)}, checkpoint_id=begun, no_dist=True)
-            names = sorted(path.name for path in begun.iterdir())
+        elif kind in ("torch", "dcp"):
+            names = _write_by_torch(begun, files, dtype, kind)
         else:
             names = _export_hf(files, begun, like, dtype)
             names += [name for name in beside(begun) if name not in names]
@@ -228,11 +221,23 @@ def write_config(
     return [CONFIG] if generation is None else [CONFIG, GENERATION]
 
 
-def _with_aliases(files: Files, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Read and return the model's state dict. A tied tensor is one tensor under each of its names. `dtype`: dtype of
-    floating-point tensors; None keeps theirs."""
+def _write_by_torch(folder: Path, files: Files, dtype: torch.dtype | None, kind: str) -> list[str]:
+    """Write the model's state dict to `folder` as `kind`, "torch" or "dcp"; return the names of the files. A tied tensor is one
+    tensor under each of its names. `dtype`: as in `export`. Raises `OSError` if torch cannot write a file."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     tensors = {source.name: source.read().to(source.dtype) for source in sources_of(files, dtype)}
-    return tensors | {a: tensors[b] for a, b in ties_of(files).items() if b in tensors}
+    tensors |= {a: tensors[b] for a, b in ties_of(files).items() if b in tensors}
+    try:
+        if kind == "torch":
+            torch.save(tensors, folder / "model.pt")
+        else:
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # that torch.distributed is disabled
+                save({"model": tensors}, checkpoint_id=folder, no_dist=True)
+    except (RuntimeError, CheckpointException) as error:  # on a full disk; the latter is no `Exception`
+        raise OSError(errno.EIO, "torch cannot write the files; the disk may be full", str(folder)) from error
+    return sorted(path.name for path in folder.iterdir())
 
 
 # -- safetensors files, with one tensor in host memory at a time
@@ -304,15 +309,20 @@ def write_shards(folder: Path, sources: Sequence[TensorSource], shard_bytes: int
 @contextmanager
 def draft_of(at: Path) -> Iterator[Path]:
     """Context manager that yields a new hidden folder next to `at`. The body renames the folder, or a file in it, to `at`; what
-    is left of the folder at the end is removed. Raises `UsageError` if `at` exists or the folder cannot be created."""
-    if at.exists():
+    is left of the folder at the end is removed, and so are new folders above it that are empty. Raises `UsageError` if `at`
+    exists, also as a link to nothing, or the folder cannot be created."""
+    if os.path.lexists(at):
         raise UsageError(f"{at} exists; pass another path or remove it.")
     begun = at.with_name(f".{at.name}.{secrets.token_hex(4)}.tmp")
+    missing = [above for above in at.parents if not os.path.lexists(above)]
     try:
-        begun.mkdir(parents=True)
-    except OSError as error:
-        raise UsageError(f"{at} cannot be created: {error.strerror or error}.") from None
-    try:
+        try:
+            begun.mkdir(parents=True)
+        except OSError as error:
+            raise UsageError(f"{at} cannot be created: {error.strerror or error}.") from None
         yield begun
     finally:
         shutil.rmtree(begun, ignore_errors=True)
+        for above in missing:
+            with suppress(OSError):  # it is not empty if the body has written `at`
+                above.rmdir()

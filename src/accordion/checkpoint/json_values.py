@@ -52,7 +52,7 @@ def as_dict(extra: Json) -> dict[str, Any]:
     `extra` is damaged, or has an object of a kind that this version does not know."""
     try:
         value = decode(extra, dict[str, Tensor]().__getitem__)  # `extra` cannot hold tensors
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(f"extra in the manifest is damaged: {type(error).__name__}: {error}.") from None
     return value if isinstance(value, dict) else {}
 

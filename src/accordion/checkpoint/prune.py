@@ -138,9 +138,8 @@ def prune_before(saved: Folder, keep: int) -> None:
     """Remove old checkpoints next to `saved` whose names differ from its name only in the number at the end.
 
     The `keep` newest complete ones stay, and `saved`, and all newer ones. Damaged ones, links, and checkpoints with other
-    programs' files stay and do not count. Leftovers of killed saves are removed too. Raises
-    `CheckpointError` if a checkpoint cannot be removed completely; a later call tries again to remove what is left, without an
-    error.
+    programs' files stay and do not count. Leftovers of killed saves are removed too, in file systems. Raises `CheckpointError`
+    if a checkpoint cannot be removed completely; in file systems a later call tries again to remove the rest, without an error.
     """
     try:
         parent, _, last = str(saved).rpartition("/")
@@ -163,8 +162,7 @@ def prune_before(saved: Folder, keep: int) -> None:
 
 
 def _good(candidates: list[Folder]) -> list[tuple[Folder, object]]:
-    """Return (folder, its `mark()`) of the complete checkpoints in `candidates`. Links and folders with files of other programs
-    are left out."""
+    """Return (folder, its `mark()`) of the complete checkpoints in `candidates`, without links and folders with other files."""
     good = []
     for one in candidates:
         with suppress(OSError, CheckpointError):  # a checkpoint that cannot be read does not count

@@ -249,8 +249,7 @@ class Files:
         return list(faults)
 
     def _sum(self, reader: Reader, at: int, num_bytes: int, into: memoryview | None = None) -> str:
-        """Read `num_bytes` from byte `at` on, into `into` unless it is None, and return their checksum. Raises `OSError` if the
-        file ends earlier."""
+        """Read `num_bytes` from byte `at`, into `into` if given; return their checksum. Raises `OSError` if the file ends."""
         if at + num_bytes > reader.num_bytes:
             raise OSError(f"it ends at byte {reader.num_bytes}")
         total = self._begin_sum()

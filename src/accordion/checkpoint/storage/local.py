@@ -82,13 +82,10 @@ class Local:
 
     def begin(self, save: str) -> Local:
         """Lock this folder's name, remove leftovers of killed saves, and return a new hidden folder for a checkpoint of that
-        name.
+        name. `save`: 8 hexadecimal digits, unique for each save, so that no two saves write into one folder.
 
         Missing parent folders are created. An older checkpoint that a killed save has renamed gets its name back. Raises
         `CheckpointError` if anything but a checkpoint or an empty folder has the name, or if another job is saving under it.
-
-        Args:
-            save: 8 hexadecimal digits, unique for each save, so that no two saves write into one folder.
         """
         path = self.path
         claims.check_free(path)

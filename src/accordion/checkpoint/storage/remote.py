@@ -82,8 +82,7 @@ class Remote:
 
     def begin(self, save: str) -> Remote:
         """Create this folder, mark it as being saved by this job, remove the files that a killed save left, and return it. Raises
-        `CheckpointError` if it has a checkpoint or files that no save writes, or if another job that may still run is saving
-        here."""
+        `CheckpointError` if it has a checkpoint or files that no save writes, or if a job that may still run saves here."""
         try:
             sizes = self.sizes()
         except FileNotFoundError:
@@ -104,9 +103,14 @@ class Remote:
         self._storage.makedirs(self._path, exist_ok=True)
         owner = {"save": save, "host": os.uname().nodename, "pid": os.getpid()}
         self._storage.pipe_file(self._at(SAVING), json.dumps(owner).encode())
-        for name in sizes.keys() - {SAVING}:
-            self._storage.rm_file(self._at(name))  # left by a save that was killed
         self._save = save
+        try:
+            for name in sizes.keys() - {SAVING}:
+                self._storage.rm_file(self._at(name))  # left by a save that was killed
+        except BaseException:
+            with suppress(Exception):
+                self._storage.rm_file(self._at(SAVING))
+            raise
         return self
 
     def _owner(self) -> dict[str, Any]:
@@ -129,7 +133,7 @@ class Remote:
                 f"{self} was saved by another job at the same time; no other job may save under this name."
             )
         self._storage.pipe_file(self._at(MANIFEST), manifest)
-        with suppress(FileNotFoundError):
+        with suppress(Exception):  # the checkpoint is complete with the file too
             self._storage.rm_file(self._at(SAVING))
 
     def discard(self) -> None:
