@@ -16,8 +16,8 @@ from accordion.config import STRATEGIES
 from accordion.safety import divergence
 from tests.devices import device
 from tests.support import models
-from tests.support.checks import PlantedError, leave_together, mesh_of, one_loss, under
-from tests.support.ranked import on_world
+from tests.support.checks import PlantedError, everyone, leave_together, mesh_of, one_loss, under
+from tests.support.ranked import on_mesh, on_world, under_strategies
 
 SOON_S = 20.0
 IN_STREAMS = pytest.mark.cpu(
@@ -95,24 +95,20 @@ def test_debug_order_names_divergence_in_any_step(alone, strategy):
     assert all("rank 0" in text and "rank 1" in text for text in texts), texts
 
 
-def raises_alone(mesh, steps: int) -> str:
-    """Raise in the forward of rank 1, for which the others wait; return their errors."""
+@pytest.mark.parametrize("steps", [0, pytest.param(2, marks=IN_STREAMS)])
+@on_mesh((3,), pool="alone")
+def test_a_rank_that_raises_alone_is_named_on_the_others(mesh, steps: int) -> None:
+    """Rank 1 raises in its forward, and the others wait for it."""
     model = acc.shard(models.plain(), mesh=mesh)
     for step in range(steps):
         one_loss(model, step).backward()
+    error, text = acc.DivergenceError, "rank 1 failed.*missing"
     if dist.get_rank() == 1:
         model.blocks[1].register_forward_pre_hook(lambda module, args: {}["missing"])
-    with impatient(), pytest.raises(KeyError if dist.get_rank() == 1 else acc.DivergenceError) as caught:
+        error, text = KeyError, "missing"
+    with impatient(), pytest.raises(error, match=text):
         one_loss(model).backward()
-    leave_together(mesh)  # it is still there, and does not say goodbye
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("steps", [0, pytest.param(2, marks=IN_STREAMS)])
-def test_a_rank_that_raises_alone_is_named_on_the_others(alone, steps):
-    for rank, text in enumerate(alone.run(3, raises_alone, steps)):
-        assert "missing" in text
-        assert rank == 1 or "rank 1 failed" in text
+    leave_together(mesh)  # rank 1 does not end before the others have raised
 
 
 @on_world(2)
@@ -138,8 +134,13 @@ class Spoils(torch.autograd.Function):
         return grad * float("inf")
 
 
-def spoiled(mesh, strategy: acc.Strategy, where: str) -> str:
-    """Create NaN or inf on the last rank alone in the second step; return this rank's error."""
+SPOILED = {"parameters": "in its parameters", "forward": "its forward returned", "backward": "gradients"}
+
+
+@pytest.mark.parametrize("where", SPOILED)
+@under_strategies("full_shard", "hybrid_shard")
+def test_nan_and_inf_are_reported_with_the_first_unit_and_phase(mesh, strategy: acc.Strategy, where: str) -> None:
+    """The last rank alone computes NaN or inf in the second step."""
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, debug="finite")
     one_loss(model, 0).backward()
     block = model.blocks[1]
@@ -151,22 +152,10 @@ def spoiled(mesh, strategy: acc.Strategy, where: str) -> str:
             block.down.register_forward_hook(lambda module, args, out: out.log())
         else:
             block.norm.register_forward_hook(lambda module, args, out: Spoils.apply(out))
-    with pytest.raises(acc.NonFiniteError) as caught:
+    with pytest.raises(acc.NonFiniteError, match=r"blocks\.1") as caught:
         one_loss(model, 1).backward()
-    return str(caught.value)
-
-
-SPOILED = {"parameters": "in its parameters", "forward": "its forward returned", "backward": "gradients"}
-
-
-@under("full_shard", "hybrid_shard")
-def test_nan_and_inf_are_reported_with_the_first_unit_and_phase(world, strategy):
-    strategy = STRATEGIES[strategy]
-    for where, phase in SPOILED.items():
-        texts = world.run_mesh(*mesh_of(strategy), spoiled, strategy, where)
-        assert len(set(texts)) == 1
-        assert "blocks.1" in texts[0]
-        assert phase in texts[0]
+    assert SPOILED[where] in str(caught.value)
+    assert set(everyone(mesh, str(caught.value))) == {str(caught.value)}
 
 
 @on_world(2)
