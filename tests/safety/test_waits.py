@@ -21,10 +21,8 @@ from tests.support.hubs import hub_of
 
 @pytest.mark.parametrize("failure", [None, "Connection closed by peer"])
 def test_a_work_that_ends_during_a_timeout_has_ended_or_its_failure_is_named(failure: str | None) -> None:
-    then = None if failure is None else RuntimeError(failure)
-    work = mock.Mock(
-        **{"wait.side_effect": [RuntimeError("Operation timed out!"), then], "is_completed.return_value": True}
-    )
+    work = mock.Mock()
+    work.wait.side_effect = [RuntimeError("Operation timed out!"), failure and RuntimeError(failure)]
     pending = Pending(GlooCommunicator(None, torch.device("cpu")), [work])
     error = pytest.raises(DivergenceError, match=f"while this rank gathers unit 1: {failure}")
     with error if failure else contextlib.nullcontext():
@@ -40,9 +38,8 @@ def test_only_works_of_gloo_are_waited_for_with_a_timeout() -> None:
 
 
 def test_a_failure_of_a_work_of_another_backend_is_named() -> None:
-    work = mock.Mock(
-        **{"wait.side_effect": RuntimeError("MPI_ERR_OTHER: known error"), "is_completed.return_value": False}
-    )
+    work = mock.Mock()
+    work.wait.side_effect = RuntimeError("MPI_ERR_OTHER: known error")
     pending = Pending(Communicator(None, torch.device("cpu")), [work])
     with pytest.raises(DivergenceError, match="while this rank gathers unit 1: MPI_ERR_OTHER"):
         DivergenceMonitor([], [0]).wait(pending, "gathers unit 1")
