@@ -18,7 +18,8 @@ from accordion.engine.streams import SideStream
 from accordion.safety.divergence import DivergenceMonitor
 from tests.happens_before import programs
 from tests.happens_before.checker import Checker, Event, Stream
-from tests.happens_before.programs import Blocks, Experts, Odd, PlantedError, Run, Steps, begun, on_side, trained
+from tests.happens_before.programs import Blocks, Experts, Odd, Run, Steps, begun, on_side, trained
+from tests.support.checks import PlantedError
 from tests.support.sample import sampled
 
 pytestmark = [

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
-from accordion.engine.hooks import engine_of
 from accordion.safety.first_inputs import FirstInputs, checksums_of, digest_of
+from tests.inside import engine_in
 from tests.support.checks import logged
 from tests.support.ranked import on_mesh, on_world, under_strategies
 
@@ -88,9 +88,7 @@ def check_warnings(mesh: Any, strategy: acc.Strategy, name: str, recomputes: boo
         deadline = time.monotonic() + HEARD_S
         while num_warnings and not messages and time.monotonic() < deadline:
             time.sleep(0.01)
-    engine = engine_of(model)
-    assert engine is not None
-    assert engine.observers.find(FirstInputs) is None  # it costs nothing from then on
+    assert engine_in(model).observers.find(FirstInputs) is None  # it costs nothing from then on
     equal = [text for text in messages if WARNS in text]
     assert len(equal) == num_warnings, messages
     assert all("DistributedSampler" in text for text in equal)
@@ -120,9 +118,7 @@ def test_equal_inputs_are_detected_with_every_strategy(mesh: Any, strategy: acc.
 @on_mesh((2,), ("dp_cp",))
 def test_ranks_that_share_data_are_not_compared(mesh: Any) -> None:
     """Ranks of a sequence parallel axis have the same batch."""
-    engine = engine_of(acc.shard(Net(), mesh))
-    assert engine is not None
-    assert engine.observers.find(FirstInputs) is None
+    assert engine_in(acc.shard(Net(), mesh)).observers.find(FirstInputs) is None
 
 
 def digest(tensors: list[Tensor]) -> int | None:
