@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import accordion as acc
 from tests.devices import device
 from tests.inside import engine_in
+from tests.sim.test_gathers import one_step, traced
+from tests.sim.test_host_waits_for_gradients import counted_waits
 from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.sim
@@ -84,17 +86,15 @@ def test_every_library_of_a_device_is_left_to_its_streams(mesh, library: str, re
     axis = engine_in(model).context.shard
     assert axis.gather.is_ordered
     assert axis.gather.group is not axis.reduce.group
-    x, waits = torch.randn(4, 512, device=device()), []
-    for step in range(4):
-        if step == 3:
-            torch.accelerator.synchronize()
-            torch.sim.trace(True)
-        before = torch.sim.num_waits()
-        model(x).square().mean().backward()
+    x, waits = torch.randn(4, 512, device=device()), list[int]()
+
+    def step() -> None:
+        with counted_waits(waits):
+            one_step(model, x)
         model.zero_grad()
-        waits.append(torch.sim.num_waits() - before)
-    torch.accelerator.synchronize()
-    events = torch.sim.trace(False)
-    launches = sum(kind == "kernel" and name.startswith("ccl_") for kind, name, *_ in events)
+
+    for _ in range(3):
+        step()
+    launches = sum(kind == "kernel" and name.startswith("ccl_") for kind, name, *_ in traced(step))
     assert waits[1:] == [0, 0, 0]
     assert launches == 2 * NUM_BLOCKS, "one to gather, one to reduce"

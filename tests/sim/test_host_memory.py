@@ -4,61 +4,48 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 import accordion as acc
 from accordion import _torch
 from tests.devices import device
+from tests.sim.test_gathers import small_blocks
 from tests.support import models
 from tests.support.checks import one_loss
 from tests.support.processes import run_python
-from tests.support.reference import grads_of
+from tests.support.ranked import on_world
+from tests.support.reference import assert_close, grads_of
 
 pytestmark = pytest.mark.sim
 
 
-def blocks(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
-
-
-def trained(mesh, offload, folder):
-    torch.set_default_device(device())
-    try:
-        with torch.device("cpu"):
-            model = blocks()
-        model = acc.shard(model, mesh, offload=offload)
-        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
-        for step in range(3):
-            x = torch.randn(4, 16, generator=torch.Generator("cpu").manual_seed(step), device="cpu").to(device())
-            model(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        acc.save(folder, model, optimizer)
-        acc.load(folder, model, optimizer)
-        return {name: p.cpu() for name, p in acc.full_state_dict(model).items()}
-    finally:
-        torch.set_default_device(None)
+def three_steps(model, optimizer, place):
+    for step in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator("cpu").manual_seed(step), device="cpu").to(place)
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("place", ["device", "host", "disk:{}"])
-def test_a_default_device_changes_nothing(world, tmp_path, place):
+@on_world(2)
+def test_a_default_device_changes_nothing(mesh, tmp_path, place):
     place = place.format(tmp_path)
     offload = acc.Offload(optimizer=place, **({} if place == "device" else {"params": place, "grads": place}))
-    found = world.run(2, trained, offload, str(tmp_path / "c"))
-    plain = blocks()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    for step in range(3):
-        plain(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for name, tensor in plain.state_dict().items():
-        torch.testing.assert_close(found[0][name], tensor)
+    plain, model = small_blocks(), small_blocks()
+    three_steps(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), "cpu")
+    with torch.device(device()):
+        acc.shard(model, mesh, offload=offload)
+        optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+        three_steps(model, optimizer, device())
+        acc.save(tmp_path / "c", model, optimizer)
+        acc.load(tmp_path / "c", model, optimizer)
+        found = acc.full_state_dict(model, rank0_only=False)
+    assert_close(found, plain.state_dict(), tolerance=1.3e-6)
 
 
 def scaled(mesh, offload):
     """Return the gradients after each of ten `unscale_`: torch's scaler copies the scale to the host without a wait."""
-    model = acc.shard(blocks(), mesh, offload=offload, precision=acc.Precision(params=torch.float16))
+    model = acc.shard(small_blocks(), mesh, offload=offload, precision=acc.Precision(params=torch.float16))
     optimizer = acc.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
     scaler = torch.amp.GradScaler(device().type, init_scale=1024.0)
     found = []

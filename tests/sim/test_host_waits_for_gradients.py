@@ -11,6 +11,7 @@ import torch
 import accordion as acc
 from tests.devices import device
 from tests.engine.test_absent_gradients import Mixture, Routed
+from tests.sim.test_gathers import small_blocks
 from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.sim
@@ -57,8 +58,7 @@ def test_a_step_lets_the_host_run_ahead(
 ) -> None:
     """A step is a forward, a backward, clipping and the optimizer."""
     rank = torch.distributed.get_rank()
-    dense = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(3)))
-    model = acc.shard(Mixture(), mesh, units={Routed}) if mixture else acc.shard(dense, mesh)
+    model = acc.shard(Mixture(), mesh, units={Routed}) if mixture else acc.shard(small_blocks(), mesh)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
     counts: list[int] = []
     for _ in range(STEPS):
