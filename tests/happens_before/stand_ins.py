@@ -90,16 +90,6 @@ class OrderedGroup(dist.ProcessGroup):
 
     checker: Checker  # of the test that runs
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._place = (rank, size)
-
-    def rank(self) -> int:
-        return self._place[0]
-
-    def size(self) -> int:
-        return self._place[1]
-
     def name(self) -> str:
         return "nccl"
 

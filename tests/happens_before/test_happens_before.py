@@ -198,22 +198,14 @@ def full_parameters(run: Run) -> None:
     run.step()
 
 
-def dropped(run: Run) -> None:
+def dropped_after(what: str, run: Run) -> None:
+    """Free the model after its forward or backward has raised."""
+    abandoned(run, what)
+    run.optimizer.zero_grad()
     run.optimizer.param_groups.clear()
     run.optimizer.state.clear()
     run.model = nn.Module()
     gc.collect()
-
-
-def dropped_after_a_backward_that_raised(run: Run) -> None:
-    abandoned(run, "backward")
-    run.optimizer.zero_grad()
-    dropped(run)
-
-
-def dropped_after_a_forward_that_raised(run: Run) -> None:
-    abandoned(run, "forward")
-    dropped(run)
 
 
 def the_step_on_another_stream(run: Run) -> None:
@@ -261,10 +253,12 @@ ODD: dict[str, tuple[Callable[[Run], None], dict[str, object]]] = {
     program.__name__: (program, {})
     for program in (
         raises_then_goes_on, raises_then_steps, forward_raises, evaluates, two_forwards, grad_of_an_activation,
-        backward_of_some_inputs, full_parameters, dropped_after_a_backward_that_raised, dropped_after_a_forward_that_raised,
-        the_step_on_another_stream, an_evaluation_on_another_stream, a_block_on_a_side_stream,
+        backward_of_some_inputs, full_parameters, the_step_on_another_stream, an_evaluation_on_another_stream,
+        a_block_on_a_side_stream,
     )
 } | {
+    "dropped_after_a_backward_that_raised": (partial(dropped_after, "backward"), {}),
+    "dropped_after_a_forward_that_raised": (partial(dropped_after, "forward"), {}),
     "no_memory_for_tags": (partial(out_of_memory, DivergenceMonitor, "same_everywhere"), {}),
     "no_memory_for_a_sum": (partial(out_of_memory, reduce, "sum_rows"), {}),
     "the_step_on_another_stream, grad_op": (the_step_on_another_stream, {"strategy": acc.SHARD_GRAD_OP}),

@@ -48,22 +48,23 @@ def drawn(seed: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
+def own(step: int) -> Tensor:
+    return drawn(10 * dist.get_rank() + step)
+
+
 def evaluates(model: nn.Module, step: int) -> Tensor:
     model.eval()
     with torch.no_grad():
         model(drawn(100 + step))
     model.train()
-    return model(drawn(10 * dist.get_rank() + step))
+    return model(own(step))
 
 
 STEPS: dict[str, tuple[Callable[[nn.Module, int], Tensor], bool]] = {
     "the same batches": (lambda m, i: m(drawn(i)), True),
     "the same batches by keyword": (lambda m, i: m(x=drawn(i), mask=torch.ones(4, 1)), True),
-    "batches of each rank": (lambda m, i: m(drawn(10 * dist.get_rank() + i)), False),
-    "the same mask beside batches of each rank": (
-        lambda m, i: m(drawn(10 * dist.get_rank() + i), (drawn(i) > 0).float()),
-        False,
-    ),
+    "batches of each rank": (lambda m, i: m(own(i)), False),
+    "the same mask with batches of each rank": (lambda m, i: m(own(i), (drawn(i) > 0).float()), False),
     "the same first batch alone": (lambda m, i: m(drawn(10 * dist.get_rank() * i + i)), False),
     "one batch for ever": (lambda m, i: m(drawn(0)), False),
     "constants": (lambda m, i: m(torch.full((4, WIDTH), float(i))), False),
