@@ -23,18 +23,21 @@ VOCAB = 512
 
 
 class Small(GPT):
-    """A GPT of three blocks. Subclasses call blocks, or compute the output, in their own way."""
+    """A GPT of three blocks, or of three other modules that `block` creates. Subclasses call blocks, or compute the output, in
+    their own way."""
 
-    def __init__(self) -> None:
-        super().__init__(vocab=VOCAB, width=256, blocks=3, heads=4)
+    def __init__(self, block: Callable[[], nn.Module] | None = None, width: int = 256) -> None:
+        super().__init__(vocab=VOCAB, width=width, blocks=3, heads=4)
+        if block is not None:
+            self.blocks = nn.ModuleList(block() for _ in range(3))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for i in range(3):
-            x = self.block(i, x)
+            x = self.call(i, x)
         return self.output(self.norm(x))
 
-    def block(self, i: int, x: Tensor) -> Tensor:
+    def call(self, i: int, x: Tensor) -> Tensor:
         return self.blocks[i](x)
 
     def output(self, x: Tensor) -> Tensor:
@@ -44,7 +47,7 @@ class Small(GPT):
 class Recomputed(Small):
     """A model whose blocks are recomputed in the backward by torch's own checkpoint."""
 
-    def block(self, i: int, x: Tensor) -> Tensor:
+    def call(self, i: int, x: Tensor) -> Tensor:
         return checkpoint(self.blocks[i], x, use_reentrant=False)
 
 
@@ -59,22 +62,6 @@ class ReadsOutside(Small):
 
     def output(self, x: Tensor) -> Tensor:
         return x @ self.head.weight.t()
-
-
-class Blocks(nn.Module):
-    """A model of an embedding, three blocks and a head."""
-
-    def __init__(self, block: Callable[[], nn.Module], width: int = 64) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCAB, width)
-        self.blocks = nn.ModuleList(block() for _ in range(3))
-        self.head = nn.Linear(width, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 class Experts(nn.Module):
@@ -114,12 +101,12 @@ class Odd(Small):
     backward_raises = forward_raises = False
     side: Stream | None = None
 
-    def block(self, i: int, x: Tensor) -> Tensor:
+    def call(self, i: int, x: Tensor) -> Tensor:
         if i != 1:
-            return super().block(i, x)
+            return super().call(i, x)
         x = FailsInBackward.apply(x, fail if self.backward_raises else None)
         with on_side(self.side):
-            x = super().block(i, x)
+            x = super().call(i, x)
         if self.forward_raises:
             fail()
         return x

@@ -18,7 +18,7 @@ from accordion.engine.streams import SideStream
 from accordion.safety.divergence import DivergenceMonitor
 from tests.happens_before import programs
 from tests.happens_before.checker import Checker, Event, Stream
-from tests.happens_before.programs import Blocks, Experts, Odd, Run, Steps, begun, on_side, trained
+from tests.happens_before.programs import Experts, Odd, Run, Small, Steps, begun, on_side, trained
 from tests.support.checks import PlantedError
 from tests.support.sample import sampled
 
@@ -62,15 +62,15 @@ ON_DEVICE: dict[str, Steps] = {
     "recomputed by the caller": steps(build=programs.Recomputed),
     "frozen": steps(trained=(".qkv.", "norm1")),
     "frozen, recomputed": steps(trained=(".qkv.", "norm1"), checkpoint_activations="full"),
-    "another dim": steps(build=lambda: Blocks(Experts), num_ranks=16),
-    "another dim, float32, scattered": steps(None, build=lambda: Blocks(Experts), num_ranks=16, strategy=SCATTERED),
-    "another dim, hybrid_optim": steps(build=lambda: Blocks(Experts), num_ranks=16, strategy=acc.HYBRID_SHARD_OPTIM),
+    "another dim": steps(build=lambda: Small(Experts, 64), num_ranks=16),
+    "another dim, float32, scattered": steps(None, build=lambda: Small(Experts, 64), num_ranks=16, strategy=SCATTERED),
+    "another dim, hybrid_optim": steps(build=lambda: Small(Experts, 64), num_ranks=16, strategy=acc.HYBRID_SHARD_OPTIM),
     "no_sync": steps(micros=3, no_sync=True),
     "prefetch of everything": steps(prefetch=acc.Prefetch(budget_bytes=1 << 30)),
     "tied": steps(build=programs.Tied),
     "read from outside": steps(build=programs.ReadsOutside),
     "nested units": steps(units={nn.Linear, "GPTBlock"}),
-    "some gradients absent": steps(build=lambda: Blocks(programs.Router)),
+    "some gradients absent": steps(build=lambda: Small(programs.Router, 64)),
 }
 # Waits of the host in a step: with `debug`, to check the forward for writes and for NaN, and the backward for NaN; at its end,
 # for gradients that no rank had.

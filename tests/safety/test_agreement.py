@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -20,7 +20,7 @@ from accordion import _torch
 from accordion.shard import same_mesh as meshes
 from tests.safety.test_divergence import IN_STREAMS, impatient
 from tests.support import models
-from tests.support.checks import assert_equal, leave_together, one_loss
+from tests.support.checks import assert_equal, everyone, leave_together, one_loss
 from tests.support.ranked import on_mesh, on_world, under_strategies
 from tests.support.reference import local_of, params_of
 
@@ -33,13 +33,13 @@ def passes(build: Callable[[], nn.Module] = models.plain, **options: Any) -> Arg
     return build, options
 
 
-def layers(*kinds: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(kind() for kind in kinds))
+def layers(*widths: int, **options: Any) -> Callable[[], nn.Module]:
+    """Return a function that builds linear layers of these widths, each with `options`."""
+    return lambda: nn.Sequential(*(nn.Linear(*pair, **options) for pair in pairwise(widths)))
 
 
-LAYER = partial(nn.Linear, 4, 5)
 PLAIN = passes()
-ONE = passes(layers(LAYER))
+ONE = passes(layers(4, 5))
 # What rank 1 passes to `shard`, what the others pass, and the difference in the error.
 DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
     "reduce_op": (passes(reduce_op="sum"), PLAIN, "reduce_op 'sum' (rank 0: 'mean')"),
@@ -59,45 +59,31 @@ DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
     "sync": (passes(sync=True), PLAIN, "sync True (rank 0: False)"),
     "secondary": (passes(secondary=3), PLAIN, "secondary 3 (rank 0: None)"),
     "width": (
-        passes(layers(partial(nn.Linear, 4, 6))),
+        passes(layers(4, 6)),
         ONE,
         "parameter '0.weight' float32 (6, 4), trained, in unit '' (rank 0: float32 (5, 4), trained, in unit '')",
     ),
-    "dtype": (passes(lambda: layers(LAYER)().half()), ONE, "parameter '0.weight' float16 (5, 4), trained"),
-    "depth": (passes(layers(LAYER, partial(nn.Linear, 5, 5))), ONE, "parameter '1.weight' float32 (5, 5)"),
-    "frozen": (
-        passes(lambda: layers(LAYER)().requires_grad_(False)),
-        ONE,
-        "parameter '0.weight' float32 (5, 4), frozen",
-    ),
-    "meta": (
-        passes(layers(partial(LAYER, device="meta"))),
-        ONE,
-        "parameter '0.weight' float32 (5, 4) on meta, trained",
-    ),
-    "many": (passes(layers(*[LAYER] * 4)), ONE, " and 3 more"),
+    "dtype": (passes(layers(4, 5, dtype=torch.float16)), ONE, "parameter '0.weight' float16 (5, 4), trained"),
+    "depth": (passes(layers(4, 5, 5)), ONE, "parameter '1.weight' float32 (5, 5)"),
+    "frozen": (passes(lambda: ONE[0]().requires_grad_(False)), ONE, "parameter '0.weight' float32 (5, 4), frozen"),
+    "meta": (passes(layers(4, 5, device="meta")), ONE, "parameter '0.weight' float32 (5, 4) on meta, trained"),
+    "many": (passes(layers(4, 5, 5, 5, 5)), ONE, " and 3 more"),
 }
 
 
-def refused(mesh: Any) -> dict[str, str]:
-    """Return this rank's error for each difference."""
-    texts = {}
-    for name, (mine, others, _) in DIFFERENT.items():
-        build, options = mine if mesh.get_rank() == 1 else others
-        model = build()
-        with pytest.raises(acc.DivergenceError, match="ranks hold different models or settings: rank 1 has ") as caught:
-            acc.shard(model, mesh=mesh, **options)
-        texts[name] = str(caught.value)
-        assert all(type(p) is nn.Parameter and p.numel() for p in model.parameters())  # as it was
-    return texts
-
-
-def test_different_arguments_and_models_are_named_with_both_values(world):
-    first, *others = world.run(3, refused)
-    assert all(other == first for other in others)
-    for name, (_, _, words) in DIFFERENT.items():
-        assert words in first[name], first[name]
-        assert "rank 2" not in first[name], first[name]
+@pytest.mark.parametrize("name", DIFFERENT)
+@on_world(3)
+def test_different_arguments_and_models_are_named_with_both_values(mesh: Any, name: str) -> None:
+    mine, others, words = DIFFERENT[name]
+    build, options = mine if mesh.get_rank() == 1 else others
+    model = build()
+    with pytest.raises(acc.DivergenceError, match="ranks hold different models or settings: rank 1 has ") as caught:
+        acc.shard(model, mesh=mesh, **options)
+    error = str(caught.value)
+    assert words in error
+    assert "rank 2" not in error
+    assert set(everyone(mesh, error)) == {error}
+    assert all(type(p) is nn.Parameter and p.numel() for p in model.parameters())  # as it was
 
 
 # -- meshes

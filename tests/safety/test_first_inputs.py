@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import accordion as acc
 from accordion.safety.first_inputs import FirstInputs, checksums_of, digest_of
 from tests.inside import engine_in
+from tests.support.chains import Plain
 from tests.support.checks import logged
 from tests.support.ranked import on_mesh, on_world, under_strategies
 
@@ -37,11 +38,6 @@ class Net(nn.Module):
 
     def _layers(self, x: Tensor) -> Tensor:
         return self.down(self.up(x).relu())
-
-
-class Hidden:
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
 
 
 def drawn(seed: int) -> Tensor:
@@ -68,7 +64,7 @@ STEPS: dict[str, tuple[Callable[[nn.Module, int], Tensor], bool]] = {
     "the same first batch alone": (lambda m, i: m(drawn(10 * dist.get_rank() * i + i)), False),
     "one batch for ever": (lambda m, i: m(drawn(0)), False),
     "constants": (lambda m, i: m(torch.full((4, WIDTH), float(i))), False),
-    "no tensors": (lambda m, i: m(hidden=Hidden(drawn(i))), False),
+    "no tensors": (lambda m, i: m(hidden=Plain(drawn(i))), False),
     "empty tensors": (lambda m, i: m(drawn(i)[:0]), False),
     "the same evaluations": (evaluates, False),
 }

@@ -10,7 +10,7 @@ from accordion import _torch
 from tests.devices import device
 from tests.sim.test_gathers import small_blocks
 from tests.support import models
-from tests.support.checks import one_loss
+from tests.support.checks import assert_equal, one_loss
 from tests.support.processes import run_python
 from tests.support.ranked import on_world
 from tests.support.reference import assert_close, grads_of
@@ -52,7 +52,7 @@ def scaled(mesh, offload):
     for _ in range(10):
         scaler.scale(model(torch.ones(2, 16, device=device())).sum()).backward()
         scaler.unscale_(optimizer)
-        found.append([p.grad.full_tensor().cpu() for p in model.parameters()])
+        found.append(grads_of(model))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -60,13 +60,11 @@ def scaled(mesh, offload):
 
 
 @pytest.mark.parametrize("place", ["host", "disk:{}"])
-def test_a_scaler_reads_its_scale_after_it_has_come(world, tmp_path, place):
-    offload = acc.Offload(optimizer="host", grads=place.format(tmp_path))
-    on_device = world.run(2, scaled, acc.Offload())[0][0]
-    for found in world.run(2, scaled, offload):
-        for grads in found:
-            for grad, expected in zip(grads, on_device, strict=True):
-                assert torch.equal(grad, expected)
+@on_world(2)
+def test_a_scaler_reads_its_scale_after_it_has_arrived(mesh, tmp_path, place):
+    on_device = scaled(mesh, acc.Offload())[0]
+    for grads in scaled(mesh, acc.Offload(optimizer="host", grads=place.format(tmp_path))):
+        assert_equal(grads, on_device)
 
 
 BACKGROUND = """
@@ -99,10 +97,10 @@ def offloaded_inputs(mesh, offload):
         loss = one_loss(model)
         one_loss(model, 1)
         loss.backward()
-    return {name: grad.cpu() for name, grad in grads_of(model).items()}
+    return grads_of(model)
 
 
-def test_memory_of_inputs_that_nobody_wants_is_used_again_when_they_have_come(world, tmp_path):
-    wanted, *_ = world.run(1, offloaded_inputs, acc.Offload())
-    found, *_ = world.run(1, offloaded_inputs, acc.Offload(activations=f"disk:{tmp_path}"))
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+@on_world(1)
+def test_memory_of_inputs_that_no_backward_needs_is_used_again_when_they_have_arrived(mesh, tmp_path):
+    found = offloaded_inputs(mesh, acc.Offload(activations=f"disk:{tmp_path}"))
+    assert_equal(found, offloaded_inputs(mesh, acc.Offload()))
