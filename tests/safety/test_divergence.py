@@ -38,7 +38,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 }
 
 
-def diverge(model: nn.Module, how: str, step: int) -> None:
+def one_step(model: nn.Module, step: int, how: str = "") -> None:
+    """Run a step in which this rank diverges as `how` says; "": it does not."""
     if how == "calls_a_block":
         model.blocks[1](torch.ones(2, 3, 32, requires_grad=True, device=device())).sum().backward()
         return
@@ -50,20 +51,19 @@ def diverge(model: nn.Module, how: str, step: int) -> None:
     loss.backward()
 
 
-def continue_training(model: nn.Module, how: str) -> None:
-    """Run three steps in which rank 1 diverges; if the first one does not raise, a later one does."""
-    for step in range(3):
-        diverge(model, how, step) if dist.get_rank() == 1 else one_loss(model, step).backward()
+def diverge(model: nn.Module, how: str) -> None:
+    for step in range(3):  # if the first step does not raise, a later one does
+        one_step(model, step, how)
 
 
 def diverged(mesh, strategy: acc.Strategy, how: str, steps: int, **options: Any) -> str:
     """Return this rank's error if rank 1 diverges after `steps` correct steps."""
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block}, **options)
     for step in range(steps):
-        one_loss(model, step).backward()
+        one_step(model, step)
     start = time.monotonic()
     with impatient(), pytest.raises(acc.DivergenceError) as caught:
-        continue_training(model, how)
+        diverge(model, how if dist.get_rank() == 1 else "")
     assert time.monotonic() - start < SOON_S
     return str(caught.value)
 
@@ -124,14 +124,8 @@ def test_a_late_rank_is_no_error(mesh) -> None:
 # -- NaN and inf
 
 
-class Spoils(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * float("inf")
+def spoil_gradient(module: nn.Module, args: Any, out: Tensor) -> None:
+    out.register_hook(lambda grad: grad * float("inf"))
 
 
 SPOILED = {"parameters": "in its parameters", "forward": "its forward returned", "backward": "gradients"}
@@ -151,7 +145,7 @@ def test_nan_and_inf_are_reported_with_the_first_unit_and_phase(mesh, strategy: 
         if where == "forward":
             block.down.register_forward_hook(lambda module, args, out: out.log())
         else:
-            block.norm.register_forward_hook(lambda module, args, out: Spoils.apply(out))
+            block.norm.register_forward_hook(spoil_gradient)
     with pytest.raises(acc.NonFiniteError, match=r"blocks\.1") as caught:
         one_loss(model, 1).backward()
     assert SPOILED[where] in str(caught.value)

@@ -78,23 +78,19 @@ def check_named(mesh, how: str, strategy: acc.Strategy = acc.FULL_SHARD, **more:
     assert f"rank {mesh.size() - 1} has {DIFFERENCES[how]}" in text, (how, text)
 
 
-@on_mesh((2,), pool="alone")
-def test_ranks_that_step_differently_are_named(mesh) -> None:
-    for how in DIFFERENCES:
-        check_named(mesh, how)
-
-
+# In the second and third rows no reduce carries the digest.
 @pytest.mark.parametrize(
-    "more",
+    ("hows", "more"),
     [
-        {"offload": acc.Offload(optimizer="host")},
-        {"precision": acc.Precision(params=torch.bfloat16, reduce=torch.bfloat16)},
+        (list(DIFFERENCES), {}),
+        (["lr", "weights"], {"offload": acc.Offload(optimizer="host")}),
+        (["lr", "weights"], {"precision": acc.Precision(params=torch.bfloat16, reduce=torch.bfloat16)}),
     ],
-    ids=["states on host", "reduced in bf16"],
+    ids=["default", "states on host", "reduced in bf16"],
 )
 @on_mesh((2,), pool="alone")
-def test_ranks_that_step_differently_are_named_if_no_reduce_carries_the_digest(mesh, more: dict[str, Any]) -> None:
-    for how in ("lr", "weights"):
+def test_ranks_that_step_differently_are_named(mesh, hows: list[str], more: dict[str, Any]) -> None:
+    for how in hows:
         check_named(mesh, how, **more)
 
 

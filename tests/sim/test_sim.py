@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.sim.test_torch import assert_alike
+from tests.support.fails_alone import FailsInBackward
 from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.sim
@@ -56,22 +57,11 @@ def test_two_devices_do_not_mix():
 
 
 def test_backward_runs_on_a_thread_of_the_device():
-    seen = []
-
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(threading.get_ident())
-            return grad * 2
-
+    threads: list[int] = []
     x = torch.ones(3, device="sim", requires_grad=True)
-    Probe.apply(x).sum().backward()
-    assert seen
-    assert seen[0] != threading.get_ident()
+    (2 * FailsInBackward.apply(x, lambda: threads.append(threading.get_ident()))).sum().backward()
+    assert threads
+    assert threads[0] != threading.get_ident()
     assert x.grad.tolist() == [2.0] * 3
 
 

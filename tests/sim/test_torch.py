@@ -17,14 +17,11 @@ BF16 = torch.bfloat16
 
 
 class Call(nn.Module):
-    """A function as a module, with the shapes of its parameters."""
+    """A function as a module."""
 
-    def __init__(self, fn: Callable[..., Any], *shapes: tuple[int, ...]) -> None:
+    def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
-        self.fn, self.weights = fn, nn.ParameterList(torch.randn(shape) for shape in shapes)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.fn(*inputs, *self.weights)
+        self.forward = forward
 
 
 def ids(*shape: int, high: int = 9) -> Callable[[], Tensor]:
