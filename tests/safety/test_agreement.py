@@ -20,7 +20,7 @@ from accordion import _torch
 from accordion.shard import same_mesh as meshes
 from tests.safety.test_divergence import IN_STREAMS, impatient
 from tests.support import models
-from tests.support.checks import assert_equal, everyone, leave_together, one_loss
+from tests.support.checks import assert_equal, everyone, full, leave_together, one_loss
 from tests.support.ranked import on_mesh, on_world, under_strategies
 from tests.support.reference import local_of, params_of
 
@@ -226,10 +226,6 @@ def test_sync_refuses_tensors_that_are_on_meta_on_the_first_rank_alone(mesh: Any
 # -- full tensors loaded after `shard`
 
 
-def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
-    return all(torch.equal(local_of(tensor), before[name]) for name, tensor in model.state_dict().items())
-
-
 def held(model: nn.Module) -> dict[str, Tensor]:
     return {name: local_of(tensor).clone() for name, tensor in model.state_dict().items()}
 
@@ -251,9 +247,9 @@ def test_loading_different_full_tensors_raises_before_anything_changes(mesh: Any
         with pytest.raises(acc.DivergenceError, match="nothing was loaded") as caught:
             model.load_state_dict(mine if rank == 1 else others, strict=False)
         assert re.search(message, str(caught.value)), str(caught.value)
-        assert unchanged(model, before)
+        assert_equal(held(model), before)
     model.load_state_dict(right)
-    assert not unchanged(model, before)
+    assert_equal(full(model), right)
     one_loss(model).backward()
 
 
@@ -266,7 +262,7 @@ def loads_its_shards(mesh: Any) -> None:
             local_of(param).zero_()
     if mesh.get_rank() == 1:
         model.load_state_dict(kept)
-        assert unchanged(model, before)
+        assert_equal(held(model), before)
     dist.barrier(mesh.get_group())
 
 

@@ -156,7 +156,7 @@ def watched(model: Chain) -> list[weakref.ref[Any]]:
 
 
 def deleted(mesh, when: str) -> None:
-    build, options, what = failing("recomputation, activations" if when == "after recomputation failed" else "forward")
+    build, options, _ = failing("recomputation, activations" if when == "after recomputation failed" else "forward")
     model = acc.shard(seeded(build), mesh=mesh, units={Fails}, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     gc.collect()
@@ -173,8 +173,7 @@ def deleted(mesh, when: str) -> None:
         if when == "after a forward that nothing walks back":
             model(numbers())
         if "failed" in when:
-            where = what if when == "after recomputation failed" else when.split()[1]
-            planted(model, where)
+            planted(model, when.split()[1])
             run_failing(model)
         references = watched(model)
         assert all(r() is not None for r in references)

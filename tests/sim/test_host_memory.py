@@ -1,5 +1,6 @@
 """Host memory stays on the host under any default device, and a scaler's gradients there are right."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -85,15 +86,11 @@ def test_a_save_in_the_background_pins_what_it_copies_and_no_more():
     assert done.returncode == 0, done.stderr
 
 
-def sleeps():
-    torch.sim._sleep(20_000_000)
-
-
 def offloaded_inputs(mesh, offload):
     """Return the gradients of a forward after another forward without a backward; copies to the host run late."""
     model = models.seeded(num_blocks=6)
     model = acc.shard(model, mesh, offload=offload, checkpoint_activations="full", debug="streams")
-    with mock.patch.object(_torch, "sleep_on_device", sleeps):
+    with mock.patch.object(_torch, "sleep_on_device", partial(torch.sim._sleep, 20_000_000)):
         loss = one_loss(model)
         one_loss(model, 1)
         loss.backward()
