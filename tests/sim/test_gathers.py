@@ -45,7 +45,7 @@ def one_step(model: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @on_num_ranks
-def test_a_parameter_sharded_on_another_dim_is_not_copied_by_its_gather(mesh) -> None:
+def test_a_parameter_cut_on_another_dim_is_not_copied_by_its_gather(mesh) -> None:
     torch.manual_seed(0)
     alone = nn.Sequential(nn.Linear(8, 256), Experts(), Experts(), nn.Linear(256, 8))
     model = acc.shard(copy.deepcopy(alone), mesh, units={Experts})

@@ -98,6 +98,6 @@ def offloaded_inputs(mesh, offload):
 
 
 @on_world(1)
-def test_memory_of_inputs_that_no_backward_needs_is_used_again_when_they_have_arrived(mesh, tmp_path):
+def test_memory_of_inputs_that_nobody_wants_is_used_again_when_they_have_arrived(mesh, tmp_path):
     found = offloaded_inputs(mesh, acc.Offload(activations=f"disk:{tmp_path}"))
     assert_equal(found, offloaded_inputs(mesh, acc.Offload()))
