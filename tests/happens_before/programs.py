@@ -16,34 +16,39 @@ import accordion as acc
 from accordion.bench.model import GPT, batch_of, loss_of
 from tests.happens_before.checker import Checker, Stream
 from tests.happens_before.stand_ins import checked
+from tests.support.checks import PlantedError
+from tests.support.fails_alone import FailsInBackward
 
 VOCAB = 512
 
 
-class PlantedError(RuntimeError):
-    pass
-
-
 class Small(GPT):
-    """Three blocks. `recompute`: each block is recomputed in the backward by torch's own checkpoint."""
+    """A GPT of three blocks, or of three other modules that `block` creates. Subclasses call blocks, or compute the output, in
+    their own way."""
 
-    recompute = False
-
-    def __init__(self) -> None:
-        super().__init__(vocab=VOCAB, width=256, blocks=3, heads=4)
-
-    def begin(self, tokens: Tensor) -> Tensor:
-        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+    def __init__(self, block: Callable[[], nn.Module] | None = None, width: int = 256) -> None:
+        super().__init__(vocab=VOCAB, width=width, blocks=3, heads=4)
+        if block is not None:
+            self.blocks = nn.ModuleList(block() for _ in range(3))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.begin(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return self.head(self.norm(x))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for i in range(3):
+            x = self.call(i, x)
+        return self.output(self.norm(x))
+
+    def call(self, i: int, x: Tensor) -> Tensor:
+        return self.blocks[i](x)
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.head(x)
 
 
 class Recomputed(Small):
-    recompute = True
+    """A model whose blocks are recomputed in the backward by torch's own checkpoint."""
+
+    def call(self, i: int, x: Tensor) -> Tensor:
+        return checkpoint(self.blocks[i], x, use_reentrant=False)
 
 
 class Tied(Small):
@@ -55,27 +60,8 @@ class Tied(Small):
 class ReadsOutside(Small):
     """A model that uses the weight of its head without calling the head."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.begin(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x) @ self.head.weight.t()
-
-
-class Blocks(nn.Module):
-    """A model of an embedding, three blocks and a head."""
-
-    def __init__(self, block: Callable[[], nn.Module], width: int = 64) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCAB, width)
-        self.blocks = nn.ModuleList(block() for _ in range(3))
-        self.head = nn.Linear(width, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    def output(self, x: Tensor) -> Tensor:
+        return x @ self.head.weight.t()
 
 
 class Experts(nn.Module):
@@ -105,19 +91,8 @@ class Router(nn.Module):
         return x + self.experts[0](y) + self.experts[2](y)
 
 
-class Raises(torch.autograd.Function):
-    """The identity, whose backward raises if the model says so."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, model: Odd) -> Tensor:
-        ctx.model = model
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.model.backward_raises:
-            raise PlantedError
-        return grad, None
+def fail() -> None:
+    raise PlantedError
 
 
 class Odd(Small):
@@ -126,16 +101,15 @@ class Odd(Small):
     backward_raises = forward_raises = False
     side: Stream | None = None
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.begin(tokens)
-        for i, block in enumerate(self.blocks):
-            if i == 1:
-                x = Raises.apply(x, self)
-            with on_side(self.side if i == 1 else None):
-                x = block(x)
-            if i == 1 and self.forward_raises:
-                raise PlantedError
-        return self.head(self.norm(x))
+    def call(self, i: int, x: Tensor) -> Tensor:
+        if i != 1:
+            return super().call(i, x)
+        x = FailsInBackward.apply(x, fail if self.backward_raises else None)
+        with on_side(self.side):
+            x = super().call(i, x)
+        if self.forward_raises:
+            fail()
+        return x
 
 
 @contextlib.contextmanager

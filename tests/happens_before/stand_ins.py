@@ -90,16 +90,6 @@ class OrderedGroup(dist.ProcessGroup):
 
     checker: Checker  # of the test that runs
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._place = (rank, size)
-
-    def rank(self) -> int:
-        return self._place[0]
-
-    def size(self) -> int:
-        return self._place[1]
-
     def name(self) -> str:
         return "nccl"
 
@@ -193,7 +183,7 @@ class PinnedCopy:
 
 
 @contextmanager
-def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
+def checked(num_ranks: int) -> Iterator[Checker]:
     """Context manager in which this process is rank 0 of `num_ranks` on a device that is stood in for. Yields its checker."""
     checker, num_streams = Checker(), 0
     module = DeviceModule(checker)
@@ -243,7 +233,7 @@ def checked(num_ranks: int, *, one_node: bool = True) -> Iterator[Checker]:
         (DivergenceMonitor, "same_everywhere", same_everywhere), (Tiers, "_thread_pool", lambda *_: Inline()),
         (torch.UntypedStorage, "resize_", resized), (dist, "all_reduce", all_reduce), (Tensor, "tolist", tolist),
         (TOPOLOGY, "own_communicator", second), (COMMUNICATOR, "is_stream_ordered", lambda backend, device: True),
-        (TOPOLOGY, "_one_node", lambda communicator, device: one_node), (SHARD, "same_structure", lambda *args, **kwargs: None),
+        (TOPOLOGY, "_one_node", lambda communicator, device: True), (SHARD, "same_structure", lambda *args, **kwargs: None),
         (TOPOLOGY, "same_mesh", lambda mesh: None),
         (FORWARD_WRITES, "HostCopy", partial(PinnedCopy, checker, read)),
         (SHARD, "same_values", lambda *args: lambda owned: owned.original.detach()),

@@ -18,7 +18,8 @@ from accordion.engine.streams import SideStream
 from accordion.safety.divergence import DivergenceMonitor
 from tests.happens_before import programs
 from tests.happens_before.checker import Checker, Event, Stream
-from tests.happens_before.programs import Blocks, Experts, Odd, PlantedError, Run, Steps, begun, on_side, trained
+from tests.happens_before.programs import Experts, Odd, Run, Small, Steps, begun, on_side, trained
+from tests.support.checks import PlantedError
 from tests.support.sample import sampled
 
 pytestmark = [
@@ -61,15 +62,15 @@ ON_DEVICE: dict[str, Steps] = {
     "recomputed by the caller": steps(build=programs.Recomputed),
     "frozen": steps(trained=(".qkv.", "norm1")),
     "frozen, recomputed": steps(trained=(".qkv.", "norm1"), checkpoint_activations="full"),
-    "another dim": steps(build=lambda: Blocks(Experts), num_ranks=16),
-    "another dim, float32, scattered": steps(None, build=lambda: Blocks(Experts), num_ranks=16, strategy=SCATTERED),
-    "another dim, hybrid_optim": steps(build=lambda: Blocks(Experts), num_ranks=16, strategy=acc.HYBRID_SHARD_OPTIM),
+    "another dim": steps(build=lambda: Small(Experts, 64), num_ranks=16),
+    "another dim, float32, scattered": steps(None, build=lambda: Small(Experts, 64), num_ranks=16, strategy=SCATTERED),
+    "another dim, hybrid_optim": steps(build=lambda: Small(Experts, 64), num_ranks=16, strategy=acc.HYBRID_SHARD_OPTIM),
     "no_sync": steps(micros=3, no_sync=True),
     "prefetch of everything": steps(prefetch=acc.Prefetch(budget_bytes=1 << 30)),
     "tied": steps(build=programs.Tied),
     "read from outside": steps(build=programs.ReadsOutside),
     "nested units": steps(units={nn.Linear, "GPTBlock"}),
-    "some gradients absent": steps(build=lambda: Blocks(programs.Router)),
+    "some gradients absent": steps(build=lambda: Small(programs.Router, 64)),
 }
 # Waits of the host in a step: with `debug`, to check the forward for writes and for NaN, and the backward for NaN; at its end,
 # for gradients that no rank had.
@@ -197,22 +198,14 @@ def full_parameters(run: Run) -> None:
     run.step()
 
 
-def dropped(run: Run) -> None:
+def dropped_after(what: str, run: Run) -> None:
+    """Free the model after its forward or backward has raised."""
+    abandoned(run, what)
+    run.optimizer.zero_grad()
     run.optimizer.param_groups.clear()
     run.optimizer.state.clear()
     run.model = nn.Module()
     gc.collect()
-
-
-def dropped_after_a_backward_that_raised(run: Run) -> None:
-    abandoned(run, "backward")
-    run.optimizer.zero_grad()
-    dropped(run)
-
-
-def dropped_after_a_forward_that_raised(run: Run) -> None:
-    abandoned(run, "forward")
-    dropped(run)
 
 
 def the_step_on_another_stream(run: Run) -> None:
@@ -260,10 +253,12 @@ ODD: dict[str, tuple[Callable[[Run], None], dict[str, object]]] = {
     program.__name__: (program, {})
     for program in (
         raises_then_goes_on, raises_then_steps, forward_raises, evaluates, two_forwards, grad_of_an_activation,
-        backward_of_some_inputs, full_parameters, dropped_after_a_backward_that_raised, dropped_after_a_forward_that_raised,
-        the_step_on_another_stream, an_evaluation_on_another_stream, a_block_on_a_side_stream,
+        backward_of_some_inputs, full_parameters, the_step_on_another_stream, an_evaluation_on_another_stream,
+        a_block_on_a_side_stream,
     )
 } | {
+    "dropped_after_a_backward_that_raised": (partial(dropped_after, "backward"), {}),
+    "dropped_after_a_forward_that_raised": (partial(dropped_after, "forward"), {}),
     "no_memory_for_tags": (partial(out_of_memory, DivergenceMonitor, "same_everywhere"), {}),
     "no_memory_for_a_sum": (partial(out_of_memory, reduce, "sum_rows"), {}),
     "the_step_on_another_stream, grad_op": (the_step_on_another_stream, {"strategy": acc.SHARD_GRAD_OP}),

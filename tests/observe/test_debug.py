@@ -97,10 +97,9 @@ def page(port: int) -> str:
             time.sleep(0.05)
 
 
+@has_server
 @on_world(2)
 def test_the_unit_is_followed_through_a_step(mesh: Any) -> None:
-    if _torch.debug_frontend() is None:
-        return
     model = acc.shard(models.seeded(), mesh=mesh)
     before = set(debug._observers)
     debug.RanksHandler(model)

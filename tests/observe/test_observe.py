@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.engine.hooks import engine_of
 from accordion.engine.streams import Steps, Transfer
 from accordion.observe.findings import findings, unit_times
 from accordion.observe.trace import Trace, as_perfetto, page_data
 from accordion.observe.values import COMPUTE, UNITS, WAIT, MemoryPoint, RankTrace, TraceSpan, UnitFacts
 from tests.devices import device
+from tests.inside import engine_in
 from tests.support import models
 from tests.support.checks import PlantedError
 from tests.support.ranked import on_world, under_strategies
@@ -63,9 +63,7 @@ class SlowWork:
 
 def slow_link(model: nn.Module, seconds: float) -> None:
     """Let each gather of `model` take `seconds` longer."""
-    engine = engine_of(model)
-    assert engine is not None
-    stream = engine.context.gather_stream
+    stream = engine_in(model).context.gather_stream
     start = stream.start
 
     def slow(steps: Steps) -> Steps:
@@ -96,8 +94,7 @@ def test_the_trace_has_the_steps_of_all_ranks_and_changes_nothing(mesh: Any, str
     with acc.observe(model, steps=STEPS) as trace:
         observed = trained(model, 5, micro=2)
     assert all(map(torch.equal, plain, observed))
-    engine = engine_of(model)
-    assert engine is not None
+    engine = engine_in(model)
     assert engine.context.gather_stream.makes is Transfer
     assert [rank.rank for rank in trace.ranks] == mesh.mesh.flatten().tolist()
     for rank in trace.ranks:

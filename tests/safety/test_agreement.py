@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -20,8 +20,8 @@ from accordion import _torch
 from accordion.shard import same_mesh as meshes
 from tests.safety.test_divergence import IN_STREAMS, impatient
 from tests.support import models
-from tests.support.checks import leave_together, one_loss, run_under, under
-from tests.support.ranked import on_mesh, on_world
+from tests.support.checks import assert_equal, everyone, full, leave_together, one_loss
+from tests.support.ranked import on_mesh, on_world, under_strategies
 from tests.support.reference import local_of, params_of
 
 BF16 = acc.Precision(params=torch.bfloat16)
@@ -33,27 +33,19 @@ def passes(build: Callable[[], nn.Module] = models.plain, **options: Any) -> Arg
     return build, options
 
 
-def layers(*kinds: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(*(kind() for kind in kinds))
+def layers(*widths: int, **options: Any) -> Callable[[], nn.Module]:
+    """Return a function that builds linear layers of these widths, each with `options`."""
+    return lambda: nn.Sequential(*(nn.Linear(*pair, **options) for pair in pairwise(widths)))
 
 
-LAYER = partial(nn.Linear, 4, 5)
 PLAIN = passes()
-ONE = passes(layers(LAYER))
+ONE = passes(layers(4, 5))
 # What rank 1 passes to `shard`, what the others pass, and the difference in the error.
 DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
     "reduce_op": (passes(reduce_op="sum"), PLAIN, "reduce_op 'sum' (rank 0: 'mean')"),
     "debug": (PLAIN, passes(debug="order"), "debug [] (rank 0: ['order'])"),
-    "prefetch": (
-        passes(prefetch=acc.Prefetch(budget_bytes=10**6)),
-        PLAIN,
-        "prefetch.budget_bytes 1000000 (rank 0: None)",
-    ),
-    "activations": (
-        passes(checkpoint_activations="every:2"),
-        passes(checkpoint_activations="full"),
-        "checkpoint_activations 'every:2' (rank 0: 'full')",
-    ),
+    "prefetch": (passes(prefetch=acc.Prefetch(budget_bytes=9)), PLAIN, "prefetch.budget_bytes 9 (rank 0: None)"),
+    "activations": (passes(checkpoint_activations="full"), PLAIN, "checkpoint_activations 'full' (rank 0: 'none')"),
     "precision": (passes(precision=BF16), PLAIN, "precision.params bfloat16 (rank 0: None)"),
     "output": (passes(precision=acc.Precision(output=torch.float16)), PLAIN, "precision.output float16 (rank 0: None)"),
     "override": (
@@ -67,67 +59,49 @@ DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
     "sync": (passes(sync=True), PLAIN, "sync True (rank 0: False)"),
     "secondary": (passes(secondary=3), PLAIN, "secondary 3 (rank 0: None)"),
     "width": (
-        passes(layers(partial(nn.Linear, 4, 6))),
+        passes(layers(4, 6)),
         ONE,
         "parameter '0.weight' float32 (6, 4), trained, in unit '' (rank 0: float32 (5, 4), trained, in unit '')",
     ),
-    "dtype": (passes(lambda: layers(LAYER)().half()), ONE, "parameter '0.weight' float16 (5, 4), trained"),
-    "depth": (passes(layers(LAYER, partial(nn.Linear, 5, 5))), ONE, "parameter '1.weight' float32 (5, 5)"),
-    "frozen": (
-        passes(lambda: layers(LAYER)().requires_grad_(False)),
-        ONE,
-        "parameter '0.weight' float32 (5, 4), frozen",
-    ),
-    "meta": (
-        passes(layers(partial(LAYER, device="meta"))),
-        ONE,
-        "parameter '0.weight' float32 (5, 4) on meta, trained",
-    ),
-    "many": (passes(layers(*[LAYER] * 4)), ONE, " and 3 more"),
+    "dtype": (passes(layers(4, 5, dtype=torch.float16)), ONE, "parameter '0.weight' float16 (5, 4), trained"),
+    "depth": (passes(layers(4, 5, 5)), ONE, "parameter '1.weight' float32 (5, 5)"),
+    "frozen": (passes(lambda: ONE[0]().requires_grad_(False)), ONE, "parameter '0.weight' float32 (5, 4), frozen"),
+    "meta": (passes(layers(4, 5, device="meta")), ONE, "parameter '0.weight' float32 (5, 4) on meta, trained"),
+    "many": (passes(layers(4, 5, 5, 5, 5)), ONE, " and 3 more"),
 }
 
 
-def refused(mesh: Any) -> dict[str, str]:
-    """Return this rank's error for each difference."""
-    texts = {}
-    for name, (mine, others, _) in DIFFERENT.items():
-        build, options = mine if mesh.get_rank() == 1 else others
-        model = build()
-        with pytest.raises(acc.DivergenceError, match="ranks hold different models or settings: rank 1 has ") as caught:
-            acc.shard(model, mesh=mesh, **options)
-        texts[name] = str(caught.value)
-        assert all(type(p) is nn.Parameter and p.numel() for p in model.parameters())  # as it was
-    return texts
-
-
-def test_different_arguments_and_models_are_named_with_both_values(world):
-    first, *others = world.run(3, refused)
-    assert all(other == first for other in others)
-    for name, (_, _, words) in DIFFERENT.items():
-        assert words in first[name], first[name]
-        assert "rank 2" not in first[name], first[name]
+@pytest.mark.parametrize("name", DIFFERENT)
+@on_world(3)
+def test_different_arguments_and_models_are_named_with_both_values(mesh: Any, name: str) -> None:
+    mine, others, words = DIFFERENT[name]
+    build, options = mine if mesh.get_rank() == 1 else others
+    model = build()
+    with pytest.raises(acc.DivergenceError, match="ranks hold different models or settings: rank 1 has ") as caught:
+        acc.shard(model, mesh=mesh, **options)
+    error = str(caught.value)
+    assert words in error
+    assert "rank 2" not in error
+    assert set(everyone(mesh, error)) == {error}
+    assert all(type(p) is nn.Parameter and p.numel() for p in model.parameters())  # as it was
 
 
 # -- meshes
 
 
-def meshed(mesh: Any) -> str:
-    """Pass a mesh of all ranks on rank 0 that is cut otherwise on the others; return the error."""
+@on_mesh((2, 2), ("replicate", "shard"), pool="alone")
+def test_meshes_of_other_shapes_are_named_on_every_rank(mesh: Any) -> None:
+    """Rank 0 gives a flat mesh of all ranks, the others give a mesh with two axes."""
     rank, flat = dist.get_rank(), init_device_mesh(mesh.device_type, (4,))
     given, strategy = (mesh, acc.HYBRID_SHARD) if rank else (flat, acc.FULL_SHARD)
-    time.sleep(1.5 if rank == 3 else 0.0)  # the others have found out by then
+    time.sleep(1.5 if rank == 3 else 0.0)  # the others have detected the difference by then
     began = time.monotonic()
-    with mock.patch.object(meshes, "POLL_S", 0.3), pytest.raises(acc.DivergenceError) as caught:
+    shapes = r"rank 0 gave \(4,\) of ranks \[0, 1, 2, 3\], rank \d gave \(2, 2\) of ranks \[0, 1, 2, 3\]"
+    error = f"^ranks gave other meshes and wait for each other: {shapes}; pass the same mesh"
+    with mock.patch.object(meshes, "POLL_S", 0.3), pytest.raises(acc.DivergenceError, match=error):
         acc.shard(models.plain(), mesh=given, strategy=strategy)
     assert time.monotonic() - began < 30.0
     leave_together(mesh)
-    return str(caught.value)
-
-
-def test_meshes_of_other_shapes_are_named_on_every_rank(alone):
-    shapes = r"rank 0 gave \(4,\) of ranks \[0, 1, 2, 3\], rank \d gave \(2, 2\) of ranks \[0, 1, 2, 3\]"
-    for text in alone.run_mesh((2, 2), ("replicate", "shard"), meshed, timeout_s=100):
-        assert re.match(f"ranks gave other meshes and wait for each other: {shapes}; pass the same mesh", text), text
 
 
 @on_mesh((2, 2), ("replicate", "shard"))
@@ -142,9 +116,10 @@ def test_shard_waits_for_ranks_that_are_late_from_another_mesh(mesh: Any) -> Non
         one_loss(model).backward()
 
 
-def alone_on_it(mesh: Any) -> str:
-    """Rank 1 passes another mesh than rank 0, which raises within the job's timeout; return the error of rank 0."""
-    text, both = "", mesh["replicate"].get_group()
+@on_mesh((2, 1), ("replicate", "shard"))
+def test_a_rank_with_a_mesh_of_its_own_is_named(mesh: Any) -> None:
+    """Rank 1 passes another mesh than rank 0, which raises within the job's timeout."""
+    both = mesh["replicate"].get_group()
     if dist.get_rank():
         acc.shard(models.plain(), mesh=mesh["shard"])
     else:
@@ -154,32 +129,24 @@ def alone_on_it(mesh: Any) -> str:
             pytest.raises(acc.DivergenceError) as caught,
         ):
             acc.shard(models.plain(), mesh=mesh, strategy=acc.HYBRID_SHARD)
-        text = str(caught.value)
+        error = str(caught.value)
+        waits = "this rank gave a mesh of (2, 1) of ranks [0, 1] and waits for rank 1 (gave (1,) of ranks [1] last)"
+        assert waits in error, error
+        assert "None of them came in 2 s" in error
     dist.barrier(both)
-    return text
 
 
-def test_a_rank_with_a_mesh_of_its_own_is_named(world):
-    text = world.run_mesh((2, 1), ("replicate", "shard"), alone_on_it, timeout_s=40)[0]
-    assert "this rank gave a mesh of (2, 1) of ranks [0, 1] and waits for rank 1 (gave (1,) of ranks [1] last)" in text
-    assert "None of them came in 2 s" in text
-
-
-def valued(mesh: Any) -> str:
+@on_world(3)
+def test_different_values_are_named_by_rank_and_parameter(mesh: Any) -> None:
     model = models.plain()
     if mesh.get_rank() == 2:
         with torch.no_grad():
             model.blocks[0].up.weight.copy_(model.blocks[0].up.weight.flip(0))  # the same numbers elsewhere
-    with pytest.raises(acc.DivergenceError) as caught:
+    error = "rank 2 has parameter 'blocks.0.up.weight' with checksum "
+    with pytest.raises(acc.DivergenceError, match=error) as caught:
         acc.shard(model, mesh=mesh)
-    return str(caught.value)
-
-
-def test_different_values_are_named_by_rank_and_parameter(world):
-    for text in world.run(3, valued):
-        assert "rank 2 has parameter 'blocks.0.up.weight' with checksum " in text, text
-        assert "rank 1" not in text, text
-        assert "and " not in text.partition(";")[0], text
+    assert "rank 1" not in str(caught.value)
+    assert "and " not in str(caught.value).partition(";")[0]
 
 
 # -- buffers
@@ -228,24 +195,18 @@ class Whole(nn.Module):
         return self.body(tokens)
 
 
-def loaded_on_first(mesh: Any, strategy: acc.Strategy) -> None:
+@under_strategies("hybrid_shard_optim")
+def test_sync_copies_the_first_rank_to_ranks_on_meta(mesh: Any, strategy: acc.Strategy) -> None:
     torch.manual_seed(5)
     wanted = Whole()
     torch.manual_seed(5)
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         given = Whole()
     model = acc.shard(given, mesh=mesh, strategy=strategy, sync=True)
-    for (name, found), right in zip(params_of(model).items(), wanted.parameters(), strict=True):
-        assert torch.equal(found.cpu(), right.cpu()), name
-    for (name, found), right in zip(model.named_buffers(), wanted.buffers(), strict=True):
-        assert torch.equal(found.cpu(), right.cpu()), name
+    assert_equal(params_of(model), dict(wanted.named_parameters()))
+    assert_equal(dict(model.named_buffers()), dict(wanted.named_buffers()))
     assert model.table is model.same
     model(models.batch(0, 0, dist.get_rank(), vocab=model.body.embed.num_embeddings)[0]).sum().backward()
-
-
-@under("hybrid_shard_optim")
-def test_sync_copies_the_first_rank_to_ranks_on_meta(world, strategy):
-    run_under(world, strategy, loaded_on_first)
 
 
 @on_world(2)
@@ -265,15 +226,12 @@ def test_sync_refuses_tensors_that_are_on_meta_on_the_first_rank_alone(mesh: Any
 # -- full tensors loaded after `shard`
 
 
-def unchanged(model: nn.Module, before: dict[str, Tensor]) -> bool:
-    return all(torch.equal(local_of(tensor), before[name]) for name, tensor in model.state_dict().items())
-
-
 def held(model: nn.Module) -> dict[str, Tensor]:
     return {name: local_of(tensor).clone() for name, tensor in model.state_dict().items()}
 
 
-def load_different(mesh: Any, strategy: acc.Strategy) -> None:
+@under_strategies("hybrid_shard_optim")
+def test_loading_different_full_tensors_raises_before_anything_changes(mesh: Any, strategy: acc.Strategy) -> None:
     rank = dist.get_rank()
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy)
     before, right = held(model), models.seeded(9).state_dict()
@@ -289,15 +247,10 @@ def load_different(mesh: Any, strategy: acc.Strategy) -> None:
         with pytest.raises(acc.DivergenceError, match="nothing was loaded") as caught:
             model.load_state_dict(mine if rank == 1 else others, strict=False)
         assert re.search(message, str(caught.value)), str(caught.value)
-        assert unchanged(model, before)
+        assert_equal(held(model), before)
     model.load_state_dict(right)
-    assert not unchanged(model, before)
+    assert_equal(full(model), right)
     one_loss(model).backward()
-
-
-@under("hybrid_shard_optim")
-def test_loading_different_full_tensors_raises_before_anything_changes(world, strategy):
-    run_under(world, strategy, load_different)
 
 
 def loads_its_shards(mesh: Any) -> None:
@@ -309,7 +262,7 @@ def loads_its_shards(mesh: Any) -> None:
             local_of(param).zero_()
     if mesh.get_rank() == 1:
         model.load_state_dict(kept)
-        assert unchanged(model, before)
+        assert_equal(held(model), before)
     dist.barrier(mesh.get_group())
 
 
@@ -321,29 +274,23 @@ def test_one_rank_alone_can_load_its_shards(world):
     world.run(2, loads_its_shards)
 
 
-def loads_alone(mesh: Any, num_steps: int, comes: bool) -> str:
+TRAINS = ("rank 0 loads full tensors (load_state_dict)", "rank 1 ")
+# The last part is the line of the other rank's program.
+NEVER_JOINS = ("this rank loads full tensors (load_state_dict)", "rank 1 is outside of the model", "at checks.py:")
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "expected"), [(0, TRAINS), pytest.param(2, TRAINS, marks=IN_STREAMS), (2, NEVER_JOINS)]
+)
+@on_mesh((2,), pool="alone")
+def test_a_load_on_the_first_rank_alone_is_reported(mesh: Any, num_steps: int, expected: tuple[str, ...]) -> None:
+    """Rank 1 trains, and joins the load in its next forward, or does something else."""
     model = acc.shard(models.plain(), mesh=mesh)
     for step in range(num_steps):
         one_loss(model, step).backward()
     state = models.plain().state_dict()
-    text = "rank 1 did something else"
-    if comes or not mesh.get_rank():
+    if expected == TRAINS or not mesh.get_rank():
         with impatient(lost_s=2.5), pytest.raises(acc.DivergenceError) as caught:
             one_loss(model).backward() if mesh.get_rank() else model.load_state_dict(state)
-        text = str(caught.value)
+        assert all(part in str(caught.value) for part in expected), str(caught.value)
     leave_together(mesh)
-    return text
-
-
-@pytest.mark.parametrize("num_steps", [0, pytest.param(2, marks=IN_STREAMS)])
-def test_a_load_on_the_first_rank_alone_is_reported_if_the_others_train(alone, num_steps):
-    for text in alone.run(2, loads_alone, num_steps, True):
-        assert "rank 0 loads full tensors (load_state_dict)" in text, text
-        assert "rank 1 " in text, text
-
-
-def test_a_load_on_the_first_rank_alone_names_the_rank_that_never_joins(alone):
-    text, _ = alone.run(2, loads_alone, 2, False)
-    assert "this rank loads full tensors (load_state_dict)" in text
-    assert "rank 1 is outside of the model" in text, text
-    assert "at checks.py:" in text, "the line of its program"

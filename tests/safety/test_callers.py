@@ -11,9 +11,13 @@ import torch
 import accordion as acc
 from tests.support import models
 from tests.support.checks import assert_at_rest, batch, one_loss
+from tests.support.ranked import on_num_ranks, on_world
 
 
-def called_in_a_child(mesh) -> str:
+@pytest.mark.cpu("a device does not outlive a fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+@on_world(2)
+def test_a_call_in_a_forked_process_is_refused(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
     one_loss(model).backward()
     reads, writes = os.pipe()
@@ -24,33 +28,27 @@ def called_in_a_child(mesh) -> str:
             os.write(writes, f"{type(error).__name__}: {error}".encode())
         os._exit(0)
     os.close(writes)
-    said = os.read(reads, 4096).decode()
+    error = os.read(reads, 4096).decode()
     os.waitpid(child, 0)
     os.close(reads)
-    one_loss(model).backward()  # it trains on
-    return said
+    assert error.startswith("UsageError: a sharded model was called in process"), error
+    assert "a fork of process" in error
+    one_loss(model).backward()  # training continues
 
 
-@pytest.mark.cpu("a device does not outlive a fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_call_in_a_forked_process_is_refused(world):
-    for said in world.run(2, called_in_a_child):
-        assert said.startswith("UsageError: a sharded model was called in process")
-        assert "a fork of process" in said
-
-
-def called_by_two_threads(mesh) -> list[str]:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_num_ranks
+def test_a_call_from_a_second_thread_is_refused_and_the_first_continues(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh)
-    said: list[str] = []
-
-    x = batch(model)[0]  # made here: a thread begins with the first device, of which another rank is
+    errors: list[str] = []
+    x = batch(model)[0]  # created here, because a new thread begins with the first device, which is another rank's
 
     def second() -> None:
         try:
             with torch.no_grad():
                 model(x)
         except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
+            errors.append(f"{type(error).__name__}: {error}")
 
     def inside(*_: object) -> None:
         thread = threading.Thread(target=second)
@@ -65,11 +63,5 @@ def called_by_two_threads(mesh) -> list[str]:
     thread.join()
     one_loss(model).backward()
     assert_at_rest(model)
-    return said
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_call_from_a_second_thread_is_refused_and_the_first_continues(world, num_ranks):
-    for said in world.run(num_ranks, called_by_two_threads):
-        assert len(said) == 1, said
-        assert said[0].startswith("UsageError: a sharded model was called from two threads at once")
+    assert len(errors) == 1, errors
+    assert errors[0].startswith("UsageError: a sharded model was called from two threads at once")

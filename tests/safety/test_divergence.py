@@ -16,8 +16,8 @@ from accordion.config import STRATEGIES
 from accordion.safety import divergence
 from tests.devices import device
 from tests.support import models
-from tests.support.checks import PlantedError, leave_together, mesh_of, one_loss, under
-from tests.support.ranked import on_world
+from tests.support.checks import PlantedError, everyone, leave_together, mesh_of, one_loss, under
+from tests.support.ranked import on_mesh, on_world, under_strategies
 
 SOON_S = 20.0
 IN_STREAMS = pytest.mark.cpu(
@@ -38,7 +38,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
 }
 
 
-def diverge(model: nn.Module, how: str, step: int) -> None:
+def one_step(model: nn.Module, step: int, how: str = "") -> None:
+    """Run a step in which this rank diverges as `how` says; "": it does not."""
     if how == "calls_a_block":
         model.blocks[1](torch.ones(2, 3, 32, requires_grad=True, device=device())).sum().backward()
         return
@@ -50,20 +51,19 @@ def diverge(model: nn.Module, how: str, step: int) -> None:
     loss.backward()
 
 
-def continue_training(model: nn.Module, how: str) -> None:
-    """Run three steps in which rank 1 diverges; if the first one does not raise, a later one does."""
-    for step in range(3):
-        diverge(model, how, step) if dist.get_rank() == 1 else one_loss(model, step).backward()
+def diverge(model: nn.Module, how: str) -> None:
+    for step in range(3):  # if the first step does not raise, a later one does
+        one_step(model, step, how)
 
 
 def diverged(mesh, strategy: acc.Strategy, how: str, steps: int, **options: Any) -> str:
     """Return this rank's error if rank 1 diverges after `steps` correct steps."""
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block}, **options)
     for step in range(steps):
-        one_loss(model, step).backward()
+        one_step(model, step)
     start = time.monotonic()
     with impatient(), pytest.raises(acc.DivergenceError) as caught:
-        continue_training(model, how)
+        diverge(model, how if dist.get_rank() == 1 else "")
     assert time.monotonic() - start < SOON_S
     return str(caught.value)
 
@@ -95,24 +95,20 @@ def test_debug_order_names_divergence_in_any_step(alone, strategy):
     assert all("rank 0" in text and "rank 1" in text for text in texts), texts
 
 
-def raises_alone(mesh, steps: int) -> str:
-    """Raise in the forward of rank 1, for which the others wait; return their errors."""
+@pytest.mark.parametrize("steps", [0, pytest.param(2, marks=IN_STREAMS)])
+@on_mesh((3,), pool="alone")
+def test_a_rank_that_raises_alone_is_named_on_the_others(mesh, steps: int) -> None:
+    """Rank 1 raises in its forward, and the others wait for it."""
     model = acc.shard(models.plain(), mesh=mesh)
     for step in range(steps):
         one_loss(model, step).backward()
+    error, text = acc.DivergenceError, "rank 1 failed.*missing"
     if dist.get_rank() == 1:
         model.blocks[1].register_forward_pre_hook(lambda module, args: {}["missing"])
-    with impatient(), pytest.raises(KeyError if dist.get_rank() == 1 else acc.DivergenceError) as caught:
+        error, text = KeyError, "missing"
+    with impatient(), pytest.raises(error, match=text):
         one_loss(model).backward()
-    leave_together(mesh)  # it is still there, and does not say goodbye
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("steps", [0, pytest.param(2, marks=IN_STREAMS)])
-def test_a_rank_that_raises_alone_is_named_on_the_others(alone, steps):
-    for rank, text in enumerate(alone.run(3, raises_alone, steps)):
-        assert "missing" in text
-        assert rank == 1 or "rank 1 failed" in text
+    leave_together(mesh)  # rank 1 does not end before the others have raised
 
 
 @on_world(2)
@@ -128,18 +124,17 @@ def test_a_late_rank_is_no_error(mesh) -> None:
 # -- NaN and inf
 
 
-class Spoils(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * float("inf")
+def spoil_gradient(module: nn.Module, args: Any, out: Tensor) -> None:
+    out.register_hook(lambda grad: grad * float("inf"))
 
 
-def spoiled(mesh, strategy: acc.Strategy, where: str) -> str:
-    """Create NaN or inf on the last rank alone in the second step; return this rank's error."""
+SPOILED = {"parameters": "in its parameters", "forward": "its forward returned", "backward": "gradients"}
+
+
+@pytest.mark.parametrize("where", SPOILED)
+@under_strategies("full_shard", "hybrid_shard")
+def test_nan_and_inf_are_reported_with_the_first_unit_and_phase(mesh, strategy: acc.Strategy, where: str) -> None:
+    """The last rank alone computes NaN or inf in the second step."""
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, debug="finite")
     one_loss(model, 0).backward()
     block = model.blocks[1]
@@ -150,23 +145,11 @@ def spoiled(mesh, strategy: acc.Strategy, where: str) -> str:
         if where == "forward":
             block.down.register_forward_hook(lambda module, args, out: out.log())
         else:
-            block.norm.register_forward_hook(lambda module, args, out: Spoils.apply(out))
-    with pytest.raises(acc.NonFiniteError) as caught:
+            block.norm.register_forward_hook(spoil_gradient)
+    with pytest.raises(acc.NonFiniteError, match=r"blocks\.1") as caught:
         one_loss(model, 1).backward()
-    return str(caught.value)
-
-
-SPOILED = {"parameters": "in its parameters", "forward": "its forward returned", "backward": "gradients"}
-
-
-@under("full_shard", "hybrid_shard")
-def test_nan_and_inf_are_reported_with_the_first_unit_and_phase(world, strategy):
-    strategy = STRATEGIES[strategy]
-    for where, phase in SPOILED.items():
-        texts = world.run_mesh(*mesh_of(strategy), spoiled, strategy, where)
-        assert len(set(texts)) == 1
-        assert "blocks.1" in texts[0]
-        assert phase in texts[0]
+    assert SPOILED[where] in str(caught.value)
+    assert set(everyone(mesh, str(caught.value))) == {str(caught.value)}
 
 
 @on_world(2)

@@ -26,29 +26,16 @@ from tests.inside import units_of
 from tests.support import models
 from tests.support.chains import FEW, Chain, around_each, chain, numbers, plain_run, steps_again
 from tests.support.checks import PlantedError, batch
-from tests.support.compare import (
-    Pair,
-    rest,
-    seed_of,
-    seeded,
-)
+from tests.support.compare import Pair, rest, seed_of, seeded
+from tests.support.fails_alone import FailsInBackward
 from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
 # -- exceptions
 
 
-class RaisesBack(torch.autograd.Function):
-    """Identity with a backward that raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: type[BaseException]) -> Tensor:
-        ctx.error = error
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ctx.error
+def fail(error: type[BaseException]) -> None:
+    raise error
 
 
 class Fails(Pair):
@@ -63,7 +50,7 @@ class Fails(Pair):
         if self.where == "forward" or (self.where == "recomputation" and recomputing):
             raise self.error
         if self.where == "backward":
-            y = RaisesBack.apply(y, self.error)
+            y = FailsInBackward.apply(y, functools.partial(fail, self.error))
         return x + self.b(y)
 
 
@@ -169,7 +156,7 @@ def watched(model: Chain) -> list[weakref.ref[Any]]:
 
 
 def deleted(mesh, when: str) -> None:
-    build, options, what = failing("recomputation, activations" if when == "after recomputation failed" else "forward")
+    build, options, _ = failing("recomputation, activations" if when == "after recomputation failed" else "forward")
     model = acc.shard(seeded(build), mesh=mesh, units={Fails}, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     gc.collect()
@@ -186,23 +173,15 @@ def deleted(mesh, when: str) -> None:
         if when == "after a forward that nothing walks back":
             model(numbers())
         if "failed" in when:
-            where = what if when == "after recomputation failed" else when.split()[1]
-            planted(model, where)
-            try:
-                plain_run(model, 0)
-            except PlantedError:
-                pass
-            else:
-                pytest.fail("nothing was raised")
+            planted(model, when.split()[1])
+            run_failing(model)
         references = watched(model)
         assert all(r() is not None for r in references)
         del model, optimizer
-        if when in (
-            "after backward failed",
-            "after recomputation failed",
-        ):  # unsharded too: autograd's queue holds nodes
+        # Without sharding too, autograd's queue holds nodes, and frames of checkpoint() are in cycles.
+        if when in ("after backward failed", "after recomputation failed"):
             torch.ones((), requires_grad=True, device=device()).backward()
-        if when == "after recomputation failed":  # unsharded too: frames of checkpoint() lie in cycles
+        if when == "after recomputation failed":
             gc.collect()
         left = [r() for r in references if r() is not None]
         assert not left, f"{len(left)} of {len(references)} live on, {[type(o).__name__ for o in left][:8]}"

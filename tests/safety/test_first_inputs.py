@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
-from accordion.config import STRATEGIES
-from accordion.engine.hooks import engine_of
 from accordion.safety.first_inputs import FirstInputs, checksums_of, digest_of
-from tests.support.checks import logged, mesh_of, under
-from tests.support.ranked import on_mesh
+from tests.inside import engine_in
+from tests.support.chains import Plain
+from tests.support.checks import logged
+from tests.support.ranked import on_mesh, on_world, under_strategies
 
 WIDTH = 8
 HEARD_S = 5.0  # in which a digest has come to the first rank
@@ -40,13 +40,12 @@ class Net(nn.Module):
         return self.down(self.up(x).relu())
 
 
-class Hidden:
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
 def drawn(seed: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def own(step: int) -> Tensor:
+    return drawn(10 * dist.get_rank() + step)
 
 
 def evaluates(model: nn.Module, step: int) -> Tensor:
@@ -54,73 +53,69 @@ def evaluates(model: nn.Module, step: int) -> Tensor:
     with torch.no_grad():
         model(drawn(100 + step))
     model.train()
-    return model(drawn(10 * dist.get_rank() + step))
+    return model(own(step))
 
 
 STEPS: dict[str, tuple[Callable[[nn.Module, int], Tensor], bool]] = {
     "the same batches": (lambda m, i: m(drawn(i)), True),
     "the same batches by keyword": (lambda m, i: m(x=drawn(i), mask=torch.ones(4, 1)), True),
-    "batches of each rank": (lambda m, i: m(drawn(10 * dist.get_rank() + i)), False),
-    "the same mask beside batches of each rank": (
-        lambda m, i: m(drawn(10 * dist.get_rank() + i), (drawn(i) > 0).float()),
-        False,
-    ),
+    "batches of each rank": (lambda m, i: m(own(i)), False),
+    "the same mask with batches of each rank": (lambda m, i: m(own(i), (drawn(i) > 0).float()), False),
     "the same first batch alone": (lambda m, i: m(drawn(10 * dist.get_rank() * i + i)), False),
     "one batch for ever": (lambda m, i: m(drawn(0)), False),
     "constants": (lambda m, i: m(torch.full((4, WIDTH), float(i))), False),
-    "no tensors": (lambda m, i: m(hidden=Hidden(drawn(i))), False),
+    "no tensors": (lambda m, i: m(hidden=Plain(drawn(i))), False),
     "empty tensors": (lambda m, i: m(drawn(i)[:0]), False),
     "the same evaluations": (evaluates, False),
 }
 
 
-def trains(mesh: Any, strategy: acc.Strategy, name: str, recomputes: bool = False) -> bool:
-    """Return whether this rank warned of equal inputs."""
+def check_warnings(mesh: Any, strategy: acc.Strategy, name: str, recomputes: bool = False) -> None:
+    """Train as `name` says. The first rank must warn of equal inputs once, or never."""
     step, warns = STEPS[name]
+    num_warnings = int(warns and dist.get_rank() == 0)
     torch.manual_seed(0)
     model = acc.shard(Net(recomputes), mesh, strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with logged() as said:
+    with logged() as messages:
         for i in range(4):
             step(model, i).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         deadline = time.monotonic() + HEARD_S
-        while dist.get_rank() == 0 and warns and not said and time.monotonic() < deadline:
+        while num_warnings and not messages and time.monotonic() < deadline:
             time.sleep(0.01)
-    engine = engine_of(model)
-    assert engine is not None
-    assert engine.observers.find(FirstInputs) is None  # it costs nothing from then on
-    equal = [text for text in said if WARNS in text]
-    assert len(equal) <= 1
+    assert engine_in(model).observers.find(FirstInputs) is None  # it costs nothing from then on
+    equal = [text for text in messages if WARNS in text]
+    assert len(equal) == num_warnings, messages
     assert all("DistributedSampler" in text for text in equal)
-    return bool(equal)
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_ranks_warn_once_of_equal_inputs(world, name):
-    assert world.run(2, trains, acc.FULL_SHARD, name) == [STEPS[name][1], False]
+@on_world(2)
+def test_ranks_warn_once_of_equal_inputs(mesh: Any, name: str) -> None:
+    check_warnings(mesh, acc.FULL_SHARD, name)
 
 
-def test_a_recomputed_forward_counts_once(world):
-    assert world.run(2, trains, acc.FULL_SHARD, "the same batches", True) == [True, False]
-    assert world.run(2, trains, acc.FULL_SHARD, "batches of each rank", True) == [False, False]
+BOTH = ("the same batches", "batches of each rank")
 
 
-@under("no_shard", "hybrid_shard")
-def test_equal_inputs_are_found_with_every_strategy(world, strategy):
-    strategy = STRATEGIES[strategy]
-    for name in ("the same batches", "batches of each rank"):
-        said = world.run_mesh(*mesh_of(strategy), trains, strategy, name)
-        assert said == [STEPS[name][1], *[False] * (len(said) - 1)]
+@pytest.mark.parametrize("name", BOTH)
+@on_world(2)
+def test_a_recomputed_forward_counts_once(mesh: Any, name: str) -> None:
+    check_warnings(mesh, acc.FULL_SHARD, name, recomputes=True)
+
+
+@pytest.mark.parametrize("name", BOTH)
+@under_strategies("no_shard", "hybrid_shard")
+def test_equal_inputs_are_detected_with_every_strategy(mesh: Any, strategy: acc.Strategy, name: str) -> None:
+    check_warnings(mesh, strategy, name)
 
 
 @on_mesh((2,), ("dp_cp",))
 def test_ranks_that_share_data_are_not_compared(mesh: Any) -> None:
     """Ranks of a sequence parallel axis have the same batch."""
-    engine = engine_of(acc.shard(Net(), mesh))
-    assert engine is not None
-    assert engine.observers.find(FirstInputs) is None
+    assert engine_in(acc.shard(Net(), mesh)).observers.find(FirstInputs) is None
 
 
 def digest(tensors: list[Tensor]) -> int | None:

@@ -17,7 +17,7 @@ from accordion.safety.forward_writes import ForwardWrites
 from tests.devices import device, here
 from tests.inside import engine_in, units_of
 from tests.support.checks import run_under, under
-from tests.support.ranked import on_world
+from tests.support.ranked import on_num_ranks, on_world, under_strategies
 from tests.support.sample import sampled
 
 LOST = "modified a parameter in its forward, and the change would be lost"
@@ -155,7 +155,8 @@ def test_debug_checks_every_step(mesh) -> None:
 # -- between steps
 
 
-def assigned(mesh, strategy: acc.Strategy) -> None:
+@under_strategies("full_shard", "no_shard")
+def test_data_assigned_between_steps_is_refused_at_the_next_use(mesh, strategy: acc.Strategy) -> None:
     model = acc.shard(Net(), mesh=mesh, units={Layer}, strategy=strategy)
     step(model)
     weight = model[0].weight
@@ -168,16 +169,12 @@ def assigned(mesh, strategy: acc.Strategy) -> None:
             use(model)
 
 
-@under("full_shard", "no_shard")
-def test_data_assigned_between_steps_is_refused_at_the_next_use(world, strategy):
-    run_under(world, strategy, assigned)
-
-
-def assigned_otherwise(mesh) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@on_num_ranks
+def test_data_of_another_kind_is_refused(mesh) -> None:
     changes = [lambda p: p.data.double()]
-    if (
-        device().type == "cpu"
-    ):  # torch itself refuses a plain tensor on the device of an extension, as the simulated one is
+    # On the device of an extension, such as the simulated one, torch itself refuses a plain tensor.
+    if device().type == "cpu":
         changes.append(lambda p: torch.zeros(p.shape))
     for change in changes:
         for is_frozen in (False, True):
@@ -185,11 +182,6 @@ def assigned_otherwise(mesh) -> None:
             model[2].bias.data = change(model[2].bias)
             with pytest.raises(acc.UsageError, match=r"'2.bias' was assigned .* convert dtypes before shard\(\)"):
                 model(torch.ones(2, 6, device=device()))
-
-
-def test_data_of_another_kind_is_refused(world):
-    world.run(2, assigned_otherwise)
-    world.run(1, assigned_otherwise)
 
 
 WRITES: list[Callable[[Tensor], object]] = [
@@ -207,7 +199,9 @@ OFFLOADS = [
 ]
 
 
-def written_in_place(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", sampled(OFFLOADS, lambda options: options in (OFFLOADS[0], OFFLOADS[3])))
+@under_strategies("no_shard", "shard_grad_op")
+def test_writes_through_data_in_place_take_effect(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> None:
     """Full parameters that stay in memory must follow, as if averages replace weights for an evaluation."""
     plain, model = Net(), acc.shard(Net(), mesh=mesh, units={Layer}, strategy=strategy, **options)
     x = torch.ones(2, 6, device=device())
@@ -219,9 +213,3 @@ def written_in_place(mesh, strategy: acc.Strategy, options: dict[str, Any]) -> N
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
                 torch.testing.assert_close(model(x).float(), plain(x), rtol=tolerance, atol=tolerance)
-
-
-@under("no_shard", "shard_grad_op")
-@pytest.mark.parametrize("options", sampled(OFFLOADS, lambda options: options in (OFFLOADS[0], OFFLOADS[3])))
-def test_writes_through_data_in_place_take_effect(world, strategy, options):
-    run_under(world, strategy, partial(written_in_place, options=options))

@@ -21,6 +21,7 @@ from accordion.safety.liveness.polling import once_after, poll
 from tests.support import models
 from tests.support.hubs import hub_of, hubs_of
 from tests.support.processes import run_python
+from tests.support.ranked import on_world
 
 # -- waiting
 
@@ -100,7 +101,7 @@ def test_ranks_report_their_positions() -> None:
     assert hubs[0].where([2])[2].startswith("gathers unit 1")
 
 
-def test_ranks_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_answer_are_named() -> None:
     silent = "there is no answer from rank {}, whose process has not started, is stopped, or hangs"
     first, last = hub_of(0, 4), hub_of(3, 4)
     first.receive(HasEnded(rank=1, text=wording.LOST_END.format(12)))
@@ -112,7 +113,8 @@ def test_ranks_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ranks_that_step_differently_raise_at_the_same_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Digests are compared in quiet meetings: of the first 8 backwards, and then of every 8th."""
+    """Digests are compared in quiet meetings, which end with a message only if reports differ: of the first 8 backwards, and then
+    of every 8th."""
     monkeypatch.setattr(divergence, "POSTS_S", 0.0)
     for begins, raises in ((2, 2), (8, 8), (9, 16), (17, 24)):
         hubs = hubs_of(3)
@@ -123,14 +125,6 @@ def test_ranks_that_step_differently_raise_at_the_same_backward(monkeypatch: pyt
         for monitor in monitors:
             with pytest.raises(DivergenceError, match="begins a backward"):
                 monitor.send_steps(raises + divergence.NOTICED_STEPS, 0)
-
-
-def test_a_quiet_meeting_ends_with_a_message_only_if_reports_differ() -> None:
-    hubs = hubs_of(3)
-    for name, last in (("equal", "a"), ("different", "b")):
-        for hub in hubs:
-            hub.arrive(name, 3, last if hub.rank == 2 else "a", quiet=True)
-    assert [("equal" in hub.over, "different" in hub.over) for hub in hubs] == [(False, True)] * 3
 
 
 def test_our_own_error_is_secondary_if_it_names_another_rank() -> None:
@@ -152,19 +146,14 @@ def test_the_position_of_a_rank_that_prints_its_error_is_that_of_the_error(tmp_p
     assert "is outside of the model at loop.py:4 `raise ValueError" in run_python(script).stdout
 
 
-def effects_of_shard(mesh: Any) -> set[str]:
-    """Call `shard`; return the names of the threads that it starts."""
+@pytest.mark.cpu("devices have threads of their own")
+@on_world(2)
+def test_shard_starts_one_thread_and_leaves_hooks_alone(mesh: Any) -> None:
     before = sys.excepthook, faulthandler.is_enabled(), signal.getsignal(signal.SIGTERM)
     threads = set(threading.enumerate())
     acc.shard(models.plain(), mesh=mesh)
     assert before == (sys.excepthook, faulthandler.is_enabled(), signal.getsignal(signal.SIGTERM))
-    return {thread.name for thread in set(threading.enumerate()) - threads}
-
-
-@pytest.mark.cpu("devices have threads of their own")
-def test_shard_starts_one_thread_and_leaves_hooks_alone(world: Any) -> None:
-    for names in world.run(2, effects_of_shard):
-        assert names <= {"accordion-hub"}
+    assert {thread.name for thread in set(threading.enumerate()) - threads} <= {"accordion-hub"}
 
 
 # -- how it is worded

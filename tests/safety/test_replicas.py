@@ -12,40 +12,33 @@ from accordion.safety.same_on_ranks import different
 from accordion.tensor_checksum import ROW, checksum, checksums
 from tests.support import models
 from tests.support.checks import mesh_of, one_loss
+from tests.support.ranked import on_mesh
 
-REPLICATED = [name for name in STRATEGIES if name in ("no_shard", "hybrid_shard")]
 
-
-def drifts(mesh, strategy: acc.Strategy, folder: str) -> str:
-    """Train, save equal replicas, change an element of a weight on rank 0 without a counted write, and save to `folder`; return
-    the error."""
+@pytest.mark.parametrize("strategy", ["no_shard", "hybrid_shard"])
+@on_mesh(lambda given: mesh_of(STRATEGIES[given["strategy"]]), pool="alone")
+def test_different_replicas_are_named_before_a_save(mesh, tmp_path, strategy: str) -> None:
+    """Equal replicas are saved; then an element of a weight on rank 0 changes without a counted write."""
+    other = 2 if strategy == "hybrid_shard" else 1  # it has the rows of rank 0
+    error = f"^replicas differ: rank {other} has other values than rank 0 in head.weight;"
     model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, units={models.Block})
     one_loss(model).backward()
-    acc.save(f"{folder}-equal", model)
+    acc.save(tmp_path / "equal", model)
     if dist.get_rank() == 0:
         model.head.weight.to_local().data.view(-1)[-1:].add_(1.0)  # type: ignore[operator, union-attr]
-    with pytest.raises(acc.DivergenceError) as caught:
-        acc.save(folder, model)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("strategy", REPLICATED)
-def test_different_replicas_are_named_before_a_save(alone, tmp_path, strategy):
-    strategy = STRATEGIES[strategy]
-    other = 2 if strategy.hybrid else 1  # it holds the rows of rank 0
-    for text in alone.run_mesh(*mesh_of(strategy), drifts, strategy, str(tmp_path / "save")):
-        assert text.startswith(f"replicas differ: rank {other} has other values than rank 0 in head.weight;"), text
+    with pytest.raises(acc.DivergenceError, match=error):
+        acc.save(tmp_path / "save", model)
     assert not (tmp_path / "save").exists()
 
 
 def test_ranks_are_compared_with_the_first_rank_that_has_their_shard():
-    heard = {
+    details = {
         0: {"shard": 0, "digests": {"a": "1", "b": "2"}},
         1: {"shard": 1, "digests": {"a": "3", "b": "4"}},
         2: {"shard": 0, "digests": {"a": "1", "b": "2"}},
         3: {"shard": 1, "digests": {"a": "3", "b": "5"}},
     }
-    assert different(heard) == "rank 3 has other values than rank 1 in b"
+    assert different(details) == "rank 3 has other values than rank 1 in b"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool], ids=str)

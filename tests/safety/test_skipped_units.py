@@ -21,11 +21,11 @@ from accordion.safety.agreement import CatchUp, UnitCall, choose
 from accordion.safety.pass_history import PassHistory
 from tests.devices import device
 from tests.inside import engine_in
-from tests.safety.test_divergence import IN_STREAMS
+from tests.safety.test_divergence import IN_STREAMS, impatient
 from tests.support import models
-from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads, mesh_of, under
+from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads
 from tests.support.compare import seeded
-from tests.support.ranked import on_world
+from tests.support.ranked import on_mesh, on_world, under_strategies
 from tests.support.sample import sampled
 
 WIDTH = 16
@@ -118,34 +118,29 @@ BY_RANK: dict[str, tuple[Way, Way]] = {
 }
 
 
-SHOWN = {"swaps", "a_tower_of_its_own"}
-
-
-@pytest.mark.parametrize("how", sampled(BY_RANK, SHOWN.__contains__))
-def test_ranks_may_skip_units_from_the_first_step_on(world, how):
-    said = world.run(3, run_ways, acc.FULL_SHARD, [BY_RANK[how]] * 2)
-    assert all(len(lines) == 1 for lines in said), said
+@pytest.mark.parametrize("how", sampled(BY_RANK, {"swaps", "a_tower_of_its_own"}.__contains__))
+@on_world(3)
+def test_ranks_may_skip_units_from_the_first_step_on(mesh, how: str) -> None:
+    assert len(run_ways(mesh, acc.FULL_SHARD, [BY_RANK[how]] * 2)) == 1
 
 
 @IN_STREAMS
 @pytest.mark.parametrize("how", sampled(BY_RANK, {"leaves_one_out", "nothing_in_common", "calls_none"}.__contains__))
-def test_ranks_may_skip_units_from_a_later_step_on(world, how):
+@on_world(2)
+def test_ranks_may_skip_units_from_a_later_step_on(mesh, how: str) -> None:
     """Ranks skip units when the others wait in a collective, where they poll for meetings."""
-    said = world.run(2, run_ways, acc.FULL_SHARD, [(WHOLE,)] * 2 + [BY_RANK[how]] * 2 + [(WHOLE,)])
-    assert all(len(lines) == 1 for lines in said), said
+    assert len(run_ways(mesh, acc.FULL_SHARD, [(WHOLE,)] * 2 + [BY_RANK[how]] * 2 + [(WHOLE,)])) == 1
 
 
-@under("shard_grad_op", "hybrid_shard_optim")
-def test_ranks_may_skip_units_with_every_strategy(world, strategy):
-    ways = [BY_RANK["leaves_one_out"], BY_RANK["ends_early"]]
-    world.run_mesh(*mesh_of(STRATEGIES[strategy]), run_ways, STRATEGIES[strategy], ways)
+@under_strategies("shard_grad_op", "hybrid_shard_optim")
+def test_ranks_may_skip_units_with_every_strategy(mesh, strategy: acc.Strategy) -> None:
+    run_ways(mesh, strategy, [BY_RANK["leaves_one_out"], BY_RANK["ends_early"]])
 
 
 @IN_STREAMS
-@under("no_shard", "hybrid_shard")
-def test_ranks_may_skip_units_with_every_strategy_from_a_later_step_on(world, strategy):
-    ways = [(WHOLE,), (WHOLE,), BY_RANK["leaves_a_tower_out"]]
-    world.run_mesh(*mesh_of(STRATEGIES[strategy]), run_ways, STRATEGIES[strategy], ways)
+@under_strategies("no_shard", "hybrid_shard")
+def test_ranks_may_skip_units_with_every_strategy_from_a_later_step_on(mesh, strategy: acc.Strategy) -> None:
+    run_ways(mesh, strategy, [(WHOLE,), (WHOLE,), BY_RANK["leaves_a_tower_out"]])
 
 
 # A checkpointed tower is recomputed with the units inside it: which of them is the same on all ranks there.
@@ -241,13 +236,15 @@ def test_equal_steps_hold_no_meetings(mesh) -> None:
     before = watch._num_met
     for step in range(3):
         check_step(mesh, model, plain, WHOLE, step, no_sync)
-    assert watch._num_met == before, "ranks that do as before say nothing"
+    assert watch._num_met == before, "ranks that repeat their steps send no reports"
     assert before > 0
 
 
-def evaluates(mesh, strategy: acc.Strategy) -> None:
-    """Skip a unit on rank 1 in forwards without a backward, while the other rank may be in the next one."""
-    model, plain = paths(mesh, strategy=strategy)
+@IN_STREAMS
+@on_world(2)
+def test_ranks_may_skip_units_in_evaluations(mesh) -> None:
+    """Rank 1 skips a unit in forwards without a backward, when the other rank may be in the next one."""
+    model, plain = paths(mesh)
     check_step(mesh, model, plain, WHOLE, 0)
     with torch.no_grad():
         for step in range(6):
@@ -256,21 +253,17 @@ def evaluates(mesh, strategy: acc.Strategy) -> None:
     check_step(mesh, model, plain, WHOLE, 1)
 
 
-def unequal(mesh, strategy: acc.Strategy) -> None:
-    """Full parameters are resident: rank 0 evaluates more batches in different ways, and training continues."""
-    model, plain = paths(mesh, strategy=strategy)
+@IN_STREAMS
+@on_world(2)
+def test_one_rank_may_evaluate_more_batches_if_full_parameters_are_resident(mesh) -> None:
+    """Rank 0 evaluates in different ways, and training continues."""
+    model, plain = paths(mesh, strategy=acc.SHARD_OPTIM)
     for step in range(3):
         check_step(mesh, model, plain, WHOLE, step)
         with torch.no_grad():
             assert model(numbers(0), WHOLE).isfinite()
             for way in (WHOLE, (0, 2), (2,))[: 3 * (dist.get_rank() == 0)]:
                 assert model(numbers(0), way).isfinite()
-
-
-@IN_STREAMS
-def test_ranks_may_skip_units_in_evaluations(world):
-    world.run(2, evaluates, acc.FULL_SHARD)
-    world.run(2, unequal, acc.SHARD_OPTIM)
 
 
 @on_world(2)
@@ -284,31 +277,23 @@ def test_ranks_may_skip_a_unit_inside_a_unit_of_two_modules(mesh) -> None:
         check_step(mesh, model, plain, (0, (3, (0, 1) if dist.get_rank() else (1,))), step)
 
 
-def extra(mesh) -> str:
-    """Call one more unit on rank 1 when the others wait in their backward; return the error."""
+@IN_STREAMS
+@on_mesh((2,), pool="alone")
+def test_a_unit_that_one_rank_calls_too_late_is_named_on_every_rank(mesh) -> None:
+    """Rank 1 calls one more unit when the other rank waits in its backward."""
     model, _ = paths(mesh)
     for step in range(2):
         model(numbers(step), WHOLE).backward()
     start, way = time.monotonic(), (*WHOLE, 2) if dist.get_rank() == 1 else WHOLE
-    with pytest.raises(acc.DivergenceError) as caught:
+    with impatient(), pytest.raises(acc.DivergenceError, match=r"unit 3 \(blocks\.2\)"):
         model(numbers(0), way).backward()
     assert time.monotonic() - start < 30
-    return str(caught.value)
-
-
-@IN_STREAMS
-def test_a_unit_that_one_rank_calls_too_late_is_named_on_every_rank(world):
-    try:
-        texts = world.run(2, extra)
-    finally:
-        world.close()
-    assert all("unit 3 (blocks.2)" in text for text in texts), texts
 
 
 # -- what is chosen
 
 
-def said(step: UnitCall | None, *, root: int = 1, num_done: int | None = 2, **more: Any) -> dict[str, Any]:
+def report(step: UnitCall | None, *, root: int = 1, num_done: int | None = 2, **more: Any) -> dict[str, Any]:
     return {"what": "", "step": step, "root": root, "num_done": num_done, **more}
 
 
@@ -322,21 +307,21 @@ LEAVE = UnitCall(0, False, 1, (), leaves=True)
 @pytest.mark.parametrize(
     ("statements", "chosen"),
     [
-        ([said(enter(3)), said(enter(2)), said(LEAVE)], enter(2)),
-        ([said(enter(2)), said(enter(3, depth=2))], enter(3, depth=2)),
-        ([said(enter(2)), said(LEAVE._replace(unit=1, depth=2))], LEAVE._replace(unit=1, depth=2)),
-        ([said(enter(2)), said(enter(2, trained=()))], None),
-        ([said(enter(0, depth=0)), said(enter(1, depth=0))], None),
-        ([said(enter(2)), said(None, num_done=4), said(None, num_done=3)], CatchUp(1, 4)),
-        ([said(enter(2)), said(None, num_done=None), said(None, num_done=3)], CatchUp(1, None)),
-        ([said(enter(2)), said(None, root=0, num_done=None)], CatchUp(1, 2)),
-        ([said(enter(2)), said(enter(2), root=2)], CatchUp(1, None)),
-        ([said(None, num_done=None), said(None, root=2, num_done=0, must="begins a forward")], CatchUp(0, 0)),
-        ([said(enter(2)), said(enter(1), num_done=5)], CatchUp(1, 5)),
-        ([said(enter(2)), said(None, num_done=None, must="begins a backward")], CatchUp(1, None)),
-        ([said(enter(2)), said(None, num_done=0, must="begins a forward")], None),
-        ([said(None, num_done=None), said(None, num_done=None, must="begins a backward")], CatchUp(0, 0)),
-        ([said(None, num_done=None, must="a"), said(None, num_done=None, must="b")], None),
+        ([report(enter(3)), report(enter(2)), report(LEAVE)], enter(2)),
+        ([report(enter(2)), report(enter(3, depth=2))], enter(3, depth=2)),
+        ([report(enter(2)), report(LEAVE._replace(unit=1, depth=2))], LEAVE._replace(unit=1, depth=2)),
+        ([report(enter(2)), report(enter(2, trained=()))], None),
+        ([report(enter(0, depth=0)), report(enter(1, depth=0))], None),
+        ([report(enter(2)), report(None, num_done=4), report(None, num_done=3)], CatchUp(1, 4)),
+        ([report(enter(2)), report(None, num_done=None), report(None, num_done=3)], CatchUp(1, None)),
+        ([report(enter(2)), report(None, root=0, num_done=None)], CatchUp(1, 2)),
+        ([report(enter(2)), report(enter(2), root=2)], CatchUp(1, None)),
+        ([report(None, num_done=None), report(None, root=2, num_done=0, must="begins a forward")], CatchUp(0, 0)),
+        ([report(enter(2)), report(enter(1), num_done=5)], CatchUp(1, 5)),
+        ([report(enter(2)), report(None, num_done=None, must="begins a backward")], CatchUp(1, None)),
+        ([report(enter(2)), report(None, num_done=0, must="begins a forward")], None),
+        ([report(None, num_done=None), report(None, num_done=None, must="begins a backward")], CatchUp(0, 0)),
+        ([report(None, num_done=None, must="a"), report(None, num_done=None, must="b")], None),
     ],
 )
 def test_choose_takes_inner_steps_first_then_the_order_of_the_model(statements, chosen):

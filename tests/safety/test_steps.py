@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from accordion.config import STRATEGIES
 from accordion.optimizers.wrap import StepHooks
 from tests.support import models
 from tests.support.checks import mesh_of, one_loss, under
-from tests.support.ranked import on_world
+from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
 NUM_STEPS = 12  # a reduce bears the digest at once; over the hub all say how they step a few backwards later
@@ -61,7 +59,7 @@ def trains(mesh, strategy: acc.Strategy, how: str, wrapped: bool, **more: Any) -
     return ""
 
 
-SAID = {
+DIFFERENCES = {
     "lr": "lr 0.5 (rank 0: 0.000333333)",
     "clip": "clip_grad_norm_ to 0.5 by norm 2 (rank 0: to 1 by norm 2)",
     "step": "steps before it 0 (rank 0: 1)",
@@ -74,39 +72,32 @@ SAID = {
 }
 
 
-def all_trains(mesh, hows: Sequence[str], strategy: acc.Strategy, wrapped: bool, **more: Any) -> dict[str, str]:
-    """Return this rank's error for each way; each has a model of its own."""
-    return {how: trains(mesh, strategy, how, wrapped, **more) for how in hows}
+def check_named(mesh, how: str, strategy: acc.Strategy = acc.FULL_SHARD, **more: Any) -> None:
+    text = trains(mesh, strategy, how, True, **more)
+    assert text.startswith("ranks step differently since step 3: "), (how, text)
+    assert f"rank {mesh.size() - 1} has {DIFFERENCES[how]}" in text, (how, text)
 
 
-def assert_named(texts: dict[str, str], rank: int) -> None:
-    for how, text in texts.items():
-        assert text.startswith("ranks step differently since step 3: "), (how, text)
-        assert f"rank {rank} has {SAID[how]}" in text, (how, text)
-
-
-def test_ranks_that_step_differently_are_named(alone):
-    for texts in alone.run(2, all_trains, list(SAID), acc.FULL_SHARD, True):
-        assert_named(texts, 1)
-
-
+# In the second and third rows no reduce carries the digest.
 @pytest.mark.parametrize(
-    "more",
+    ("hows", "more"),
     [
-        {"offload": acc.Offload(optimizer="host")},
-        {"precision": acc.Precision(params=torch.bfloat16, reduce=torch.bfloat16)},
+        (list(DIFFERENCES), {}),
+        (["lr", "weights"], {"offload": acc.Offload(optimizer="host")}),
+        (["lr", "weights"], {"precision": acc.Precision(params=torch.bfloat16, reduce=torch.bfloat16)}),
     ],
-    ids=["states on host", "reduced in bf16"],
+    ids=["default", "states on host", "reduced in bf16"],
 )
-def test_ranks_that_step_differently_are_named_if_no_reduce_carries_the_digest(alone, more):
-    for texts in alone.run(2, partial(all_trains, **more), ["lr", "weights"], acc.FULL_SHARD, True):
-        assert_named(texts, 1)
+@on_mesh((2,), pool="alone")
+def test_ranks_that_step_differently_are_named(mesh, hows: list[str], more: dict[str, Any]) -> None:
+    for how in hows:
+        check_named(mesh, how, **more)
 
 
 @under("shard_optim", "hybrid_shard")
-def test_ranks_that_step_differently_are_named_with_every_strategy(alone, strategy):
-    for texts in alone.run_mesh(*mesh_of(STRATEGIES[strategy]), all_trains, ["lr"], STRATEGIES[strategy], True):
-        assert f"has {SAID['lr']}" in texts["lr"], texts
+@on_mesh(lambda given: mesh_of(STRATEGIES[given["strategy"]]), pool="alone")
+def test_ranks_that_step_differently_are_named_with_every_strategy(mesh, strategy: str) -> None:
+    check_named(mesh, "lr", STRATEGIES[strategy])
 
 
 ALIKE = [(strategy, wrapped) for strategy in STRATEGIES for wrapped in (True, False)]
@@ -151,11 +142,9 @@ def test_a_model_may_be_collected_during_a_step(mesh) -> None:
         handle.remove()
 
 
-def holds_one_hook(mesh) -> int:
+@on_world(2)
+def test_all_models_of_a_program_share_one_hook(mesh) -> None:
     for _ in range(3):
-        acc.shard(models.plain(), mesh=mesh, strategy=acc.FULL_SHARD, units={models.Block})
-    return sum(isinstance(getattr(hook, "__self__", None), StepHooks) for hook in _torch.hooks_after_any_step())
-
-
-def test_all_models_of_a_program_share_one_hook(world):
-    assert world.run(2, holds_one_hook) == [1, 1]
+        acc.shard(models.plain(), mesh=mesh, units={models.Block})
+    owners = [getattr(hook, "__self__", None) for hook in _torch.hooks_after_any_step()]
+    assert sum(isinstance(owner, StepHooks) for owner in owners) == 1

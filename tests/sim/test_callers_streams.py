@@ -9,23 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
+from tests.support.models import Block
 from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.sim
 WIDTH = 64
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.is_slow = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.up(self.norm(x)))
-        if self.is_slow and x.device.type != "cpu":
-            torch.get_device_module(x.device)._sleep(10_000_000)  # its last weight is read late
-        return x + self.down(y)
+def sleep(module: nn.Module, args: tuple[Tensor]) -> None:
+    """Forward pre-hook of a layer whose weight is read late on an accelerator."""
+    if args[0].device.type != "cpu":
+        torch.get_device_module(args[0].device)._sleep(10_000_000)
 
 
 class Beside(nn.Module):
@@ -33,12 +27,12 @@ class Beside(nn.Module):
 
     def __init__(self, num_in_tower: int) -> None:
         super().__init__()
-        self.tower = nn.ModuleList(Block() for _ in range(num_in_tower))
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.tower = nn.ModuleList(Block(WIDTH, 2 * WIDTH) for _ in range(num_in_tower))
+        self.blocks = nn.ModuleList(Block(WIDTH, 2 * WIDTH) for _ in range(4))
         self.head = nn.Linear(WIDTH, 8)
         self.aside = None
         for block in self.tower:
-            block.is_slow = True
+            block.down.register_forward_pre_hook(sleep)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.aside is None:
@@ -85,9 +79,8 @@ def test_a_tower_on_a_stream_of_its_own_trains_as_without_sharding(
         for m, optimizer in zip((alone, model), optimizers, strict=True):
             m(x.to(device) if m is model else x).square().mean().backward()
             optimizer.step()
-            if (
-                m is model
-            ):  # else strict mode fills the gradients of the tower, on its stream, while the step reads them
+            # Else strict mode fills the gradients of the tower, on its stream, while the step reads them.
+            if m is model:
                 model.aside.wait_stream(torch.accelerator.current_stream())
             optimizer.zero_grad()
         with torch.no_grad():

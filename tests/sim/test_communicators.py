@@ -12,12 +12,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import accordion as acc
+from accordion.bench.model import NineBlock
 from tests.devices import device
 from tests.inside import engine_in
+from tests.sim.test_gathers import one_step, traced
+from tests.sim.test_host_waits_for_gradients import counted_waits
 from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.sim
@@ -52,23 +55,6 @@ def mesh_of(library: str) -> Iterator[DeviceMesh]:
         yield DeviceMesh.from_group(dist.new_group(), "sim")
 
 
-class Block(nn.Module):
-    """As in a small Llama: seven weights of at most 2 MiB, and a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(512)
-        self.attention = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(4))
-        self.up = nn.ModuleList(nn.Linear(512, 1024, bias=False) for _ in range(2))
-        self.down = nn.Linear(1024, 512, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        for linear in self.attention:
-            y = linear(y)
-        return x + self.down(self.up[0](y).tanh() * self.up[1](y))
-
-
 NUM_BLOCKS = 3
 
 
@@ -79,22 +65,21 @@ def test_every_library_of_a_device_is_left_to_its_streams(mesh, library: str, re
     """torch 2.15 makes an nccl2 where NCCL is asked for, which does not coalesce: there more is packed."""
     torch.manual_seed(0)
     with mesh_of(library) as own:
-        model = nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)]).to(device())
-        acc.shard(model, own, units={Block}, strategy=dataclasses.replace(acc.SHARD_GRAD_OP, reduce=reduce))
+        # Seven matrices of 2 MiB and two vectors in each block.
+        model = nn.Sequential(*[NineBlock(1024, 512) for _ in range(NUM_BLOCKS)]).to(device())
+        acc.shard(model, own, units={NineBlock}, strategy=dataclasses.replace(acc.SHARD_GRAD_OP, reduce=reduce))
     axis = engine_in(model).context.shard
     assert axis.gather.is_ordered
     assert axis.gather.group is not axis.reduce.group
-    x, waits = torch.randn(4, 512, device=device()), []
-    for step in range(4):
-        if step == 3:
-            torch.accelerator.synchronize()
-            torch.sim.trace(True)
-        before = torch.sim.num_waits()
-        model(x).square().mean().backward()
+    x, waits = torch.randn(4, 512, device=device()), list[int]()
+
+    def step() -> None:
+        with counted_waits(waits):
+            one_step(model, x)
         model.zero_grad()
-        waits.append(torch.sim.num_waits() - before)
-    torch.accelerator.synchronize()
-    events = torch.sim.trace(False)
-    launches = sum(kind == "kernel" and name.startswith("ccl_") for kind, name, *_ in events)
+
+    for _ in range(3):
+        step()
+    launches = sum(kind == "kernel" and name.startswith("ccl_") for kind, name, *_ in traced(step))
     assert waits[1:] == [0, 0, 0]
     assert launches == 2 * NUM_BLOCKS, "one to gather, one to reduce"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import accordion as acc
 from tests.devices import device
 from tests.inside import units_of
-from tests.support.ranked import on_world
+from tests.support.ranked import on_num_ranks, on_world
 
 pytestmark = pytest.mark.sim
 MOST_TEMPORARY = 4096  # bytes that the comparison of tags allocates on a side stream
@@ -28,11 +28,11 @@ def traced(function) -> list[tuple]:
 
 
 class Experts(nn.Module):
-    """Fused experts whose number does not divide over ranks, so that they are sharded on another dim."""
+    """Three fused experts, which do not divide over ranks, so that they are sharded on another dim."""
 
-    def __init__(self, num: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(num, 256, 250) / 16)  # 250 rows of another dim: the last rank has fewer
+        self.weight = nn.Parameter(torch.randn(3, 256, 250) / 16)  # 250 rows of another dim: the last rank has fewer
         self.norm = nn.LayerNorm(256)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,9 +43,11 @@ def one_step(model: nn.Module, x: Tensor) -> None:
     model(x).square().mean().backward()
 
 
-def copies_nothing_whole(mesh, num: int) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_num_ranks
+def test_a_parameter_cut_on_another_dim_is_not_copied_by_its_gather(mesh) -> None:
     torch.manual_seed(0)
-    alone = nn.Sequential(nn.Linear(8, 256), Experts(num), Experts(num), nn.Linear(256, 8))
+    alone = nn.Sequential(nn.Linear(8, 256), Experts(), Experts(), nn.Linear(256, 8))
     model = acc.shard(copy.deepcopy(alone), mesh, units={Experts})
     assert any(p.cut.dim not in (0, None) for unit in units_of(model) for p in unit.params)
     x = torch.randn(4, 8)
@@ -61,15 +63,11 @@ def copies_nothing_whole(mesh, num: int) -> None:
         torch.testing.assert_close(own.grad.full_tensor().cpu(), want.grad)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_parameter_cut_on_another_dim_is_not_copied_on_its_way(world, num_ranks):
-    world.run(num_ranks, copies_nothing_whole, 3)
-
-
-def small_blocks() -> nn.Module:
+def small_blocks(num: int = 3) -> nn.Module:
+    """Return `num` blocks of width 16, with the same values on each rank."""
     torch.manual_seed(0)
     return nn.Sequential(
-        *[nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3)]
+        *[nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(num)]
     )
 
 
@@ -134,14 +132,3 @@ def test_frozen_parameters_of_any_dtype_are_gathered(mesh, dtype: torch.dtype) -
                 assert torch.equal(seen.cpu().view(torch.uint8), want.detach().view(torch.uint8))
     for name, full in acc.full_state_dict(model).items():
         assert torch.equal(full.cpu().view(torch.uint8), alone.state_dict()[name].view(torch.uint8)), name
-
-
-@on_world(2)
-def test_a_unit_may_have_a_long_name(mesh) -> None:
-    """As adapters in a vision tower have."""
-    name = "base_model_model_vision_tower_vision_model_encoder_layers_" * 6
-    model = nn.Sequential()
-    for i in range(3):
-        model.add_module(f"{name}{i}", nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
-    one_step(acc.shard(model, mesh, units={nn.Sequential}), torch.randn(2, 16).to(device()))
-    torch.accelerator.synchronize()

@@ -1,4 +1,4 @@
-"""For gradients the host waits once a backward at most, and only if this rank lacked some."""
+"""For gradients the host waits once in a step at most, and only if this rank lacked some."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import accordion as acc
 from tests.devices import device
 from tests.engine.test_absent_gradients import Mixture, Routed
+from tests.sim.test_gathers import small_blocks
 from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.sim
@@ -28,27 +29,14 @@ def counted_waits(counts: list[int]) -> Iterator[None]:
 ALL = (0, 1, 2, 3, 4)
 
 
-@pytest.mark.parametrize("chosen", [(ALL, ALL), ((0, 2), ALL), ((0,), (3,))])
-@on_world(2)
-def test_a_backward_lets_the_host_wait_once_where_gradients_are_absent(
-    mesh, chosen: tuple[tuple[int, ...], ...]
-) -> None:
-    mine = chosen[torch.distributed.get_rank()]
-    model, counts = acc.shard(Mixture(), mesh, units={Routed}), list[int]()
-    for _ in range(STEPS):
-        loss = model(torch.randn(4, 16, device=device()), mine).square().mean()
-        with counted_waits(counts):
-            loss.backward()
-        model.zero_grad()
-    assert counts[3:] == [int(len(mine) < 5)] * 3, "the first steps check what is new"
-
-
 @pytest.mark.parametrize(
     ("mixture", "chosen", "waits"),
     [
         (False, ((), ()), (0, 0)),
         (True, (ALL, ALL), (0, 0)),
-        (True, ((0, 2), ALL), (1, 0)),  # if gradients are absent, to learn which ones
+        # If gradients are absent, the backward waits once, to learn which ones.
+        (True, ((0, 2), ALL), (1, 0)),
+        (True, ((0,), (3,)), (1, 1)),
     ],
 )
 @on_world(2)
@@ -57,8 +45,7 @@ def test_a_step_lets_the_host_run_ahead(
 ) -> None:
     """A step is a forward, a backward, clipping and the optimizer."""
     rank = torch.distributed.get_rank()
-    dense = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(3)))
-    model = acc.shard(Mixture(), mesh, units={Routed}) if mixture else acc.shard(dense, mesh)
+    model = acc.shard(Mixture(), mesh, units={Routed}) if mixture else acc.shard(small_blocks(), mesh)
     optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
     counts: list[int] = []
     for _ in range(STEPS):
@@ -68,4 +55,4 @@ def test_a_step_lets_the_host_run_ahead(
             acc.clip_grad_norm_(model, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    assert counts[3:] == [waits[rank]] * 3
+    assert counts[3:] == [waits[rank]] * 3, "the first steps check what is new"

@@ -11,9 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.sim.test_torch import assert_alike
+from tests.support.fails_alone import FailsInBackward
 from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.sim
@@ -37,15 +40,15 @@ def train(model: nn.Module, device: str, rank: int = 0, num_ranks: int = 1, step
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return [loss.cpu() for loss in losses]
+    return losses
 
 
 def test_training_equals_the_cpus_bit_for_bit():
-    on_cpu, on_sim = transformer(), transformer().to("sim")
-    for loss, other in zip(train(on_cpu, "cpu"), train(on_sim, "sim"), strict=True):
-        assert torch.equal(loss, other)
-    for (name, p), other in zip(on_cpu.named_parameters(), on_sim.parameters(), strict=True):
-        assert torch.equal(p, other.cpu()), name
+    def run(device: str) -> list[Tensor]:
+        model = transformer().to(device)
+        return [*train(model, device), *model.parameters()]
+
+    assert_alike(run, 0.0, 0.0)
 
 
 def test_two_devices_do_not_mix():
@@ -54,22 +57,11 @@ def test_two_devices_do_not_mix():
 
 
 def test_backward_runs_on_a_thread_of_the_device():
-    seen = []
-
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            seen.append(threading.get_ident())
-            return grad * 2
-
+    threads: list[int] = []
     x = torch.ones(3, device="sim", requires_grad=True)
-    Probe.apply(x).sum().backward()
-    assert seen
-    assert seen[0] != threading.get_ident()
+    (2 * FailsInBackward.apply(x, lambda: threads.append(threading.get_ident()))).sum().backward()
+    assert threads
+    assert threads[0] != threading.get_ident()
     assert x.grad.tolist() == [2.0] * 3
 
 
@@ -165,18 +157,14 @@ def test_waits_of_the_host_are_reported():
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 @on_world(4)
 def test_torchs_fsdp_equals_the_cpus_bit_for_bit(mesh) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    rank, count = dist.get_rank(), mesh.size()
-    found = {}
-    for device in ("cpu", "sim"):
+    def run(device: str) -> list[Tensor]:
         model = transformer().to(device)
         for part in (*list(model)[1:3], model):
-            fully_shard(part, mesh=init_device_mesh(device, (count,)))
-        losses = train(model, device, rank, count)
-        found[device] = losses + [p.full_tensor().cpu() for p in model.parameters()]
-    for one, other in zip(found["cpu"], found["sim"], strict=True):
-        assert torch.equal(one, other)
+            fully_shard(part, mesh=init_device_mesh(device, (mesh.size(),)))
+        losses = train(model, device, dist.get_rank(), mesh.size())
+        return [*losses, *(p.full_tensor() for p in model.parameters())]
+
+    assert_alike(run, 0.0, 0.0)
 
 
 @on_world(4)

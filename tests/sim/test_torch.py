@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -17,14 +17,11 @@ BF16 = torch.bfloat16
 
 
 class Call(nn.Module):
-    """A function as a module, with the shapes of its parameters."""
+    """A function as a module."""
 
-    def __init__(self, fn: Callable[..., Any], *shapes: tuple[int, ...]) -> None:
+    def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
-        self.fn, self.weights = fn, nn.ParameterList(torch.randn(shape) for shape in shapes)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.fn(*inputs, *self.weights)
+        self.forward = forward
 
 
 def ids(*shape: int, high: int = 9) -> Callable[[], Tensor]:
@@ -114,22 +111,29 @@ def values(module: nn.Module, inputs: list[Tensor], device: str) -> list[Tensor 
     losses = [out.abs().square().sum() for out in outs if out.requires_grad]
     if losses:
         sum(losses).backward()
-    found = [*(out.detach() for out in outs), *(p.grad for p in module.parameters()), *(x.grad for x in inputs)]
-    return [None if value is None else value.cpu() for value in [*found, *module.buffers()]]
+    return [*outs, *(p.grad for p in module.parameters()), *(x.grad for x in inputs), *module.buffers()]
 
 
-def assert_alike(make: Callable[[], nn.Module], inputs: tuple[Input, ...], tolerance: float) -> None:
+def assert_alike(run: Callable[[str], Iterable[Tensor | None]], rtol: float, atol: float) -> None:
+    """Fail unless the tensors that `run(device)` returns are close on the CPU and on the simulator, or equal if both tolerances
+    are 0."""
     found = []
     for device in ("cpu", "sim"):
         torch.manual_seed(0)
-        module = make()
-        found.append(values(module, [torch.randn(x) if isinstance(x, tuple) else x() for x in inputs], device))
+        found.append([None if value is None else value.detach().cpu() for value in run(device)])
     for wanted, value in zip(*found, strict=True):
         if wanted is None or value is None:
             assert value is wanted
         else:
-            assert value.dtype == wanted.dtype
-            torch.testing.assert_close(value, wanted, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(value, wanted, rtol=rtol, atol=atol)
+
+
+def assert_alike_modules(make: Callable[[], nn.Module], inputs: tuple[Input, ...], tolerance: float) -> None:
+    def run(device: str) -> list[Tensor | None]:
+        module = make()
+        return values(module, [torch.randn(x) if isinstance(x, tuple) else x() for x in inputs], device)
+
+    assert_alike(run, tolerance, tolerance)
 
 
 @pytest.fixture(autouse=True)
@@ -141,30 +145,27 @@ def _the_device_goes_on():
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name):
-    assert_alike(*MODULES[name], 1e-5)
+    assert_alike_modules(*MODULES[name], 1e-5)
 
 
 def test_an_encoders_fused_evaluation():
-    found = []
-    for device in ("cpu", "sim"):
-        torch.manual_seed(0)
+    def run(device: str) -> list[Tensor]:
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().to(device)
         with torch.no_grad():
-            found.append(layer(torch.linspace(-1, 1, 48).view(2, 3, 8).to(device)).cpu())
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+            return [layer(torch.linspace(-1, 1, 48).view(2, 3, 8).to(device))]
+
+    assert_alike(run, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators(name):
-    assert_alike(lambda: Call(OPERATORS[name]), ((4, 6),), 1e-6)
+    assert_alike_modules(lambda: Call(OPERATORS[name]), ((4, 6),), 1e-6)
 
 
 @pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}, {"fused": True}])
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
 def test_optimizers_step_bit_for_bit_as_on_the_cpu(kind, how):
-    found = []
-    for device in ("cpu", "sim"):
-        torch.manual_seed(0)
+    def run(device: str) -> Iterable[Tensor]:
         model = nn.Linear(5, 3).to(device)
         optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **how)
         for _ in range(3):
@@ -172,14 +173,13 @@ def test_optimizers_step_bit_for_bit_as_on_the_cpu(kind, how):
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
-        found.append([p.detach().cpu() for p in model.parameters()])
-    assert all(map(torch.equal, *found))
+        return model.parameters()
+
+    assert_alike(run, 0.0, 0.0)
 
 
 def test_autocast_and_a_scaler_do_as_on_the_cpu():
-    found = []
-    for device in ("cpu", "sim"):
-        torch.manual_seed(0)
+    def run(device: str) -> list[Tensor]:
         model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)).to(device)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler(device, init_scale=256.0)
         with torch.autocast(device, dtype=torch.float16):
@@ -189,9 +189,9 @@ def test_autocast_and_a_scaler_do_as_on_the_cpu():
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        found.append([loss.detach().cpu(), *(p.detach().cpu() for p in model.parameters())])
-    for wanted, value in zip(*found, strict=True):
-        torch.testing.assert_close(value, wanted, rtol=1e-3, atol=1e-4)
+        return [loss, *model.parameters()]
+
+    assert_alike(run, 1e-3, 1e-4)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -41,36 +41,24 @@ class Event(torch.Event):
         return super().__new__(cls, place, enable_timing=enable_timing, blocking=blocking)
 
 
-class StreamContext(contextlib.ContextDecorator):
+@contextlib.contextmanager
+def on_stream(stream: torch.Stream | None) -> Iterator[None]:
     """Context manager that makes a stream the current one; None changes nothing."""
-
-    def __init__(self, stream: torch.Stream | None) -> None:
-        self.stream = stream
-        self._before: list[torch.Stream] = []
-
-    def __enter__(self) -> None:
-        if self.stream is not None:
-            self._before.append(torch.accelerator.current_stream(self.stream.device))
-            torch.accelerator.set_stream(self.stream)
-
-    def __exit__(self, *error: Any) -> None:
-        if self.stream is not None:
-            torch.accelerator.set_stream(self._before.pop())
+    if stream is None:
+        yield
+        return
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
 
 
-class Device:
-    """Context manager that makes a device the current one; None and negative numbers change nothing."""
-
-    def __init__(self, device: Any) -> None:
-        self._index, self._before = -1 if device is None else index_of(device), -1
-
-    def __enter__(self) -> None:
-        self._before = torch.accelerator.current_device_index()
-        if self._index >= 0:
-            torch.accelerator.set_device_index(self._index)
-
-    def __exit__(self, *error: Any) -> None:
-        torch.accelerator.set_device_index(self._before)
+def as_current(device: Any) -> torch.accelerator.device_index:
+    """Return a context manager that makes a device the current one; None and negative numbers change nothing."""
+    index = -1 if device is None else index_of(device)
+    return torch.accelerator.device_index(index if index >= 0 else None)
 
 
 def module(extension: Any) -> ModuleType:
@@ -95,7 +83,7 @@ def _devices(extension: Any) -> dict[str, Any]:
         "device_count": lambda: extension.device_count(),
         "current_device": acc.current_device_index,
         "set_device": lambda device: acc.set_device_index(index_of(device)),
-        "device": Device,
+        "device": as_current,
         "get_device_name": lambda device=None: "sim",
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: SimpleNamespace(
@@ -111,8 +99,8 @@ def _streams() -> dict[str, Any]:
     return {
         "Stream": Stream,
         "Event": Event,
-        "stream": StreamContext,
-        "StreamContext": StreamContext,
+        "stream": on_stream,
+        "StreamContext": on_stream,
         "set_stream": acc.set_stream,
         "current_stream": lambda device=None: acc.current_stream(index_of(device)),
         "default_stream": lambda device=None: torch.Stream(stream_id=0, device_index=index_of(device), device_type=20),
@@ -121,30 +109,21 @@ def _streams() -> dict[str, Any]:
 
 
 def _random(extension: Any) -> dict[str, Any]:
-    def generator(device: Any = None) -> torch.Generator:
-        return extension.default_generator(index_of(device))
+    everywhere = tuple(extension.default_generator(i) for i in range(extension.device_count()))
 
-    def everywhere() -> list[torch.Generator]:
-        return [generator(i) for i in range(extension.device_count())]
+    def generator(device: Any = None) -> torch.Generator:
+        return everywhere[index_of(device)]
 
     def manual_seed_all(seed: int) -> None:
-        for one in everywhere():
+        for one in everywhere:
             one.manual_seed(int(seed))
-
-    def set_rng_state_all(states: list[torch.Tensor]) -> None:
-        for one, state in zip(everywhere(), states, strict=True):
-            one.set_state(state)
 
     return {
         "get_rng_state": lambda device="sim": generator(device).get_state(),
         "set_rng_state": lambda state, device="sim": generator(device).set_state(state),
-        "get_rng_state_all": lambda: [one.get_state() for one in everywhere()],
-        "set_rng_state_all": set_rng_state_all,
         "manual_seed": lambda seed: generator().manual_seed(int(seed)),
         "manual_seed_all": manual_seed_all,
-        "initial_seed": lambda: generator().initial_seed(),
-        "seed": lambda: generator().seed(),
-        "default_generators": tuple(everywhere()),
+        "default_generators": everywhere,
     }
 
 
