@@ -11,8 +11,8 @@ import pytest
 from tests.support.fails_alone import EXIT_S
 from tests.support.processes import run_python
 
-ALONE = ["forward/host", "backward/save"]
-MORE = ["forward/plain", "forward/activations", "backward/plain", "backward/host", "backward/disk"]
+ALONE = ["forward/plain", "forward/host", "backward/save"]
+MORE = ["forward/activations", "backward/plain", "backward/host", "backward/disk"]
 MORE += ["backward, absent gradients/host"]
 
 
