@@ -22,7 +22,8 @@ from accordion.plan.cli.pages import of_plan
 from accordion.plan.hardware import GIB, GPUS, OUTSIDE_BYTES, gpu_named
 from accordion.plan.result import Plan
 from accordion.tasks.loaded import LoadedTask, example_of
-from tests.plan.builders import ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, planned, total
+from tests.plan import builders
+from tests.plan.builders import ONE_CHOICE, config_in, planned, total
 from tests.support.processes import run_python
 
 
@@ -149,7 +150,6 @@ def test_no_flag_ends_in_a_traceback(capsys, monkeypatch, seed):
     ("written", "name"), [("h100-80", "h100"), ("H100-80GB", "h100"), ("a100", "a100-80"), ("RTX-4090", "rtx4090")]
 )
 def test_a_gpu_is_found_by_its_common_names(written, name):
-    assert gpu_named(written) is not None
     assert gpu_named(written).source == GPUS[name].source
 
 
@@ -176,10 +176,7 @@ def test_a_cached_plan_is_read_and_a_broken_file_is_not(capsys, monkeypatch, tmp
     def printed(*more: str) -> tuple[object, bool]:
         """Return (the printed data, True if the command made a plan for it)."""
         before = len(answers)
-        assert (
-            cli.main(["plan", "--model", str(tmp_path), "--json", *ONE_CHOICE_FLAGS.split(), "--seq", "64", *more]) == 0
-        )
-        return json.loads(capsys.readouterr().out), len(answers) > before
+        return json.loads(builders.command(capsys, tmp_path, "--json", *more)), len(answers) > before
 
     first, is_planned = printed()
     assert is_planned
@@ -197,22 +194,17 @@ def test_a_cached_plan_is_read_and_a_broken_file_is_not(capsys, monkeypatch, tmp
 
 def test_memory_of_an_inference_engine_is_reserved(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    words = ["plan", "--model", str(config_in(tmp_path)), *ONE_CHOICE_FLAGS.split(), "--seq", "64"]
-
-    def printed(code: int, *more: str) -> str:
-        assert cli.main([*words, *more]) == code
-        return capsys.readouterr().out
-
-    reserved = json.loads(printed(0, "--reserve-gb", "24", "--json"))
+    config_in(tmp_path)
+    reserved = json.loads(builders.command(capsys, tmp_path, "--reserve-gb", "24", "--json"))
     left, free = GPUS["h100"].memory_gib * GIB - 24 * GIB, reserved["free_bytes"]
     assert reserved["hardware"]["memory_bytes"] == pytest.approx(left, abs=1)
     assert free["step"] < free["not parked"] < free["parked"] == reserved["hardware"]["memory_bytes"] - OUTSIDE_BYTES
-    text = printed(0, "--reserve-gb", "24")
+    text = builders.command(capsys, tmp_path, "--reserve-gb", "24")
     assert "free beside the inference engine" in text
     assert f"{free['step'] / GIB:.1f}" in text
     # The search takes nothing that needs what is reserved: with a little less free, no configuration fits.
     least = (free["step"] + 2**20) / GIB + 24
-    crowded = json.loads(printed(1, "--json", "--reserve-gb", str(least)))
+    crowded = json.loads(builders.command(capsys, tmp_path, "--json", "--reserve-gb", str(least), code=1))
     assert crowded["verdict"] == "does not fit"
     assert crowded["free_bytes"]["step"] < 0
 
@@ -220,9 +212,7 @@ def test_memory_of_an_inference_engine_is_reserved(capsys, monkeypatch, tmp_path
 def test_the_page_draws_the_planned_step(capsys, monkeypatch, tmp_path):
     """The curve's peak is the plan's, and the streams are as long as its step."""
     page = tmp_path / "plan.html"
-    words = ["plan", "--model", str(config_in(tmp_path)), *ONE_CHOICE_FLAGS.split(), "--seq", "64"]
-    assert cli.main([*words, "--html", str(page), "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = json.loads(builders.command(capsys, config_in(tmp_path), "--html", str(page), "--json"))
     drawn = json.loads(re.search(r'id="trace">(.*)</script>', page.read_text())[1])["ranks"][0]
     assert sum(drawn["between"]) + max(sum(point[1:]) for point in drawn["memory"]) == data["peak_allocated_bytes"]
     assert drawn["steps"][0][1] == pytest.approx(data["step_s"] * 1e6, rel=1e-3, abs=1)

@@ -34,17 +34,6 @@ from accordion.plan.trace.trace import trace
 from tests.plan import subjects
 from tests.support.sample import sampled
 
-SAMPLE = [
-    ("gpt", "full_shard"),
-    ("gpt", "offload"),
-    ("llama", "checkpoint every:2, bf16"),
-    ("vision", "no_shard"),
-    ("gpt", "secondary"),
-    ("llama", "inputs on the host"),
-    ("mixture", "experts over 4, recomputed"),
-    ("llama", "sequences over 2"),
-    ("rows", "full_shard"),
-]
 RUNS = 8
 LIMIT_S = 900.0  # a run has 2 processor seconds a rank; on a machine with ten times as much to do as it has cores, 90 s were seen
 FSDP2 = [
@@ -57,8 +46,7 @@ FSDP2 = [
     ("vision", "frozen"),
 ]
 ALL = [(a, c) for a in subjects.ARCHITECTURES for c in subjects.CASES] + [("mixture", c) for c in subjects.EXPERTS]
-ALL += [("llama", c) for c in subjects.SEQUENCES]
-
+ALL += [("llama", c) for c in subjects.SEQUENCES] + [("rows", "full_shard")]
 
 MARK = "the step that is counted"
 
@@ -142,7 +130,14 @@ def peak_in(events: list[dict[str, Any]]) -> int:
     return best
 
 
-def assert_close(world, architecture, case, engine="accordion"):
+@pytest.mark.parametrize(
+    ("engine", "architecture", "case"),
+    sampled(
+        [("accordion", *pair) for pair in ALL] + [("fsdp2", *pair) for pair in FSDP2],
+        lambda engine, *pair: engine == "accordion" and pair == ("rows", "full_shard"),
+    ),
+)
+def test_peak_bytes_are_those_that_ranks_count(world, engine, architecture, case):
     run = subjects.run_of(architecture, case, engine)
     log = trace(subjects.subject_of(architecture, case), run)
     predicted = peak_of(log).num_bytes
@@ -180,20 +175,3 @@ def assert_never_a_false_fit(log, counted):
 
 def card_of(num_bytes):
     return Cluster(gpu=replace(GPUS["h100"], memory_gib=(num_bytes + OUTSIDE_BYTES) / GIB))
-
-
-@pytest.mark.parametrize(("architecture", "case"), sampled(SAMPLE, lambda architecture, case: architecture == "rows"))
-def test_peak_bytes_are_those_that_ranks_count(world, architecture, case):
-    assert_close(world, architecture, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "case"), [pair for pair in ALL if pair not in SAMPLE])
-def test_peak_bytes_of_every_case_are_those_that_ranks_count(world, architecture, case):
-    assert_close(world, architecture, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "case"), FSDP2)
-def test_peak_bytes_of_every_case_of_fsdp2_are_those_that_its_ranks_count(world, architecture, case):
-    assert_close(world, architecture, case, engine="fsdp2")

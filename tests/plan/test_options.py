@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion import cli
 from accordion.plan.events import Alloc
 from accordion.plan.hardware import GPUS
 from accordion.plan.result import Plan
 from accordion.plan.trained_models import LOSSES, Kernels
 from tests.plan import builders
-from tests.plan.builders import ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, held, peak, sent
+from tests.plan.builders import ONE_CHOICE, config_in, held, peak, sent
 
 SEQ, WIDTH, LAYERS, MLP, VOCAB = 512, 256, 2, 768, 32000
 LOGITS = 4 * SEQ * VOCAB  # bytes in float32
@@ -144,16 +143,13 @@ def test_tokens_and_a_price_give_the_cost_of_a_run(folder, plain):
 
 def test_the_command_takes_all_options_of_workload_and_cluster(folder, capsys):
     more = "--loss fused --gpu h100,price=2 --tokens 1e9 --seq 256 --lora 8,targets=q_proj+v_proj --precision bf16,reduce=bf16"
-    words = ["plan", "--model", str(folder), *ONE_CHOICE_FLAGS.split(), *more.split()]
-    assert cli.main([*words, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = json.loads(builders.command(capsys, folder, *more.split(), "--json"))
     inputs = data["inputs"]
     assert (inputs["seq"], inputs["loss"], inputs["lora_rank"]) == (256, "fused", 8)
     assert (inputs["precision"]["params"], inputs["precision"]["reduce"]) == ("bfloat16", "bfloat16")
     assert set(inputs["versions"]) >= {"accordion", "torch", "transformers", "python"}
     assert data["run"]["dollars"] == pytest.approx([2 * hours for hours in data["run"]["gpu_hours"]])
-    assert cli.main(words) == 0
-    shown = capsys.readouterr().out
+    shown = builders.command(capsys, folder, *more.split())
     for part in ("where the time goes, by kind", "where the bytes go", "dollars"):
         assert part in shown
 
