@@ -26,6 +26,7 @@ from accordion.pages import show
 from accordion.pages.page import Page, Table, as_text, write
 from accordion.pages.stats import Spread, compare_losses, extremes, quartiles, ratio
 from accordion.workers.ranks import BenchError, StillGroup
+from tests.plan.builders import config_in
 from tests.support.refused import refused
 
 
@@ -122,13 +123,7 @@ def test_all_presets_are_known_and_other_names_are_refused():
 
 
 def test_a_model_may_be_a_folder(tmp_path):
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=37
-    )
-    config.save_pretrained(tmp_path)
-    shape = shape_of(str(tmp_path))
+    shape = shape_of(str(config_in(tmp_path, vocab_size=37)))
     assert shape.vocab == 37
     tokens, targets = batch_of(0, 0, (2, 8), shape.vocab)
     first, second = (loss_of(shape.make()(tokens), targets) for _ in range(2))

@@ -63,18 +63,14 @@ def llama() -> nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def mixture(num_layers: int = 2) -> nn.Module:
+def mixture() -> nn.Module:
     from transformers import AutoModelForCausalLM, MixtralConfig
 
     config = MixtralConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
         intermediate_size=2 * WIDTH, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def vision() -> nn.Module:
-    return Patches(4)
 
 
 def tied(model: nn.Module) -> None:
@@ -147,7 +143,7 @@ SEQUENCES = {
     "sequences over 4, bf16": Case(ranks=4, sequence=4, sharding={"precision": BF16}),
 }
 """Cases of the llama alone."""
-ARCHITECTURES = {"gpt": gpt, "llama": llama, "vision": vision}
+ARCHITECTURES = {"gpt": gpt, "llama": llama, "vision": partial(Patches, 4)}
 
 
 def batch_of(architecture: str) -> tuple[Tensor, Tensor]:

@@ -111,8 +111,6 @@ def test_lora_trains_only_adapters_and_frozen_weights_may_have_four_bits(folder,
     assert flops[1] == pytest.approx(flops[2], rel=1e-3)
     one = planned(folder, kernels=Kernels(lora_rank=8, lora_targets="q_proj,v_proj"))
     assert held(one, "optimizer") < held(lora, "optimizer") / 2
-    with pytest.raises(acc.UsageError, match="quantize 'nf3' is unknown; did you mean 'nf4'"):
-        Kernels(quantize="nf3")
     with pytest.raises(acc.UsageError, match=r"lora_targets names 'q_prj'.*q_proj"):
         planned(folder, kernels=Kernels(lora_rank=8, lora_targets="q_prj"))
 
@@ -157,7 +155,6 @@ def test_the_command_takes_all_options_of_workload_and_cluster(folder, capsys):
 WITHOUT_HYBRIDS = "without hybrid strategies, replicas and secondary shards"
 REFUSED = [  # a type of model, options and the error
     ("llama", {"gpu": "v100-16"}, "does not compute with bf16; take --precision fp16"),
-    ("llama", {"gpu": "t4"}, "does not compute with bf16; take --precision fp16"),
     ("llama", {"engine": "fsdp2", "reduce_op": "sum"}, "fsdp2 takes units, strategy"),
     ("llama", {"meshes": {"*": None}}, "meshes is set, but a plan creates its own.*expert_parallel"),
     ("llama", {"sequence": 0}, "sequence is 0; it takes 1 or more"),
@@ -190,9 +187,6 @@ REFUSED = [  # a type of model, options and the error
 
 @pytest.mark.parametrize(("kind", "options", "message"), REFUSED)
 def test_unsupported_combinations_raise_one_sentence_before_a_trace(folder, tmp_path, kind, options, message):
-    def traced(text: str) -> None:
-        raise AssertionError(text)
-
     models = {
         "llama": [folder],
         "linear": [nn.Linear(4, 4), builders.total, torch.ones(2, 4)],
@@ -202,7 +196,7 @@ def test_unsupported_combinations_raise_one_sentence_before_a_trace(folder, tmp_
         models[kind] = [config_in(tmp_path, kind, num_local_experts=8, num_experts_per_tok=2)]
     fixed = {**ONE_CHOICE, "gpus": 16, "seq": SEQ, **options}
     with pytest.raises(acc.UsageError, match=message) as raised:
-        builders.planned(*models[kind], **fixed, say=traced)
+        builders.planned(*models[kind], **fixed, say=pytest.fail)
     assert "\n" not in str(raised.value)
 
 

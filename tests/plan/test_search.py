@@ -30,7 +30,7 @@ from accordion.plan.search.search import SearchResult, closest, search_in, why_n
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.sharding import offload_words
-from tests.plan.builders import BF16, OFFLOADS, choice, gpt, planned, run_of, space, traced
+from tests.plan.builders import BF16, OFFLOADS, choice, gpt, planned, run_of, space, total, traced
 from tests.support.checks import logged
 
 CLUSTER = Cluster(gpu=GPUS["h100"])
@@ -67,10 +67,8 @@ def test_several_nodes_give_about_200_choices():
 
 
 def test_units_that_the_model_lacks_are_reported_before_a_trace():
-    heard: list[str] = []
     with pytest.raises(acc.UsageError, match="Foo"):
-        planned(nn.Linear(4, 4), lambda m, x: m(x).sum(), torch.ones(2, 4), gpus=2, units=["Foo"], say=heard.append)
-    assert heard == []
+        planned(nn.Linear(4, 4), total, torch.ones(2, 4), gpus=2, units=["Foo"], say=pytest.fail)
 
 
 # -- logs from other logs
@@ -381,19 +379,10 @@ SLOW = Cluster(  # slow enough that a small model's kernels are not all as short
 
 
 def off_by(most: float, draw: random.Random) -> Cluster:
-    """GPUs whose kernels, copies and messages take up to so much longer or shorter, each kind independently."""
-    gpu, longer = SLOW.gpu, [1 + draw.choice((-1, 1)) * most * draw.random() ** 0.2 for _ in range(5)]
-    return replace(
-        SLOW,
-        gpu=replace(
-            gpu,
-            products=gpu.products / longer[0],
-            attention=gpu.attention / longer[1],
-            bandwidth_gbps=gpu.bandwidth_gbps / longer[2],
-            link_gbps=gpu.link_gbps / longer[3],
-            latency_s=gpu.latency_s * longer[4],
-        ),
-    )
+    """Return GPUs whose rates of kernels, copies and messages are up to so much higher or lower, each independently."""
+    names = ("products", "attention", "bandwidth_gbps", "link_gbps", "latency_s")
+    factors = {name: 1 + draw.choice((-1, 1)) * most * draw.random() ** 0.2 for name in names}
+    return replace(SLOW, gpu=replace(SLOW.gpu, **{name: getattr(SLOW.gpu, name) * x for name, x in factors.items()}))
 
 
 def test_a_claimed_order_holds_for_rates_that_are_a_little_off():
