@@ -143,6 +143,7 @@ SEQUENCES = {
     "sequences over 4, bf16": Case(ranks=4, sequence=4, sharding={"precision": BF16}),
 }
 """Cases of the llama alone."""
+EVERY = {**CASES, **EXPERTS, **SEQUENCES}
 ARCHITECTURES = {"gpt": gpt, "llama": llama, "vision": partial(Patches, 4)}
 
 
@@ -161,15 +162,10 @@ def loss(architecture: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> T
     return F.cross_entropy(model(inputs), targets) if architecture == "vision" else loss_of(model(inputs), targets)
 
 
-def case_of(case: str) -> Case:
-    return {**CASES, **EXPERTS, **SEQUENCES}[case]
-
-
 def made(architecture: str, case: str, device: str) -> nn.Module:
     with torch.device(device):
         model = {**ARCHITECTURES, "mixture": mixture, "rows": llama}[architecture]().train()
-        change = case_of(case).change
-        if change is not None:
+        if change := EVERY[case].change:
             change(model)
     return model
 
@@ -184,7 +180,7 @@ def subject_of(architecture: str, case: str) -> Subject:
 
 def run_of(architecture: str, case: str, engine: str = "accordion") -> TrainingSetup:
     """Return the setup on CPU ranks; of the vision model not in bf16, since oneDNN makes float32 copies inside such products."""
-    c = case_of(case)
+    c = EVERY[case]
     sharding = {k: v for k, v in c.sharding.items() if not (k == "precision" and architecture == "vision")}
     if engine == "fsdp2":
         sharding = {"units": acc.only_blocks(), **sharding}

@@ -75,6 +75,7 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
         if name == "fsdp2":
             fsdp2.apply(model, mesh, run.sharding)
             optimizer = OPTIMIZERS[run.optimizer].make(model.parameters())
+            clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
         else:
             meshes = None
             if run.sequence > 1:
@@ -85,24 +86,19 @@ def counted_peak(mesh: Any, architecture: str, case: str, name: str = "accordion
                 meshes = spread_experts(model, mesh, partial(exchanged, mesh[EXPERTS_AXIS].get_group()))
                 mesh = mesh[EXPERT_DATA_AXIS, EXPERTS_AXIS]._flatten(ALL_AXES)
             acc.shard(model, mesh, replace(run.sharding, meshes=meshes))
-            engine = engine_of(model)
-            if run.sharding.offload.asks and engine is not None:  # the profiler follows no other thread
-                vars(tiers_of(engine))["stepper"] = AtOnce(nullcontext)
+            if run.sharding.offload.asks:  # the profiler follows no other thread
+                vars(tiers_of(engine_of(model)))["stepper"] = AtOnce(nullcontext)
             optimizer = acc.wrap_optimizer(OPTIMIZERS[run.optimizer].make(model.parameters()))
+            clip = partial(acc.clip_grad_norm_, model)
         for step in range(2):
             summed = mock.patch.object(torch, "sum", added) if name == "accordion" else nullcontext()
             with record_function(MARK) if step else nullcontext(), summed:
                 for i in range(run.accumulate):
                     later = run.strategy.grads is Place.REPLICATE and i + 1 < run.accumulate
                     with acc.no_sync(model) if later else nullcontext():
-                        loss = subjects.loss(
-                            architecture, model, part_of(subjects.batch_of(architecture), run.sequence)
-                        )
-                        loss.backward()
-                if name == "fsdp2":
-                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                else:
-                    acc.clip_grad_norm_(model, 1.0)
+                        batch = part_of(subjects.batch_of(architecture), run.sequence)
+                        subjects.loss(architecture, model, batch).backward()
+                clip(1.0)
                 optimizer.step()
                 optimizer.zero_grad()
     with tempfile.TemporaryDirectory() as folder:
@@ -152,10 +148,8 @@ def test_peak_bytes_are_those_that_ranks_count(world, engine, architecture, case
         shape, names = (run.ranks // run.node, run.node), ("replicate", "shard")
     least = 2 << 60
     for _ in range(RUNS):  # a free that the profiler does not see only adds
-        least = min(
-            least,
-            world.run_mesh(shape, names, counted_peak, architecture, case, engine, timeout_s=LIMIT_S)[0],
-        )
+        counted = world.run_mesh(shape, names, counted_peak, architecture, case, engine, timeout_s=LIMIT_S)
+        least = min(least, counted[0])
         if predicted == pytest.approx(least, rel=0.001):
             break
     print(

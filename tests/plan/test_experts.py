@@ -90,8 +90,3 @@ def test_experts_as_separate_units_are_planned_on_multiples_of_their_ranks(folde
     plan = planned(folder, **options, expert_parallel=COUNT)
     assert [c.choice.gpus for c in plan.found.candidates] == [COUNT]
     assert plan.chosen.memory.peak.num_bytes >= plan.chosen.least_bytes
-
-
-def test_a_search_without_a_strategy_that_works_with_experts_is_refused(folder: Path) -> None:
-    with pytest.raises(acc.UsageError, match="none of the strategies"):
-        acc.plan(str(folder), Cluster(gpus=16), search=acc.Search(strategies=["hybrid_shard"], expert_parallel=2))

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -73,15 +73,12 @@ def test_a_folder_of_another_kind_of_model_says_how_to_plan_it(tmp_path):
         planned(tmp_path, gpus=2)
 
 
-def translates(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return model(*batch).float().square().mean()
-
-
 @pytest.mark.slow
 def test_an_encoder_decoder_is_planned():
     model = nn.Transformer(64, 4, 7, 3, 128, 0.0, batch_first=True)
     batch = torch.zeros(2, 16, 64), torch.zeros(2, 8, 64)
-    data = planned(model, translates, batch, **{**ONE_CHOICE, "units": None, "offload": None}).as_dict()
+    fixed = {**ONE_CHOICE, "units": None, "offload": None}
+    data = planned(model, lambda model, pair: model(*pair).square().mean(), batch, **fixed).as_dict()
     assert data["fits"] is True
     assert data["model"]["num_params"] == sum(p.numel() for p in model.parameters())
     assert data["breakdown_bytes"]["parameters"] == pytest.approx(4 * data["model"]["num_params"] / 2, rel=0.15)
@@ -135,7 +132,6 @@ def test_a_model_that_is_distributed_already_is_refused():
         parallelize_module(model, mesh, {"1": ColwiseParallel()})
     finally:
         dist.destroy_process_group()
-    with pytest.raises(
-        acc.UsageError, match=r"parameter '1.weight' is a DTensor already, .*cannot be planned.*expert_"
-    ):
+    message = r"parameter '1.weight' is a DTensor already, .*cannot be planned.*expert_"
+    with pytest.raises(acc.UsageError, match=message):
         planned(model, total, torch.zeros(2, 8), gpus=2)

@@ -305,7 +305,6 @@ def test_if_nothing_fits_a_note_says_what_to_try_and_the_closest_is_shown(tmp_pa
 
 def test_fits_includes_the_margin(small):
     memory = small.chosen.memory
-    assert memory is not None
     assert memory.needed_bytes == int(memory.largest_reserved * MARGIN) + OUTSIDE_BYTES
     gib = memory.needed_bytes / 2**30
     for factor, fits in ((1.001, True), (0.999, False)):

@@ -65,12 +65,8 @@ def test_tiles_of_mlps_lower_the_peak_and_compute_them_again(folder: Path) -> No
 
 
 def test_ranks_share_sequences_if_nothing_fits_without(folder: Path) -> None:
-    small, large = (
-        planned(
-            folder, **{**FIXED, "seq": 1 << 14, "checkpoint_activations": "full"}, gpu=gpu_named("h100", memory_gib=gib)
-        )
-        for gib in (2.35, 80.0)
-    )
+    fixed = {**FIXED, "seq": 1 << 14, "checkpoint_activations": "full"}
+    small, large = (planned(folder, **fixed, gpu=gpu_named("h100", memory_gib=gib)) for gib in (2.35, 80.0))
     assert large.fits
     assert [c.choice.sequence for c in large.found.candidates] == [1]
     assert small.fits
