@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -122,19 +123,17 @@ def test_shapes_have_the_published_parameter_counts_and_shrink_with_memory():
 def test_masters_kept_by_hand_train_as_float32_parameters_do():
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4).to(torch.bfloat16)
-    before = [p.detach().float() for p in model.parameters()]
-    loop = MasterLoop(model, "cpu")
+    before, plain, loop = copy.deepcopy(model), copy.deepcopy(model).float(), MasterLoop(model, "cpu")
     x = torch.randn(8, 4, dtype=torch.bfloat16)
     model(x).float().square().mean().backward()
-    masters = [torch.nn.Parameter(p.clone()) for p in before]
-    for master, p in zip(masters, model.parameters(), strict=True):
-        assert p.grad is not None
+    for master, p in zip(plain.parameters(), model.parameters(), strict=True):
         master.grad = p.grad.float()
-    torch.optim.AdamW(masters, lr=1e-5, fused=True).step()
+    torch.optim.AdamW(plain.parameters(), lr=1e-5, fused=True).step()
     loop.step()
-    assert all(torch.equal(a, b) for a, b in zip(loop._masters, masters, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(loop._masters, before, strict=True))
-    for p, master in zip(model.parameters(), masters, strict=True):
+    parameters = zip(model.parameters(), plain.parameters(), before.parameters(), loop._masters, strict=True)
+    for p, master, first, own in parameters:
+        assert torch.equal(own, master)
+        assert not torch.equal(own, first.float())
         assert torch.equal(p, master.to(torch.bfloat16))
         assert p.grad is None
 

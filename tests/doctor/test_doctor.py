@@ -33,33 +33,32 @@ def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_exam, "NUM_BLOCKS", 2)
 
 
-def examined(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, Findings]:
-    """Run `accordion doctor`; return (exit code, findings by name)."""
-    capfd.readouterr()
-    code = cli.main(["doctor", "--device", "cpu", "--json", *words])
-    data = json.loads(capfd.readouterr().out)
-    assert data["counts"] == {
-        kind: sum(f["severity"] == kind for f in data["findings"]) for kind in ("ok", "note", "warning", "problem")
-    }
-    for finding in data["findings"]:
-        assert finding["found"]
-        assert finding["means"]
-        assert finding["do"] or finding["severity"] == "ok"
-    return code, {finding["check"]: finding for finding in data["findings"]}
+@pytest.fixture
+def examined(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Findings]]:
+    """Return a function that runs `accordion doctor` on the disk of `folder`, and returns (exit code, findings by name)."""
+
+    def run(folder: Path = tmp_path) -> tuple[int, Findings]:
+        capfd.readouterr()
+        code = cli.main(["doctor", "--device", "cpu", "--json", "--dir", str(folder)])
+        data = json.loads(capfd.readouterr().out)
+        severities = [finding["severity"] for finding in data["findings"]]
+        assert data["counts"] == {kind: severities.count(kind) for kind in ("ok", "note", "warning", "problem")}
+        for finding in data["findings"]:
+            assert finding["found"]
+            assert finding["means"]
+            assert finding["do"] or finding["severity"] == "ok"
+        return code, {finding["check"]: finding for finding in data["findings"]}
+
+    return run
 
 
 @pytest.fixture
-def machine(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, Findings]]:
-    """Return a function that runs the command on this machine with a simulated rank."""
-
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate the ranks that the command starts by one that answers at once."""
     team = mock.MagicMock()
-    team.return_value.__enter__.return_value.ask.return_value = [
-        {"host": "a", "torch": torch.__version__, "right": True}
-    ]
+    answer = {"host": "a", "torch": torch.__version__, "right": True}
+    team.return_value.__enter__.return_value.ask.return_value = [answer]
     monkeypatch.setattr(command, "WorkerTeam", team)
-    return lambda *words: examined(capfd, *(words if "--dir" in words else ("--dir", str(tmp_path), *words)))
 
 
 def assert_found(findings: Findings, check: str, severity: str, *words: str) -> None:
@@ -71,8 +70,8 @@ def assert_found(findings: Findings, check: str, severity: str, *words: str) -> 
 # -- a healthy machine
 
 
-def test_two_healthy_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, findings = examined(capfd, "--dir", str(tmp_path))
+def test_two_healthy_ranks(examined: Any, tmp_path: Path) -> None:
+    code, findings = examined()
     assert code == 0
     assert "problem" not in {finding["severity"] for finding in findings.values()}
     assert {f"ranks.{name}" for name in ("group", "messages", "gather", "exchange")} <= set(findings)
@@ -82,9 +81,8 @@ def test_two_healthy_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_screen_shows_the_remedy_of_a_warning(
-    machine: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_the_screen_shows_the_remedy_of_a_warning(tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_exam, "SLOW", 1e15)
     assert cli.main(["doctor", "--device", "cpu", "--dir", str(tmp_path)]) == 0
     out = capfd.readouterr().out
@@ -120,16 +118,10 @@ def test_ranks_of_torchrun_run_one_exam(tmp_path: Path, capfd: pytest.CaptureFix
     ids=["slow", "slow exchange", "wrong", "dies"],
 )
 def test_faults_of_ranks_are_found(
-    ranks: Any,
-    check: str,
-    severity: str,
-    words: list[str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    ranks: Any, check: str, severity: str, words: list[str], examined: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "start", ranks)
-    code, findings = examined(capfd, "--dir", str(tmp_path))
+    code, findings = examined()
     assert code == (severity == "problem")
     assert_found(findings, check, severity, *words)
 
@@ -153,10 +145,10 @@ def test_machines_with_other_numbers_of_ranks_time_no_all_to_all(mesh: Any) -> N
     assert "num_near" not in answer
 
 
-def test_an_error_of_the_process_group_is_a_finding(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_process_group_is_a_finding(examined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     error = BenchError("contender 'doctor' did not answer within 5 s on rank 1.")
     monkeypatch.setattr(command, "WorkerTeam", mock.Mock(side_effect=error))
-    code, findings = machine()
+    code, findings = examined()
     assert code == 1
     assert_found(findings, "ranks.group", "problem", "ranks stopped: did not answer within 5 s on rank 1", "open files")
 
@@ -180,9 +172,8 @@ def test_each_of_too_many_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, rank
     monkeypatch.setattr(command, "devices_here", lambda: Devices("cuda", 1))
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     environ = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **address}
-    with pytest.raises(
-        UsageError, match="2 ranks were started and this machine has 1 device of type 'cuda'; start fewer"
-    ):
+    message = "2 ranks were started and this machine has 1 device of type 'cuda'; start fewer"
+    with pytest.raises(UsageError, match=message):
         command.run([], environ)
 
 
@@ -201,10 +192,11 @@ def test_the_supported_versions_of_torch_are_those_of_the_package() -> None:
     assert "torch>={},<{}".format(*machine_exam.TORCH) in project["dependencies"]
 
 
-def test_a_full_disk_is_a_problem(machine: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_a_full_disk_is_a_problem(examined: Any, tmp_path: Path) -> None:
     with disks.mounted(tmp_path / "memory", "size=4m") as folder:
         disks.fill(folder)
-        code, findings = machine("--dir", str(folder))
+        code, findings = examined(folder)
     assert code == 1
     assert_found(findings, "disk.write", "problem", "No space left")
     assert_found(findings, "disk.space", "problem", "free space")

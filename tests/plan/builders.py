@@ -8,13 +8,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import accordion as acc
+from accordion import cli
 from accordion.bench.model import GPT, loss_of
 from accordion.plan.choice import Choice, Search
-from accordion.plan.events import Collective, Log
+from accordion.plan.events import Collective, Log, Op
 from accordion.plan.hardware import Cluster
 from accordion.plan.result import Plan
 from accordion.plan.search.space import Space
@@ -34,9 +36,7 @@ ONE_CHOICE: dict[str, Any] = {
     "micro_batch": 1,
 }  # fmt: skip
 """Arguments of `planned` that leave nothing to search."""
-ONE_CHOICE_FLAGS = (
-    "--gpus 2 --strategy full_shard --checkpoint-activations none --offload none --units blocks --micro-batch 1"
-)
+ONE_CHOICE_FLAGS = "--gpus 2 --strategy full_shard --checkpoint-activations none --offload none --units blocks"
 
 
 def split(values: Mapping[str, Any], *kinds: type) -> list[dict[str, Any]]:
@@ -80,6 +80,15 @@ def space(subject_for: Callable[[int], Subject] | None = None, **fixed: Any) -> 
     )
 
 
+def command(capture: pytest.CaptureFixture[str], folder: Path, *flags: str, code: int = 0) -> str:
+    """Run `accordion plan` for the model in `folder` with the flags of `ONE_CHOICE`, which `flags` may override, and return
+    what it printed. Assert that its exit code is `code`."""
+    capture.readouterr()
+    words = ["plan", "--model", str(folder), *ONE_CHOICE_FLAGS.split(), "--micro-batch", "1", "--seq", "64", *flags]
+    assert cli.main(words) == code
+    return capture.readouterr().out
+
+
 # -- models
 
 
@@ -105,16 +114,17 @@ def gpt(blocks: int = 10, batch: int = 2, width: int = 128) -> Subject:
     return subject_of(model, lambda model, pair: loss_of(model(pair[0]), pair[1]), (tokens, tokens.clone()))
 
 
-def run_of(ranks: int = 8, **sharding: object) -> TrainingSetup:
-    return TrainingSetup(ranks=ranks, sharding=acc.Sharding(**{"precision": BF16, **sharding}))
+def run_of(ranks: int = 8, **fixed: object) -> TrainingSetup:
+    setup, sharding = split({"precision": BF16, **fixed}, TrainingSetup, acc.Sharding)
+    return TrainingSetup(ranks=ranks, sharding=acc.Sharding(**sharding), **setup)
 
 
 TRACED: dict[str, Log] = {}
 
 
-def traced(blocks: int, ranks: int, batch: int = 2, **sharding: object) -> Log:
+def traced(blocks: int, ranks: int, batch: int = 2, **fixed: object) -> Log:
     """Return the log of `gpt` under `run_of`, traced once for all tests, which do not change it."""
-    run = run_of(ranks, **sharding)
+    run = run_of(ranks, **fixed)
     key = f"{blocks} {batch} {run!r}"
     if key not in TRACED:
         TRACED[key] = trace(gpt(blocks, batch=batch), run)
@@ -131,6 +141,10 @@ def peak(plan: Plan) -> int:
 def held(plan: Plan, category: str) -> int:
     """Return the bytes of a category between steps."""
     return sum(alloc.num_bytes for alloc, _ in plan.log.held if alloc.category.value == category)
+
+
+def flops(plan: Plan) -> float:
+    return sum(e.flops for e in plan.log.events if isinstance(e, Op))
 
 
 def sent(plan: Plan, *kinds: str, axis: str = "shard") -> list[int]:

@@ -63,18 +63,14 @@ def llama() -> nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def mixture(num_layers: int = 2) -> nn.Module:
+def mixture() -> nn.Module:
     from transformers import AutoModelForCausalLM, MixtralConfig
 
     config = MixtralConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
         intermediate_size=2 * WIDTH, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
-
-def vision() -> nn.Module:
-    return Patches(4)
 
 
 def tied(model: nn.Module) -> None:
@@ -147,7 +143,8 @@ SEQUENCES = {
     "sequences over 4, bf16": Case(ranks=4, sequence=4, sharding={"precision": BF16}),
 }
 """Cases of the llama alone."""
-ARCHITECTURES = {"gpt": gpt, "llama": llama, "vision": vision}
+EVERY = {**CASES, **EXPERTS, **SEQUENCES}
+ARCHITECTURES = {"gpt": gpt, "llama": llama, "vision": partial(Patches, 4)}
 
 
 def batch_of(architecture: str) -> tuple[Tensor, Tensor]:
@@ -165,15 +162,10 @@ def loss(architecture: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> T
     return F.cross_entropy(model(inputs), targets) if architecture == "vision" else loss_of(model(inputs), targets)
 
 
-def case_of(case: str) -> Case:
-    return {**CASES, **EXPERTS, **SEQUENCES}[case]
-
-
 def made(architecture: str, case: str, device: str) -> nn.Module:
     with torch.device(device):
         model = {**ARCHITECTURES, "mixture": mixture, "rows": llama}[architecture]().train()
-        change = case_of(case).change
-        if change is not None:
+        if change := EVERY[case].change:
             change(model)
     return model
 
@@ -188,7 +180,7 @@ def subject_of(architecture: str, case: str) -> Subject:
 
 def run_of(architecture: str, case: str, engine: str = "accordion") -> TrainingSetup:
     """Return the setup on CPU ranks; of the vision model not in bf16, since oneDNN makes float32 copies inside such products."""
-    c = case_of(case)
+    c = EVERY[case]
     sharding = {k: v for k, v in c.sharding.items() if not (k == "precision" and architecture == "vision")}
     if engine == "fsdp2":
         sharding = {"units": acc.only_blocks(), **sharding}

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 import accordion as acc
-from accordion.plan.events import ALL_TO_ALL, Axes, Collective, Op
+from accordion.plan.events import ALL_TO_ALL, Axes, Collective
 from accordion.plan.hardware import GB, GPUS, LATENCY_S, REACHED, Cluster
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.timeline import OF_TOKENS
-from accordion.plan.result import Plan
 from accordion.plan.trace.experts import experts_in
-from tests.plan.builders import ONE_CHOICE, config_in, held, planned, sent
+from tests.plan.builders import ONE_CHOICE, config_in, flops, held, planned, sent
 
 SEQ, WIDTH, MLP, LAYERS, COUNT, CHOSEN = 256, 128, 192, 3, 8, 2
 ROWS = 2 * SEQ * CHOSEN * WIDTH  # bytes of all tokens of a rank for all their experts, in bf16
@@ -30,10 +29,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config_in(tmp_path_factory.mktemp("model"), "mixtral", **sizes, **experts)
 
 
-def products(plan: Plan) -> float:
-    return sum(e.flops for e in plan.log.events if isinstance(e, Op))
-
-
 def test_messages_with_experts_over_four_of_sixteen_ranks_match_arithmetic(folder: Path) -> None:
     plain, spread = (planned(folder, **FIXED, expert_parallel=n) for n in (1, 4))
     tokens = sent(spread, ALL_TO_ALL, axis=Axes.EXPERTS)
@@ -45,7 +40,7 @@ def test_messages_with_experts_over_four_of_sixteen_ranks_match_arithmetic(folde
         assert sum(sent(spread, kind, axis=Axes.EXPERT_DATA)) == pytest.approx(times * itemsize * experts / 4, rel=1e-3)
         everywhere = sum(sent(plain, kind, axis="shard")) - sum(sent(spread, kind, axis="shard"))
         assert everywhere == pytest.approx(times * itemsize * experts, rel=1e-3)
-    assert products(spread) == pytest.approx(products(plain), rel=1e-3)  # as many tokens come as go
+    assert flops(spread) == pytest.approx(flops(plain), rel=1e-3)  # as many tokens come as go
     for category in ("parameters", "optimizer"):
         assert held(spread, category) == pytest.approx(held(plain, category), rel=1e-2)
     gathered = [p.chosen.memory.peak.highest["gathered"] for p in (plain, spread)]
@@ -95,8 +90,3 @@ def test_experts_as_separate_units_are_planned_on_multiples_of_their_ranks(folde
     plan = planned(folder, **options, expert_parallel=COUNT)
     assert [c.choice.gpus for c in plan.found.candidates] == [COUNT]
     assert plan.chosen.memory.peak.num_bytes >= plan.chosen.least_bytes
-
-
-def test_a_search_without_a_strategy_that_works_with_experts_is_refused(folder: Path) -> None:
-    with pytest.raises(acc.UsageError, match="none of the strategies"):
-        acc.plan(str(folder), Cluster(gpus=16), search=acc.Search(strategies=["hybrid_shard"], expert_parallel=2))

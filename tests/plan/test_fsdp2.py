@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
-
 import accordion as acc
 from accordion.plan.events import Alloc, Category, Collective, Log, Op, Streams
-from accordion.plan.hardware import Cluster
-from accordion.plan.replay.cost import Costs
-from accordion.plan.replay.peak import peak_of
-from accordion.plan.replay.predict import log_of
-from accordion.plan.replay.timeline import StreamClock
-from accordion.plan.trace.trace import trace
-from tests.plan.builders import ONE_CHOICE, gpt, planned, run_of
+from tests.plan import builders
+from tests.plan.builders import ONE_CHOICE, gpt, planned
 
 
-def traced(blocks: int = 3, reshard_root: bool | None = None, reshard_last: bool = True, **sharding: object) -> Log:
-    run = replace(
-        run_of(units=acc.only_blocks(), **sharding),
-        engine="fsdp2",
-        reshard_root=reshard_root,
-        reshard_last=reshard_last,
-    )
-    return trace(gpt(blocks), run)
+def traced(**fixed: object) -> Log:
+    return builders.traced(3, 8, engine="fsdp2", units=acc.only_blocks(), **fixed)
 
 
 def collectives(log: Log) -> list[tuple[str, str]]:
@@ -51,18 +36,6 @@ def test_units_that_stay_unsharded_are_gathered_once():
     assert collectives(traced(reshard_root=True)).count(("gather", "gather")) == 8
     assert collectives(traced(reshard_last=False)).count(("gather", "gather")) == 6
     assert collectives(traced(strategy=acc.SHARD_GRAD_OP)).count(("gather", "gather")) == 4
-
-
-@pytest.mark.slow
-def test_a_deep_model_under_fsdp2_is_extended_exactly():
-    run, subject = replace(run_of(checkpoint_activations="full", units=acc.only_blocks()), engine="fsdp2"), gpt(8)
-    whole = trace(subject, run)
-    quick = log_of(subject, run)
-    assert len(set(map(id, quick.events))) < len(quick.events), "no block was repeated"
-    a, b = peak_of(whole), peak_of(quick)
-    assert (a.num_bytes, a.breakdown, a.unit, a.operator) == (b.num_bytes, b.breakdown, b.unit, b.operator)
-    costs = Costs(Cluster(), "middle", 8)
-    assert StreamClock(costs).run(quick).seconds == pytest.approx(StreamClock(costs).run(whole).seconds, rel=1e-3)
 
 
 def test_both_engines_are_planned_by_name():

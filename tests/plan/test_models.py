@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import accordion as acc
-from accordion import _torch, cli
+from accordion import _torch
 from accordion.models.llama import PUBLISHED, LlamaShape
 from accordion.plan.result import Plan
-from tests.plan.builders import ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, peak, planned, total
+from tests.plan.builders import ONE_CHOICE, config_in, peak, planned, total
 
 NUM_PARAMS = {  # parameters, by the makers' model cards and indices of weights
     "llama3-405b": 405_853_388_800,
@@ -40,13 +39,6 @@ def test_presets_are_as_large_as_their_makers_say():
     assert {name: elements(shape) for name, shape in PUBLISHED.items()} == NUM_PARAMS
 
 
-def run_plan(folder, capsys, *more):
-    """Return (exit code, stdout, last line of stderr) of the command on the model in `folder`."""
-    code = cli.main(["plan", "--model", str(folder), *ONE_CHOICE_FLAGS.split(), "--seq", "64", "--json", *more])
-    printed = capsys.readouterr()
-    return code, printed.out, (printed.err.splitlines() or [""])[-1]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -54,11 +46,12 @@ def run_plan(folder, capsys, *more):
         ({"num_hidden_layers": 0}, "has 0 layers (num_hidden_layers); it takes 1 or more"),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused_in_one_line(tmp_path, capsys, changes, message):
-    code, _, error = run_plan(config_in(tmp_path, **changes), capsys)
-    assert code == cli.BAD_INPUT
-    assert error.startswith("accordion: model ")
-    assert message in error
+def test_a_model_that_cannot_be_trained_is_refused_in_one_line(tmp_path, changes, message):
+    with pytest.raises(acc.UsageError) as raised:
+        planned(config_in(tmp_path, **changes), **ONE_CHOICE, seq=64)
+    assert str(raised.value).startswith("model ")
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +61,9 @@ def test_a_model_that_cannot_be_trained_is_refused_in_one_line(tmp_path, capsys,
         ("mamba", {"num_hidden_layers": 1, "state_size": 4}, "MambaMixer: timed by a reference loop"),
     ],
 )
-def test_a_remark_says_how_a_model_is_planned(tmp_path, capsys, model_type, changes, remark):
-    code, out, _ = run_plan(config_in(tmp_path, model_type, **changes), capsys, "--seq", "8")
-    assert code == 0
-    assert remark in json.loads(out)["assumed"]["remarks"][0]
+def test_a_remark_says_how_a_model_is_planned(tmp_path, model_type, changes, remark):
+    plan = planned(config_in(tmp_path, model_type, **changes), **ONE_CHOICE, seq=8)
+    assert remark in plan.as_dict()["assumed"]["remarks"][0]
 
 
 def test_a_folder_of_another_kind_of_model_says_how_to_plan_it(tmp_path):
@@ -81,15 +73,12 @@ def test_a_folder_of_another_kind_of_model_says_how_to_plan_it(tmp_path):
         planned(tmp_path, gpus=2)
 
 
-def translates(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return model(*batch).float().square().mean()
-
-
 @pytest.mark.slow
 def test_an_encoder_decoder_is_planned():
     model = nn.Transformer(64, 4, 7, 3, 128, 0.0, batch_first=True)
     batch = torch.zeros(2, 16, 64), torch.zeros(2, 8, 64)
-    data = planned(model, translates, batch, **{**ONE_CHOICE, "units": None, "offload": None}).as_dict()
+    fixed = {**ONE_CHOICE, "units": None, "offload": None}
+    data = planned(model, lambda model, pair: model(*pair).square().mean(), batch, **fixed).as_dict()
     assert data["fits"] is True
     assert data["model"]["num_params"] == sum(p.numel() for p in model.parameters())
     assert data["breakdown_bytes"]["parameters"] == pytest.approx(4 * data["model"]["num_params"] / 2, rel=0.15)
@@ -98,18 +87,9 @@ def test_an_encoder_decoder_is_planned():
 # -- models that cannot be planned, or not as they seem
 
 
-class Clashes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x.reshape(-1, 4)).sum()
-
-
 def test_shapes_that_do_not_match_log_nothing(caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError):
-        planned(Clashes(), lambda model, x: model(x), torch.zeros(2, 8), **ONE_CHOICE)
+        planned(nn.Linear(4, 8), total, torch.zeros(2, 8), **ONE_CHOICE)
     assert caplog.text == ""
     assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
 
@@ -122,15 +102,10 @@ def narrow() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 
 
-@pytest.fixture(scope="module")
-def plain() -> Plan:
-    return planned_alone(narrow(), units=None)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("how", [pytest.param("torch.compile", marks=pytest.mark.slow), "Module.compile"])
-def test_a_compiled_model_is_planned_as_it_was_written(how, plain):
-    model = narrow()
+def test_a_compiled_model_is_planned_as_it_was_written(how):
+    plain, model = planned_alone(narrow(), units=None), narrow()
     if how == "torch.compile":
         model = torch.compile(model)
     else:
@@ -157,7 +132,6 @@ def test_a_model_that_is_distributed_already_is_refused():
         parallelize_module(model, mesh, {"1": ColwiseParallel()})
     finally:
         dist.destroy_process_group()
-    with pytest.raises(
-        acc.UsageError, match=r"parameter '1.weight' is a DTensor already, .*cannot be planned.*expert_"
-    ):
+    message = r"parameter '1.weight' is a DTensor already, .*cannot be planned.*expert_"
+    with pytest.raises(acc.UsageError, match=message):
         planned(model, total, torch.zeros(2, 8), gpus=2)

@@ -23,7 +23,6 @@ from accordion.plan.replay.offload import disk_bytes, host_bytes, host_work, inp
 from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.timeline import Step, StreamClock
 from accordion.plan.search.evaluate import HOST_MARGIN, Evaluator
-from accordion.plan.trace.setup import TrainingSetup
 from accordion.plan.trace.trace import trace
 from tests.plan import builders, subjects
 from tests.plan.builders import BF16, OFFLOADS, ONE_CHOICE, config_in, gpt, planned, run_of, space
@@ -34,10 +33,9 @@ RANKS = 2
 STEPPED = 34  # bytes of host memory for an element: Adam's 28, and its row in bf16 from its master
 ELEMENTS = round(3 * HOST_MEMORY_GBPS * GB / RANKS / STEPPED)  # of a unit on one rank: its step takes three seconds
 CLIP_S = 3 * 12 / STEPPED  # of a unit: its gradients are read, read again and written
+ROWS_GBPS = 2 * ELEMENTS / GB / 0.5  # rows in bf16: half a second
 CLUSTER = Cluster(
-    gpu=replace(
-        GPUS["h100"], host_gbps=2 * ELEMENTS / GB / 0.5 / REACHED["middle"].link
-    ),  # rows in bf16: half a second
+    gpu=replace(GPUS["h100"], host_gbps=ROWS_GBPS / REACHED["middle"].link),
     disk_gbps=16 * ELEMENTS * RANKS / GB / 5,  # states, read and written: five seconds
 )
 
@@ -118,7 +116,7 @@ def test_time_of_a_step_on_the_host_matches_arithmetic(offload, units, forward_s
 )
 def test_copies_match_those_of_the_engine_in_size(offload, accumulate, precision):
     """Compare the bytes of copies, and the peak, with tensors so small that padding shows."""
-    run = replace(run_of(8, precision=precision), accumulate=accumulate)
+    run = run_of(8, precision=precision, accumulate=accumulate)
     asked = choice(gpus=8, accumulate=accumulate, offload=OFFLOADS[offload])
     subject = gpt(3)
     if precision is PURE:
@@ -139,8 +137,7 @@ def test_a_single_rank_is_planned_as_the_engine_runs_it():
     asked = choice(gpus=1, micro_batch=2, offload=OFFLOADS["disk"])
     evaluator = Evaluator(looked, lambda text: None)
     candidate = evaluator.candidate(asked)
-    whole = TrainingSetup(ranks=1, sharding=acc.Sharding(offload=acc.Offload(params="host", optimizer="host")))
-    assert candidate.memory is not None
+    whole = run_of(1, precision=None, offload=OFFLOADS["all"])
     assert candidate.memory.peak.num_bytes == peak_of(trace(gpt(3), whole)).num_bytes
     assert candidate.memory.peak.highest["gathered"] > 0
     evaluator.at_all_rates(candidate)
@@ -153,8 +150,7 @@ def test_a_plan_runs_on_one_thread(step, monkeypatch):
     begun: list[str] = []
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (begun.append(self.name), start(self))[1])
-    offload = acc.Offload(optimizer="host", step=step)
-    log = trace(gpt(2), TrainingSetup(ranks=1, node=1, sharding=acc.Sharding(offload=offload)))
+    log = trace(gpt(2), run_of(1, node=1, precision=None, offload=acc.Offload(optimizer="host", step=step)))
     assert peak_of(log).num_bytes > 0
     assert not [name for name in begun if name.startswith("accordion")]
 
@@ -180,9 +176,7 @@ def kept_elsewhere(mesh: Any, place: str) -> tuple[int, int]:
     acc.shard(model, mesh, **{**subjects.CASES[CASE].sharding, "offload": offload})
     for _ in range(2):
         subjects.loss("gpt", model, subjects.batch_of("gpt")).backward()
-    engine = engine_of(model)
-    assert engine is not None
-    return taken_by(tiers_of(engine).activation_offload)
+    return taken_by(tiers_of(engine_of(model)).activation_offload)
 
 
 @pytest.mark.slow
@@ -193,8 +187,7 @@ def test_bytes_on_host_and_disk_match_what_ranks_take(world: Any, tmp_path: Path
     taken = [world.run_mesh((2,), ("shard",), kept_elsewhere, place)[0] for place in ("host", f"disk:{tmp_path}")]
     assert taken == [(sum(inputs), 0), (NUM_STAGES * max(inputs), sum(inputs))]
     of_machine = [
-        (host_bytes(log, c, 2, SLOW_DISK), disk_bytes(log, c, SLOW_DISK))
-        for c in (recomputing("host"), recomputing("disk"))
+        (host_bytes(log, c, 2, SLOW_DISK), disk_bytes(log, c, SLOW_DISK)) for c in map(recomputing, ("host", "disk"))
     ]
     assert of_machine == [(2 * host, 2 * disk) for host, disk in taken]
     assert host_bytes(log, recomputing("device"), 2, SLOW_DISK) == 0
@@ -218,22 +211,11 @@ def test_a_step_takes_at_least_as_long_as_its_disk(units: int, forward_s: float,
     assert with_host_work(step, host_work(log, recomputing("host"), 2), asked, units, costs) is step
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {
-        "hidden_size": WIDTH,
-        "num_hidden_layers": LAYERS,
-        "intermediate_size": 512,
-        "max_position_embeddings": 32768,
-    }
-    return config_in(tmp_path_factory.mktemp("model"), **sizes)
-
-
-FIXED = {**ONE_CHOICE, "checkpoint_activations": None, "offload": None, "seq": SEQ}
-
-
-def test_offloaded_inputs_are_tried_if_nothing_fits_and_the_disk_if_the_host_is_full(folder: Path) -> None:
-    fixed = {**FIXED, "offloads": ["none"], "checkpoint_activations": "full", "sequence": 1}
+def test_offloaded_inputs_are_tried_if_nothing_fits_and_the_disk_if_the_host_is_full(tmp_path: Path) -> None:
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": 512}
+    folder = config_in(tmp_path, **sizes, max_position_embeddings=32768)
+    fixed = {**ONE_CHOICE, "offload": None, "offloads": ["none"], "checkpoint_activations": "full"}
+    fixed |= {"seq": SEQ, "sequence": 1}
     plain = planned(folder, **fixed)
     assert {c.choice.offload.activations for c in plain.found.candidates} == {"device"}
     needed = plain.chosen.memory.needed_bytes

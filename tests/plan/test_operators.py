@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,15 +30,20 @@ class Count(_torch.DispatchMode):
         return out
 
 
+def flops_of_passes(product: Callable[..., Tensor], *inputs: Tensor) -> tuple[float, float]:
+    """Return the flops of `product(*inputs)` and of its backward."""
+    with Count() as forward:
+        out = product(*inputs)
+    with Count() as backward:
+        out.backward(torch.ones_like(out))
+    return forward.flops, backward.flops
+
+
 def test_grouped_products_count_the_forward_and_two_gradients() -> None:
     x = torch.randn(ROWS, K, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(GROUPS, K, N, dtype=torch.bfloat16, requires_grad=True)
     offs = torch.tensor([3, 9, 20, ROWS], dtype=torch.int32)
-    with Count() as forward:
-        out = torch._grouped_mm(x, w, offs=offs)
-    with Count() as backward:
-        out.backward(torch.ones_like(out))
-    assert (forward.flops, backward.flops) == (ONE, 2 * ONE)
+    assert flops_of_passes(torch._grouped_mm, x, w, offs) == (ONE, 2 * ONE)
 
 
 def test_grouped_products_of_transformers_count_the_same() -> None:
@@ -45,11 +51,7 @@ def test_grouped_products_of_transformers_count_the_same() -> None:
     x = torch.empty(ROWS, K, device="meta", requires_grad=True)
     w = torch.empty(GROUPS, K, N, device="meta", requires_grad=True)
     offs = torch.empty(GROUPS, dtype=torch.int32, device="meta")
-    with Count() as forward:
-        out = torch.ops.transformers.grouped_mm_fallback(x, w, offs)
-    with Count() as backward:
-        out.backward(torch.empty_like(out))
-    assert (forward.flops, backward.flops) == (ONE, 2 * ONE)
+    assert flops_of_passes(torch.ops.transformers.grouped_mm_fallback, x, w, offs) == (ONE, 2 * ONE)
 
 
 def test_grouped_products_with_a_split_right_side_count_each_column_once() -> None:

@@ -23,7 +23,8 @@ from accordion.plan.result import Plan
 from accordion.plan.search.traces import Family, UnlikeError
 from accordion.plan.trace.depth import num_traced
 from accordion.plan.trace.trace import trace
-from tests.plan.builders import BF16, ONE_CHOICE, ONE_CHOICE_FLAGS, config_in, gpt, planned, run_of, total, traced
+from tests.plan import builders
+from tests.plan.builders import BF16, ONE_CHOICE, config_in, gpt, planned, run_of, total, traced
 from tests.support.sample import sampled
 
 MIB = 1 << 20
@@ -37,7 +38,7 @@ REDUCED_IN_BF16 = {"strategy": acc.HYBRID_SHARD, "precision": replace(BF16, redu
 
 
 @pytest.mark.parametrize(
-    ("blocks", "sharding"),
+    ("blocks", "fixed"),
     sampled([
         (8, {}),  # six are traced, and the middle one is repeated three times
         (8, {"strategy": acc.SHARD_GRAD_OP, "checkpoint_activations": "selective"}),
@@ -51,10 +52,11 @@ REDUCED_IN_BF16 = {"strategy": acc.HYBRID_SHARD, "precision": replace(BF16, redu
         (11, REDUCED_IN_BF16),  # gradients are allocated at the end of their reduce, two blocks later, and freed by the step
         (11, {"strategy": acc.HYBRID_SHARD_OPTIM, "checkpoint_activations": "full"}),
         (11, {"offload": acc.Offload(optimizer="host")}),
-    ], lambda blocks, sharding: not sharding),
+        (8, {"engine": "fsdp2", "checkpoint_activations": "full", "units": acc.only_blocks()}),
+    ], lambda blocks, fixed: not fixed),
 )  # fmt: skip
-def test_a_deep_model_is_extended_exactly(blocks, sharding):
-    run = run_of(16, **sharding)
+def test_a_deep_model_is_extended_exactly(blocks, fixed):
+    run = run_of(16, **fixed)
     width = 64 if run.strategy.hybrid else 128  # in the narrow one embedding and head are units of their own
     subject = gpt(blocks, width=width)
     whole = trace(subject, run)
@@ -71,6 +73,8 @@ def test_a_deep_model_is_extended_exactly(blocks, sharding):
     kinds = [[(type(e), getattr(e, "num_bytes", 0)) for e in before(events_until_step(log))] for log in (whole, quick)]
     assert kinds[0] == kinds[1]
     assert landings(whole) == landings(quick)
+    costs = Costs(Cluster(), "middle", 16)
+    assert StreamClock(costs).run(quick).seconds == pytest.approx(StreamClock(costs).run(whole).seconds, rel=1e-3)
     assert left_bytes(whole) == left_bytes(quick) == 0
 
 
@@ -222,15 +226,11 @@ def test_an_axis_that_leaves_the_node_pays_the_network():
 # -- the whole, as people call it
 
 
-class Asks(nn.Module):
+class Asks(nn.Linear):
     """Reads a value, which a trace does not have."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x)
+        y = super().forward(x)
         return y[y > 0].sum() if y.sum().item() > 0 else y.sum()
 
 
@@ -252,25 +252,18 @@ def test_any_module_is_planned_and_not_changed():
     assert not torch.distributed.is_initialized()
 
 
-def test_the_error_names_the_line_that_needs_values():
-    with pytest.raises(acc.UsageError, match=r"needs the values of a tensor at .*test_plan\.py:\d+ .*item"):
-        planned(Asks(), total, torch.randn(4, 8), gpus=2)
-
-
-def test_the_error_covers_conversions_to_numpy():
-    def through_numpy(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(torch.from_numpy(batch.numpy())).sum()
-
-    with pytest.raises(acc.UsageError, match=r"test_plan\.py:\d+ .*numpy"):
-        planned(nn.Linear(8, 8), through_numpy, torch.randn(4, 8), gpus=2)
-
-
 @pytest.mark.parametrize(
-    ("loss", "message"), [(lambda m, x: 1.0, "a float"), (lambda m, x: m(x), r"of shape \(4, 8\)")]
+    ("model", "loss", "message"),
+    [
+        (Asks, total, r"needs the values of a tensor at .*test_plan\.py:\d+ .*item"),
+        (nn.Linear, lambda m, x: m(torch.from_numpy(x.numpy())).sum(), r"test_plan\.py:\d+ .*numpy"),
+        (nn.Linear, lambda m, x: 1.0, "the loss is a float"),
+        (nn.Linear, lambda m, x: m(x), r"the loss is of shape \(4, 8\)"),
+    ],
 )
-def test_a_loss_that_is_no_scalar_is_reported(loss, message):
-    with pytest.raises(acc.UsageError, match=f"the loss is {message}"):
-        planned(nn.Linear(8, 8), loss, torch.randn(4, 8), gpus=2)
+def test_a_line_that_needs_values_and_a_loss_that_is_no_scalar_are_reported(model, loss, message):
+    with pytest.raises(acc.UsageError, match=message):
+        planned(model(8, 8), loss, torch.randn(4, 8), gpus=2)
 
 
 def test_the_command_writes_json(tmp_path, capsys):
@@ -304,22 +297,18 @@ def test_the_fewest_gpus_are_reported_only_if_other_numbers_were_tried(small):
 
 
 def test_if_nothing_fits_a_note_says_what_to_try_and_the_closest_is_shown(tmp_path, capsys):
-    config_in(tmp_path, hidden_size=512, num_hidden_layers=4, intermediate_size=1024)
-    words = f"plan --model {tmp_path} --seq 512 {ONE_CHOICE_FLAGS} --gpu h100,memory_gib=2.05"
-    assert cli.main(words.split()) == 1
-    shown = capsys.readouterr().out
+    folder = config_in(tmp_path, hidden_size=512, num_hidden_layers=4, intermediate_size=1024)
+    shown = builders.command(capsys, folder, "--seq", "512", "--gpu", "h100,memory_gib=2.05", code=1)
     assert "does not fit" in shown
     assert "nothing fits: leave out flags that fix a value" in shown
 
 
 def test_fits_includes_the_margin(small):
     memory = small.chosen.memory
-    assert memory is not None
     assert memory.needed_bytes == int(memory.largest_reserved * MARGIN) + OUTSIDE_BYTES
     gib = memory.needed_bytes / 2**30
     for factor, fits in ((1.001, True), (0.999, False)):
         assert memory.fits(Cluster(gpu=gpu_named("h100", memory_gib=gib * factor))) is fits
-    assert replace(small.cluster, node=4).node == 4
 
 
 def test_offloaded_memory_is_counted_on_the_host_and_not_on_the_gpu():

@@ -6,23 +6,22 @@ import random
 import re
 from dataclasses import replace
 from functools import partial
-from itertools import permutations
+from itertools import permutations, product
 
 import pytest
 import torch
-from torch import nn
 
 import accordion as acc
 from accordion.config import checkpointing_named
 from accordion.engine.layout import ALIGN_BYTES
 from accordion.offload.budget import estimate_memory
-from accordion.plan.choice import Choice, moved_as
+from accordion.plan.choice import moved_as
 from accordion.plan.events import Alloc, Category, Collective, Enter, Free, Log
-from accordion.plan.hardware import GPUS, TELLABLE, Cluster
+from accordion.plan.hardware import GIB, GPUS, TELLABLE, Cluster
 from accordion.plan.replay.allocator import reserved_bytes
 from accordion.plan.replay.offload import disk_bytes, host_bytes, offloaded
 from accordion.plan.replay.peak import peak_of
-from accordion.plan.replay.predict import memory_of, step_of, step_of_choice
+from accordion.plan.replay.predict import log_of, memory_of, step_of, step_of_choice
 from accordion.plan.search import evaluate, traces
 from accordion.plan.search.bounds import Floor, floor_of, least_bytes, least_host_bytes, messages_s
 from accordion.plan.search.evaluate import HOST_MARGIN, Candidate, Evaluator
@@ -30,12 +29,11 @@ from accordion.plan.search.search import SearchResult, closest, search_in, why_n
 from accordion.plan.trace.setup import Subject, TrainingSetup
 from accordion.plan.trace.trace import trace
 from accordion.sharding import offload_words
-from tests.plan.builders import BF16, OFFLOADS, choice, gpt, planned, run_of, space, traced
+from tests.plan.builders import BF16, OFFLOADS, choice, gpt, run_of, space, traced
 from tests.support.checks import logged
 
 CLUSTER = Cluster(gpu=GPUS["h100"])
 NARROW = acc.Precision(params=torch.bfloat16, reduce=torch.bfloat16)  # else sums take as long as all gathers
-GIB = 2**30
 
 
 # -- the space
@@ -66,19 +64,12 @@ def test_several_nodes_give_about_200_choices():
     assert len(space(gpus=[16, 32]).choices()) >= 200
 
 
-def test_units_that_the_model_lacks_are_reported_before_a_trace():
-    heard: list[str] = []
-    with pytest.raises(acc.UsageError, match="Foo"):
-        planned(nn.Linear(4, 4), lambda m, x: m(x).sum(), torch.ones(2, 4), gpus=2, units=["Foo"], say=heard.append)
-    assert heard == []
-
-
 # -- logs from other logs
 
 
 @pytest.mark.parametrize("strategy", [acc.FULL_SHARD, pytest.param(acc.SHARD_OPTIM, marks=pytest.mark.slow)])
 def test_micro_batches_in_between_are_interpolated(strategy):
-    run, asked = replace(run_of(8, strategy=strategy), accumulate=5), choice(strategy=strategy.name, accumulate=5)
+    run, asked = run_of(8, strategy=strategy, accumulate=5), choice(strategy=strategy.name, accumulate=5)
     part = replace(run, accumulate=asked.num_traced)
     whole, some = trace(gpt(2), run), trace(gpt(2), part)
     assert peak_of(some).num_bytes == pytest.approx(peak_of(whole).num_bytes, rel=1e-3)
@@ -135,7 +126,6 @@ def test_secondary_shards_are_tried_with_the_fastest_choices():
 
     result = searched(gpus=[16], copies=True)
     assert kept(result) == [None, 8]
-    assert result.best is not None
     assert result.best.choice.sharding.secondary == 8
     assert "copies kept over 8" in str(result.best.choice)
     assert kept(searched(gpus=[8], copies=True)) == [None]
@@ -144,12 +134,8 @@ def test_secondary_shards_are_tried_with_the_fastest_choices():
 # -- offload
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return traced(3, 8)
-
-
-def test_offload_moves_states_and_all_gradients_off_the_device(plain):
+def test_offload_moves_states_and_all_gradients_off_the_device():
+    plain = traced(3, 8)
     before = peak_of(plain)
     for offload, kept in (("optimizer", 0.5), ("all", 0.0), ("disk", 0.0)):
         moved = offloaded(plain, choice(offload=OFFLOADS[offload]).offload, compute_bytes=2)
@@ -163,19 +149,13 @@ def test_offload_moves_states_and_all_gradients_off_the_device(plain):
             assert reserved_bytes(moved, expandable=expandable) >= peak.num_bytes
 
 
-PLACES = {
-    "optimizer": acc.Offload(optimizer="host"),
-    "all": acc.Offload(params="host", optimizer="host"),
-    "disk": acc.Offload(params="host", optimizer="disk:/scratch"),
-}
-
-
 def test_host_and_disk_bytes_equal_those_that_tiers_state():
     """For all ranks of a machine, and a model whose parameters are large compared with pages."""
     wide = gpt(2, width=1024)
     log = trace(wide, run_of(8))
-    for places in PLACES.values():
-        estimated, chosen = estimate_memory(wide.make(), places, 8, precision=BF16), choice(offload=places)
+    for places in ("optimizer", "all", "disk"):
+        chosen = choice(offload=OFFLOADS[places])
+        estimated = estimate_memory(wide.make(), chosen.offload, 8, precision=BF16)
         assert host_bytes(log, chosen, 2, CLUSTER) == pytest.approx(8 * estimated.host, rel=0.02)
         assert disk_bytes(log, chosen, CLUSTER) == pytest.approx(8 * estimated.disk, rel=0.02)
 
@@ -183,7 +163,7 @@ def test_host_and_disk_bytes_equal_those_that_tiers_state():
 def take_host_memory(mesh) -> int:
     """Return the bytes of the arena that `shard` reports in its log."""
     with logged() as messages:
-        acc.shard(gpt(4).make(), mesh, precision=BF16, offload=PLACES["all"])
+        acc.shard(gpt(4).make(), mesh, precision=BF16, offload=OFFLOADS["all"])
     return next(
         int(match[1]) for text in messages if (match := re.match(r"offload: .* take (\d+) bytes on the host", text))
     )
@@ -191,7 +171,8 @@ def take_host_memory(mesh) -> int:
 
 def test_estimated_host_memory_equals_the_engines_arena(run_fake):
     """One rank of eight; the optimizer's states are not in the arena."""
-    assert run_fake(8, 0, take_host_memory) == estimate_memory(gpt(4).make(), PLACES["all"], 8, precision=BF16).arena
+    places = choice(offload=OFFLOADS["all"]).offload
+    assert run_fake(8, 0, take_host_memory) == estimate_memory(gpt(4).make(), places, 8, precision=BF16).arena
 
 
 # -- the search
@@ -199,27 +180,27 @@ def test_estimated_host_memory_equals_the_engines_arena(run_fake):
 CARD_GIB = 2.09  # three blocks need 2.092 with states on the card, and 2.088 without
 
 
+def searched_on_a_small_card(**fixed: object) -> SearchResult:
+    """Search for two GPUs on which the states do not fit next to the rest of a step."""
+    gpu = replace(GPUS["l40s"], memory_gib=CARD_GIB)
+    fixed |= {"strategies": ["full_shard"], "micro_batches": [2], "precision": BF16, "num_params": 700_000}
+    return search_in(space(lambda size: gpt(3, batch=size), **fixed, gpus=[2], gpu=gpu, node=2))
+
+
 @pytest.fixture(scope="module")
 def found() -> SearchResult:
-    """A search on a GPU on which the states do not fit next to the rest of a step."""
-    gpu = replace(GPUS["l40s"], memory_gib=CARD_GIB)
-    fixed = {"strategies": ["full_shard"], "checkpointing": ["none", "full"], "micro_batches": [2], "precision": BF16}
-    looked = space(lambda size: gpt(3, batch=size), **fixed, gpus=[2], gpu=gpu, node=2, num_params=700_000)
-    return search_in(looked)
+    return searched_on_a_small_card(checkpointing=["none", "full"])
 
 
 def test_an_offload_is_tried_if_the_one_before_does_not_fit(found):
-    by = {(c.choice.checkpointing, offload_words(c.choice.offload)): c for c in found.candidates if c.choice.gpus == 2}
+    by = {(c.choice.checkpointing, offload_words(c.choice.offload)): c for c in found.candidates}
     assert {key for key, c in by.items() if key[1] == "none" and c.fits} == set()
-    assert found.best is not None
     assert found.best.choice.offload.is_any
     offload, way = moved_as(found.best.choice).offload, found.best.choice.checkpointing
-    own = trace(
-        gpt(3), run_of(2, offload=offload, checkpoint_activations=way)
-    )  # what is chosen was traced with its offload
+    own = traced(3, 2, offload=offload, checkpoint_activations=way)  # what is chosen was traced with its offload
     assert found.best.memory.peak.num_bytes == peak_of(own).num_bytes
     for (checkpointing, offload), c in by.items():
-        if offload not in ("none",):
+        if offload != "none":
             assert not by[checkpointing, "none"].fits
         assert bool(c.why) == (c is not found.best)
         if c.fits:
@@ -234,17 +215,7 @@ def test_the_closest_candidate_was_evaluated(found):
 
 
 def test_offload_that_no_machine_holds_is_reported():
-    gpu = replace(GPUS["l40s"], memory_gib=CARD_GIB)
-    fixed = {
-        "strategies": ["full_shard"],
-        "checkpointing": ["full"],
-        "micro_batches": [2],
-        "offloads": [OFFLOADS["all"]],
-    }
-    cluster = Cluster(gpu=gpu, gpus=2, node=2, host_memory_gib=0.001)
-    small = search_in(
-        space(lambda size: gpt(3, batch=size), **fixed, cluster=cluster, precision=BF16, num_params=700_000)
-    )
+    small = searched_on_a_small_card(checkpointing=["full"], offloads=[OFFLOADS["all"]], host_memory_gib=0.001)
     assert small.best is None
     assert "of a machine's memory" in small.candidates[0].why
 
@@ -259,17 +230,14 @@ def test_host_memory_defaults_to_the_usual_machine_of_a_gpu():
     assert least_host_bytes(choice(offload=OFFLOADS["all"]), looked) * HOST_MARGIN < usual.host_bytes
 
 
-@pytest.fixture(scope="module")
-def traced_once():
-    """Trace each log once for all searches of the same model."""
-    known, plain = dict[str, Log](), traces.log_of
+WIDE: dict[str, Log] = {}
+"""Logs of the model of `test_bounds_change_no_recommendation`, traced once for all its searches."""
 
-    def log_of(subject: Subject, run: TrainingSetup) -> Log:
-        if repr(run) not in known:
-            known[repr(run)] = plain(subject, run)
-        return known[repr(run)]
 
-    return log_of
+def log_of_wide(subject: Subject, run: TrainingSetup) -> Log:
+    if repr(run) not in WIDE:
+        WIDE[repr(run)] = log_of(subject, run)
+    return WIDE[repr(run)]
 
 
 @pytest.mark.slow
@@ -280,9 +248,9 @@ def traced_once():
         *((m, h) for m in (3.2, 4.0, 5.2, 48.0) for h in (5, 64)),
     ],
 )
-def test_bounds_change_no_recommendation(memory_gib, host_gib, traced_once, monkeypatch):
+def test_bounds_change_no_recommendation(memory_gib, host_gib, monkeypatch):
     """Compared with a search that evaluates everything; two billion parameters."""
-    monkeypatch.setattr(traces, "log_of", traced_once)
+    monkeypatch.setattr(traces, "log_of", log_of_wide)
     subject_for = partial(gpt, 40, width=2048)
     ways = ["none", "every:2", "full"] if memory_gib == 48.0 else ["full"]
     fixed = {"strategies": ["full_shard", "hybrid_shard"], "checkpointing": ways, "micro_batches": [1]}
@@ -298,10 +266,8 @@ def test_bounds_change_no_recommendation(memory_gib, host_gib, traced_once, monk
     assert all(c.memory is not None for c in whole.candidates)
     if (memory_gib, host_gib) == (4.0, 15):
         assert [c.bound for c in quick.candidates if c.bound] == ["needs at least 21 of 15 GiB of a machine's memory"]
-    one, other = quick.best, whole.best
-    assert (one is None) == (other is None)
-    if one is not None and other is not None:
-        assert (one.choice, one.memory, one.steps) == (other.choice, other.memory, other.steps)
+    one, other = (best and (best.choice, best.memory, best.steps) for best in (quick.best, whole.best))
+    assert one == other
 
 
 def test_host_bytes_are_never_below_their_bound():
@@ -399,42 +365,24 @@ def test_recomputation_adds_its_forward_to_the_bound(way):
 SLOW = Cluster(  # slow enough that a small model's kernels are not all as short as their launch
     gpu=replace(GPUS["h100"], tflops=0.05, bandwidth_gbps=40.0, link_gbps=0.1, latency_s=1e-4, attention=0.01)
 )
-WAYS = [(s, c) for s in (acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.NO_SHARD) for c in ("none", "full")]
-
-
-@pytest.fixture(scope="module")
-def ways() -> list[tuple[Choice, TrainingSetup, Log]]:
-    runs = []
-    for strategy, checkpointing in WAYS:
-        run = run_of(8, strategy=strategy, checkpoint_activations=checkpointing)
-        asked = choice(strategy=strategy, checkpoint_activations=checkpointing, micro_batch=2)
-        runs.append((asked, run, traced(3, 8, strategy=strategy, checkpoint_activations=checkpointing)))
-    return runs
 
 
 def off_by(most: float, draw: random.Random) -> Cluster:
-    """GPUs whose kernels, copies and messages take up to so much longer or shorter, each kind independently."""
-    gpu, longer = SLOW.gpu, [1 + draw.choice((-1, 1)) * most * draw.random() ** 0.2 for _ in range(5)]
-    return replace(
-        SLOW,
-        gpu=replace(
-            gpu,
-            products=gpu.products / longer[0],
-            attention=gpu.attention / longer[1],
-            bandwidth_gbps=gpu.bandwidth_gbps / longer[2],
-            link_gbps=gpu.link_gbps / longer[3],
-            latency_s=gpu.latency_s * longer[4],
-        ),
-    )
+    """Return GPUs whose rates of kernels, copies and messages are up to so much higher or lower, each independently."""
+    names = ("products", "attention", "bandwidth_gbps", "link_gbps", "latency_s")
+    factors = {name: 1 + draw.choice((-1, 1)) * most * draw.random() ** 0.2 for name in names}
+    return replace(SLOW, gpu=replace(SLOW.gpu, **{name: getattr(SLOW.gpu, name) * x for name, x in factors.items()}))
 
 
-def test_a_claimed_order_holds_for_rates_that_are_a_little_off(ways):
+def test_a_claimed_order_holds_for_rates_that_are_a_little_off():
     """10 % are enough for rates that are 4.7 % off independently."""
-    draw = random.Random(0)
-    candidates = [
-        Candidate(choice=c, fits=True, least_bytes=0, memory=memory_of(log), steps={"middle": step_of(log, run, SLOW)})
-        for c, run, log in ways
-    ]
+    draw, candidates, runs = random.Random(0), list[Candidate](), list[tuple[Log, TrainingSetup]]()
+    for strategy, way in product((acc.FULL_SHARD, acc.SHARD_GRAD_OP, acc.NO_SHARD), ("none", "full")):
+        fixed = {"strategy": strategy, "checkpoint_activations": way}
+        run, log, asked = run_of(8, **fixed), traced(3, 8, **fixed), choice(**fixed, micro_batch=2)
+        steps = {"middle": step_of(log, run, SLOW)}
+        candidates.append(Candidate(choice=asked, fits=True, least_bytes=0, memory=memory_of(log), steps=steps))
+        runs.append((log, run))
     claimed = {
         (a, b): why_not(candidates[b], candidates[a], space(cluster=SLOW)).endswith("slower")
         for a, b in permutations(range(len(candidates)), 2)
@@ -444,7 +392,7 @@ def test_a_claimed_order_holds_for_rates_that_are_a_little_off(ways):
     flipped = 0
     for _ in range(16):
         other = off_by(most, draw)
-        seconds = [step_of(log, run, other).seconds for _, run, log in ways]
+        seconds = [step_of(log, run, other).seconds for log, run in runs]
         for (a, b), is_claimed in claimed.items():
             assert not is_claimed or seconds[a] < seconds[b]
             nearer = candidates[a].steps["middle"].seconds < candidates[b].steps["middle"].seconds

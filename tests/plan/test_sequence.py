@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 import accordion as acc
-from accordion.plan.events import ALL_TO_ALL, Axes, Collective, Op
+from accordion.plan.events import ALL_TO_ALL, Axes, Collective
 from accordion.plan.hardware import gpu_named
 from accordion.plan.replay.cost import Costs
 from accordion.plan.replay.timeline import OF_HEADS
-from accordion.plan.result import Plan
 from accordion.plan.trained_models import Kernels
-from tests.plan.builders import ONE_CHOICE, config_in, planned, sent
+from tests.plan.builders import ONE_CHOICE, config_in, flops, planned, sent
 
 SEQ, WIDTH, LAYERS, HEADS, KV = 2048, 256, 3, 8, 2
 FIXED = {**ONE_CHOICE, "gpus": 8, "seq": SEQ}
@@ -24,10 +23,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": 2 * WIDTH, "vocab_size": 2048}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV, "max_position_embeddings": 1 << 17}
     return config_in(tmp_path_factory.mktemp("model"), **sizes, **heads)
-
-
-def flops(plan: Plan) -> float:
-    return sum(e.flops for e in plan.log.events if isinstance(e, Op))
 
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
@@ -70,12 +65,8 @@ def test_tiles_of_mlps_lower_the_peak_and_compute_them_again(folder: Path) -> No
 
 
 def test_ranks_share_sequences_if_nothing_fits_without(folder: Path) -> None:
-    small, large = (
-        planned(
-            folder, **{**FIXED, "seq": 1 << 14, "checkpoint_activations": "full"}, gpu=gpu_named("h100", memory_gib=gib)
-        )
-        for gib in (2.35, 80.0)
-    )
+    fixed = {**FIXED, "seq": 1 << 14, "checkpoint_activations": "full"}
+    small, large = (planned(folder, **fixed, gpu=gpu_named("h100", memory_gib=gib)) for gib in (2.35, 80.0))
     assert large.fits
     assert [c.choice.sequence for c in large.found.candidates] == [1]
     assert small.fits

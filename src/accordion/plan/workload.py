@@ -30,7 +30,7 @@ LARGEST_TOKENS = 1 << 24  # of a micro-batch: torch counts the elements of a ten
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The model that is trained, its loss and its batches. Raises `UsageError` for an unknown name, a number out of range, or a
-    module without `loss`.
+    module without `loss`. A planned step clips gradients by their norm; with offloaded states, clipping is work of the host.
 
     Args:
         model: any module; or text for a language model: the name of a preset, a folder with a config.json, or that file.
