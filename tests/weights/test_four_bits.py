@@ -113,10 +113,11 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randint(2, 300, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank)).to(device())
 
 
-def learn(model: Any, optimizer: torch.optim.Optimizer, steps: range, ranks: range) -> None:
+def learn(model: Any, optimizer: torch.optim.Optimizer, steps: range, batches: range, num_calls: int) -> None:
+    """Take `steps` on `num_calls` parts of the batches, all of one size. Each call of the model dequantises all layers."""
     for step in steps:
-        for rank in ranks:
-            (model(input_ids=(x := batch(step, rank)), labels=x).loss / len(ranks)).backward()
+        for x in torch.cat([batch(step, rank) for rank in batches]).chunk(num_calls):
+            (model(input_ids=x, labels=x).loss / num_calls).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -135,13 +136,13 @@ def trained(mesh: Any, folder: Path, kind: str, path: Path, is_resumed: bool, op
                 param.copy_(values[name])
     optimizer, reference = acc.wrap_optimizer(adamw(model)), adamw(plain)
     if is_resumed:
-        learn(plain, reference, range(2), range(12))
+        learn(plain, reference, range(2), range(12), 1)
         acc.load(path, model, optimizer, only="trained")
     begin = 2 if is_resumed else 0
     share = 12 // mesh.size()
     own = range(mesh.get_rank() * share, (mesh.get_rank() + 1) * share)
-    learn(model, optimizer, range(begin, begin + 2), own)
-    learn(plain, reference, range(begin, begin + 2), range(12))
+    learn(model, optimizer, range(begin, begin + 2), own, 2)
+    learn(plain, reference, range(begin, begin + 2), range(12), 1)
     if not is_resumed:
         acc.save(path, model, optimizer, only="trained")
     full = acc.full_state_dict(model, rank0_only=False)
