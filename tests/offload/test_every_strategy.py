@@ -153,8 +153,7 @@ def test_a_run_with_offload_goes_on_without_it_and_the_other_way_round(mesh, tmp
         acc.save(folder, model, optimizer)
         model, optimizer = fresh(mesh, seed=7, **then)
         acc.load(folder, model, optimizer)
-        one_loss(model, 2).backward()
-        optimizer.step()
+        go_on(model, optimizer, [2])
         results.append(acc.full_state_dict(model, rank0_only=False))
     for other in results[1:]:
         assert_equal(other, results[0])
