@@ -48,7 +48,8 @@ def test_budgets_of_any_size_are_kept_or_refused_and_move_nothing_farther():
         try:
             estimate = estimate_memory(model, replace(policy, device_bytes=device, host_bytes=host), 2)
         except acc.UsageError as error:
-            assert "is less than the" in str(error)
+            if "is less than the" not in str(error):
+                raise
             continue
         kept += 1
         assert device is None or estimate.device <= device, (policy, device, host)

@@ -96,13 +96,14 @@ def unsharded(folder: Path, kind: str) -> Any:
     return with_lora(model).train()
 
 
-def sharded(mesh: Any, folder: Path, kind: str, **options: Any) -> Any:
-    """Return the same model, built on meta, sharded, and filled from the folder."""
+def sharded(mesh: Any, folder: Path, kind: str, *, has_lora: bool = True, **options: Any) -> Any:
+    """Return the same model, or its base alone, built on meta, sharded, and filled from the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-        model = with_lora(acc.quantize(model, kind))
+        model = acc.quantize(model, kind)
+        model = with_lora(model) if has_lora else model
     model = acc.shard(model, mesh, **options)
     torch.manual_seed(3)
     acc.load_pretrained(model, folder)
@@ -197,15 +198,11 @@ def test_a_rank_holds_its_shard_and_at_most_one_tensor(mesh: Any, tmp_path: Path
 @pytest.mark.parametrize("kind", sampled(KINDS, "nf4-double".__eq__))
 @on_world(2)
 def test_transformers_loads_what_is_saved(mesh: Any, tmp_path: Path, kind: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     folder = base_in(tmp_path) if mesh.get_rank() == 0 else tmp_path / "base"
     torch.distributed.barrier(mesh.get_group())
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-        model = acc.quantize(model, kind)
-    model = acc.shard(model, mesh).eval()
-    acc.load_pretrained(model, folder)
+    model = sharded(mesh, folder, kind, has_lora=False).eval()
     acc.save_pretrained(model, tmp_path / "saved")
     assert not hasattr(model.config, "quantization_config")
     # In evaluation mode, bitsandbytes rounds to bf16 on processors that have AVX-512 BF16, and rejects rows of 96.
