@@ -130,8 +130,7 @@ def test_estimates_equal_what_is_allocated(mesh, tmp_path: Path) -> None:
         assert (
             sum(one.buffer_bytes for one in states) <= said.host_buffers <= 1.2 * sum(s.buffer_bytes for s in states)
         ), name
-        one_loss(model).backward()
-        optimizer.step()
+        go_on(model, optimizer, [0])
         acc.synchronize(model)
         units = [unit for unit in units_of(model) if tiers.offloads[unit.index].optimizer == "host"]
         on_host = {id(p.sharded) for unit in units for p in unit.params}

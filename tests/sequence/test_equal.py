@@ -145,13 +145,11 @@ def train(mesh: Any, steps: range, resume: Path | None, save: Path | None) -> No
     for step in range(steps.stop):
         ids = plain_batch(step)["input_ids"]
         plain(input_ids=ids, labels=ids).loss.backward()
-        optimizers[0].step()
-        optimizers[0].zero_grad()
+        step_all(optimizers[:1])
         if step >= steps.start:
             own = ids.chunk(data.size())[data.get_local_rank()]
             model(**acc.split_sequence({"input_ids": own, "labels": own}, mesh["sp"])).loss.backward()
-            optimizers[1].step()
-            optimizers[1].zero_grad()
+            step_all(optimizers[1:])
     assert_close(params_of(model), dict(plain.named_parameters()), 1e-4)
     if save is not None:
         acc.save(save, model, optimizers[1])
