@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,15 +11,14 @@ from torch.nn import functional as F
 
 import accordion as acc
 from accordion.bench.meters import Wire
-from accordion.engine.communicator import Communicator, reduced
 from accordion.engine.hooks import hooks_of
 from accordion.engine.layout import Cut, Slice
 from accordion.losses import head_rows
 from accordion.observe.allocations import Allocations
 from accordion.plan.replay.peak import peak_of
 from tests import devices
-from tests.loss.test_linear_cross_entropy import FORMS, Language, plain, tokens_of
-from tests.support.checks import mesh_of, step_all
+from tests.loss.test_linear_cross_entropy import FORMS, Language, check_training, tokens_of
+from tests.support.checks import mesh_of
 from tests.support.ranked import on_mesh, on_world, under_strategies
 
 UNITS = {nn.Sequential, nn.Linear}
@@ -45,36 +43,15 @@ def test_slices_have_each_row_once_also_if_ranks_have_few_or_none() -> None:
         assert seen.eq(1).all()
 
 
-def check_training(mesh: Any, form: str, **sharding: Any) -> None:
-    """Two steps of two micro-batches, the first under no_sync, as the unsharded model on the tokens of all ranks."""
-    model, expected = (Language(False).to(devices.device()) for _ in range(2))
-    acc.shard(model, mesh, units=UNITS, **sharding)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, expected)]
-    group = [Communicator(mesh.get_group(i), devices.device()) for i in range(mesh.ndim)]
-    for step in range(2):
-        for micro in range(2):
-            batches = [tokens_of(8 * step + 4 * micro + rank) for rank in range(mesh.size())]
-            with acc.no_sync(model) if micro == 0 else nullcontext():
-                loss = rows_loss(model, *batches[mesh.get_rank()], over_ranks=True, **FORMS[form])
-                loss.backward()
-            tokens, labels = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
-            whole = plain(expected(tokens).flatten(0, 1), expected.head, labels.flatten(), **FORMS[form])
-            whole.backward()
-            torch.testing.assert_close(reduced(loss.detach().clone(), group) / mesh.size(), whole.detach())
-        for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
-        step_all(optimizers)
-
-
 @pytest.mark.parametrize("form", ["plain", "all"])
 @under_strategies("full_shard", "hybrid_shard", but=("hybrid_shard_optim",))
 def test_it_trains_as_the_unsharded_model(mesh: Any, strategy: acc.Strategy, form: str) -> None:
-    check_training(mesh, form, strategy=strategy)
+    check_training(mesh, form, rows_loss, 2, units=UNITS, strategy=strategy)
 
 
 @on_world(3)
 def test_it_trains_on_ranks_with_fewer_rows(mesh: Any) -> None:
-    check_training(mesh, "all", debug="streams")
+    check_training(mesh, "all", rows_loss, 2, units=UNITS, debug="streams")
 
 
 @on_world(2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from accordion.losses.token_loss import TokenLoss
 from tests import devices
 from tests.support.checks import step_all
 from tests.support.ranked import on_world, under_strategies
+from tests.support.reference import grads_of, params_of
 from tests.support.sample import sampled
 
 TOKENS, FEATURES, WORDS = 22, 6, 37
@@ -116,31 +119,35 @@ SHOWN = [ROWS[i] for i in (0, 3, 5, 9, 14)]  # each value of a parameter with ea
 def test_it_trains_as_the_unsharded_model(
     mesh, strategy: acc.Strategy, form: str, units: str, inside: bool, tied: bool
 ) -> None:
-    """The mean over the tokens of all ranks, with the head inside of the model's forward or after it."""
-    num_ranks, rank = mesh.size(), mesh.get_rank()
-    model = Language(tied).to(devices.device())
-    expected = Language(tied).to(devices.device())
-    acc.shard(model, mesh, strategy=strategy, units=set(UNITS[units]))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, expected)]
-    for _ in range(3):
-        tokens, labels = tokens_of(rank)
+    """The head is inside of the model's forward, or after it."""
+
+    def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor, **options: Any) -> Tensor:
         if inside:
-            loss = model(tokens, labels, over_ranks=True, **FORMS[form])
-        else:
-            hidden = model(tokens)
-            loss = acc.linear_cross_entropy(hidden, model.head, labels, over_ranks=True, chunk_tokens=4, **FORMS[form])
-        loss.backward()
-        batches = [tokens_of(each) for each in range(num_ranks)]
-        every_label = torch.cat([labels for _, labels in batches]).flatten()
-        hidden = expected(torch.cat([tokens for tokens, _ in batches])).flatten(0, 1)
-        whole = plain(hidden, expected.head, every_label, **FORMS[form])
-        whole.backward()
-        mean = reduced(loss.detach().clone(), [Communicator(mesh.get_group(i), loss.device) for i in range(mesh.ndim)])
-        torch.testing.assert_close(mean / num_ranks, whole.detach())
+            return model(tokens, labels, **options)
+        return acc.linear_cross_entropy(model(tokens), model.head, labels, chunk_tokens=4, **options)
+
+    check_training(mesh, form, loss_of, 1, tied=tied, strategy=strategy, units=set(UNITS[units]))
+
+
+def check_training(mesh: Any, form: str, loss_of: Any, num_micros: int, *, tied: bool = False, **sharding: Any) -> None:
+    """Train as the unsharded model on the tokens of all ranks. A step has `num_micros` backwards, all but the last in no_sync."""
+    model, expected = (Language(tied).to(devices.device()) for _ in range(2))
+    acc.shard(model, mesh, **sharding)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, expected)]
+    group = [Communicator(mesh.get_group(i), devices.device()) for i in range(mesh.ndim)]
+    for step in range(3):
+        for micro in range(num_micros):
+            batches = [tokens_of(8 * step + 4 * micro + rank) for rank in range(mesh.size())]
+            with acc.no_sync(model) if micro < num_micros - 1 else nullcontext():
+                loss = loss_of(model, *batches[mesh.get_rank()], over_ranks=True, **FORMS[form])
+                loss.backward()
+            tokens, labels = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+            whole = plain(expected(tokens).flatten(0, 1), expected.head, labels.flatten(), **FORMS[form])
+            whole.backward()
+            torch.testing.assert_close(reduced(loss.detach().clone(), group) / mesh.size(), whole.detach())
+        torch.testing.assert_close(grads_of(model), {name: p.grad for name, p in expected.named_parameters()})
         step_all(optimizers)
-    weights = acc.full_state_dict(model, rank0_only=False)
-    for name, weight in expected.state_dict().items():
-        torch.testing.assert_close(weights[name], weight.cpu(), msg=name)
+    torch.testing.assert_close(params_of(model), {name: p.detach() for name, p in expected.named_parameters()})
 
 
 @on_world(2)

@@ -21,12 +21,13 @@ from tests.devices import device
 from tests.inside import engine_in
 from tests.offload.test_faults import failing_calls
 from tests.offload.test_files import cpu_resources
+from tests.offload.test_programs import end_of
 from tests.support import models
 from tests.support.disks import fill, mounted
 from tests.support.meters import Allocations
 from tests.support.offloads import chunks_of_at_most, taken_by
 from tests.support.ranked import on_world
-from tests.support.reference import local_of, params_of
+from tests.support.reference import local_of
 from tests.support.sample import sampled
 
 ON_HOST = acc.Offload(activations="host")
@@ -100,8 +101,7 @@ def used(mesh, offload: acc.Offload, **options: Any) -> list[Tensor]:
             losses += [first.detach(), second.detach(), acc.clip_grad_norm_(model, 0.1)]
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
-    acc.synchronize(model)
-    return losses + [local_of(v).clone() for v in params_of(model).values()]
+    return losses + end_of(model, optimizer)
 
 
 @on_world(1)

@@ -62,8 +62,7 @@ def test_an_optimizer_with_lists_of_states_is_refused(mesh, tmp_path: Path) -> N
     """States in lists cannot be split into chunks."""
     model = acc.shard(models.plain(), mesh=mesh, offload=disk(tmp_path))
     optimizer = acc.wrap_optimizer(KeepsHistory(model.parameters()), elementwise=True)
-    one_loss(model).backward()
-    optimizer.step()
+    go_on(model, optimizer, [0])
     with pytest.raises(acc.UsageError, match=r"created a state 'history' .* or that is a list or dict"):
         acc.synchronize(model)
 

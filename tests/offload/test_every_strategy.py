@@ -130,8 +130,7 @@ def test_estimates_equal_what_is_allocated(mesh, tmp_path: Path) -> None:
         assert (
             sum(one.buffer_bytes for one in states) <= said.host_buffers <= 1.2 * sum(s.buffer_bytes for s in states)
         ), name
-        one_loss(model).backward()
-        optimizer.step()
+        go_on(model, optimizer, [0])
         acc.synchronize(model)
         units = [unit for unit in units_of(model) if tiers.offloads[unit.index].optimizer == "host"]
         on_host = {id(p.sharded) for unit in units for p in unit.params}
@@ -153,8 +152,7 @@ def test_a_run_with_offload_goes_on_without_it_and_the_other_way_round(mesh, tmp
         acc.save(folder, model, optimizer)
         model, optimizer = fresh(mesh, seed=7, **then)
         acc.load(folder, model, optimizer)
-        one_loss(model, 2).backward()
-        optimizer.step()
+        go_on(model, optimizer, [2])
         results.append(acc.full_state_dict(model, rank0_only=False))
     for other in results[1:]:
         assert_equal(other, results[0])

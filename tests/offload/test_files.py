@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +35,12 @@ def filled(num_bytes: int, seed: int) -> Tensor:
     return buffer.copy_(torch.randint(256, (num_bytes,), generator=torch.Generator().manual_seed(seed)))
 
 
+def read(file: SwapFile, offset: int, num_bytes: int) -> Tensor:
+    buffer = aligned_buffer(num_bytes)
+    file.read(offset, buffer)
+    return buffer
+
+
 @pytest.mark.parametrize("direct", [swap_file.DIRECT, 0])
 def test_written_data_is_read_back_and_seen_in_mapped_tensors(tmp_path, monkeypatch, direct):
     monkeypatch.setattr(swap_file, "DIRECT", direct)
@@ -44,14 +51,11 @@ def test_written_data_is_read_back_and_seen_in_mapped_tensors(tmp_path, monkeypa
     file.write(2 * PAGE, two)
     shown = file.mapped(0, 5 * PAGE, torch.uint8)
     assert torch.equal(shown, torch.cat([one, two]))
-    into = aligned_buffer(3 * PAGE)
-    file.read(2 * PAGE, into)
-    assert torch.equal(into, two)
+    assert torch.equal(read(file, 2 * PAGE, 3 * PAGE), two)
     assert file.traffic == {"read": 3 * PAGE, "written": 5 * PAGE}
     file.mapped(2 * PAGE, 3 * PAGE, torch.uint8).copy_(two + 1)
     file.flush()
-    file.read(2 * PAGE, into)
-    assert torch.equal(into, two + 1), "what the outside writes counts"
+    assert torch.equal(read(file, 2 * PAGE, 3 * PAGE), two + 1), "what the outside writes counts"
     file.write(0, two[:PAGE])
     assert torch.equal(shown[:PAGE], two[:PAGE]), "and what is written, the outside sees"
 
@@ -69,7 +73,7 @@ def test_a_file_system_without_direct_access_is_read_and_written_plainly(tmp_pat
     real = os.preadv
 
     def preadv(handle: int, *rest: Any) -> int:
-        if os.get_blocking(handle) and swap_file.DIRECT & fcntl_flags(handle):
+        if os.get_blocking(handle) and swap_file.DIRECT & fcntl.fcntl(handle, fcntl.F_GETFL):
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(handle, *rest)
 
@@ -77,24 +81,14 @@ def test_a_file_system_without_direct_access_is_read_and_written_plainly(tmp_pat
     file = SwapFile(tmp_path, PAGE)
     assert file._fast == file._plain
     file.write(0, filled(PAGE, 3))
-    into = aligned_buffer(PAGE)
-    file.read(0, into)
-    assert torch.equal(into, filled(PAGE, 3))
-
-
-def fcntl_flags(handle: int) -> int:
-    import fcntl
-
-    return fcntl.fcntl(handle, fcntl.F_GETFL)
+    assert torch.equal(read(file, 0, PAGE), filled(PAGE, 3))
 
 
 def test_two_jobs_on_one_path_have_files_of_their_own_and_leave_none(tmp_path):
     first, second = SwapFile(tmp_path, PAGE), SwapFile(tmp_path, PAGE)
     first.write(0, filled(PAGE, 1))
     second.write(0, filled(PAGE, 2))
-    into = aligned_buffer(PAGE)
-    first.read(0, into)
-    assert torch.equal(into, filled(PAGE, 1))
+    assert torch.equal(read(first, 0, PAGE), filled(PAGE, 1))
     assert os.listdir(tmp_path) == []
 
 
@@ -103,9 +97,7 @@ def test_partial_reads_and_writes_are_completed(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwritev", lambda handle, views, at: real(handle, [views[0][:PAGE]], at))
     file = SwapFile(tmp_path, 4 * PAGE)
     file.write(0, filled(4 * PAGE, 5))
-    into = aligned_buffer(4 * PAGE)
-    file.read(0, into)
-    assert torch.equal(into, filled(4 * PAGE, 5))
+    assert torch.equal(read(file, 0, 4 * PAGE), filled(4 * PAGE, 5))
 
 
 def test_no_room_and_no_folder_are_named_before_the_first_step(tmp_path, monkeypatch):
@@ -302,9 +294,7 @@ def test_a_disk_that_is_full_and_one_that_is_read_only_are_named(tmp_path):
         with pytest.raises(OffloadError, match="has no room for 196608 bytes"):
             SwapFile(full, 3 * 2**16)  # another job has taken what was there
         filler = fill(full)
-        into = aligned_buffer(2**17)
-        first.read(0, into)
-        assert torch.equal(into, filled(2**17, 1)), "which it keeps"
+        assert torch.equal(read(first, 0, 2**17), filled(2**17, 1)), "which it keeps"
         first.write(0, filled(2**17, 2))  # and writes: its space is its own
         del first
         filler.unlink()

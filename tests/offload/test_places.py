@@ -15,11 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import accordion as acc
 from tests.devices import device
+from tests.offload.test_programs import end_of
 from tests.support import models
 from tests.support.checks import one_loss
 from tests.support.offloads import chunks_of_at_most
 from tests.support.ranked import on_world
-from tests.support.reference import local_of, params_of
 from tests.support.sample import sampled
 
 PLACES = ("device", "host", "disk")
@@ -67,10 +67,7 @@ def trained(mesh, kind: str, **options: Any) -> list[Tensor]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    acc.synchronize(model)
-    found += [value.clone() for _, value in sorted(params_of(model).items())]
-    states = optimizer.state_dict()["state"]
-    return found + [local_of(v).clone() for _, entry in sorted(states.items()) for _, v in sorted(entry.items())]
+    return found + end_of(model, optimizer)
 
 
 def in_every_combination(mesh, path: Path, kind: str) -> None:

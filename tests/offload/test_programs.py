@@ -177,13 +177,10 @@ def saves_behind(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]
     found = end_of(model, optimizer)
     model = shard(models.seeded(7))
     optimizer = adamw(model)
-    one_loss(model, 3).backward()
-    optimizer.step()
+    go_on(model, optimizer, [3])
     acc.load(path / "ckpt", model, optimizer)
     found += end_of(model, optimizer)
-    optimizer.zero_grad()
-    one_loss(model, 2).backward()
-    optimizer.step()
+    go_on(model, optimizer, [2])
     return found + end_of(model, optimizer)
 
 
@@ -205,8 +202,7 @@ def two_models(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
     del a, first, both
     gc.collect()
     b.zero_grad()
-    one_loss(b, 5).backward()
-    second.step()
+    go_on(b, second, [5])
     return found + end_of(b, second)
 
 

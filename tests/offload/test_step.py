@@ -12,12 +12,13 @@ import torch
 
 import accordion as acc
 from accordion.offload.step.deferred_step import UnitStep
+from tests.offload.test_programs import end_of
 from tests.optim.test_kinds_of_optimizers import OPTIMIZERS
 from tests.support import models
-from tests.support.checks import assert_equal, one_loss
+from tests.support.checks import go_on, one_loss
 from tests.support.offloads import HOST, MIXED, disk_of_all
 from tests.support.ranked import on_world
-from tests.support.reference import local_of, params_of
+from tests.support.reference import local_of
 
 
 @pytest.mark.parametrize("kind", ["adamw_fused", *(pytest.param(k, marks=pytest.mark.slow) for k in OPTIMIZERS)])
@@ -54,16 +55,11 @@ def test_a_step_during_the_next_forward_changes_no_bit(mesh, kind: str, tmp_path
             schedule.step()
             losses.append(loss.item())
         assert calls == ["before", "after"] * 4
-        state = optimizer.state_dict()["state"]
-        results.append((losses, params_of(model), state))
-    for losses, params, state in results[1:]:
-        assert losses == results[0][0]
-        assert_equal(params, results[0][1])
-        assert list(state) == list(results[0][2])
-        for index, entry in results[0][2].items():
-            assert list(state[index]) == list(entry)
-            pairs = [(local_of(state[index][key]), local_of(value)) for key, value in entry.items()]
-            assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
+        names = [(index, *entry) for index, entry in optimizer.state_dict()["state"].items()]
+        results.append(((losses, names), end_of(model, optimizer)))
+    for lists, tensors in results[1:]:
+        assert lists == results[0][0]
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(tensors, results[0][1], strict=True))
 
 
 @on_world(1)
@@ -102,7 +98,6 @@ def test_hooks_of_a_step_run_once_after_a_load_too(mesh) -> None:
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.load_state_dict(optimizer.state_dict())
-    one_loss(model).backward()
-    optimizer.step()
+    go_on(model, optimizer, [0])
     acc.synchronize(model)
     assert calls == ["before"], "torch wraps a step in its hooks again when a state dict is loaded"

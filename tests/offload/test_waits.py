@@ -70,9 +70,8 @@ FOR_ALL: dict[str, Ask] = {
     "full parameters": in_the_registry,
     "saved": saved,
     "restored": restored,
-    "clipped": lambda model, optimizer, path: [
-        acc.clip_grad_norm_(model, 1e-3)
-    ],  # what the step reads is scaled after it
+    # The gradients that the step reads are scaled after it.
+    "clipped": lambda model, optimizer, path: [acc.clip_grad_norm_(model, 1e-3)],
     "cleared": lambda model, optimizer, path: optimizer.zero_grad(set_to_none=False) or [],
     "asked": lambda model, optimizer, path: acc.synchronize(model) or [],
     "stepped again": stepped_again,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import accordion as acc
 from tests.support import models
-from tests.support.checks import assert_close, mean_grads, one_loss, run_all
+from tests.support.checks import assert_close, go_on, mean_grads, one_loss, run_all, step_all
 from tests.support.offloads import HOST, disk, disk_of_all
 from tests.support.ranked import on_world
 from tests.support.reference import params_of
@@ -121,8 +121,7 @@ def expected(mesh, kind: type[Momentum], steps: int = 3) -> Any:
         one_loss(plain, step).backward()
         for p, grad in zip(plain.parameters(), mean_grads(mesh, plain).values(), strict=True):
             p.grad = grad
-        optimizer.step()
-        optimizer.zero_grad()
+        step_all([optimizer])
     return dict(plain.named_parameters()), left_by(optimizer)
 
 
@@ -190,8 +189,7 @@ def test_shared_state_that_differs_between_ranks_is_refused(mesh, tmp_path: Path
 def test_optimizers_that_hide_parameters_or_are_not_elementwise_are_refused(mesh) -> None:
     model = acc.shard(models.plain(), mesh=mesh, offload=acc.Offload(optimizer="host"))
     optimizer = acc.wrap_optimizer(ByNorm(model.parameters()), elementwise=True)
-    one_loss(model).backward()
-    optimizer.step()
+    go_on(model, optimizer, [0])
     with pytest.raises(acc.UsageError, match="ByNorm sets 'norm' by the elements that it steps"):
         acc.synchronize(model)
     model = acc.shard(models.plain(), mesh=mesh)

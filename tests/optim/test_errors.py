@@ -8,24 +8,16 @@ import torch
 import torch.distributed as dist
 
 import accordion as acc
+from tests.optim.test_states import trained
 from tests.support import models
-from tests.support.checks import assert_equal, go_on, one_loss
+from tests.support.checks import assert_equal, full, go_on, one_loss
 from tests.support.ranked import on_world
 from tests.support.row_states import InBlocks
 
 
-def stepped(mesh, seed=0):
-    model = acc.shard(models.seeded(seed), mesh=mesh)
-    optimizer = acc.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    one_loss(model).backward()
-    optimizer.step()
-    return model, optimizer
-
-
 @on_world(2)
 def test_a_wrapped_optimizer_is_copied_but_not_pickled(mesh):
-    _, optimizer = stepped(mesh)
-    optimizer.zero_grad()
+    _, optimizer = trained(mesh, 1)
     with pytest.raises(pickle.PicklingError, match=r"not the same object as torch.optim.adamw.AdamW"):
         pickle.dumps(optimizer)
     for twin in (copy.deepcopy(optimizer), copy.copy(optimizer)):
@@ -79,10 +71,9 @@ def test_inner_optimizer_of_another_is_wrapped(mesh, tmp_path):
     its = Prepared(acc.wrap_optimizer(torch.optim.AdamW(again.parameters(), lr=1e-2)))
     acc.load(tmp_path / "True", again, its)
     for m, o in ((model, prepared), (other, plain), (again, its)):
-        one_loss(m, 1).backward()
-        o.step()
+        go_on(m, o, [1])
     for m in (model, again):
-        assert_equal(acc.full_state_dict(m, rank0_only=False), acc.full_state_dict(other, rank0_only=False))
+        assert_equal(full(m), full(other))
     with pytest.raises(acc.UsageError, match=r"has already stored the step of the AdamW.*wrap_optimizer.*before"):
         acc.wrap_optimizer(Prepared(torch.optim.AdamW(model.parameters()), scaler=object()))
     with pytest.raises(acc.UsageError, match=r"does not know InBlocks; pass elementwise=True.*or whole_matrices=True"):
@@ -97,7 +88,8 @@ def test_inner_optimizer_of_another_is_wrapped(mesh, tmp_path):
 
 @on_world(2)
 def test_nonfinite_norm_raises_if_requested(mesh):
-    model, _ = stepped(mesh)
+    model = acc.shard(models.seeded(0), mesh=mesh)
+    one_loss(model).backward()
     before = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
     norm = acc.clip_grad_norm_(model, 1e9, error_if_nonfinite=True)
     assert torch.isfinite(norm)

@@ -121,18 +121,3 @@ def test_adafactor_and_lbfgs_raise_and_name_adamw(mesh) -> None:
     whole = acc.shard(models.plain(), mesh=mesh, strategy=acc.NO_SHARD)
     one_loss(whole).backward()
     torch.optim.Adafactor(whole.parameters()).step()
-
-
-@on_world(2)
-def test_wrapped_step_runs_uncompiled_in_compiled_functions(mesh) -> None:
-    found = []
-    for compile in (False, True):
-        model = acc.shard(models.plain(), mesh=mesh)
-        optimizer = acc.wrap_optimizer(reference.adamw(model.parameters()))
-        step = torch.compile(optimizer.step, backend="eager") if compile else optimizer.step
-        for seed in range(2):
-            one_loss(model, seed).backward()
-            step()
-            optimizer.zero_grad()
-        found.append(params_of(model))
-    assert_equal(*found)

@@ -18,7 +18,7 @@ from accordion.config import STRATEGIES
 from tests.devices import device, here
 from tests.support.checks import full, mesh_of
 from tests.support.forked import script_under_torchrun
-from tests.support.ranked import on_world
+from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
 SHAPES = {
@@ -139,15 +139,6 @@ def test_steps_equal_the_unsharded_optimizer_and_resume_on_any_number_of_ranks(
     assert all(torch.equal(saved[name], value) for name, value in expected.cpu().state_dict().items())
 
 
-def same_under(mesh, kind, strategy, offload):
-    options = {"strategy": strategy, **({"offload": acc.Offload(optimizer="host")} if offload else {})}
-    model, optimizer = sharded(mesh, kind, **options)
-    unsharded = reference(kind)
-    for run in ((model, optimizer), unsharded):
-        go_on(*run, range(2))
-    assert_as_unsharded(model, optimizer, *unsharded)
-
-
 @pytest.mark.parametrize(
     ("name", "offload"),
     sampled(
@@ -155,13 +146,19 @@ def same_under(mesh, kind, strategy, offload):
         lambda name, offload: (name, offload) in (("full_shard", True), ("hybrid_shard_optim", False)),
     ),
 )
-def test_strategies_and_states_on_the_host_change_no_bit(world, name, offload):
+@on_mesh(lambda given: mesh_of(STRATEGIES[given["name"]]))
+def test_strategies_and_states_on_the_host_change_no_bit(mesh, name, offload):
     pytest.importorskip("torchao")
-    strategy = STRATEGIES[name]
-    world.run_mesh(*mesh_of(strategy), same_under, "8bit", strategy, offload)
+    options = {"strategy": name, **({"offload": acc.Offload(optimizer="host")} if offload else {})}
+    model, optimizer = sharded(mesh, "8bit", **options)
+    unsharded = reference("8bit")
+    for run in ((model, optimizer), unsharded):
+        go_on(*run, range(2))
+    assert_as_unsharded(model, optimizer, *unsharded)
 
 
-def rounded(mesh):
+@on_mesh((2, 2), ("replicate", "shard"))
+def test_replicas_round_alike(mesh):
     """Compare replicas and the caller's random numbers after steps that round at random."""
     pytest.importorskip("torchao")
     from torchao.optim import AdamW8bit
@@ -184,11 +181,6 @@ def rounded(mesh):
         assert torch.equal(rows[0], rows[1]), name
         moved = (value.cpu() != started[name])[started[name].abs() > 1].float().mean()
         assert 0.05 < moved < 0.5, f"{name}: the nearest number to 1 +- 1e-3 is 1"
-
-
-def test_replicas_round_alike(world):
-    pytest.importorskip("torchao")
-    world.run_mesh((2, 2), ("replicate", "shard"), rounded)
 
 
 @on_world(3)

@@ -24,6 +24,7 @@ from tests.support.meters import Wire
 from tests.support.offloads import HOST
 from tests.support.ranked import on_world
 from tests.support.reference import assert_close, params_of
+from tests.weights.test_stream import num_sent, recorded
 
 SHAPES = [(12, 8), (8, 24), (5, 7), (16, 16), (1, 6), (3, 40), (9, 9)]  # not all divide by 2, 3 or 4
 
@@ -146,18 +147,9 @@ def _counted(mesh: Any, shapes: list[tuple[int, int]], kind: Any, whole_matrices
     model = acc.shard(Matrices(shapes), mesh=mesh)
     optimizer = acc.wrap_optimizer(kind(split(model)[0]), whole_matrices=whole_matrices)
     model(inputs(0)).backward()
-    num_bytes, exchanges, exchange = 0, 0, Communicator.exchange
-
-    def counting(self: Communicator, sends: Any) -> Any:
-        nonlocal num_bytes, exchanges
-        exchanges += 1
-        for _, sent, _, numels in sends:
-            num_bytes += (sum(numels) - numels[self.rank]) * sent.itemsize
-        return exchange(self, sends)
-
-    with mock.patch.object(Communicator, "exchange", counting), Wire() as wire:
+    with recorded() as messages, Wire() as wire:
         optimizer.step()
-    return wire.seen["aten::addmm"], num_bytes, exchanges  # the products of Newton-Schulz
+    return wire.seen["aten::addmm"], num_sent(messages), len(messages)  # the products of Newton-Schulz
 
 
 @pytest.mark.parametrize("form", ["muon", "whole"])

@@ -7,29 +7,19 @@ import torch
 import torch.distributed as dist
 
 import accordion as acc
+from tests.optim.test_states import trained
 from tests.support import models
 from tests.support.checks import assert_equal, full, go_on, one_loss
 from tests.support.ranked import on_world
 from tests.support.row_states import InBlocks, Packed
 from tests.support.sample import sampled
 
-MAKERS = {"blocks": InBlocks, "packed": Packed, "adamw": torch.optim.AdamW}
-
-
-def built(mesh, kind, seed=0, **options):
-    model = acc.shard(models.seeded(seed), mesh=mesh, **options)
-    return model, acc.wrap_optimizer(MAKERS[kind](model.parameters()), elementwise=True)
-
-
-def trained(mesh, kind, steps=3, **options):
-    model, optimizer = built(mesh, kind, **options)
-    go_on(model, optimizer, range(steps))
-    return model, optimizer
+MAKERS = {"blocks": InBlocks, "packed": Packed}
 
 
 def refused(mesh, kind, path, key):
     """Check that a save is refused before anything is written, with the same error on every rank."""
-    model, optimizer = trained(mesh, kind)
+    model, optimizer = trained(mesh, make=MAKERS[kind])
     before = full(model)
     for background in (False, True):
         with pytest.raises(acc.CheckpointError) as caught:
@@ -56,15 +46,15 @@ def test_states_of_another_shape_are_refused_before_anything_is_written(world, t
 def test_states_of_rows_are_refused_on_one_rank_too(mesh, tmp_path):
     """They are equal on all ranks, but wrong for any other number of ranks."""
     with pytest.raises(acc.CheckpointError, match=r"'absmax' of .*neither shaped"):
-        acc.save(tmp_path / "c", *trained(mesh, "blocks"))
+        acc.save(tmp_path / "c", *trained(mesh, make=InBlocks))
 
 
 @on_world(2)
 def test_an_optimizer_in_state_resumes_bit_for_bit(mesh, tmp_path):
-    model, optimizer = trained(mesh, "blocks")
+    model, optimizer = trained(mesh, 3, make=InBlocks)
     acc.save(tmp_path / "c", model, state={"optimizer": optimizer}, extra=3)
     go_on(model, optimizer, range(3, 6))
-    other, its = trained(mesh, "blocks", 1, seed=5)
+    other, its = trained(mesh, 1, make=InBlocks, seed=5)
     assert acc.load(tmp_path / "c", other, state={"optimizer": its}) == 3
     go_on(other, its, range(3, 6))
     assert_equal(full(other), full(model))
@@ -74,7 +64,7 @@ def test_an_optimizer_in_state_resumes_bit_for_bit(mesh, tmp_path):
 def test_values_that_differ_are_refused(mesh, tmp_path):
     """Check that floats, ints, 0-d tensors and keys are compared over ranks."""
     rank = dist.get_rank()
-    model, optimizer = trained(mesh, "adamw", 1)
+    model, optimizer = trained(mesh, 1)
     state = optimizer.state[model.head.weight]
     for value in (0.5 * rank, rank, torch.tensor(0.5 * rank)):
         state["own"] = value

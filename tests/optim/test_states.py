@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 import accordion as acc
 from tests.checkpoint.test_torch_save import read, written
 from tests.support import models
-from tests.support.checks import assert_equal, full, go_on, one_loss
+from tests.support.checks import assert_equal, everyone, full, go_on, one_loss
 from tests.support.ranked import on_world
 from tests.support.reference import local_of
 from tests.support.row_states import InBlocks
@@ -37,27 +37,22 @@ def values(optimizer):
     ]
 
 
-def assert_untouched(optimizer, before):
-    now = values(optimizer)
-    assert len(now) == len(before)
-    for (key, tensor, value), (key_then, tensor_then, value_then) in zip(now, before, strict=True):
+def assert_states(optimizer, before):
+    """Check that the states of `optimizer` equal those in `before`, a result of `values`."""
+    for (key, _, value), (key_then, _, value_then) in zip(values(optimizer), before, strict=True):
         assert key == key_then
-        assert tensor is tensor_then
         assert torch.equal(value, value_then) if isinstance(value, torch.Tensor) else value == value_then
 
 
-def of_rank(mesh, data, rank):
-    """Load the states of another rank."""
-    found = [None] * mesh.size()
-    dist.all_gather_object(found, data, group=mesh.get_group())
-    return found[rank]
+def assert_untouched(optimizer, before):
+    assert_states(optimizer, before)
+    assert all(state is then for (_, state, _), (_, then, _) in zip(values(optimizer), before, strict=True))
 
 
 def one_rank_for_all(mesh, path):
     model, optimizer = trained(mesh)
     before, weights = values(optimizer), full(model)
-    for rank in range(mesh.size()):
-        theirs = of_rank(mesh, written(optimizer.state_dict()), rank)
+    for theirs in everyone(mesh, written(optimizer.state_dict())):
         for state in (read(theirs), copy.deepcopy(read(theirs))):
             with pytest.raises(acc.UsageError, match=r"states of another rank.*other rows.*acc\.save") as caught:
                 optimizer.load_state_dict(state)
@@ -100,9 +95,7 @@ def test_states_of_the_same_rank_are_loaded(mesh):
             assert set(state) == {"state", "param_groups"}
             other, its = built(mesh, seed=3, make=make)
             its.load_state_dict(state)
-            for (key, _, value), (key_then, _, value_then) in zip(values(its), before, strict=True):
-                assert key == key_then
-                assert torch.equal(value, value_then) if isinstance(value, torch.Tensor) else value == value_then
+            assert_states(its, before)
             go_on(other, its, range(1))
     model, optimizer = trained(mesh)
     optimizer.load_state_dict(optimizer.state_dict())
@@ -120,11 +113,10 @@ def replicas(mesh):
     strategy = acc.NO_SHARD if mesh.ndim == 1 else acc.HYBRID_SHARD
     model, optimizer = trained(mesh, strategy=strategy)
     before = values(optimizer)
-    found = [None] * 4
-    dist.all_gather_object(found, written((model.state_dict(), optimizer.state_dict())))
-    weights, states = read(found[(dist.get_rank() + mesh.ndim) % 4])
+    saved = everyone(mesh, written((model.state_dict(), optimizer.state_dict())))
+    weights, states = read(saved[(dist.get_rank() + mesh.ndim) % 4])
     optimizer.load_state_dict(states)
-    assert all(torch.equal(a[2], b[2]) for a, b in zip(values(optimizer), before, strict=True))
+    assert_states(optimizer, before)
     other, _ = built(mesh, seed=3, strategy=strategy)
     other.load_state_dict(weights)
     assert_equal(full(other), full(model))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,10 +125,7 @@ def test_steps_with_accumulation_and_clipping(mesh: Any, tmp_path: Path, strateg
             batches = [plain_batch(4 * step + 2 * micro + rank) for rank in range(2)]
             (sum(plain(**batch).loss for batch in batches) / 4).backward()
             parts = acc.split_sequence(batches[mesh["dp"].get_local_rank()], mesh["sp"])
-            if micro == 0:
-                with acc.no_sync(model):
-                    (model(**parts).loss / 2).backward()
-            else:
+            with acc.no_sync(model) if micro == 0 else nullcontext():
                 (model(**parts).loss / 2).backward()
         norms = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5), acc.clip_grad_norm_(model, 0.5)
         torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
@@ -147,13 +145,11 @@ def train(mesh: Any, steps: range, resume: Path | None, save: Path | None) -> No
     for step in range(steps.stop):
         ids = plain_batch(step)["input_ids"]
         plain(input_ids=ids, labels=ids).loss.backward()
-        optimizers[0].step()
-        optimizers[0].zero_grad()
+        step_all(optimizers[:1])
         if step >= steps.start:
             own = ids.chunk(data.size())[data.get_local_rank()]
             model(**acc.split_sequence({"input_ids": own, "labels": own}, mesh["sp"])).loss.backward()
-            optimizers[1].step()
-            optimizers[1].zero_grad()
+            step_all(optimizers[1:])
     assert_close(params_of(model), dict(plain.named_parameters()), 1e-4)
     if save is not None:
         acc.save(save, model, optimizers[1])

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
+from accordion.weights.export import load_exported
 from tests.devices import device, here
 from tests.support import families
+from tests.support.ranked import on_world
+from tests.support.reference import assert_close
 from tests.weights.test_pretrained import write
 
 WIDTH, RANK = 24, 4
@@ -156,3 +159,25 @@ def saved(path: Path, kind: str) -> None:
 def test_meta_parameters_that_a_load_ignores_are_initialised(world, tmp_path, kind):
     saved(tmp_path, kind)
     world.run(2, loaded, tmp_path, kind)
+
+
+@on_world(2)
+def test_an_exported_adapter_is_loaded_and_one_of_other_layers_is_refused(mesh: Any, tmp_path: Path) -> None:
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    def sharded(config: Any) -> nn.Module:
+        return acc.shard(get_peft_model(llama(), config), mesh)
+
+    # The names of prompts are those of no parameter.
+    for config in (
+        LoraConfig(target_modules=["q_proj"]),
+        PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    ):
+        model, other = sharded(config), sharded(config)
+        acc.save_pretrained(model, tmp_path / config.peft_type.value)
+        load_exported(other, tmp_path / config.peft_type.value)
+        states = [acc.full_state_dict(each, rank0_only=False, only="trained") for each in (model, other)]
+        assert_close(*states, 0.0)
+    other = sharded(LoraConfig(target_modules=["k_proj"]))
+    with pytest.raises(acc.CheckpointError, match=r"LORA has weights that .* lacks: .*layers.0.*q_proj.lora_A"):
+        load_exported(other, tmp_path / "LORA")

@@ -96,13 +96,14 @@ def unsharded(folder: Path, kind: str) -> Any:
     return with_lora(model).train()
 
 
-def sharded(mesh: Any, folder: Path, kind: str, **options: Any) -> Any:
-    """Return the same model, built on meta, sharded, and filled from the folder."""
+def sharded(mesh: Any, folder: Path, kind: str, *, has_lora: bool = True, **options: Any) -> Any:
+    """Return the same model, or its base alone, built on meta, sharded, and filled from the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-        model = with_lora(acc.quantize(model, kind))
+        model = acc.quantize(model, kind)
+        model = with_lora(model) if has_lora else model
     model = acc.shard(model, mesh, **options)
     torch.manual_seed(3)
     acc.load_pretrained(model, folder)
@@ -113,10 +114,11 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randint(2, 300, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank)).to(device())
 
 
-def learn(model: Any, optimizer: torch.optim.Optimizer, steps: range, ranks: range) -> None:
+def learn(model: Any, optimizer: torch.optim.Optimizer, steps: range, batches: range, num_calls: int) -> None:
+    """Take `steps` on `num_calls` parts of the batches, all of one size. Each call of the model dequantises all layers."""
     for step in steps:
-        for rank in ranks:
-            (model(input_ids=(x := batch(step, rank)), labels=x).loss / len(ranks)).backward()
+        for x in torch.cat([batch(step, rank) for rank in batches]).chunk(num_calls):
+            (model(input_ids=x, labels=x).loss / num_calls).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -135,13 +137,13 @@ def trained(mesh: Any, folder: Path, kind: str, path: Path, is_resumed: bool, op
                 param.copy_(values[name])
     optimizer, reference = acc.wrap_optimizer(adamw(model)), adamw(plain)
     if is_resumed:
-        learn(plain, reference, range(2), range(12))
+        learn(plain, reference, range(2), range(12), 1)
         acc.load(path, model, optimizer, only="trained")
     begin = 2 if is_resumed else 0
     share = 12 // mesh.size()
     own = range(mesh.get_rank() * share, (mesh.get_rank() + 1) * share)
-    learn(model, optimizer, range(begin, begin + 2), own)
-    learn(plain, reference, range(begin, begin + 2), range(12))
+    learn(model, optimizer, range(begin, begin + 2), own, 2)
+    learn(plain, reference, range(begin, begin + 2), range(12), 1)
     if not is_resumed:
         acc.save(path, model, optimizer, only="trained")
     full = acc.full_state_dict(model, rank0_only=False)
@@ -196,15 +198,11 @@ def test_a_rank_holds_its_shard_and_at_most_one_tensor(mesh: Any, tmp_path: Path
 @pytest.mark.parametrize("kind", sampled(KINDS, "nf4-double".__eq__))
 @on_world(2)
 def test_transformers_loads_what_is_saved(mesh: Any, tmp_path: Path, kind: str) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     folder = base_in(tmp_path) if mesh.get_rank() == 0 else tmp_path / "base"
     torch.distributed.barrier(mesh.get_group())
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-        model = acc.quantize(model, kind)
-    model = acc.shard(model, mesh).eval()
-    acc.load_pretrained(model, folder)
+    model = sharded(mesh, folder, kind, has_lora=False).eval()
     acc.save_pretrained(model, tmp_path / "saved")
     assert not hasattr(model.config, "quantization_config")
     # In evaluation mode, bitsandbytes rounds to bf16 on processors that have AVX-512 BF16, and rejects rows of 96.

@@ -19,7 +19,7 @@ from accordion.weights.write_through import init_mode
 from tests.devices import device
 from tests.support import families, models
 from tests.support.meters import Allocations
-from tests.support.ranked import on_world
+from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
 FLAT, HYBRID = ("shard",), ("replicate", "shard")
@@ -33,6 +33,7 @@ LAYOUTS = {
     "hybrid": ((2, 2), HYBRID, "hybrid_shard"),
     "over both": ((2, 2), HYBRID, "hybrid_shard_optim"),
 }
+on_layout = on_mesh(lambda given: LAYOUTS[given["layout"]][:2])
 Init = Callable[[nn.Module], object]
 
 
@@ -128,12 +129,12 @@ def unlike(model: nn.Module, wanted: nn.Module) -> list[str]:
     return other + [n for n, t in wanted.named_buffers() if not torch.equal(t.cpu(), own[n].cpu())]
 
 
-def differences(mesh: Any, strategy: str, names: tuple[str, ...]) -> dict[str, list[str]]:
+def differences(mesh: Any, layout: str, names: tuple[str, ...]) -> dict[str, list[str]]:
     result = {}
     for name in names:
         wanted = one_device(name)
         state = torch.get_rng_state()
-        model = acc.shard(on_meta(name), mesh, strategy=STRATEGIES[strategy])
+        model = acc.shard(on_meta(name), mesh, strategy=STRATEGIES[LAYOUTS[layout][2]])
         torch.manual_seed(3)
         initialise(model)
         bad = unlike(model, wanted)
@@ -146,18 +147,16 @@ def differences(mesh: Any, strategy: str, names: tuple[str, ...]) -> dict[str, l
 
 
 @pytest.mark.parametrize("layout", sampled(LAYOUTS, ("three", "over both").__contains__))
-def test_equal_to_one_device_for_any_ranks_and_strategy(world, layout):
-    shape, axes, strategy = LAYOUTS[layout]
-    for found in world.run_mesh(shape, axes, differences, strategy, OWN):
-        assert found == {name: [] for name in OWN}
+@on_layout
+def test_equal_to_one_device_for_any_ranks_and_strategy(mesh: Any, layout: str) -> None:
+    assert differences(mesh, layout, OWN) == {name: [] for name in OWN}
 
 
 @pytest.mark.parametrize("layout", sampled(["one rank", "three", "over both"], "three".__eq__))
-def test_families_that_write_into_their_children(world, layout):
+@on_layout
+def test_families_that_write_into_their_children(mesh: Any, layout: str) -> None:
     pytest.importorskip("transformers")
-    shape, axes, strategy = LAYOUTS[layout]
-    for found in world.run_mesh(shape, axes, differences, strategy, FAMILIES):
-        assert found == {name: [] for name in FAMILIES}
+    assert differences(mesh, layout, FAMILIES) == {name: [] for name in FAMILIES}
 
 
 # -- any init function
@@ -240,23 +239,16 @@ def careless_model() -> nn.Module:
         return nn.ModuleDict({"run": model, "set": Assigns()})
 
 
-def with_inits(mesh: Any, strategy: str) -> list[list[str]]:
-    result = []
+@pytest.mark.parametrize("layout", sampled(["one rank", "three", "replicated", "over both"], "three".__eq__))
+@on_layout
+def test_any_init_function_that_works_on_one_device(mesh: Any, layout: str) -> None:
     for meta, init in ((kinds(), by_kind), (careless_model(), careless)):
         wanted = one_device(meta, init)
-        model = acc.shard(meta, mesh, strategy=STRATEGIES[strategy])
+        model = acc.shard(meta, mesh, strategy=STRATEGIES[LAYOUTS[layout][2]])
         for _ in range(2):  # the second time its weights are real
             torch.manual_seed(3)
             initialise(model, init)
-            result.append(unlike(model, wanted))
-    return result
-
-
-@pytest.mark.parametrize("layout", sampled(["one rank", "three", "replicated", "over both"], "three".__eq__))
-def test_any_init_function_that_works_on_one_device(world, layout):
-    shape, axes, strategy = LAYOUTS[layout]
-    for found in world.run_mesh(shape, axes, with_inits, strategy):
-        assert found == [[]] * 4
+            assert unlike(model, wanted) == []
 
 
 # -- afterwards

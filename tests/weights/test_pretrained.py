@@ -25,7 +25,7 @@ from tests.support.meters import Allocations
 from tests.support.ranked import on_world
 from tests.support.reference import local_of
 from tests.support.sample import sampled
-from tests.weights.test_initialise import FAMILIES, LAYOUTS, MODELS, Bare, unlike
+from tests.weights.test_initialise import FAMILIES, LAYOUTS, MODELS, Bare, on_layout, unlike
 
 
 def seeded(name: str) -> nn.Module:
@@ -100,11 +100,11 @@ def loaded(
     return model
 
 
-def differences(mesh: Any, strategy: str, folders: dict[str, str]) -> dict[str, list[str]]:
+def differences(mesh: Any, layout: str, folders: dict[str, str]) -> dict[str, list[str]]:
     result = {}
     for name, folder in folders.items():
         state = torch.get_rng_state()
-        model = loaded(name.partition("/")[0], folder, mesh, strategy)
+        model = loaded(name.partition("/")[0], folder, mesh, LAYOUTS[layout][2])
         result[name] = unlike(model, seeded(name.partition("/")[0]))
         if not torch.equal(state, torch.get_rng_state()):
             result[name].append("random numbers were drawn")
@@ -153,18 +153,16 @@ def without_base(model: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", sampled(["one rank", "three", "replicated", "over both"], "three".__eq__))
-def test_plain_models(world, plain_folders, layout):
-    shape, axes, strategy = LAYOUTS[layout]
-    for found in world.run_mesh(shape, axes, differences, strategy, plain_folders):
-        assert found == {name: [] for name in plain_folders}
+@on_layout
+def test_plain_models(mesh: Any, plain_folders: dict[str, str], layout: str) -> None:
+    assert differences(mesh, layout, plain_folders) == {name: [] for name in plain_folders}
 
 
 @pytest.mark.parametrize("layout", sampled(["three", "over both"], "three".__eq__))
-def test_families_of_transformers(world, family_folders, layout):
-    shape, axes, strategy = LAYOUTS[layout]
+@on_layout
+def test_families_of_transformers(mesh: Any, family_folders: dict[str, str], layout: str) -> None:
     folders = {name: path for name, path in family_folders.items() if layout == "three" or "/" not in name}
-    for found in world.run_mesh(shape, axes, differences, strategy, folders):
-        assert found == {name: [] for name in folders}
+    assert differences(mesh, layout, folders) == {name: [] for name in folders}
 
 
 def test_the_folders_hold_what_the_test_is_about(family_folders):

@@ -20,7 +20,7 @@ from accordion.engine.communicator import Communicator
 from tests.devices import device
 from tests.inside import engine_in
 from tests.support import models
-from tests.support.checks import assert_at_rest
+from tests.support.checks import assert_at_rest, everyone
 from tests.support.meters import Allocations
 from tests.support.ranked import on_mesh, on_world, on_worlds, under_strategies
 
@@ -179,8 +179,7 @@ def test_ranks_make_the_same_gathers_whatever_each_consumes(mesh: Any) -> None:
         with recorded() as messages:
             consumed(model, mine)
             end()
-        each: list[Messages] = [[] for _ in range(mesh.size())]
-        dist.all_gather_object(each, messages, mesh.get_group())
+        each = everyone(mesh, messages)
         assert all(of_rank == each[0] for of_rank in each), (act, each)
         one_loss_of(model).backward()
     assert_at_rest(model)

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: 
     engine = sharded_engine(model, "save_pretrained")
     takes = inspect.signature(method).parameters
     by_argument = "state_dict" in takes or is_peft(model)
+    team = Team.of(model.parameters())  # before `full_params`, whose tensors do not name their ranks
     with state_on_disk(model, folder) as state, quantisation_in_config(model):
 
         def write() -> None:
@@ -56,7 +57,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], **kwargs: 
             finally:
                 del vars(model)["state_dict"]
 
-        Team.of(model.parameters()).agree(write)
+        team.agree(write)
 
 
 @contextmanager
@@ -138,15 +139,19 @@ def _of_adapters(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def load_exported(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Fill a sharded model, or only the adapters of a PEFT model, from a folder that `save_pretrained` wrote. Collective.
-    Raises `CheckpointError` if weights are missing or do not fit; for adapters, if a file cannot be read or is empty."""
+    Raises `CheckpointError` if weights are missing or do not fit; for adapters, if a file is unreadable, empty or has others."""
     if not is_peft(model):
         load_pretrained(model, folder)
         return
     from peft import load_peft_weights, set_peft_model_state_dict
 
-    for adapter in model.peft_config:  # type: ignore[union-attr]
+    for adapter, config in model.peft_config.items():  # type: ignore[operator, union-attr]
         path = Path(folder) if adapter == "default" else Path(folder, adapter)
-        weights = Team.of(()).agree(lambda path=path: load_peft_weights(str(path), device="cpu"))  # type: ignore[misc]
+        weights = Team.of(model.parameters()).agree(lambda path=path: load_peft_weights(str(path), device="cpu"))  # type: ignore[misc]
         if not weights:
             raise CheckpointError(f"{path} has no weights of the adapter {adapter!r}.")
-        set_peft_model_state_dict(model, weights, adapter_name=adapter)
+        # PEFT loads the tensors of a prompt into a module inside, which takes no full tensors for shards, and not by their names.
+        with full_params(model, write=True) if config.is_prompt_learning else nullcontext():
+            surplus = set_peft_model_state_dict(model, weights, adapter_name=adapter).unexpected_keys
+        if surplus and not config.is_prompt_learning:
+            raise CheckpointError(f"{path} has weights that {type(model).__name__} lacks: {', '.join(surplus)}.")
