@@ -34,30 +34,21 @@ from accordion.errors import UsageError
 from tests.devices import device, here
 from tests.inside import units_of
 from tests.support.checks import FLAT, HYBRID, assert_at_rest
+from tests.support.models import Block
 from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.down(self.up(x).relu()))
-
-
 class Net(nn.Module):
     """Blocks between two layers, and a buffer that training changes."""
 
-    def __init__(self, width: int = 8, blocks: int = 2) -> None:
+    def __init__(self, num_blocks: int = 2) -> None:
         super().__init__()
-        self.first = nn.Linear(4, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.last = nn.Linear(width, 3)
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(Block(8, 16) for _ in range(num_blocks))
+        self.last = nn.Linear(8, 3)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,15 +189,11 @@ def test_batch_norms_stay_in_float32(mesh: DeviceMesh) -> None:
 # -- wrapping by hand, and what the constructor takes
 
 
-class Annotated(nn.Module):
+class Annotated(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.first = wrapping.wrap(nn.Linear(4, 8))
-        self.blocks = nn.ModuleList(wrapping.wrap(Block()) for _ in range(2))
-        self.last = nn.Linear(8, 3)
-        self.register_buffer("seen", torch.zeros(()))
-
-    forward = Net.forward
+        self.first = wrapping.wrap(self.first)
+        self.blocks = nn.ModuleList(wrapping.wrap(block) for block in self.blocks)
 
 
 @on_world(2)
@@ -268,7 +255,7 @@ def test_constructor_arguments(mesh: DeviceMesh) -> None:
     unlike = FSDP(seeded(seed=rank), auto_wrap_policy=SIZE, device_mesh=mesh)
     assert_same_state(unlike.state_dict(), first.state_dict(), 0.0)
     with pytest.raises(acc.DivergenceError, match="different models"):
-        FSDP(Net(blocks=2 + rank), auto_wrap_policy=SIZE, device_mesh=mesh)
+        FSDP(Net(2 + rank), auto_wrap_policy=SIZE, device_mesh=mesh)
     with torch.device("meta"):
         empty = Net()
     calls = []

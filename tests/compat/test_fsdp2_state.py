@@ -24,18 +24,18 @@ import accordion.compat.fsdp2 as ours
 from tests.compat.test_fsdp2 import (
     SIDES,
     assert_backwards_agree,
+    assert_gradients_are_means,
     assert_same_gradients,
     both,
     full,
-    grads_of,
     leases,
-    params_of,
     sharded,
 )
 from tests.devices import device
 from tests.support import models
 from tests.support.checks import PlantedError, assert_close, assert_equal, batch, mean_grads, one_loss, step_all
 from tests.support.ranked import on_world
+from tests.support.reference import grads_of, params_of
 from tests.support.sample import sampled
 
 # -- full parameters on demand
@@ -149,15 +149,12 @@ def test_setters(mesh) -> None:
     for block in model.blocks:
         block.set_reduce_scatter_divide_factor(2.0)
         block.set_all_reduce_hook(lambda grad: None)
-    one_loss(model).backward()
-    plain = models.plain()
-    one_loss(plain).backward()
-    assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
+    assert_gradients_are_means(mesh, models.plain(), model)
 
 
 @on_world(2)
 def test_state_of_a_failed_iteration_is_dropped(mesh) -> None:
-    plain, model = models.plain(), sharded(ours, mesh)
+    model = sharded(ours, mesh)
 
     def fail(*_: Any) -> None:
         raise PlantedError
@@ -172,9 +169,7 @@ def test_state_of_a_failed_iteration_is_dropped(mesh) -> None:
         model.blocks[0].reset_iter_state()
     model.reset_iter_state()
     model.set_requires_gradient_sync(True)
-    for m in (plain, model):
-        one_loss(m, 3).backward()
-    assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
+    assert_gradients_are_means(mesh, models.plain(), model, 3)
 
 
 # -- state dicts and conversions
@@ -232,10 +227,8 @@ def test_models_on_the_meta_device(mesh) -> None:
     state = {n: distribute_tensor(p, mesh, [Shard(0)]) for n, p in models.plain().state_dict().items()}
     model.load_state_dict(state, assign=True)
     assert_equal(params_of(model), dict(models.plain().named_parameters()))
-    one_loss(model).backward()
     plain = models.plain()
-    one_loss(plain).backward()
-    assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
+    assert_gradients_are_means(mesh, plain, model)
     model.load_state_dict({n: p * 2 for n, p in model.state_dict().items()}, assign=True)
     one_loss(model).backward()
     assert_equal(params_of(model), {n: p * 2 for n, p in plain.named_parameters()})

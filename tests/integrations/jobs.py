@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tests.support.ranked import on_job
 
 VOCABULARY, LENGTH, WIDTH = 64, 12, 16
 TRAINING: dict[str, Any] = {  # arguments of Trainers
@@ -63,6 +65,11 @@ def library_job() -> Iterator[None]:
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+def on_library_job(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator: each rank of a job of exactly `num_ranks` ranks calls the program in a `library_job`."""
+    return lambda program: on_job(num_ranks)(library_job()(program))
 
 
 @contextmanager
